@@ -1,0 +1,1 @@
+"""Which files exist, and where their copies are. The only package that speaks SQL."""

@@ -1,0 +1,131 @@
+-- The catalog of one node: which files exist, and where their copies are. Version 1 (PRAGMA user_version).
+-- Times are ns since the epoch, sizes are bytes, names are BLOBs (any byte but '/' and NUL).
+
+-- Facts about this catalog itself: 'instance' (uuid, hex), 'connection' (counts FUSE connections; handles belong to one).
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+
+-- Every file, directory, symlink, fifo, socket and device. AUTOINCREMENT: an id is never used twice.
+CREATE TABLE inode (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    mode INTEGER NOT NULL,               -- type and permission bits, as st_mode
+    uid INTEGER NOT NULL,
+    gid INTEGER NOT NULL,
+    rdev INTEGER NOT NULL DEFAULT 0,
+    nlink INTEGER NOT NULL,              -- 0: unlinked, kept while the kernel still knows it
+    size INTEGER NOT NULL DEFAULT 0,     -- as of the last release, truncate or import; an open file asks its backing file
+    atime_ns INTEGER NOT NULL,
+    mtime_ns INTEGER NOT NULL,
+    ctime_ns INTEGER NOT NULL,
+    birth_ns INTEGER NOT NULL,
+    target BLOB,                         -- symlinks: what they point to
+    content INTEGER,                     -- files: the current content; NULL: never written here (empty, or only on the PFS: see published)
+    generation INTEGER NOT NULL DEFAULT 0, -- files: the number of the current generation
+    parent INTEGER NOT NULL DEFAULT 0,   -- directories: the directory that holds it; 0 for all others
+    complete INTEGER NOT NULL DEFAULT 1, -- directories: 0 while it lies on the PFS and was not imported yet
+    visited_ns INTEGER NOT NULL DEFAULT 0 -- directories: when the PFS was last compared with it
+);
+CREATE INDEX inode_unlinked ON inode (id) WHERE nlink = 0;
+
+-- Names. The cookie orders a directory's entries for readdir: it grows, and is never used twice.
+CREATE TABLE entry (
+    cookie INTEGER PRIMARY KEY AUTOINCREMENT,
+    parent INTEGER NOT NULL,
+    name BLOB NOT NULL,
+    child INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX entry_name ON entry (parent, name);
+CREATE INDEX entry_child ON entry (child);
+
+CREATE TABLE xattr (inode INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (inode, name)) WITHOUT ROWID;
+
+-- The bytes of one generation of a file. In a tier it is the file contents/<id in 16 hex digits>.
+CREATE TABLE content (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    inode INTEGER NOT NULL,
+    generation INTEGER NOT NULL,         -- grows each time the content is opened for writing after a seal
+    state INTEGER NOT NULL,              -- model.ContentState: 0 open, 1 closed, 2 sealed, 3 doomed, 4 lost
+    size INTEGER NOT NULL DEFAULT 0,     -- exact once sealed
+    digest BLOB,                         -- sealed: xxh3-128 over the blocks' digests
+    blocks BLOB,                         -- sealed: xxh3-128 of every 4 MiB block, 16 bytes each
+    change INTEGER NOT NULL DEFAULT 0,   -- bumped by every open for writing and every last close: the mover compares it before it believes what it read
+    closed_ns INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX content_inode ON content (inode);
+CREATE INDEX content_unsettled ON content (state) WHERE state IN (1, 3);
+
+-- Where a content lies on this node. What the PFS shows under ordinary names is in `published`.
+CREATE TABLE copy (
+    content INTEGER NOT NULL,
+    tier TEXT NOT NULL,                  -- 'ram', 'nvme', or 'pfs' (a content that was written straight to the PFS's work area)
+    state INTEGER NOT NULL,              -- model.CopyState: 0 filling, 1 good, 2 quarantined
+    verified_ns INTEGER NOT NULL DEFAULT 0, -- when its digest was last found right
+    used_ns INTEGER NOT NULL DEFAULT 0,  -- when it was last opened; eviction takes the oldest
+    PRIMARY KEY (content, tier)
+) WITHOUT ROWID;
+
+-- Open files as the kernel knows them: they outlive the mount process. Cleared when a new FUSE connection begins.
+CREATE TABLE handle (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, -- the lower half of FUSE's fh
+    inode INTEGER NOT NULL,
+    content INTEGER,
+    writer INTEGER NOT NULL,
+    backing INTEGER NOT NULL DEFAULT 0    -- the kernel's backing id, 0 on the buffered path
+);
+CREATE INDEX handle_inode ON handle (inode);
+CREATE INDEX handle_content ON handle (content);
+
+-- The first answer to every change, kept for requests that the kernel sends again after a crash. A ring: slot = (request/2) % ANSWERS_KEPT.
+CREATE TABLE answer (slot INTEGER PRIMARY KEY, request INTEGER NOT NULL, body BLOB NOT NULL);
+
+-- What the PFS must be told, in the order in which it happened (P6). Written in the same transaction as the change. Empty without a PFS.
+CREATE TABLE journal (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    op TEXT NOT NULL,                    -- see catalog/journal.py
+    inode INTEGER NOT NULL,
+    parent INTEGER NOT NULL DEFAULT 0,   -- directory of `name`
+    name BLOB,
+    new_parent INTEGER NOT NULL DEFAULT 0, -- rename: directory of `new_name`
+    new_name BLOB,
+    content INTEGER,                     -- op 'content': which content; op 'synced': which content was fsynced while open
+    at_ns INTEGER NOT NULL
+);
+CREATE INDEX journal_inode ON journal (inode);
+
+-- What the PFS shows now under ordinary names: written by write-back and import only.
+CREATE TABLE pfs_entry (
+    parent INTEGER NOT NULL,
+    name BLOB NOT NULL,
+    inode INTEGER NOT NULL,
+    PRIMARY KEY (parent, name)
+) WITHOUT ROWID;
+CREATE INDEX pfs_entry_inode ON pfs_entry (inode);
+
+-- The content that the PFS shows for a file; how a stranger's change is recognised.
+CREATE TABLE published (
+    inode INTEGER PRIMARY KEY,
+    generation INTEGER NOT NULL,         -- which generation of the inode this is
+    complete INTEGER NOT NULL,           -- 1: exactly that sealed generation; 0: an fsynced state of a file that was still open
+    size INTEGER NOT NULL,
+    mtime_ns INTEGER NOT NULL,           -- of the file on the PFS
+    pfs_inode INTEGER NOT NULL,          -- st_ino on the PFS
+    digest BLOB,                         -- xxh3-128 over the blocks' digests; NULL: imported and never read
+    blocks BLOB
+);
+
+-- What the mount asks of the mover and waits for. A hint wakes the mover; the row is the request.
+CREATE TABLE want (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,                  -- 'visit' a directory, 'fetch' a file's content into a tier, 'settle' a file up to a level
+    inode INTEGER NOT NULL,
+    argument TEXT NOT NULL DEFAULT '',
+    state INTEGER NOT NULL DEFAULT 0,    -- 0 wanted, 1 done, 2 failed
+    error INTEGER NOT NULL DEFAULT 0,    -- errno when failed
+    at_ns INTEGER NOT NULL
+);
+CREATE INDEX want_open ON want (kind, inode) WHERE state = 0;
+
+-- The tiers of this node, by the uuid in their own root: another uuid there means that what was in it is lost.
+CREATE TABLE tier (name TEXT PRIMARY KEY, uuid TEXT NOT NULL) WITHOUT ROWID;
+
+-- What the processes report for `ckptfs status`: JSON by key.
+CREATE TABLE report (key TEXT PRIMARY KEY, value TEXT NOT NULL, at_ns INTEGER NOT NULL) WITHOUT ROWID;

@@ -1,0 +1,98 @@
+"""Labelled disk operations: each takes a label first, so that a test can break exactly one, and loop over all of them.
+
+`CKPTFS_FAULT` holds comma-separated `LABEL=ACTION[@N]`: at the N-th call with that label (default 1; `*` for every call) the action
+happens instead: an errno name (`ENOSPC`), `kill` (SIGKILL to this process before the call) or `kill-after` (after it). The variable
+may also name a file (`@/path`), read at each call, so that a test can change its mind while the process runs.
+Labels are `step:act`, listed in `LABELS` by the modules that use them.
+"""
+
+import errno
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+LABELS: set[str] = set()
+_calls: Counter[str] = Counter()
+_fault = os.environ.get("CKPTFS_FAULT", "")
+
+
+def labels(*names: str) -> None:
+    """Declare the labels a module uses; a call with an undeclared label is an error."""
+    LABELS.update(names)
+
+
+def act(label: str, call: Callable[..., Result], *values: Any, **named: Any) -> Result:
+    """Run `call(*values, **named)` under `label`, or the fault that a test asked for."""
+    if not _fault:
+        return call(*values, **named)
+    action = _asked(label)
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action and action != "kill-after":
+        raise OSError(getattr(errno, action), f"injected at {label}")
+    result = call(*values, **named)
+    if action == "kill-after":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+
+def _asked(label: str) -> str:
+    """The action that the fault specification asks for at this call of `label`; empty for none."""
+    assert label in LABELS, f"undeclared disk label {label}"
+    _calls[label] += 1
+    text = _fault
+    if text.startswith("@"):
+        try:
+            with open(text[1:], encoding="ascii") as file:
+                text = file.read()
+        except FileNotFoundError:
+            return ""
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, rest = item.partition("=")
+        action, _, number = rest.partition("@")
+        if name == label and (number == "*" or int(number or 1) == _calls[label]):
+            return action
+    return ""
+
+
+def open_file(label: str, path: str | bytes, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+    """openat(2), always with O_CLOEXEC; the descriptor."""
+    return act(label, os.open, path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+
+
+def rename(label: str, old: str | bytes, new: str | bytes, *, old_fd: int | None = None, new_fd: int | None = None) -> None:
+    """renameat(2): atomic, replaces what is there."""
+    act(label, os.rename, old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
+
+
+def unlink(label: str, path: str | bytes, *, dir_fd: int | None = None) -> None:
+    """unlinkat(2)."""
+    act(label, os.unlink, path, dir_fd=dir_fd)
+
+
+def fsync(label: str, fd: int) -> None:
+    """fsync(2)."""
+    act(label, os.fsync, fd)
+
+
+def write_all(label: str, fd: int, data: bytes | memoryview, offset: int) -> None:
+    """pwrite(2) until every byte is written."""
+    view = memoryview(data)
+    while view:
+        count = act(label, os.pwrite, fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def publish(label: str, fd: int, temporary: str | bytes, final: str | bytes, *, dir_fds: Iterable[int], old_fd: int, new_fd: int) -> None:
+    """Make the file behind `fd`, known as `temporary` in `old_fd`, appear whole as `final` in `new_fd`: fsync, rename, fsync of the directories.
+
+    The labels are `<label>:fsync`, `<label>:rename` and `<label>:directory`.
+    """
+    fsync(f"{label}:fsync", fd)
+    rename(f"{label}:rename", temporary, final, old_fd=old_fd, new_fd=new_fd)
+    for directory in dir_fds:
+        fsync(f"{label}:directory", directory)

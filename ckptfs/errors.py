@@ -1,0 +1,79 @@
+"""Every error that ckptfs raises on purpose, each with the errno an application sees and whether a retry can help.
+
+Translated once, at the edge: to an errno by the mount, to a status by the control server, to an exit code and a sentence
+by the command. `remedy` says what a person can do; it may be empty.
+"""
+
+import errno
+import os
+
+
+class CkptfsError(Exception):
+    """The base: `errno` is what a system call returns, `retryable` whether the same act may succeed later."""
+
+    errno: int = errno.EIO
+    retryable: bool = False
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class Refused(CkptfsError):
+    """Bad input: names what was wrong and what is accepted (P11)."""
+
+    errno = errno.EINVAL
+
+
+class ConfigError(Refused):
+    """A configuration key, value or option that cannot be used."""
+
+
+class CatalogDamaged(CkptfsError):
+    """The catalog cannot be read as what it should be; nothing was changed."""
+
+
+class CatalogTooNew(CkptfsError):
+    """The catalog was written by a newer ckptfs; nothing was changed."""
+
+
+class ContentLost(CkptfsError):
+    """No place holds this content any more. The file fails with EIO; it is never shown as empty."""
+
+
+class DigestMismatch(CkptfsError):
+    """A copy does not have the digest that its content was sealed with."""
+
+    retryable = True
+
+
+class Busy(CkptfsError):
+    """Somebody still uses what this act needs for itself; the act is tried again later."""
+
+    errno = errno.EBUSY
+    retryable = True
+
+
+class NoRoom(CkptfsError):
+    """Every tier is full (P10)."""
+
+    errno = errno.ENOSPC
+    retryable = True
+
+
+class TimedOut(CkptfsError):
+    """A bounded wait came to its end."""
+
+    errno = errno.ETIMEDOUT
+    retryable = True
+
+
+class TierUnavailable(CkptfsError):
+    """A tier does not answer, or answers with an error. The act is retried with backoff."""
+
+    retryable = True
+
+
+def refused(code: int, what: str = "") -> OSError:
+    """The OSError for `code`: how a POSIX refusal (ENOENT, EEXIST, ...) travels inside the catalog and the mount."""
+    return OSError(code, what or os.strerror(code))

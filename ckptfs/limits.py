@@ -1,0 +1,74 @@
+"""Every bound of the product, in one place. Units are the last word of a name; the checks at the end hold at import."""
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+# --- names and trees -------------------------------------------------------------------------------------------------
+NAME_BYTES_MAX = 255
+PATH_BYTES_MAX = 4095
+SYMLINK_BYTES_MAX = 4095
+LINKS_MAX = 65_000
+XATTR_VALUE_BYTES_MAX = 64 * KIB
+XATTR_LIST_BYTES_MAX = 64 * KIB
+
+# --- content ---------------------------------------------------------------------------------------------------------
+BLOCK_BYTES = 4 * MIB
+COPY_CHUNK_BYTES = 4 * MIB
+FILE_BYTES_MAX = 2**63 - 1
+
+# --- FUSE ------------------------------------------------------------------------------------------------------------
+WRITE_BYTES_MAX = MIB
+READ_AHEAD_KIB = 1024
+# Changes reach the kernel's caches as notifications, so these are long; they bound what a lost notification can cost.
+ENTRY_TIMEOUT_S = 300.0
+ATTRIBUTE_TIMEOUT_S = 300.0
+NEGATIVE_TIMEOUT_S = 300.0
+READDIR_BATCH = 256
+# Answers kept for requests that the kernel may send again; a power of two, addressed by the request's number.
+ANSWERS_KEPT = 4096
+
+# --- the catalog -----------------------------------------------------------------------------------------------------
+CATALOG_BUSY_S = 60.0
+WAL_PAGES_MAX = 4000
+CHANGE_ROWS_MAX = 512
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+VISIT_WAIT_S = 30.0
+FETCH_STALL_S = 60.0
+FSYNC_LEVEL_WAIT_S = 3600.0
+HINT_GATHER_S = 0.02
+HINT_GATHER_MAX_S = 0.5
+RETRY_FIRST_S = 0.1
+RETRY_LAST_S = 30.0
+PFS_ACT_WAIT_S = 20.0
+SYNCED_INTERVAL_S = 60.0
+REFRESH_INTERVAL_S = 300.0
+
+# --- processes -------------------------------------------------------------------------------------------------------
+RESTART_FIRST_S = 0.05
+RESTART_LAST_S = 5.0
+RESTARTS_MAX = 200
+RESTARTS_WINDOW_S = 600.0
+WATCHDOG_S = 60.0
+READY_WAIT_S = 60.0
+DRAIN_DEADLINE_S = 60.0
+STOP_WAIT_S = 30.0
+
+# --- control ---------------------------------------------------------------------------------------------------------
+CONTROL_MESSAGE_BYTES_MAX = MIB
+CONTROL_CALLS_MAX = 64
+CONTROL_WAITS_MAX = 256
+
+# --- space -----------------------------------------------------------------------------------------------------------
+RAM_HIGH_WATERMARK = 0.80
+RAM_LOW_WATERMARK = 0.60
+RAM_HEADROOM_BYTES_MIN = 64 * MIB
+MEMORY_RESERVE_RATIO = 0.10
+
+assert BLOCK_BYTES % COPY_CHUNK_BYTES == 0 or COPY_CHUNK_BYTES % BLOCK_BYTES == 0
+assert ANSWERS_KEPT & (ANSWERS_KEPT - 1) == 0
+assert 0 < RAM_LOW_WATERMARK < RAM_HIGH_WATERMARK < 1
+assert HINT_GATHER_S <= HINT_GATHER_MAX_S < VISIT_WAIT_S
+assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
+assert PFS_ACT_WAIT_S < WATCHDOG_S

@@ -1,0 +1,1 @@
+"""The places on this node that hold bytes: ram, nvme and pfs."""

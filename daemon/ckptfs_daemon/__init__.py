@@ -1,0 +1,1 @@
+"""The process: adapters and wiring of `ckptfsd`."""
