@@ -120,7 +120,9 @@ CREATE TABLE want (
     argument TEXT NOT NULL DEFAULT '',
     state INTEGER NOT NULL DEFAULT 0,    -- 0 wanted, 1 done, 2 failed
     error INTEGER NOT NULL DEFAULT 0,    -- errno when failed
-    at_ns INTEGER NOT NULL
+    result TEXT NOT NULL DEFAULT '',     -- when done: what the answerer has to say ('fetch': 'here' or 'direct')
+    at_ns INTEGER NOT NULL,              -- when it was asked, then when it was answered
+    until_ns INTEGER NOT NULL DEFAULT 0  -- until when somebody waits for the answer
 );
 CREATE INDEX want_open ON want (kind, inode) WHERE state = 0;
 

@@ -1,0 +1,83 @@
+"""Owns the table `want`: what somebody who waits asks of the mover. The row is the request, a ring of the bell only a hint.
+
+A want is open until it is answered, or until nobody waits for it any more (`until_ns`). Askers of the same (kind, inode, argument)
+share one open row. Kinds: 'visit' (import the PFS directory `inode`; argument 'again' compares it again, 'tree' all below it too),
+'fetch' (bring the content of the file `inode` here; the result is 'here', or 'direct': read it on the PFS itself), 'settle'
+(argument: a level; answered when the file `inode` has reached it).
+If we die here: an open row is answered by the next mover, an answered one is swept when it is old.
+"""
+
+import time
+from dataclasses import dataclass
+
+from ckptfs import limits
+from ckptfs.catalog.database import Database
+
+VISIT = "visit"
+FETCH = "fetch"
+SETTLE = "settle"
+
+WANTED, DONE, FAILED = 0, 1, 2
+
+_COLUMNS = "id, kind, inode, argument, state, error, result"
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One row: `error` is an errno when the want failed, `result` what the answerer has to say otherwise."""
+
+    id: int
+    kind: str
+    inode: int
+    argument: str
+    state: int
+    error: int
+    result: str
+
+
+def ask(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.VISIT_WAIT_S) -> int:
+    """Want something for at most `wait_s`; the id of the row, which may be an older one that asks the same."""
+    now = time.time_ns()
+    until = now + int(wait_s * 1e9)
+    with db.change():
+        found = db.row("SELECT id FROM want WHERE state = 0 AND kind = ? AND inode = ? AND argument = ?", kind, inode, argument)
+        if found is None:
+            return db.insert(
+                "INSERT INTO want (kind, inode, argument, at_ns, until_ns) VALUES (?,?,?,?,?)", kind, inode, argument, now, until
+            )
+        db.run("UPDATE want SET until_ns = max(until_ns, ?) WHERE id = ?", until, found[0])
+        return int(found[0])
+
+
+def get(db: Database, want: int) -> Want | None:
+    """A want as it now is; None when it was swept."""
+    found = db.row(f"SELECT {_COLUMNS} FROM want WHERE id = ?", want)
+    return None if found is None else Want(*found)
+
+
+def wanted(db: Database, kind: str, *, at_most: int = limits.CHANGE_ROWS_MAX) -> list[Want]:
+    """The open wants of one kind, oldest first."""
+    return [Want(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM want WHERE state = 0 AND kind = ? ORDER BY id LIMIT ?", kind, at_most)]
+
+
+def done(db: Database, want: int, result: str = "") -> None:
+    """Answer a want. Call `notify.wants()` once it is committed."""
+    with db.change():
+        db.run("UPDATE want SET state = 1, result = ?, at_ns = ? WHERE id = ? AND state = 0", result, time.time_ns(), want)
+
+
+def failed(db: Database, want: int, error: int) -> None:
+    """Answer a want with an errno. Call `notify.wants()` once it is committed."""
+    with db.change():
+        db.run("UPDATE want SET state = 2, error = ?, at_ns = ? WHERE id = ? AND state = 0", error, time.time_ns(), want)
+
+
+def sweep(db: Database) -> int:
+    """Forget open wants for which nobody waits any more, and answers that are old enough to have been read. How many went."""
+    now = time.time_ns()
+    stale = "(state = 0 AND until_ns < ?) OR (state != 0 AND at_ns < ?)"
+    values = (now, now - int(limits.WANT_KEPT_S * 1e9))
+    if db.value(f"SELECT 1 FROM want WHERE {stale} LIMIT 1", *values) is None:
+        return 0
+    with db.change():
+        return db.run(f"DELETE FROM want WHERE {stale}", *values)

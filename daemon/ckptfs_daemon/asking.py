@@ -1,0 +1,57 @@
+"""Owns the mount's waiting for the mover: a want is written to the catalog, the bell rung, and the answer read from the catalog.
+
+The bell is a hint in both directions: a waiter looks again every `limits.WANT_LOOK_S` and rings again, so neither a lost hint nor a
+new mover process costs more than that. Everything runs in the mount's trio thread.
+If we die here: the kernel sends the request again, the handler asks again and shares the row that is still open.
+"""
+
+import errno
+import os
+from typing import Protocol
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import wants
+from ckptfs.catalog.database import Database
+from ckptfs.errors import TimedOut
+
+URGENT = b"!"
+
+
+class Ringable(Protocol):
+    """What is needed of a bell: `ring` never blocks."""
+
+    def ring(self, message: bytes) -> None: ...
+
+
+class Asking:
+    """The mount side of wants."""
+
+    def __init__(self, db: Database, bell: Ringable) -> None:
+        self._db = db
+        self._bell = bell
+        self._answers = trio.Event()
+
+    def answered(self) -> None:
+        """The mover says that it answered something: every waiter looks at its own row."""
+        self._answers.set()
+        self._answers = trio.Event()
+
+    async def ask(self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.VISIT_WAIT_S) -> str:
+        """Ask and wait; the answer's result. Raises OSError with the mover's errno, or TimedOut after `timeout_s`."""
+        want = wants.ask(self._db, kind, inode, argument, wait_s=timeout_s)
+        with trio.move_on_after(timeout_s):
+            while True:
+                self._bell.ring(URGENT)
+                answers = self._answers
+                row = wants.get(self._db, want)
+                if row is None:
+                    want = wants.ask(self._db, kind, inode, argument, wait_s=timeout_s)
+                elif row.state == wants.DONE:
+                    return row.result
+                elif row.state == wants.FAILED:
+                    raise OSError(row.error or errno.EIO, os.strerror(row.error or errno.EIO))
+                with trio.move_on_after(limits.WANT_LOOK_S):
+                    await answers.wait()
+        raise TimedOut(f"the mover did not answer '{kind}' for inode {inode} within {timeout_s:g} s", remedy="see `ckptfs status`: the PFS may hang")
