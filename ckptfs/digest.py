@@ -8,6 +8,8 @@ import xxhash
 from ckptfs import limits
 
 BLOCK_DIGEST_BYTES = 16
+ZEROS = memoryview(bytes(256 * limits.KIB))
+ZERO_BLOCK = xxhash.xxh3_128_digest(bytes(limits.BLOCK_BYTES))
 
 
 def block(data: bytes | memoryview) -> bytes:
@@ -40,6 +42,19 @@ class Running:
             view = view[len(piece) :]
             if self._filled == limits.BLOCK_BYTES:
                 self._end_block()
+
+    def zeros(self, count: int) -> None:
+        """Take `count` zero bytes: a hole. Whole blocks of it cost nothing but their known digest."""
+        while count:
+            if not self._filled and count >= limits.BLOCK_BYTES:
+                whole_blocks = count // limits.BLOCK_BYTES
+                self._blocks.extend([ZERO_BLOCK] * whole_blocks)
+                self.size += whole_blocks * limits.BLOCK_BYTES
+                count %= limits.BLOCK_BYTES
+                continue
+            piece = min(count, limits.BLOCK_BYTES - self._filled, len(ZEROS))
+            self.update(ZEROS[:piece])
+            count -= piece
 
     def _end_block(self) -> None:
         self._blocks.append(self._current.digest())

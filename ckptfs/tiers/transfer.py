@@ -1,0 +1,124 @@
+"""Owns how a file's bytes travel from one descriptor to another: holes stay holes, and every byte passes the digest on its way.
+
+Where both ends can share blocks (FICLONE) nothing is copied and the digest is read from the target. Everywhere else the bytes pass
+through one small buffer that stays in the processor's cache: the digest needs them there anyway, so copy_file_range would touch them twice.
+If we die here: the target holds a beginning of the source under a name that nobody believes yet; the caller starts over.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+
+from ckptfs import digest, disk, limits
+
+FICLONE = 0x40049409
+PIECE_BYTES = 512 * limits.KIB
+CLONE_BYTES_MIN = limits.MIB
+CANNOT_CLONE = {errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EBADF}
+
+Digested = tuple[int, bytes, bytes]
+"""(size in bytes, digest over all, the blocks' digests joined)."""
+
+
+def labels(label: str) -> None:
+    """Declare the disk labels that `copy(label=label)` uses."""
+    disk.labels(f"{label}:read", f"{label}:write", f"{label}:truncate")
+
+
+def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> Digested:
+    """Copy all of `source_fd` into the empty file `target_fd`; what was copied, digested. `before_block` may raise to stop early.
+
+    Raises what the disk raises. Does not fsync.
+    """
+    size = os.fstat(source_fd).st_size
+    if size >= CLONE_BYTES_MIN and _clone(source_fd, target_fd):
+        return read(target_fd, label=label, before_block=before_block)
+    running = digest.Running()
+    for offset, piece in _pieces(source_fd, size, label, running, before_block):
+        disk.write_all(f"{label}:write", target_fd, piece, offset)
+    if running.size:
+        disk.act(f"{label}:truncate", os.ftruncate, target_fd, running.size)
+    return _digested(running)
+
+
+def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> Digested:
+    """Read all of `source_fd` for its digest, without touching its holes. Only `<label>:read` is used."""
+    running = digest.Running()
+    for _ in _pieces(source_fd, os.fstat(source_fd).st_size, label, running, before_block):
+        pass
+    return _digested(running)
+
+
+def _digested(running: digest.Running) -> Digested:
+    whole, blocks = running.finish()
+    return running.size, whole, blocks
+
+
+def _clone(source_fd: int, target_fd: int) -> bool:
+    try:
+        fcntl.ioctl(target_fd, FICLONE, source_fd)
+    except OSError as failure:
+        if failure.errno in CANNOT_CLONE:
+            return False
+        raise
+    return True
+
+
+def _pieces(
+    source_fd: int, size: int, label: str, running: digest.Running, before_block: Callable[[], None]
+) -> Iterator[tuple[int, memoryview]]:
+    """(offset, bytes) of all data up to `size` or an earlier end of the file; `running` has seen the holes between them as zeros."""
+    buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
+    for start, end in _extents(source_fd, size):
+        _zeros(running, start, before_block)
+        while running.size < end:
+            if running.size % limits.BLOCK_BYTES == 0:
+                before_block()
+            # Pieces never cross a block's end, so that `before_block` sees each of them.
+            room = min(len(buffer), end - running.size, limits.BLOCK_BYTES - running.size % limits.BLOCK_BYTES)
+            count = disk.act(f"{label}:read", os.preadv, source_fd, [buffer[:room]], running.size)
+            if count == 0:
+                return  # The file became shorter: whoever asked compares the size.
+            offset = running.size
+            running.update(buffer[:count])
+            yield offset, buffer[:count]
+    _zeros(running, size, before_block)
+
+
+def _zeros(running: digest.Running, end: int, before_block: Callable[[], None]) -> None:
+    """Let `running` see zeros up to `end`, in steps that still ask `before_block` now and then: a hole may be terabytes."""
+    while running.size < end:
+        before_block()
+        running.zeros(min(end - running.size, 1024 * limits.BLOCK_BYTES))
+
+
+def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of the data between holes, up to `size`; one whole extent where the filesystem does not know."""
+    if os.fstat(fd).st_blocks * 512 >= size:
+        if size:
+            yield 0, size
+        return
+    offset = 0
+    with contextlib.suppress(_NoMoreData):
+        while offset < size:
+            start = _seek(fd, offset, os.SEEK_DATA)
+            offset = min(size, _seek(fd, start, os.SEEK_HOLE))
+            if start < offset:
+                yield start, offset
+
+
+class _NoMoreData(Exception):
+    """Nothing but a hole up to the end of the file."""
+
+
+def _seek(fd: int, offset: int, whence: int) -> int:
+    try:
+        return os.lseek(fd, offset, whence)
+    except OSError as failure:
+        if failure.errno == errno.ENXIO:
+            raise _NoMoreData from failure
+        if failure.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+            return offset if whence == os.SEEK_DATA else limits.FILE_BYTES_MAX
+        raise

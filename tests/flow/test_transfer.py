@@ -1,0 +1,104 @@
+"""P4, F3, F4: bytes travel whole, with their digest, and holes stay holes."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptfs import digest, disk, limits
+from ckptfs.tiers import transfer
+
+transfer.labels("test:copy")
+
+MIB = limits.MIB
+
+
+def plain(data: bytes) -> transfer.Digested:
+    """What the digest of `data` must be, by the simplest means."""
+    pieces = [data[at : at + limits.BLOCK_BYTES] for at in range(0, len(data), limits.BLOCK_BYTES)]
+    blocks = b"".join(map(digest.block, pieces))
+    return len(data), digest.whole(blocks, len(data)), blocks
+
+
+def pair(directory: Path, data: bytes) -> tuple[int, int]:
+    source = os.open(directory / "source", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    disk.write_all("test:copy:write", source, data, 0)
+    return source, os.open(directory / "target", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 3 * MIB + 1, 4 * MIB, 4 * MIB + 1, 9 * MIB + 5])
+def test_copy_gives_the_bytes_and_their_digest(tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
+    source, target = pair(tmp_path, data)
+    assert transfer.copy(source, target, label="test:copy") == plain(data)
+    assert (tmp_path / "target").read_bytes() == data
+    assert transfer.read(target, label="test:copy") == plain(data)
+
+
+@pytest.mark.parametrize("directory", [Path("/dev/shm"), None])
+def test_holes_stay_holes(tmp_path: Path, directory: Path | None, request: pytest.FixtureRequest) -> None:
+    place = directory or tmp_path
+    names = [place / f"ckptfs-transfer-{os.getpid()}-{number}" for number in range(2)]
+    request.addfinalizer(lambda: [name.unlink(missing_ok=True) for name in names])
+    source, target = (os.open(name, os.O_RDWR | os.O_CREAT) for name in names)
+    os.pwrite(source, b"front", 0)
+    os.pwrite(source, b"middle", 21 * MIB + 17)
+    os.ftruncate(source, 40 * MIB + 3)
+    result = transfer.copy(source, target, label="test:copy")
+    assert result == plain(names[0].read_bytes())
+    assert names[1].read_bytes() == names[0].read_bytes()
+    assert os.fstat(target).st_blocks * 512 < 2 * MIB
+
+
+def test_a_terabyte_of_nothing_is_read_at_once(tmp_path: Path) -> None:
+    source = os.open(tmp_path / "source", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(source, 2**40)
+    asked = []
+    size, _, blocks = transfer.read(source, label="test:copy", before_block=lambda: asked.append(1))
+    assert size == 2**40 and blocks == digest.ZERO_BLOCK * 2**18
+    assert len(asked) > 100, "a hole must be left between its blocks too"
+
+
+@pytest.mark.parametrize("sizes", [[5], [4 * MIB], [1, 4 * MIB - 1, 8 * MIB], [4 * MIB + 1, 3 * MIB]])
+def test_zeros_are_digested_like_zero_bytes(sizes: list[int]) -> None:
+    running = digest.Running()
+    running.update(b"x")
+    for size in sizes:
+        running.zeros(size)
+    data = b"x" + bytes(sum(sizes))
+    assert (running.size, *running.finish()) == plain(data)
+
+
+def test_before_block_sees_each_block_and_may_stop(tmp_path: Path) -> None:
+    source, target = pair(tmp_path, os.urandom(9 * MIB))
+    seen: list[int] = []
+
+    def second() -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        transfer.copy(source, target, label="test:copy", before_block=second)
+    assert os.fstat(target).st_size <= 4 * MIB
+
+
+def test_a_source_that_shrinks_is_reported_with_the_size_that_was_read(tmp_path: Path) -> None:
+    source, target = pair(tmp_path, os.urandom(6 * MIB))
+
+    def shrink() -> None:
+        os.ftruncate(source, 5 * MIB)
+
+    size, _, _ = transfer.copy(source, target, label="test:copy", before_block=shrink)
+    assert size == 5 * MIB == os.fstat(target).st_size
+
+
+@pytest.mark.parametrize("fault", ["ENOSPC", "EIO"])
+@pytest.mark.parametrize("act", ["read", "write", "truncate"])
+def test_errors_of_the_disk_are_raised(tmp_path: Path, act: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = pair(tmp_path, b"data")
+    monkeypatch.setattr(disk, "_fault", f"test:copy:{act}={fault}@*")
+    copied: Callable[[], transfer.Digested] = lambda: transfer.copy(source, target, label="test:copy")  # noqa: E731
+    with pytest.raises(OSError, match="injected"):
+        copied()
