@@ -34,9 +34,10 @@ MOUNT_FLAGS: dict[str, tuple[int, int]] = {
     "strictatime": (1 << 24, 0), "nostrictatime": (0, 1 << 24), "lazytime": (1 << 25, 0), "nolazytime": (0, 1 << 25),
 }  # fmt: skip
 # What mount(8), fstab and systemd pass for themselves; it means nothing to us.
-IGNORED = frozenset(
-    ["rw", "defaults", "auto", "noauto", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "nofail", "_netdev", "comment", "default_permissions"]
-)
+IGNORED = frozenset((
+    "rw", "defaults", "auto", "noauto", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "nofail",
+    "_netdev", "comment", "default_permissions",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,8 @@ KEYS: tuple[Key, ...] = (
     Key("fsync", "fsync", parse_level, "local",
         "What fsync(2) waits for: local (survives the death of every ckptfs process) or pfs (is on the PFS)."),
     Key("data_path", "data_path", _data_path, "auto",
-        "How bytes travel: passthrough (by the kernel, Linux 6.9 and later), buffered (through the daemon), or auto (the fastest there is)."),
+        "How bytes travel: passthrough (by the kernel, Linux 6.9 and later), buffered (through the daemon), or auto (the\n"
+        "fastest there is)."),
     Key("ram_high", "ram_high", parse_ratio, "80%",
         "Above this share of the RAM tier new files go to NVMe, and what is safe elsewhere leaves the RAM."),
     Key("ram_low", "ram_low", parse_ratio, "60%",
@@ -228,7 +230,7 @@ def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Conf
     Raises ConfigError, which names what was wrong and what is accepted.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise ConfigError(f"{name!r} cannot be the name of a mount; accepted: up to 64 letters, digits, '.', '_' and '-', not beginning with a sign")
+        raise ConfigError(f"{name!r} cannot name a mount; accepted: up to 64 letters, digits, '.', '_' and '-', a letter or digit first")
     rest = dict(options)
     values = _from_file(parse_path(rest.pop("config"))) if "config" in rest else {}
     flags = 0
@@ -241,7 +243,7 @@ def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Conf
     if mountpoint is not None:
         values["mountpoint"] = parse_path(os.path.abspath(mountpoint))
     if "mountpoint" not in values:
-        raise ConfigError("no mountpoint was given", remedy="name the directory on the command line, or as mountpoint in the configuration file")
+        raise ConfigError("no mountpoint was given", remedy="name it on the command line, or as mountpoint in the configuration file")
     values.setdefault("state", default_state(name))
     values.setdefault("allow_other", os.geteuid() == 0)
     return _checked(Config(name=name, mount_flags=flags, **values))
@@ -363,7 +365,8 @@ def _check_apart(paths: Mapping[str, Path]) -> None:
     ):  # fmt: skip
         if inner in paths and outer in paths and paths[inner].is_relative_to(paths[outer]):
             same = "is the same directory as" if paths[inner] == paths[outer] else "lies inside"
-            raise ConfigError(f"{inner} {paths[inner]} {same} {outer} {paths[outer]}", remedy="choose directories that do not contain one another")
+            remedy = "choose directories that do not contain one another"
+            raise ConfigError(f"{inner} {paths[inner]} {same} {outer} {paths[outer]}", remedy=remedy)
 
 
 # --- passing on ------------------------------------------------------------------------------------------------------
