@@ -1,0 +1,107 @@
+"""Fixtures that offer a real mount: `mount` (shared, on both data paths), `fresh_mount` (a new one for each test), `make_daemon`.
+
+A test fails when the daemon's log holds a WARNING, ERROR or Traceback line that it did not announce with `expect_warning`.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_under_test import Area, DaemonUnderTest, NotStarted, deadline
+
+TEST_S = 300.0
+DATA_PATHS = ("passthrough", "buffered")
+DAEMONS = pytest.StashKey[list[DaemonUnderTest]]()
+
+
+def _usable() -> str:
+    """Why no mount can be made here; empty where it can."""
+    if os.geteuid() != 0:
+        return "a mount of our own needs root"
+    if not Path("/dev/fuse").exists():
+        return "/dev/fuse is missing"
+    return ""
+
+
+def _started(daemon: DaemonUnderTest) -> DaemonUnderTest:
+    """Start it; skips the test where this kernel has no passthrough and the test demands it."""
+    try:
+        return daemon.start()
+    except NotStarted as refusal:
+        daemon.close()
+        if daemon.options["data_path"] == "passthrough" and re.search("passthrough", str(refusal)) and "Traceback" not in str(refusal):
+            pytest.skip(f"NO PASSTHROUGH HERE, this data path is not tested: {refusal}")
+        raise
+
+
+@pytest.fixture(scope="session", params=DATA_PATHS)
+def data_path(request: pytest.FixtureRequest) -> str:
+    """Each way in which bytes travel; a test that uses it runs once for each."""
+    if reason := _usable():
+        pytest.skip(f"NO MOUNT TESTS HERE: {reason}")
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def shared_daemon(data_path: str) -> Iterator[DaemonUnderTest]:
+    """One daemon for all cheap tests of a data path."""
+    daemon = _started(DaemonUnderTest(data_path))
+    try:
+        yield daemon
+    finally:
+        daemon.close()
+
+
+@pytest.fixture
+def mount(shared_daemon: DaemonUnderTest, request: pytest.FixtureRequest) -> Iterator[Area]:
+    """A directory of the test's own in the shared mount. Do not kill or reconfigure this daemon: take `fresh_mount` for that."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", request.node.name)[:100]
+    taken = sum(1 for found in os.listdir(shared_daemon.path) if found.startswith(name))
+    known = set(shared_daemon.complaints())
+    request.node.stash[DAEMONS] = [shared_daemon]
+    with deadline(shared_daemon, TEST_S):
+        yield Area(shared_daemon, f"{name}-{taken}")
+    assert [line for line in shared_daemon.complaints() if line not in known] == []
+
+
+@pytest.fixture
+def make_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., DaemonUnderTest]]:
+    """Makes and starts daemons: `make_daemon("passthrough", ram="64M", env={...}, pfs=None)`; all end with the test."""
+    if reason := _usable():
+        pytest.skip(f"NO MOUNT TESTS HERE: {reason}")
+    made = request.node.stash[DAEMONS] = []
+
+    def make(data_path: str = "auto", *, start: bool = True, **options: Any) -> DaemonUnderTest:
+        daemon = DaemonUnderTest(data_path, **options)
+        made.append(daemon)
+        return _started(daemon) if start else daemon
+
+    try:
+        yield make
+        complaints = [line for daemon in made for line in daemon.complaints()]
+        assert complaints == []
+    finally:
+        for daemon in made:
+            daemon.close()
+
+
+@pytest.fixture
+def fresh_mount(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> Iterator[DaemonUnderTest]:
+    """A daemon of the test's own, once on each data path."""
+    daemon = make_daemon(data_path)
+    with deadline(daemon, TEST_S):
+        yield daemon
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A failed report carries the end of every log of the daemons that the test used."""
+    outcome: Any = yield
+    report = outcome.get_result()
+    if report.failed:
+        for daemon in item.stash.get(DAEMONS, []):
+            if daemon.log_file.exists():
+                report.sections.append((f"log of {daemon.name}", daemon.tail()))

@@ -1,0 +1,292 @@
+"""The real daemon as tests see it: started in a directory of its own, killed, restarted, looked at from outside.
+
+A daemon never outlives its test: `close()` unmounts, and where that does not end within its deadline it aborts the FUSE
+connection, kills the processes it started (by pid) and takes the mounts away.
+If we die here: a directory /tmp/ckptfs-test-* and its mount are left; `umount -l` and `rm -r` end them.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in (".", "daemon", "client")), "PYTHONDONTWRITEBYTECODE": "1"}
+READY_S = 60.0
+END_S = 90.0
+COMPLAINT = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|^Traceback", re.MULTILINE)
+_numbers = itertools.count(1)
+
+
+class NotStarted(Exception):
+    """The daemon refused to start; the message is the sentence it gave, or its log."""
+
+
+def eventually(condition: Callable[[], Any], timeout: float = 120.0, what: str = "") -> Any:
+    """Ask `condition` again and again until it is true; its value. Fails the test after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    pause = threading.Event()
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not so within {timeout:.0f} s: {what or condition}")
+        pause.wait(0.02)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment in which a process of ours finds this tree's packages."""
+    return {**os.environ, **ENVIRONMENT, **more}
+
+
+class DaemonUnderTest:
+    """One `ckptfsd` with a mountpoint, a PFS, an NVMe and a state directory of its own. Options as of mount -o; None leaves one out."""
+
+    def __init__(self, data_path: str = "auto", *, env: dict[str, str] | None = None, **options: str | Path | None) -> None:
+        self.name = f"t{os.getpid()}-{next(_numbers)}"
+        self.root = Path(tempfile.mkdtemp(prefix="ckptfs-test-", dir="/tmp"))
+        self.path, self.pfs, self.nvme, self.state = (self.root / part for part in ("mnt", "pfs", "nvme", "state"))
+        for directory in (self.path, self.pfs, self.nvme, self.state):
+            directory.mkdir()
+        self.options: dict[str, str | Path | None] = {
+            "state": self.state, "pfs": self.pfs, "nvme": self.nvme, "ram": "1G", "data_path": data_path, **options,
+        }
+        self.env = env or {}
+        self.log_file = self.root / "log"
+        self.log_file.touch()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.device: int | None = None
+        self._expected: list[re.Pattern[str]] = []
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self, *, timeout: float = READY_S) -> "DaemonUnderTest":
+        """Start the daemon and wait until the mount answers. Raises NotStarted with the daemon's own sentence."""
+        options = ",".join(f"{key}={value}" for key, value in self.options.items() if value is not None)
+        ready, child_end = os.pipe()
+        command = [sys.executable, "-m", "ckptfs_daemon", self.name, str(self.path), "-o", options, "--ready-fd", str(child_end)]
+        with open(self.log_file, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[child_end], env=environment(**self.env), cwd="/",
+                start_new_session=True,
+            )
+        os.close(child_end)
+        with os.fdopen(ready, "rb") as pipe:
+            answer = _read_until_end(pipe.fileno(), timeout).decode(errors="replace").strip()
+        if answer != "ok":
+            self.process.kill()
+            self.process.wait()
+            raise NotStarted(answer or self.log)
+        self.device = os.stat(self.path).st_dev
+        return self
+
+    def unmount(self, *, timeout: float = END_S) -> int:
+        """umount(8), then wait for the daemon to end; its exit code."""
+        assert self.process is not None
+        subprocess.run(["umount", str(self.path)], check=True, timeout=timeout, capture_output=True)
+        return self.process.wait(timeout)
+
+    def restart(self, **options: str | Path | None) -> "DaemonUnderTest":
+        """Unmount and mount again, with changed options."""
+        self.unmount()
+        self.options.update(options)
+        return self.start()
+
+    def crash(self) -> None:
+        """SIGKILL every process of the daemon, as a node's death would, and take away the dead mount."""
+        assert self.process is not None
+        processes = self.processes()
+        self.process.kill()
+        self.process.wait(END_S)
+        for pid in _pids(processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not any(_alive(pid) for pid in _pids(processes)), what="every process of the daemon has ended")
+
+    def close(self) -> None:
+        """End everything, by force where it must be, and delete the directory."""
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(subprocess.SubprocessError):
+                self.unmount(timeout=30)
+        if self.process is not None and self.process.poll() is None:
+            self.abort()
+            self.crash()
+        for mount in _mounts_below(self.root):
+            subprocess.run(["umount", "-l", mount], check=False, capture_output=True)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def abort(self) -> None:
+        """Abort the FUSE connection: every system call that hangs in this mount returns with an error."""
+        if self.device is not None:
+            with contextlib.suppress(OSError):
+                Path(f"/sys/fs/fuse/connections/{os.minor(self.device)}/abort").write_text("1")
+
+    def wipe_ram(self) -> None:
+        """Lose what lies in RAM, as a reboot would. The daemon must not be running."""
+        assert self.process is None or self.process.poll() is not None, "unmount first"
+        ram = self.state / "ram"
+        for _ in range(5):
+            if not os.path.ismount(ram):
+                break
+            subprocess.run(["umount", "-l", str(ram)], check=True)
+        for left in ram.iterdir() if ram.is_dir() else ():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def processes(self) -> dict[str, Any]:
+        """What the supervisor says about the processes (STATE/processes.json)."""
+        with contextlib.suppress(FileNotFoundError):
+            found: dict[str, Any] = json.loads((self.state / "processes.json").read_text())
+            return found
+        return {}
+
+    def pid(self, role: str) -> int:
+        """The process that has this role now: supervisor, mount, mover or spare."""
+        return int(self.processes()[role]["pid"])
+
+    def kill(self, role: str, *, wait: bool = True) -> None:
+        """SIGKILL the process of that role; returns when another one has taken its place (and, for the mount, answers)."""
+        self.expect_warning(rf"\b(mount|mover|spare)\b.*({role}|killed|died|ended|signal)")
+        old = self.pid(role)
+        os.kill(old, signal.SIGKILL)
+        if wait:
+            eventually(lambda: self.processes().get(role, {}).get("pid") not in (old, None, 0), what=f"a new {role} process")
+            if role == "mount":
+                os.statvfs(self.path)
+
+    # --- what it holds ------------------------------------------------------------------------------------------------
+
+    def catalog(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows of a query on the catalog, from a connection of our own."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.state}/catalog.db?mode=rw", uri=True, timeout=60)) as connection:
+            return connection.execute(query, values).fetchall()
+
+    def unsettled(self) -> dict[str, int]:
+        """What is still to be sealed or written back, by kind; empty when there is nothing."""
+        counts = {
+            "open for writing": "SELECT count(*) FROM handle WHERE writer",
+            "open contents": "SELECT count(*) FROM content WHERE state = 0",
+            "contents not sealed": "SELECT count(*) FROM content WHERE state = 1",
+            "journal rows": "SELECT count(*) FROM journal",
+        }
+        found = {what: int(self.catalog(query)[0][0]) for what, query in counts.items()}
+        return {what: count for what, count in found.items() if count}
+
+    def settle(self, timeout: float = 240.0) -> None:
+        """Wait until everything that was closed is sealed and, with a PFS, written back."""
+        left: dict[str, int] = {}
+
+        def settled() -> bool:
+            nonlocal left
+            left = self.unsettled()
+            return not left
+
+        try:
+            eventually(settled, timeout)
+        except AssertionError:
+            raise AssertionError(f"not settled within {timeout:.0f} s: {left}\n{self.tail()}") from None
+
+    def command(self, *arguments: str | Path, check: bool = True, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Run `ckptfs ARGUMENTS`; fails the test where `check` and the exit code is not 0."""
+        result = subprocess.run(
+            [sys.executable, "-m", "ckptfs_client", *map(str, arguments)],
+            capture_output=True, text=True, timeout=timeout, env=environment(), check=False,
+        )
+        assert not check or result.returncode == 0, f"ckptfs {arguments}: exit {result.returncode}\n{result.stdout}{result.stderr}"
+        return result
+
+    # --- its log ------------------------------------------------------------------------------------------------------
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the log, for messages."""
+        return "\n".join(self.log.splitlines()[-lines:])
+
+    def expect_warning(self, pattern: str) -> None:
+        """Announce that log lines which match `pattern` (a regular expression) may appear."""
+        self._expected.append(re.compile(pattern))
+
+    def complaints(self) -> list[str]:
+        """WARNING, ERROR and Traceback lines of the log that no test announced."""
+        found = [line for line in self.log.splitlines() if COMPLAINT.search(line)]
+        return [line for line in found if not any(expected.search(line) for expected in self._expected)]
+
+
+class Area:
+    """A directory of its own in a mount that many tests share: `path` in the mount, `pfs` the same on the PFS."""
+
+    def __init__(self, daemon: DaemonUnderTest, name: str) -> None:
+        self.daemon = daemon
+        self.path = daemon.path / name
+        self.pfs = daemon.pfs / name
+        self.path.mkdir()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.daemon, name)
+
+
+@contextlib.contextmanager
+def deadline(daemon: DaemonUnderTest, seconds: float) -> Iterator[None]:
+    """Abort the daemon's FUSE connection when the block takes longer: a test that hangs fails instead."""
+    timer = threading.Timer(seconds, daemon.abort)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _read_until_end(fd: int, timeout: float) -> bytes:
+    """What arrives on a pipe until its first line is whole or its other end closes, or `timeout` seconds have passed."""
+    os.set_blocking(fd, False)
+    data = b""
+    end = time.monotonic() + timeout
+    pause = threading.Event()
+    while time.monotonic() < end and not data.endswith(b"\n"):
+        try:
+            piece = os.read(fd, 65536)
+        except BlockingIOError:
+            pause.wait(0.01)
+            continue
+        if not piece:
+            break
+        data += piece
+    return data
+
+
+def _pids(processes: dict[str, Any]) -> list[int]:
+    """The pids of the children in what the supervisor wrote."""
+    children = (processes.get(role, {}) for role in ("mount", "mover", "spare"))
+    return [int(child["pid"]) for child in children if child.get("pid")]
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _mounts_below(root: Path) -> list[str]:
+    """The mountpoints below a directory, deepest first."""
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return sorted((point for point in points if point.startswith(f"{root}/")), key=len, reverse=True)
