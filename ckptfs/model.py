@@ -3,6 +3,7 @@
 import stat
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import Protocol
 
 ROOT = 1
 """The inode id of the mount's root directory; FUSE demands it."""
@@ -124,3 +125,19 @@ class Handle:
     content: int | None
     writer: bool
     backing: int
+
+
+class Notify(Protocol):
+    """What a step of the mover tells the others, after its change is committed. Each is a hint that may be lost; none waits."""
+
+    def entry(self, parent: int, name: bytes) -> None:
+        """The mount's kernel must forget what it knows of this name, also that it is absent."""
+
+    def inode(self, inode: int) -> None:
+        """The mount's kernel must forget this inode's attributes and pages."""
+
+    def wants(self) -> None:
+        """Some wants were answered."""
+
+    def work(self) -> None:
+        """The other lanes may have something to do."""
