@@ -1,0 +1,181 @@
+#!/usr/bin/env bash
+# Sets ckptfs up on a bare Debian 12/13 or Ubuntu 24.04 and runs its parts. May be run again at any time: what is there is kept.
+#
+#   ./bootstrap.sh setup      system packages, the environment .venv with everything for demo and tests, the C shim
+#   ./bootstrap.sh demo       a training run that survives kill -9 of the mount and the loss of RAM
+#   ./bootstrap.sh test       the tests (arguments go to pytest)
+#   ./bootstrap.sh lint       ruff, mypy, import contracts
+#   ./bootstrap.sh bench      the benchmarks (arguments go to bench/run.py)
+#   ./bootstrap.sh install    a self-contained installation in PREFIX (default /opt/ckptfs)
+#   ./bootstrap.sh uninstall  takes the installation away; data and configuration stay
+#
+# Environment: PREFIX, CKPTFS_VENV (default .venv), CKPTFS_NO_APT=1 (never install system packages), and whatever apt and pip read.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+HERE=$PWD
+VENV=${CKPTFS_VENV:-$HERE/.venv}
+PREFIX=${PREFIX:-/opt/ckptfs}
+
+# What the daemon needs, and what the tests run besides.
+PACKAGES_BASE="ca-certificates gcc libc6-dev pkg-config libfuse3-dev fuse3 python3 python3-dev python3-venv"
+PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs fio git gromacs lammps procps rsync sqlite3 strace stress-ng xfsprogs"
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf 'bootstrap.sh: %s\n' "$*" >&2; exit 1; }
+as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
+
+missing_packages() {
+  local package
+  for package in "$@"; do
+    dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || printf '%s ' "$package"
+  done
+}
+
+# system_packages PACKAGE...: installs those that are missing, with apt; elsewhere it says what is needed.
+system_packages() {
+  local missing optional package
+  if ! command -v apt-get >/dev/null; then
+    command -v gcc >/dev/null && pkg-config --exists fuse3 && command -v python3 >/dev/null && return 0
+    fail "this is no Debian or Ubuntu; install Python 3.11 or later with headers, gcc, pkg-config, libfuse 3 with headers and fuse3, then run me again"
+  fi
+  missing=$(missing_packages "$@")
+  [ -n "$missing" ] || return 0
+  [ -z "${CKPTFS_NO_APT:-}" ] || fail "these packages are missing: $missing"
+  say "installing packages: $missing"
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 update
+  # shellcheck disable=SC2086
+  if ! as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends $missing; then
+    say "not all at once; one after the other"
+    for package in $missing; do
+      as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$package" \
+        || optional="${optional:-} $package"
+    done
+    # shellcheck disable=SC2086
+    missing=$(missing_packages $PACKAGES_BASE)
+    [ -z "$missing" ] || fail "these packages could not be installed: $missing"
+    say "not available here, tests that need them are skipped:${optional:-}"
+  fi
+}
+
+# fingerprint EXTRAS: what the environment is made from; another one means that pip has work to do.
+fingerprint() { { printf '%s\n' "$1" "$HERE"; python3 --version; cat pyproject.toml; } | sha256sum | cut -d' ' -f1; }
+
+# environment EXTRAS: .venv with this tree and what it needs. Kept when pyproject.toml has not changed.
+environment() {
+  local extras=$1 stamp="$VENV/.ckptfs-$1" python="$VENV/bin/python"
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "ckptfs needs Python 3.11 or later; python3 here is $(python3 --version)"
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$(fingerprint "$extras")" ]; then
+    say "python environment in $VENV (extras: ${extras:-none}); the first time takes some minutes"
+    [ -x "$python" ] || python3 -m venv "$VENV"
+    "$python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
+    "$python" -m pip install --disable-pip-version-check --progress-bar off --no-build-isolation -q -e . \
+      || fail "pip could not install ckptfs; its messages are above"
+    [ -z "$extras" ] || "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e ".[$extras]" --no-build-isolation \
+      || fail "pip could not install what the extras $extras need; its messages are above"
+    fingerprint "$extras" > "$stamp"
+  fi
+  shim "$python"
+}
+
+# shim PYTHON: the C file that lets pyfuse3 use kernel passthrough, compiled for that python's libfuse.
+shim() { "$1" -m ckptfs_daemon.build || fail "the C shim could not be compiled; its messages are above"; }
+
+setup() {
+  # shellcheck disable=SC2086
+  system_packages $PACKAGES_BASE $PACKAGES_TEST
+  environment test,demo
+  say "ready: $VENV/bin/ckptfs"
+}
+
+demo() {
+  # shellcheck disable=SC2086
+  system_packages $PACKAGES_BASE procps
+  environment demo
+  exec bash demo/demo.sh "$VENV/bin/python"
+}
+
+# run_tests ARGUMENT...: the tests on what they need.
+run_tests() {
+  setup
+  exec "$VENV/bin/python" -m pytest "$@"
+}
+
+lint() {
+  environment test,demo
+  say "ruff"; "$VENV/bin/ruff" check .
+  say "mypy"; "$VENV/bin/mypy"
+  say "import contracts"; "$VENV/bin/lint-imports"
+}
+
+bench() {
+  setup
+  exec "$VENV/bin/python" bench/run.py "$@"
+}
+
+# install_ckptfs: PREFIX holds everything; links, units and the sample configuration are what lies outside of it.
+install_ckptfs() {
+  [ "$(id -u)" = 0 ] || fail "install needs root: sudo ./bootstrap.sh install"
+  # shellcheck disable=SC2086
+  system_packages $PACKAGES_BASE
+  say "environment in $PREFIX"
+  mkdir -p "$PREFIX"
+  [ -x "$PREFIX/bin/python" ] || python3 -m venv "$PREFIX"
+  "$PREFIX/bin/python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
+  local tree
+  tree=$(mktemp -d)
+  cp -r pyproject.toml README.md LICENSE ckptfs daemon client deploy "$tree/"
+  find "$tree" -name '*.egg-info' -prune -exec rm -rf {} +
+  "$PREFIX/bin/python" -m pip install --disable-pip-version-check --progress-bar off -q --no-build-isolation "$tree"
+  "$PREFIX/bin/python" -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps --force-reinstall "$tree"
+  rm -rf "$tree"
+  (cd / && shim "$PREFIX/bin/python")
+  say "commands, units, sample configuration, completion"
+  mkdir -p /usr/local/bin /etc/ckptfs "$PREFIX/share"
+  local name
+  for name in ckptfs ckptfsd; do ln -sfn "$PREFIX/bin/$name" "/usr/local/bin/$name"; done
+  ln -sfn "$PREFIX/bin/mount.ckptfs" /sbin/mount.ckptfs
+  cp deploy/systemd/ckptfs.toml /etc/ckptfs/ckptfs.toml.sample
+  mkdir -p /etc/systemd/system
+  local unit
+  for unit in deploy/systemd/*.service; do
+    [ -e "$unit" ] || continue
+    sed "s|/opt/ckptfs|$PREFIX|g" "$unit" > "/etc/systemd/system/$(basename "$unit")"
+  done
+  mkdir -p /usr/local/share/bash-completion/completions /usr/local/share/zsh/site-functions
+  _CKPTFS_COMPLETE=source_bash "$PREFIX/bin/ckptfs" > /usr/local/share/bash-completion/completions/ckptfs
+  _CKPTFS_COMPLETE=source_zsh "$PREFIX/bin/ckptfs" > /usr/local/share/zsh/site-functions/_ckptfs
+  reload_systemd
+  say "installed. Next: mount -t ckptfs NAME DIR -o pfs=DIR, or ckptfs doctor"
+}
+
+reload_systemd() { if [ -d /run/systemd/system ]; then systemctl daemon-reload; fi; }
+
+uninstall() {
+  [ "$(id -u)" = 0 ] || fail "uninstall needs root: sudo ./bootstrap.sh uninstall"
+  if grep -q ' fuse.ckptfs ' /proc/mounts; then
+    fail "there are mounts of ckptfs: $(awk '$3 == "fuse.ckptfs" {print $2}' /proc/mounts | tr '\n' ' '); umount them first"
+  fi
+  local name
+  for name in /usr/local/bin/ckptfs /usr/local/bin/ckptfsd /sbin/mount.ckptfs; do
+    case "$(readlink "$name" 2>/dev/null)" in "$PREFIX"/*) rm -f "$name" ;; esac
+  done
+  for name in deploy/systemd/*.service; do rm -f "/etc/systemd/system/$(basename "$name")"; done
+  rm -f /etc/ckptfs/ckptfs.toml.sample /usr/local/share/bash-completion/completions/ckptfs /usr/local/share/zsh/site-functions/_ckptfs
+  rmdir /etc/ckptfs 2>/dev/null || true
+  if [ -e "$PREFIX/bin/ckptfsd" ]; then rm -rf "$PREFIX"; fi
+  reload_systemd
+  say "uninstalled; /etc/ckptfs/*.toml and /var/lib/ckptfs were left alone"
+}
+
+command=${1:-help}
+[ $# = 0 ] || shift
+case $command in
+  setup) setup ;;
+  demo) demo ;;
+  test) run_tests "$@" ;;
+  lint) lint ;;
+  bench) bench "$@" ;;
+  install) install_ckptfs ;;
+  uninstall) uninstall ;;
+  *) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [ "$command" = help ] || exit 2 ;;
+esac
