@@ -1,0 +1,250 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "tiers", "write_back", "counts", "processes", "troubles")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MOUNTPOINT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    DATA_PATH_FIELD_NUMBER: _ClassVar[int]
+    DATA_PATH_REASON_FIELD_NUMBER: _ClassVar[int]
+    FSYNC_FIELD_NUMBER: _ClassVar[int]
+    PFS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BACK_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    mountpoint: str
+    state: str
+    version: str
+    health: str
+    data_path: str
+    data_path_reason: str
+    fsync: str
+    pfs: str
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
+    write_back: WriteBack
+    counts: Counts
+    processes: _containers.RepeatedCompositeFieldContainer[Process]
+    troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
+    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ...) -> None: ...
+
+class TierStatus(_message.Message):
+    __slots__ = ("name", "path", "budget_bytes", "used_bytes", "free_bytes", "contents", "health")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    budget_bytes: int
+    used_bytes: int
+    free_bytes: int
+    contents: int
+    health: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., contents: _Optional[int] = ..., health: _Optional[str] = ...) -> None: ...
+
+class WriteBack(_message.Message):
+    __slots__ = ("dirty_bytes", "dirty_files", "changes", "lag_s", "unsealed_files")
+    DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_FILES_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    UNSEALED_FILES_FIELD_NUMBER: _ClassVar[int]
+    dirty_bytes: int
+    dirty_files: int
+    changes: int
+    lag_s: float
+    unsealed_files: int
+    def __init__(self, dirty_bytes: _Optional[int] = ..., dirty_files: _Optional[int] = ..., changes: _Optional[int] = ..., lag_s: _Optional[float] = ..., unsealed_files: _Optional[int] = ...) -> None: ...
+
+class Counts(_message.Message):
+    __slots__ = ("files", "directories", "by_level", "open_handles", "writers", "lost")
+    class ByLevelEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORIES_FIELD_NUMBER: _ClassVar[int]
+    BY_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    OPEN_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    WRITERS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    files: int
+    directories: int
+    by_level: _containers.ScalarMap[str, int]
+    open_handles: int
+    writers: int
+    lost: int
+    def __init__(self, files: _Optional[int] = ..., directories: _Optional[int] = ..., by_level: _Optional[_Mapping[str, int]] = ..., open_handles: _Optional[int] = ..., writers: _Optional[int] = ..., lost: _Optional[int] = ...) -> None: ...
+
+class Process(_message.Message):
+    __slots__ = ("role", "pid", "rss_bytes", "restarts", "uptime_s")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    pid: int
+    rss_bytes: int
+    restarts: int
+    uptime_s: float
+    def __init__(self, role: _Optional[str] = ..., pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., restarts: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+
+class Trouble(_message.Message):
+    __slots__ = ("where", "what", "path", "remedy", "age_s")
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    where: str
+    what: str
+    path: str
+    remedy: str
+    age_s: float
+    def __init__(self, where: _Optional[str] = ..., what: _Optional[str] = ..., path: _Optional[str] = ..., remedy: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("inodes",)
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    inodes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, inodes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ListReply(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[Record]
+    def __init__(self, records: _Optional[_Iterable[_Union[Record, _Mapping]]] = ...) -> None: ...
+
+class Record(_message.Message):
+    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "waiting")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    known: bool
+    kind: str
+    size: int
+    level: str
+    state: str
+    generation: int
+    copies: _containers.RepeatedCompositeFieldContainer[Place]
+    progress: float
+    waiting: bool
+    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., progress: _Optional[float] = ..., waiting: _Optional[bool] = ...) -> None: ...
+
+class Place(_message.Message):
+    __slots__ = ("tier", "state", "verified_age_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    state: str
+    verified_age_s: float
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., verified_age_s: _Optional[float] = ...) -> None: ...
+
+class WaitRequest(_message.Message):
+    __slots__ = ("inode", "level")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    level: str
+    def __init__(self, inode: _Optional[int] = ..., level: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("done", "files_left", "bytes_left", "changes_left", "obstacle", "remedy")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FILES_LEFT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_LEFT_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_LEFT_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    files_left: int
+    bytes_left: int
+    changes_left: int
+    obstacle: str
+    remedy: str
+    def __init__(self, done: _Optional[bool] = ..., files_left: _Optional[int] = ..., bytes_left: _Optional[int] = ..., changes_left: _Optional[int] = ..., obstacle: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("inode",)
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    def __init__(self, inode: _Optional[int] = ...) -> None: ...
+
+class VerifyProgress(_message.Message):
+    __slots__ = ("done", "files", "files_total", "bytes", "findings")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    FILES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    files: int
+    files_total: int
+    bytes: int
+    findings: _containers.RepeatedCompositeFieldContainer[Finding]
+    def __init__(self, done: _Optional[bool] = ..., files: _Optional[int] = ..., files_total: _Optional[int] = ..., bytes: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ...) -> None: ...
+
+class Finding(_message.Message):
+    __slots__ = ("inode", "path", "tier", "verdict", "what")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    path: str
+    tier: str
+    verdict: str
+    what: str
+    def __init__(self, inode: _Optional[int] = ..., path: _Optional[str] = ..., tier: _Optional[str] = ..., verdict: _Optional[str] = ..., what: _Optional[str] = ...) -> None: ...
+
+class RefreshRequest(_message.Message):
+    __slots__ = ("inode", "recursive")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    RECURSIVE_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    recursive: bool
+    def __init__(self, inode: _Optional[int] = ..., recursive: _Optional[bool] = ...) -> None: ...
+
+class RefreshReply(_message.Message):
+    __slots__ = ("directories",)
+    DIRECTORIES_FIELD_NUMBER: _ClassVar[int]
+    directories: int
+    def __init__(self, directories: _Optional[int] = ...) -> None: ...

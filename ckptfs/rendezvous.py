@@ -1,0 +1,77 @@
+"""Where a daemon and those who ask it meet: one runtime directory per user, and in it the files of each mount.
+
+`NAME.json` says what is mounted where (the registry), `NAME.sock` answers questions for anyone, `NAME.admin.sock` takes
+orders from the mount's owner only. The directory belongs to the daemon's user; what lies there under another owner is not believed.
+Everything in it is made anew by the next daemon, so dying here leaves at most a stale file.
+"""
+
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def directory(uid: int | None = None) -> Path:
+    """The runtime directory of `uid` (default: ours). `CKPTFS_RUNTIME_DIR` overrides it, for tests."""
+    if override := os.environ.get("CKPTFS_RUNTIME_DIR"):
+        return Path(override)
+    uid = os.geteuid() if uid is None else uid
+    if uid == 0:
+        return Path("/run/ckptfs")
+    session = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}")
+    return session / "ckptfs" if _owner(session) == uid else Path(tempfile.gettempdir()) / f"ckptfs-{uid}"
+
+
+def make_directory() -> Path:
+    """Our runtime directory, made if it is missing. Raises PermissionError if somebody else owns it."""
+    path = directory()
+    path.mkdir(mode=0o755, exist_ok=True, parents=True)
+    if _owner(path) != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user")
+    return path
+
+
+def registry_path(name: str, uid: int | None = None) -> Path:
+    """The registry file of the mount `name`."""
+    return directory(uid) / f"{name}.json"
+
+
+def socket_path(name: str, uid: int | None = None) -> Path:
+    """Where questions are answered, for anyone."""
+    return directory(uid) / f"{name}.sock"
+
+
+def admin_socket_path(name: str, uid: int | None = None) -> Path:
+    """Where orders are taken, from the mount's owner."""
+    return directory(uid) / f"{name}.admin.sock"
+
+
+def read_registry(name: str, uid: int) -> dict[str, Any] | None:
+    """What the daemon of user `uid` wrote about the mount `name`; None when there is nothing to believe."""
+    path = registry_path(name, uid)
+    try:
+        if _owner(path) not in (uid, os.geteuid()):
+            return None
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def names(uid: int) -> list[str]:
+    """The mounts that user `uid` has in the registry."""
+    try:
+        return sorted(path.stem for path in directory(uid).glob("*.json"))
+    except OSError:
+        return []
+
+
+def _owner(path: Path) -> int:
+    """The uid that owns `path`; -1 when it is not there. A symlink is not followed: whoever made it could point anywhere."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return -1
+    return -1 if stat.S_ISLNK(found.st_mode) else found.st_uid
