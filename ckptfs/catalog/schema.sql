@@ -25,6 +25,7 @@ CREATE TABLE inode (
     visited_ns INTEGER NOT NULL DEFAULT 0 -- directories: when the PFS was last compared with it
 );
 CREATE INDEX inode_unlinked ON inode (id) WHERE nlink = 0;
+CREATE INDEX inode_visited ON inode (visited_ns) WHERE mode & 61440 = 16384; -- directories, the longest unvisited first
 
 -- Names. The cookie orders a directory's entries for readdir: it grows, and is never used twice.
 CREATE TABLE entry (
@@ -96,9 +97,28 @@ CREATE TABLE pfs_entry (
     parent INTEGER NOT NULL,
     name BLOB NOT NULL,
     inode INTEGER NOT NULL,
+    seen_ino INTEGER,                    -- st_ino, st_mode, st_uid and st_gid as a visit last saw them, to recognise a stranger's change;
+    seen_mode INTEGER,                   --   NULL: not seen since write-back touched it
+    seen_uid INTEGER,
+    seen_gid INTEGER,
     PRIMARY KEY (parent, name)
 ) WITHOUT ROWID;
 CREATE INDEX pfs_entry_inode ON pfs_entry (inode);
+
+-- Directories whose listing on the PFS is being compared, and the names in them that write-back changed meanwhile: a listing is
+-- older than the transactions that use it, and must not be believed about these names.
+CREATE TABLE visiting (
+    directory INTEGER PRIMARY KEY,
+    importing INTEGER NOT NULL DEFAULT 0 -- 1 inside the visit's own transactions, whose changes do not count
+);
+CREATE TABLE touched (directory INTEGER NOT NULL, name BLOB NOT NULL, PRIMARY KEY (directory, name)) WITHOUT ROWID;
+CREATE TRIGGER pfs_entry_appeared AFTER INSERT ON pfs_entry WHEN EXISTS (SELECT 1 FROM visiting WHERE directory = NEW.parent AND importing = 0)
+BEGIN INSERT OR IGNORE INTO touched VALUES (NEW.parent, NEW.name); END;
+CREATE TRIGGER pfs_entry_moved AFTER UPDATE ON pfs_entry
+WHEN EXISTS (SELECT 1 FROM visiting WHERE directory IN (NEW.parent, OLD.parent) AND importing = 0)
+BEGIN INSERT OR IGNORE INTO touched VALUES (NEW.parent, NEW.name), (OLD.parent, OLD.name); END;
+CREATE TRIGGER pfs_entry_vanished AFTER DELETE ON pfs_entry WHEN EXISTS (SELECT 1 FROM visiting WHERE directory = OLD.parent AND importing = 0)
+BEGIN INSERT OR IGNORE INTO touched VALUES (OLD.parent, OLD.name); END;
 
 -- The content that the PFS shows for a file; how a stranger's change is recognised.
 CREATE TABLE published (
@@ -109,8 +129,14 @@ CREATE TABLE published (
     mtime_ns INTEGER NOT NULL,           -- of the file on the PFS
     pfs_inode INTEGER NOT NULL,          -- st_ino on the PFS
     digest BLOB,                         -- xxh3-128 over the blocks' digests; NULL: imported and never read
-    blocks BLOB
+    blocks BLOB,
+    checked_ns INTEGER NOT NULL DEFAULT 0 -- when the file on the PFS was last read there and found to have this digest
 );
+CREATE TRIGGER published_appeared AFTER INSERT ON published WHEN EXISTS (SELECT 1 FROM visiting WHERE importing = 0)
+BEGIN INSERT OR IGNORE INTO touched SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
+CREATE TRIGGER published_changed AFTER UPDATE ON published WHEN EXISTS (SELECT 1 FROM visiting WHERE importing = 0)
+BEGIN INSERT OR IGNORE INTO touched SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
+CREATE INDEX published_pfs_inode ON published (pfs_inode); -- names of one file on the PFS become names of one inode
 
 -- What the mount asks of the mover and waits for. A hint wakes the mover; the row is the request.
 CREATE TABLE want (
@@ -122,7 +148,8 @@ CREATE TABLE want (
     error INTEGER NOT NULL DEFAULT 0,    -- errno when failed
     result TEXT NOT NULL DEFAULT '',     -- when done: what the answerer has to say ('fetch': 'here' or 'direct')
     at_ns INTEGER NOT NULL,              -- when it was asked, then when it was answered
-    until_ns INTEGER NOT NULL DEFAULT 0  -- until when somebody waits for the answer
+    until_ns INTEGER NOT NULL DEFAULT 0, -- until when somebody waits for the answer
+    progress_ns INTEGER NOT NULL DEFAULT 0 -- when the answerer last got on with it: askers then wait longer
 );
 CREATE INDEX want_open ON want (kind, inode) WHERE state = 0;
 

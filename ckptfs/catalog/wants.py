@@ -2,8 +2,9 @@
 
 A want is open until it is answered, or until nobody waits for it any more (`until_ns`). Askers of the same (kind, inode, argument)
 share one open row. Kinds: 'visit' (import the PFS directory `inode`; argument 'again' compares it again, 'tree' all below it too),
-'fetch' (bring the content of the file `inode` here; the result is 'here', or 'direct': read it on the PFS itself), 'settle'
-(argument: a level; answered when the file `inode` has reached it).
+'fetch' (bring the content of the file `inode` here; the result is 'here', or 'direct': read it on the PFS itself, never given for the
+argument 'write'), 'settle' (argument: a level, answered when the file `inode` has reached it; or 'journal:SEQ', answered when the PFS
+has been told of all that was recorded about `inode` up to that row).
 If we die here: an open row is answered by the next mover, an answered one is swept when it is old.
 """
 
@@ -19,7 +20,16 @@ SETTLE = "settle"
 
 WANTED, DONE, FAILED = 0, 1, 2
 
-_COLUMNS = "id, kind, inode, argument, state, error, result"
+FOR_WRITING = "write"
+"""Argument of 'fetch': the file will be written, so the PFS's own file will not do."""
+AGAIN = "again"
+TREE = "tree"
+"""Arguments of 'visit'."""
+HERE = "here"
+DIRECT = "direct"
+"""Results of 'fetch'."""
+
+_COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class Want:
     state: int
     error: int
     result: str
+    progress_ns: int
 
 
 def ask(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.VISIT_WAIT_S) -> int:
@@ -70,6 +81,14 @@ def failed(db: Database, want: int, error: int) -> None:
     """Answer a want with an errno. Call `notify.wants()` once it is committed."""
     with db.change():
         db.run("UPDATE want SET state = 2, error = ?, at_ns = ? WHERE id = ? AND state = 0", error, time.time_ns(), want)
+
+
+def progress(db: Database, want: int, *, wait_s: float = limits.FETCH_STALL_S) -> None:
+    """Say that a want is being answered: its askers wait up to `wait_s` from now on."""
+    now = time.time_ns()
+    with db.change():
+        values = (now, now + int(wait_s * 1e9), want)
+        db.run("UPDATE want SET progress_ns = ?, until_ns = max(until_ns, ?) WHERE id = ? AND state = 0", *values)
 
 
 def sweep(db: Database) -> int:

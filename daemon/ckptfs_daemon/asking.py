@@ -7,6 +7,7 @@ If we die here: the kernel sends the request again, the handler asks again and s
 
 import errno
 import os
+import time
 from typing import Protocol
 
 import trio
@@ -39,19 +40,23 @@ class Asking:
         self._answers = trio.Event()
 
     async def ask(self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.VISIT_WAIT_S) -> str:
-        """Ask and wait; the answer's result. Raises OSError with the mover's errno, or TimedOut after `timeout_s`."""
+        """Ask and wait; the answer's result. Raises OSError with the mover's errno, or TimedOut after `timeout_s` without progress."""
         want = wants.ask(self._db, kind, inode, argument, wait_s=timeout_s)
-        with trio.move_on_after(timeout_s):
-            while True:
-                self._bell.ring(URGENT)
-                answers = self._answers
-                row = wants.get(self._db, want)
-                if row is None:
-                    want = wants.ask(self._db, kind, inode, argument, wait_s=timeout_s)
-                elif row.state == wants.DONE:
-                    return row.result
-                elif row.state == wants.FAILED:
-                    raise OSError(row.error or errno.EIO, os.strerror(row.error or errno.EIO))
-                with trio.move_on_after(limits.WANT_LOOK_S):
-                    await answers.wait()
-        raise TimedOut(f"the mover did not answer '{kind}' for inode {inode} within {timeout_s:g} s", remedy="see `ckptfs status`: the PFS may hang")
+        started_ns = time.time_ns()
+        while True:
+            self._bell.ring(URGENT)
+            answers = self._answers
+            row = wants.get(self._db, want)
+            if row is not None and row.state == wants.DONE:
+                return row.result
+            if row is not None and row.state == wants.FAILED:
+                raise OSError(row.error or errno.EIO, os.strerror(row.error or errno.EIO))
+            left_s = timeout_s - (time.time_ns() - max(started_ns, row.progress_ns if row else 0)) / 1e9
+            if left_s <= 0:
+                what = f"the mover did not answer '{kind}' for inode {inode} within {timeout_s:g} s"
+                raise TimedOut(what, remedy="see `ckptfs status`: the PFS may hang")
+            if row is None:
+                want = wants.ask(self._db, kind, inode, argument, wait_s=left_s)
+                continue
+            with trio.move_on_after(min(left_s, limits.WANT_LOOK_S)):
+                await answers.wait()
