@@ -15,7 +15,8 @@ def main() -> None:
 
     here = Path(__file__).parent
     included = str(resources.files(grpc_tools) / "_proto")
-    arguments = ["protoc", f"-I{here}", f"-I{included}", f"--python_out={here}", f"--pyi_out={here}", f"--grpc_python_out={here}", "control.proto"]
+    outputs = [f"--{kind}_out={here}" for kind in ("python", "pyi", "grpc_python")]
+    arguments = ["protoc", f"-I{here}", f"-I{included}", *outputs, "control.proto"]
     if protoc.main(arguments) != 0:
         raise SystemExit("protoc failed")
     stub = here / "control_pb2_grpc.py"

@@ -1,0 +1,244 @@
+"""Questions about the catalog that people ask: levels, paths, and the figures of `ckptfs status`. Reads only.
+
+Levels are never stored: records are gathered here and judged by `ckptfs.lifecycle`. Nothing here touches a tier, so every answer comes
+at once, also while the PFS hangs.
+"""
+
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptfs import lifecycle, limits
+from ckptfs.catalog.database import Database
+from ckptfs.errors import refused
+from ckptfs.lifecycle import Published, Record
+from ckptfs.model import ROOT, Content, ContentState, Copy, CopyState, Level, Tier
+
+_REGULAR = f"(i.mode & {0o170000}) = {stat.S_IFREG}"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What `ckptfs ls` shows of one inode. `waiting`: the PFS has not been told everything about it."""
+
+    inode: int
+    mode: int
+    size: int
+    generation: int
+    record: Record
+    waiting: bool
+
+    @property
+    def level(self) -> Level:
+        return lifecycle.level(self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBackFigures:
+    """What the PFS lacks: `dirty` counts contents that were closed here, `changes` everything else; `lag_s` is the age of the oldest."""
+
+    dirty_bytes: int
+    dirty_files: int
+    changes: int
+    lag_s: float
+    unsealed_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How much there is, and files by level."""
+
+    files: int
+    directories: int
+    by_level: dict[Level, int]
+    lost: int
+    open_handles: int
+    writers: int
+
+
+# --- one file --------------------------------------------------------------------------------------------------------
+
+
+def record(db: Database, inode: int) -> Record:
+    """All that is known of the regular file `inode`; block digests are left out."""
+    with db.snapshot():
+        row = db.row(
+            "SELECT c.id, c.inode, c.generation, c.state, c.size, c.digest, c.change FROM inode i JOIN content c ON c.id = i.content"
+            " WHERE i.id = ?",
+            inode,
+        )
+        content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6])
+        copies = () if content is None else tuple(copies_of(db, content.id))
+        handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ?", inode))
+        return Record(content, copies, _published(db, inode), handles)
+
+
+def copies_of(db: Database, content: int) -> list[Copy]:
+    """Where a content lies, whatever the state of the copy."""
+    rows = db.rows("SELECT content, tier, state, verified_ns, used_ns FROM copy WHERE content = ? ORDER BY tier DESC", content)
+    return [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3], row[4]) for row in rows]
+
+
+def _published(db: Database, inode: int) -> Published | None:
+    row = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", inode)
+    return None if row is None else Published(row[0], bool(row[1]), row[2])
+
+
+def level(db: Database, inode: int) -> Level:
+    """What the regular file `inode` survives now."""
+    return lifecycle.level(record(db, inode))
+
+
+def digest(db: Database, inode: int) -> bytes | None:
+    """The digest of what a reader of the file gets: of the sealed content, or of what the PFS shows; None while it is not known."""
+    found = record(db, inode)
+    if found.content is not None:
+        return found.content.digest if found.content.state is ContentState.SEALED else None
+    return found.published.digest if found.published is not None else None
+
+
+def places(db: Database, inode: int, found: Record) -> list[tuple[str, str, int]]:
+    """(tier, state, when its digest was last found right in ns, 0 for never) of every copy, what the PFS shows included."""
+    words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined"}
+    rows = [(copy.tier.value, words[copy.state], copy.verified_ns) for copy in found.copies]
+    if found.published is not None:
+        checked = db.value("SELECT checked_ns FROM published WHERE inode = ?", inode) or 0
+        rows.append((Tier.PFS.value, "published" if lifecycle.published_whole(found) else "earlier", int(checked)))
+    return rows
+
+
+def listed(db: Database, inode: int) -> Listed | None:
+    """What `ls` shows; None when there is no such inode."""
+    with db.snapshot():
+        row = db.row("SELECT id, mode, size, generation FROM inode WHERE id = ? AND nlink > 0", inode)
+        if row is None:
+            return None
+        found = record(db, inode) if stat.S_ISREG(row[1]) else Record(None)
+        size = row[2]
+        if found.content is not None and found.content.state is ContentState.SEALED:
+            size = found.content.size
+        return Listed(row[0], row[1], size, row[3], found, waiting(db, inode))
+
+
+def waiting(db: Database, inode: int, up_to: int | None = None) -> bool:
+    """Whether the journal holds something about `inode`, or names in it, up to the row `up_to`."""
+    bound = 2**63 - 1 if up_to is None else up_to
+    return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq <= ? LIMIT 1", inode, bound) is not None
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def resolve(db: Database, path: bytes) -> int:
+    """The inode that `path`, relative to the mount, names; symlinks are not followed. Raises ENOENT."""
+    found = ROOT
+    for name in filter(None, path.split(b"/")):
+        child = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", found, name)
+        if child is None:
+            raise refused(2)
+        found = int(child)
+    return found
+
+
+def path_of(db: Database, inode: int) -> bytes:
+    """A path of `inode` below the mount, for messages: of several names the oldest; b"?" while it has none."""
+    names: list[bytes] = []
+    length = 0
+    while inode != ROOT:
+        row = db.row("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie LIMIT 1", inode)
+        if row is None or length > limits.PATH_BYTES_MAX:
+            return b"?"
+        inode = row[0]
+        names.append(row[1])
+        length += len(row[1]) + 1
+    return b"/".join(reversed(names))
+
+
+def files_below(db: Database, inode: int) -> Iterator[int]:
+    """The regular files at and below `inode`, each once."""
+    seen: set[int] = set()
+    todo = [inode]
+    while todo:
+        current = todo.pop()
+        mode = db.value("SELECT mode FROM inode WHERE id = ?", current)
+        if mode is None or current in seen:
+            continue
+        seen.add(current)
+        if stat.S_ISREG(mode):
+            yield current
+        elif stat.S_ISDIR(mode):
+            todo.extend(row[0] for row in db.rows("SELECT child FROM entry WHERE parent = ? ORDER BY cookie DESC", current))
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def write_back_figures(db: Database) -> WriteBackFigures:
+    """How far the PFS is behind."""
+    with db.snapshot():
+        dirty_files, dirty_bytes = db.row(
+            "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
+            " AND id IN (SELECT content FROM journal WHERE op = 'content')"
+        ) or (0, 0)
+        changes = db.value("SELECT count(*) FROM journal WHERE op NOT IN ('content', 'synced')")
+        oldest = db.value("SELECT min(at_ns) FROM journal")
+        unsealed = db.value("SELECT count(*) FROM content WHERE state = 1")
+    lag_s = 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
+    return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, int(unsealed))
+
+
+def counts(db: Database) -> Counts:
+    """Everything counted. Files are grouped by what their level depends on, and each group is judged once."""
+    by_level: Counter[Level] = Counter()
+    lost = 0
+    with db.snapshot():
+        directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
+        handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
+        groups = db.rows(
+            "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
+            " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0), count(*)"
+            " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN published p ON p.inode = i.id"
+            f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4"
+        )
+    for state, held, shown, same, count in groups:
+        by_level[lifecycle.level(_typical(state, held, shown, same))] += count
+        lost += count if state == ContentState.LOST and not same else 0
+    return Counts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
+
+
+def _typical(state: int | None, held: bool, shown: bool, same: bool) -> Record:
+    """A record that stands for all files of a group: `shown` on the PFS, and `same` as the content that is here."""
+    published = Published(1 if same else 0, bool(same), b"d") if shown else None
+    if state is None:
+        return Record(None, (), published)
+    content = Content(1, 1, 1, ContentState(state), 0, b"d", None, 0)
+    return Record(content, (Copy(1, Tier.RAM, CopyState.GOOD, 1, 0),) if held else (), published)
+
+
+def copies_by_tier(db: Database) -> dict[Tier, int]:
+    """How many good copies lie in each tier."""
+    return {Tier(tier): count for tier, count in db.rows("SELECT tier, count(*) FROM copy WHERE state = 1 GROUP BY tier")}
+
+
+def journal_end(db: Database) -> int:
+    """The last row of the journal as it now is: what lies beyond it was changed later."""
+    return int(db.value("SELECT coalesce(max(seq), 0) FROM journal"))
+
+
+def journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
+    """(files, bytes, other changes) that the PFS lacks up to the row `up_to`."""
+    files, size = db.row(
+        "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
+        " AND id IN (SELECT content FROM journal WHERE op = 'content' AND seq <= ?)",
+        up_to,
+    ) or (0, 0)
+    rows = db.value("SELECT count(*) FROM journal WHERE seq <= ?", up_to)
+    return int(files), int(size), max(0, int(rows) - int(files))
+
+
+def reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
+    """(key, JSON, when in ns) of what the processes report, of keys that begin with `prefix`."""
+    rows = db.rows("SELECT key, value, at_ns FROM report WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
+    return [(row[0], row[1], row[2]) for row in rows]
