@@ -24,7 +24,8 @@ def save(directory: str, step: int, model: nn.Module, optimizer: torch.optim.Opt
     """Write the checkpoint under a temporary name, then rename it, as training scripts do."""
     final = os.path.join(directory, f"step_{step:04d}.pt")
     print(f"saving {final}", flush=True)
-    torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, final + ".tmp")
+    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    torch.save(state, final + ".tmp")
     os.rename(final + ".tmp", final)
     print(f"saved {final}", flush=True)
 

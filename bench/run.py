@@ -1,0 +1,225 @@
+"""The benchmarks: what the mount does against raw tmpfs, as the median of ratios within one run, A and B in turns.
+
+Usage: run.py [--quick] [--json FILE] [--data-path auto|passthrough|buffered] [--only WORD]. Needs root and some GiB of memory.
+A ratio above 1 means that the mount is faster. Absolute numbers depend on the machine, and on who else uses it.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
+
+import suites  # noqa: E402 - beside this file; the tests' daemon is found by the line above
+from daemon_under_test import DaemonUnderTest, environment, eventually  # noqa: E402
+
+GIB = 1 << 30
+TARGETS = {
+    "write 4 MiB pieces": 0.95, "write 64 KiB pieces": 0.9, "write 4 KiB pieces": 0.65, "hot read": 0.9,
+    "torch.save": 1.0, "torch.load": 0.9, "create + 4 KiB + close /s": 2000, "write-back against cp": 0.9,
+    "idle memory MB": 200,
+}
+AT_MOST = {"idle memory MB"}
+
+
+class Bench:
+    """One run: the mount, a directory on raw tmpfs, and what was found."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.quick: bool = arguments.quick
+        self.only: str = arguments.only
+        self.rounds = 3 if self.quick else 5
+        self.size = GIB // 4 if self.quick else GIB
+        self.daemon = DaemonUnderTest(arguments.data_path, ram="6G", nvme=None)
+        self.raw = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir="/dev/shm"))
+        self.results: dict[str, Any] = {}
+
+    def wanted(self, name: str) -> bool:
+        return self.only in name
+
+    def compare(self, name: str, once: Callable[..., float], **values: int) -> None:
+        """The median of `rounds` ratios mount/tmpfs; one round of each first, which does not count."""
+        if not self.wanted(name):
+            return
+        once(self.daemon.path, **values)
+        once(self.raw, **values)
+        pairs = [(once(self.daemon.path, **values), once(self.raw, **values)) for _ in range(self.rounds)]
+        ratio = statistics.median(ours / raw for ours, raw in pairs)
+        ours, raw = (statistics.median(column) / 1e9 for column in zip(*pairs, strict=True))
+        self.note(name, ratio, f"{ours:.2f} GB/s, tmpfs {raw:.2f} GB/s")
+
+    def note(self, name: str, value: float, text: str = "") -> None:
+        """Keep a result and show it beside its target."""
+        target = TARGETS.get(name)
+        met = target is None or (value <= target if name in AT_MOST else value >= target)
+        self.results[name] = {"value": round(value, 4), "target": target, "met": met, "detail": text}
+        aim = "" if target is None else f"target {target:g}"
+        print(f"{name:32} {value:10.2f}  {aim:12} {'' if met else 'MISSED':7} {text}", flush=True)
+
+
+def sequential(bench: Bench) -> None:
+    """Big files."""
+    for piece, name in ((4 << 20, "4 MiB"), (64 << 10, "64 KiB"), (4 << 10, "4 KiB")):
+        bench.compare(f"write {name} pieces", suites.write, size=bench.size, piece=piece)
+    bench.compare("hot read", suites.hot_read, size=bench.size)
+    bench.compare("torch.save", suites.torch_save, size=bench.size // 2)
+    bench.compare("torch.load", suites.torch_load, size=bench.size // 2)
+
+
+def names(bench: Bench) -> None:
+    """Small files: ours, tmpfs, and what others make of it."""
+    if not bench.wanted("create + 4 KiB + close /s small files"):
+        return
+    places: dict[str, Path] = {"ckptfs": bench.daemon.path, "tmpfs": bench.raw}
+    with Rivals(bench.daemon.root, bench.raw) as rivals:
+        places |= rivals.places
+        rounds = [{place: suites.small_files(directory, count=1000) for place, directory in places.items()} for _ in range(bench.rounds)]
+    median = {place: {act: statistics.median(found[place][act] for found in rounds) for act in rounds[0][place]} for place in places}
+    bench.note("create + 4 KiB + close /s", median["ckptfs"]["create"])
+    for act in median["ckptfs"]:
+        bench.note(f"{act} /s", median["ckptfs"][act], ", ".join(f"{place} {rates[act]:.0f}" for place, rates in median.items()))
+
+
+class Rivals:
+    """Other FUSE filesystems, mounted for a while: plain pyfuse3, and bindfs where it is installed (on tmpfs, too)."""
+
+    def __init__(self, root: Path, raw: Path) -> None:
+        self.places: dict[str, Path] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._commands = {"plain pyfuse3": [sys.executable, str(Path(__file__).with_name("plain_pyfuse3.py"))]}
+        if shutil.which("bindfs"):
+            source = raw / "below-bindfs"
+            source.mkdir()
+            self._commands["bindfs"] = ["bindfs", "-f", str(source)]
+        self._root = root
+
+    def __enter__(self) -> "Rivals":
+        for name, command in self._commands.items():
+            directory = self._root / name.replace(" ", "-")
+            directory.mkdir()
+            self._processes.append(subprocess.Popen([*command, str(directory)], env=environment()))
+            eventually(lambda directory=directory: os.path.ismount(directory), what=f"{name} is mounted")
+            self.places[name] = directory
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for directory in self.places.values():
+            subprocess.run(["umount", str(directory)], check=False)
+        for process in self._processes:
+            process.wait(30)
+
+
+def write_back(bench: Bench) -> None:
+    """From close to the PFS, against cp and fsync to the same directory."""
+    if not bench.wanted("write-back against cp"):
+        return
+    source = bench.raw / "source"
+    source.write_bytes(os.urandom(1 << 20) * (bench.size >> 20))
+    bench.daemon.settle()
+    ratios = []
+    for number in range(bench.rounds):
+        begun = time.perf_counter()
+        subprocess.run(["cp", str(source), str(bench.daemon.pfs / f".plain-{number}")], check=True)
+        subprocess.run(["sync", str(bench.daemon.pfs / f".plain-{number}")], check=True)
+        plain = time.perf_counter() - begun
+        (bench.daemon.pfs / f".plain-{number}").unlink()
+        shutil.copyfile(source, bench.daemon.path / f"ours-{number}")
+        begun = time.perf_counter()
+        bench.daemon.settle()
+        ratios.append(plain / (time.perf_counter() - begun))
+        (bench.daemon.path / f"ours-{number}").unlink()
+        bench.daemon.settle()
+    bench.note("write-back against cp", statistics.median(ratios), "digest, copy, check and publish included")
+
+
+def kill_pause(bench: Bench) -> None:
+    """The longest system call of a busy program while the mount process is killed with -9."""
+    if not bench.wanted("longest pause at kill -9, s"):
+        return
+    bench.note("longest pause at kill -9, s", statistics.median(_one_pause(bench) for _ in range(bench.rounds)))
+
+
+def _one_pause(bench: Bench) -> float:
+    """One kill under a program that creates, writes, stats and deletes."""
+    done = threading.Event()
+    longest = [0.0]
+
+    def work() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            begun = time.perf_counter()
+            path = bench.daemon.path / f"pause-{number}"
+            path.write_bytes(b"x" * 4096)
+            path.stat()
+            path.unlink()
+            longest[0] = max(longest[0], time.perf_counter() - begun)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    bench.daemon.kill("mount")
+    done.set()
+    worker.join()
+    return longest[0]
+
+
+def idle(bench: Bench) -> None:
+    """Memory and CPU of all processes together while nothing happens."""
+    if not bench.wanted("idle memory MB, CPU"):
+        return
+    bench.daemon.settle()
+    pids = [process["pid"] for process in bench.daemon.processes().values() if isinstance(process, dict) and process.get("pid")]
+    threading.Event().wait(3)
+    seconds = 5 if bench.quick else 20
+    before = sum(_cpu_s(pid) for pid in pids)
+    threading.Event().wait(seconds)
+    bench.note("idle CPU, share of a core", (sum(_cpu_s(pid) for pid in pids) - before) / seconds)
+    bench.note("idle memory MB", sum(_memory_bytes(pid) for pid in pids) / 1e6, f"proportional set size of {len(pids)} processes")
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory_bytes(pid: int) -> int:
+    """The proportional set size: shared pages are counted once over all."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def main() -> int:
+    """Run the suites; 0 where every target was met, 1 otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the bytes, three rounds")
+    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--data-path", default="auto", choices=["auto", "passthrough", "buffered"])
+    parser.add_argument("--only", default="", help="only what has this word in its name")
+    arguments = parser.parse_args()
+    bench = Bench(arguments)
+    try:
+        bench.daemon.start()
+        bench.results["data path"] = bench.daemon.processes().get("data_path")
+        print(f"data path: {bench.results['data path']} ({bench.daemon.processes().get('data_path_reason')})")
+        for suite in (idle, sequential, names, write_back, kill_pause):
+            suite(bench)
+    finally:
+        bench.daemon.close()
+        shutil.rmtree(bench.raw)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(bench.results, indent=2) + "\n")
+    return 0 if all(result["met"] for result in bench.results.values() if isinstance(result, dict)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What is measured: each function does one thing once in a directory and gives one number. bench/run.py repeats and compares them."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+def write(directory: Path, *, size: int, piece: int) -> float:
+    """Bytes/s of writing a fresh file of `size` bytes in pieces, close included."""
+    path = directory / "sequential"
+    data = os.urandom(min(piece, MIB)) * max(1, piece // MIB)
+    put = os.write
+    start = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    for _ in range(size // piece):
+        put(fd, data)
+    os.close(fd)
+    elapsed = time.perf_counter() - start
+    path.unlink()
+    return size / elapsed
+
+
+def hot_read(directory: Path, *, size: int) -> float:
+    """Bytes/s of reading a file that was read before, in pieces of 4 MiB."""
+    path = directory / "hot"
+    if not path.exists():
+        path.write_bytes(os.urandom(MIB) * (size // MIB))
+        _read(path)
+    start = time.perf_counter()
+    _read(path)
+    return size / (time.perf_counter() - start)
+
+
+def _read(path: Path) -> None:
+    buffer = memoryview(bytearray(4 * MIB))
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def torch_save(directory: Path, *, size: int) -> float:
+    """Bytes/s of torch.save of a state of 16 tensors."""
+    import torch
+
+    path = directory / "state.pt"
+    state = {f"layer{number}": torch.ones(size // 64) for number in range(16)}
+    start = time.perf_counter()
+    torch.save(state, path)
+    elapsed = time.perf_counter() - start
+    path.unlink()
+    return size / elapsed
+
+
+def torch_load(directory: Path, *, size: int) -> float:
+    """Bytes/s of torch.load of such a state."""
+    import torch
+
+    path = directory / "load.pt"
+    if not path.exists():
+        torch.save({f"layer{number}": torch.ones(size // 64) for number in range(16)}, path)
+        torch.load(path)
+    start = time.perf_counter()
+    torch.load(path)
+    return size / (time.perf_counter() - start)
+
+
+def small_files(directory: Path, *, count: int) -> dict[str, float]:
+    """Operations/s with `count` files of 4 KiB: create (open, write, close), then first stat, readdir, rename and unlink of each."""
+    folder = directory / f"small-{time.monotonic_ns()}"
+    folder.mkdir()
+    data = os.urandom(4096)
+    names = [f"{folder}/file{number}" for number in range(count)]
+    rates = {"create": _rate(count, lambda: [_create(name, data) for name in names])}
+    drop_names()
+    rates["first stat"] = _rate(count, lambda: [os.stat(name) for name in names])
+    drop_names()
+    rates["readdir"] = _rate(count, lambda: os.listdir(folder))
+    rates["rename"] = _rate(count, lambda: [os.rename(name, f"{name}.new") for name in names])
+    rates["unlink"] = _rate(count, lambda: [os.unlink(f"{name}.new") for name in names])
+    folder.rmdir()
+    return rates
+
+
+def _create(name: str, data: bytes) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.write(fd, data)
+    os.close(fd)
+
+
+def _rate(count: int, work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return count / (time.perf_counter() - start)
+
+
+def drop_names() -> None:
+    """Let the kernel forget names and attributes (and no file's bytes), so that the next stat is a first one. Needs root."""
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text("2")
