@@ -10,7 +10,9 @@ If we die here: SQLite rolls the unfinished change back at the next opening.
 import contextlib
 import os
 import sqlite3
+import stat
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from importlib import resources
@@ -19,6 +21,7 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.errors import CatalogDamaged, CatalogTooNew
+from ckptfs.model import ROOT
 
 APPLICATION_ID = 0x434B5446  # "CKTF"
 SCHEMA_VERSION = 1
@@ -133,6 +136,11 @@ def create(path: Path) -> None:
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("INSERT INTO meta VALUES ('instance', ?), ('connection', 0)", (uuid.uuid4().hex,))
+        now = time.time_ns()
+        connection.execute(
+            "INSERT INTO inode (id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, birth_ns) VALUES (?,?,?,?,2,?,?,?,?)",
+            (ROOT, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), now, now, now, now),
+        )
         connection.execute("PRAGMA journal_mode=WAL")
     finally:
         connection.close()

@@ -35,6 +35,7 @@ CREATE TABLE entry (
     child INTEGER NOT NULL
 );
 CREATE UNIQUE INDEX entry_name ON entry (parent, name);
+CREATE INDEX entry_order ON entry (parent); -- and, as every index, the cookie: readdir
 CREATE INDEX entry_child ON entry (child);
 
 CREATE TABLE xattr (inode INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (inode, name)) WITHOUT ROWID;

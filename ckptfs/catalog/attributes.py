@@ -1,0 +1,90 @@
+"""Owns what an inode carries beside its bytes: mode, owner, times (columns of `inode`) and the table `xattr`.
+
+Set-id bits fall as on ext4: when a file that is no directory changes its owner, and when a stranger to CAP_FSETID changes its length.
+Functions that change something belong into `db.change()`.
+If we die here: the transaction was committed or it was not.
+"""
+
+import errno
+import stat
+import time
+
+from ckptfs import limits
+from ckptfs.catalog import journal, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.errors import refused
+from ckptfs.model import Inode
+
+XATTR_CREATE = 1
+XATTR_REPLACE = 2
+
+
+def set_attributes(
+    db: Database, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
+    atime_ns: int | None = None, mtime_ns: int | None = None, ctime_ns: int | None = None, kill_set_id: bool = False,
+) -> Inode:
+    """Set what is given, ctime always. `mode` without its type bits; `kill_set_id`: drop set-id bits as a change of owner does."""
+    row = namespace.get(db, inode)
+    new_mode = row.mode if mode is None else stat.S_IFMT(row.mode) | stat.S_IMODE(mode)
+    if kill_set_id and mode is None:
+        new_mode = without_set_id(new_mode)
+    values = (
+        new_mode,
+        row.uid if uid is None else uid,
+        row.gid if gid is None else gid,
+        row.atime_ns if atime_ns is None else atime_ns,
+        row.mtime_ns if mtime_ns is None else mtime_ns,
+        time.time_ns() if ctime_ns is None else ctime_ns,
+    )
+    db.run("UPDATE inode SET mode=?, uid=?, gid=?, atime_ns=?, mtime_ns=?, ctime_ns=? WHERE id=?", *values, inode)
+    journal.append(db, "attributes", inode)
+    return namespace.get(db, inode)
+
+
+def without_set_id(mode: int) -> int:
+    """`mode` after its file was changed by somebody without CAP_FSETID: no S_ISUID, no S_ISGID (which without group execute means locking)."""
+    if stat.S_ISDIR(mode):
+        return mode
+    return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
+
+
+def get_xattr(db: Database, inode: int, name: bytes) -> bytes:
+    """The value of an extended attribute. Raises ENODATA."""
+    value: bytes | None = db.value("SELECT value FROM xattr WHERE inode=? AND name=?", inode, name)
+    if value is None:
+        raise refused(errno.ENODATA)
+    return value
+
+
+def list_xattrs(db: Database, inode: int) -> list[bytes]:
+    """The names of all extended attributes, in order."""
+    return [row[0] for row in db.rows("SELECT name FROM xattr WHERE inode=?", inode)]
+
+
+def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 0) -> None:
+    """Set an extended attribute. `flags` as of setxattr(2): EEXIST, ENODATA. Raises ERANGE, E2BIG, ENOSPC past the limits."""
+    if len(name) > limits.NAME_BYTES_MAX:
+        raise refused(errno.ERANGE)
+    if len(value) > limits.XATTR_VALUE_BYTES_MAX:
+        raise refused(errno.E2BIG)
+    names = list_xattrs(db, inode)
+    if flags & XATTR_CREATE and name in names:
+        raise refused(errno.EEXIST)
+    if flags & XATTR_REPLACE and name not in names:
+        raise refused(errno.ENODATA)
+    if name not in names and sum(map(len, names)) + len(names) + len(name) + 1 > limits.XATTR_LIST_BYTES_MAX:
+        raise refused(errno.ENOSPC)
+    db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
+    _changed(db, inode)
+
+
+def remove_xattr(db: Database, inode: int, name: bytes) -> None:
+    """Remove an extended attribute. Raises ENODATA."""
+    if db.run("DELETE FROM xattr WHERE inode=? AND name=?", inode, name) == 0:
+        raise refused(errno.ENODATA)
+    _changed(db, inode)
+
+
+def _changed(db: Database, inode: int) -> None:
+    db.run("UPDATE inode SET ctime_ns=? WHERE id=?", time.time_ns(), inode)
+    journal.append(db, "attributes", inode)

@@ -1,0 +1,191 @@
+"""Owns the tables `inode` and `entry`: names, and what they lead to. What a local filesystem does on create, link, unlink and rename.
+
+Functions that change something belong into `db.change()`, which makes each of them happen as a whole, its line in the journal included; they
+raise OSError with the errno that ext4 would give, or `Unvisited` when the answer depends on a directory of the PFS that was not imported
+yet. With `blind` a new name does not wait for that: it is made from what the catalog knows (P1).
+Invariants: a directory's nlink is 2 plus its subdirectories; an inode with nlink 0 has no entry and waits for `reap`; `parent` of a
+directory is where its entry is.
+If we die here: the transaction was committed or it was not.
+"""
+
+import errno
+import sqlite3
+import stat
+import time
+
+from ckptfs import limits
+from ckptfs.catalog import journal
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.directories import Unvisited, demand_empty
+from ckptfs.catalog.rows import INODE_COLUMNS, INODE_COLUMNS_JOINED, inode_of
+from ckptfs.errors import refused
+from ckptfs.model import ContentState, Inode
+
+__all__ = ["Unvisited", "drop_name", "find", "get", "link", "lookup", "make", "name_checked", "orphans", "reap", "rmdir", "unlink"]
+
+
+def get(db: Database, inode: int) -> Inode:
+    """The inode with this id. Raises ENOENT."""
+    row = db.row(f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?", inode)
+    if row is None:
+        raise refused(errno.ENOENT)
+    return inode_of(row)
+
+
+def find(db: Database, parent: int, name: bytes) -> Inode | None:
+    """What the catalog knows under `name` in `parent`."""
+    row = db.row(f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?", parent, name)
+    return None if row is None else inode_of(row)
+
+
+def lookup(db: Database, parent: int, name: bytes) -> Inode:
+    """What `name` in `parent` leads to. Raises ENOENT, ENOTDIR, ENAMETOOLONG, Unvisited."""
+    inode = find(db, parent, name_checked(name))
+    if inode is None:
+        raise _missing(db, parent)
+    return inode
+
+
+def name_checked(name: bytes) -> bytes:
+    """`name`, unless it is too long: ENAMETOOLONG."""
+    if len(name) > limits.NAME_BYTES_MAX:
+        raise refused(errno.ENAMETOOLONG)
+    return name
+
+
+def make(
+    db: Database, parent: int, name: bytes, mode: int, *, uid: int, gid: int,
+    rdev: int = 0, target: bytes | None = None, blind: bool = False,
+) -> Inode:
+    """Make a file, directory, symlink (`target`), fifo, socket or device (`rdev`) as `mode` says. A setgid directory hands down its group."""
+    now = time.time_ns()
+    parent_mode, parent_gid, complete, parent_links = _directory(db, parent, name)
+    if not (complete or blind) and find(db, parent, name) is None:
+        raise Unvisited(parent)
+    if parent_links == 0:
+        raise refused(errno.ENOENT)
+    directory = stat.S_ISDIR(mode)
+    if parent_mode & stat.S_ISGID:
+        gid = parent_gid
+        mode |= stat.S_ISGID if directory else 0
+    links, size, home = (2, 0, parent) if directory else (1, len(target or b""), 0)
+    identity = db.insert(
+        "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+        mode, uid, gid, rdev, links, size, now, now, now, now, target, home,
+    )
+    _enter(db, parent, name, identity)
+    _touch(db, parent, now, 1 if directory else 0)
+    journal.append(db, "make", identity, parent=parent, name=name)
+    return Inode(identity, mode, uid, gid, rdev, links, size, now, now, now, target, None, 0, home, True)
+
+
+def link(db: Database, inode: int, parent: int, name: bytes, *, blind: bool = False) -> Inode:
+    """Give a file another name. Raises EPERM for directories, EMLINK, EEXIST."""
+    now = time.time_ns()
+    row = get(db, inode)
+    _, _, complete, parent_links = _directory(db, parent, name)
+    if row.is_directory:
+        raise refused(errno.EPERM)
+    if find(db, parent, name) is not None:
+        raise refused(errno.EEXIST)
+    if not (complete or blind):
+        raise Unvisited(parent)
+    if row.nlink == 0 or parent_links == 0:
+        raise refused(errno.ENOENT)
+    if row.nlink >= limits.LINKS_MAX:
+        raise refused(errno.EMLINK)
+    _enter(db, parent, name, inode)
+    db.run("UPDATE inode SET nlink=nlink+1, ctime_ns=? WHERE id=?", now, inode)
+    _touch(db, parent, now)
+    journal.append(db, "link", inode, parent=parent, name=name)
+    return get(db, inode)
+
+
+def unlink(db: Database, parent: int, name: bytes) -> Inode:
+    """Take away a name of something that is no directory; its inode as it is now (nlink 0: it was the last name)."""
+    now = time.time_ns()
+    inode = lookup(db, parent, name)
+    if inode.is_directory:
+        raise refused(errno.EISDIR)
+    _leave(db, parent, name)
+    drop_name(db, inode, now)
+    _touch(db, parent, now)
+    journal.append(db, "unlink", inode.id, parent=parent, name=name)
+    return get(db, inode.id)
+
+
+def rmdir(db: Database, parent: int, name: bytes) -> Inode:
+    """Take away an empty directory; its inode as it is now."""
+    now = time.time_ns()
+    inode = lookup(db, parent, name)
+    if not inode.is_directory:
+        raise refused(errno.ENOTDIR)
+    demand_empty(db, inode.id, complete=inode.complete)
+    _leave(db, parent, name)
+    drop_name(db, inode, now)
+    _touch(db, parent, now, -1)
+    journal.append(db, "rmdir", inode.id, parent=parent, name=name)
+    return get(db, inode.id)
+
+
+def drop_name(db: Database, inode: Inode, now: int) -> None:
+    """One name fewer leads to `inode`; a directory has no other."""
+    db.run("UPDATE inode SET nlink=?, ctime_ns=? WHERE id=?", 0 if inode.is_directory else inode.nlink - 1, now, inode.id)
+
+
+def orphans(db: Database) -> set[int]:
+    """Every inode that no name leads to any more and that the kernel may still know."""
+    return {row[0] for row in db.rows("SELECT id FROM inode WHERE nlink=0")}
+
+
+def reap(db: Database, inode: int) -> list[int] | None:
+    """The kernel forgot an unlinked inode: delete it, doom its contents. The contents' ids; None when it is in use or still has names."""
+    if db.value("SELECT nlink FROM inode WHERE id=?", inode) != 0 or db.row("SELECT 1 FROM handle WHERE inode=? LIMIT 1", inode):
+        return None
+    doomed = [row[0] for row in db.rows("SELECT id FROM content WHERE inode=?", inode)]
+    if doomed:
+        db.run("UPDATE content SET state=? WHERE inode=?", ContentState.DOOMED, inode)
+    db.run("DELETE FROM xattr WHERE inode=?", inode)
+    db.run("DELETE FROM inode WHERE id=?", inode)
+    return doomed
+
+
+# --- the parts that rename shares -------------------------------------------------------------------------------------
+
+
+def _directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, int]:
+    """(mode, gid, complete, nlink) of the directory that shall hold `name`. Raises ENOENT, ENOTDIR, ENAMETOOLONG."""
+    name_checked(name)
+    row = db.row("SELECT mode, gid, complete, nlink FROM inode WHERE id=?", parent)
+    if row is None:
+        raise refused(errno.ENOENT)
+    if not stat.S_ISDIR(row[0]):
+        raise refused(errno.ENOTDIR)
+    return row[0], row[1], bool(row[2]), row[3]
+
+
+def _missing(db: Database, parent: int) -> Exception:
+    """Why there is nothing under a name of `parent`."""
+    row = db.row("SELECT mode, complete FROM inode WHERE id=?", parent)
+    if row is not None and not stat.S_ISDIR(row[0]):
+        return refused(errno.ENOTDIR)
+    if row is not None and not row[1]:
+        return Unvisited(parent)
+    return refused(errno.ENOENT)
+
+
+def _enter(db: Database, parent: int, name: bytes, child: int) -> None:
+    """Add an entry. Raises EEXIST."""
+    try:
+        db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", parent, name, child)
+    except sqlite3.IntegrityError:
+        raise refused(errno.EEXIST) from None
+
+
+def _leave(db: Database, parent: int, name: bytes) -> None:
+    db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
+
+
+def _touch(db: Database, directory: int, now: int, links: int = 0) -> None:
+    """The entries of `directory` changed; it has `links` more subdirectories."""
+    db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, links, directory)

@@ -1,0 +1,115 @@
+"""Owns rename(2) in the catalog: plain, NOREPLACE and EXCHANGE.
+
+A name that is replaced or exchanged keeps its cookie, and a name that changes within its directory takes its cookie along: who reads the
+directory meanwhile finds every name that was there all the time exactly once.
+If we die here: the transaction was committed or it was not.
+"""
+
+import errno
+import time
+
+from ckptfs.catalog import journal
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.directories import Unvisited, demand_empty, is_inside
+from ckptfs.catalog.namespace import drop_name, find, get, lookup, name_checked
+from ckptfs.errors import refused
+from ckptfs.model import Inode
+
+NOREPLACE = 1
+EXCHANGE = 2
+
+
+def rename(db: Database, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, *, blind: bool = False) -> Inode | None:
+    """Rename as renameat2(2) does; the inode that was replaced, as it is now, if there was one."""
+    if flags not in (0, NOREPLACE, EXCHANGE):
+        raise refused(errno.EINVAL)
+    source = lookup(db, parent, name)
+    target = find(db, new_parent, name_checked(new_name))
+    if target is None:
+        _demand_room(db, new_parent, flags, blind=blind)
+    elif flags == NOREPLACE:
+        raise refused(errno.EEXIST)
+    if target is not None and source.id == target.id:
+        return None
+    _demand_no_loop(db, parent, new_parent, source, target, flags)
+    if flags == EXCHANGE:
+        assert target is not None
+        _exchange(db, parent, name, source, new_parent, new_name, target)
+        return None
+    if target is not None:
+        _demand_replaceable(db, source, target)
+    _move(db, parent, name, source, new_parent, new_name, target)
+    return None if target is None else get(db, target.id)
+
+
+def _demand_room(db: Database, new_parent: int, flags: int, *, blind: bool) -> None:
+    """There must be a living directory in which a name can be new."""
+    directory = get(db, new_parent)
+    if not directory.is_directory:
+        raise refused(errno.ENOTDIR)
+    if not directory.complete and (flags == EXCHANGE or not blind):
+        raise Unvisited(new_parent)
+    if flags == EXCHANGE or directory.nlink == 0:
+        raise refused(errno.ENOENT)
+
+
+def _demand_no_loop(db: Database, parent: int, new_parent: int, source: Inode, target: Inode | None, flags: int) -> None:
+    """No directory may come to lie inside itself, or take the place of one that it lies in."""
+    if parent == new_parent:
+        return
+    if source.is_directory and is_inside(db, new_parent, source.id):
+        raise refused(errno.EINVAL)
+    if target is not None and target.is_directory and is_inside(db, parent, target.id):
+        raise refused(errno.EINVAL if flags == EXCHANGE else errno.ENOTEMPTY)
+
+
+def _demand_replaceable(db: Database, source: Inode, target: Inode) -> None:
+    """A directory replaces an empty directory, anything else anything else."""
+    if source.is_directory and not target.is_directory:
+        raise refused(errno.ENOTDIR)
+    if target.is_directory and not source.is_directory:
+        raise refused(errno.EISDIR)
+    if target.is_directory:
+        demand_empty(db, target.id, complete=target.complete)
+
+
+def _move(db: Database, parent: int, name: bytes, source: Inode, new_parent: int, new_name: bytes, target: Inode | None) -> None:
+    now = time.time_ns()
+    if target is not None:
+        db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
+        db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", source.id, new_parent, new_name)
+        drop_name(db, target, now)
+    elif parent == new_parent:
+        db.run("UPDATE entry SET name=? WHERE parent=? AND name=?", new_name, parent, name)
+    else:
+        db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
+        db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", new_parent, new_name, source.id)
+    moved = 1 if source.is_directory else 0
+    replaced = 1 if target is not None and target.is_directory else 0
+    _changed(db, now, parent, -moved, new_parent, moved - replaced)
+    _settle_down(db, now, source, new_parent)
+    journal.append(db, "rename", source.id, parent=parent, name=name, new_parent=new_parent, new_name=new_name)
+
+
+def _exchange(db: Database, parent: int, name: bytes, source: Inode, new_parent: int, new_name: bytes, target: Inode) -> None:
+    now = time.time_ns()
+    db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", target.id, parent, name)
+    db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", source.id, new_parent, new_name)
+    more = int(target.is_directory) - int(source.is_directory)
+    _changed(db, now, parent, more, new_parent, -more)
+    _settle_down(db, now, source, new_parent)
+    _settle_down(db, now, target, parent)
+    journal.append(db, "exchange", source.id, parent=parent, name=name, new_parent=new_parent, new_name=new_name)
+
+
+def _changed(db: Database, now: int, parent: int, links: int, new_parent: int, new_links: int) -> None:
+    """Both directories changed, and have so many more subdirectories."""
+    db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, links, parent)
+    if new_links or parent != new_parent:
+        db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, new_links, new_parent)
+
+
+def _settle_down(db: Database, now: int, inode: Inode, directory: int) -> None:
+    """What was renamed lies in `directory` now."""
+    db.run("UPDATE inode SET ctime_ns=?, parent=? WHERE id=?", now, directory if inode.is_directory else 0, inode.id)
+

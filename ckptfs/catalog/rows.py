@@ -1,0 +1,15 @@
+"""Owns how a row of table `inode` becomes a `model.Inode`: the columns and their order, in one place."""
+
+from typing import Any
+
+from ckptfs.model import Inode
+
+_NAMES = ("id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent", "complete")
+
+INODE_COLUMNS = ", ".join(_NAMES)
+INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _NAMES)
+
+
+def inode_of(row: tuple[Any, ...]) -> Inode:
+    """The inode in a row of `INODE_COLUMNS`."""
+    return Inode(*row[:-1], complete=bool(row[-1]))
