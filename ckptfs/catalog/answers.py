@@ -1,7 +1,7 @@
 """Owns the table `answer`: the first answer to every change, kept for a request that the kernel sends again after a crash.
 
-A ring addressed by the request's number: an answer stays until `limits.ANSWERS_KEPT` later requests were answered. The kernel sends again only
-what it has no reply to, and that is far fewer.
+A ring addressed by the request's number: an answer stays until `limits.ANSWERS_KEPT` later requests were answered. The kernel sends
+again only what it has no reply to, and that is far fewer.
 If we die here: `keep` is part of the change's own transaction, so there is an answer exactly when there was a change.
 """
 
@@ -12,7 +12,7 @@ _SLOT_MASK = limits.ANSWERS_KEPT - 1
 
 
 def keep(db: Database, number: int, body: bytes = b"") -> None:
-    """Remember the answer to request `number`. Call it inside the change's own transaction. Request numbers are even, as the kernel's are."""
+    """Remember the answer to request `number` (even, as the kernel's are). Call it inside the change's own transaction."""
     db.run("INSERT OR REPLACE INTO answer (slot, request, body) VALUES (?,?,?)", number >> 1 & _SLOT_MASK, number, body)
 
 

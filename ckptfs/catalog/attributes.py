@@ -42,7 +42,7 @@ def set_attributes(
 
 
 def without_set_id(mode: int) -> int:
-    """`mode` after its file was changed by somebody without CAP_FSETID: no S_ISUID, no S_ISGID (which without group execute means locking)."""
+    """`mode` after somebody without CAP_FSETID changed the file: no S_ISUID, no S_ISGID (which means locking without group execute)."""
     if stat.S_ISDIR(mode):
         return mode
     return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)

@@ -175,8 +175,10 @@ def check(path: Path) -> None:
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(
-        f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=limits.CATALOG_BUSY_S, cached_statements=512, check_same_thread=False
+        f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=limits.CATALOG_BUSY_S, cached_statements=512,
+        check_same_thread=False,
     )
-    for pragma in ("synchronous=NORMAL", "cache_size=-16384", "temp_store=MEMORY", "mmap_size=268435456", f"wal_autocheckpoint={limits.WAL_PAGES_MAX}"):
+    checkpoint = f"wal_autocheckpoint={limits.WAL_PAGES_MAX}"
+    for pragma in ("synchronous=NORMAL", "cache_size=-16384", "temp_store=MEMORY", "mmap_size=268435456", checkpoint):
         connection.execute(f"PRAGMA {pragma}")
     return connection

@@ -1,8 +1,8 @@
 """Owns the tables `inode` and `entry`: names, and what they lead to. What a local filesystem does on create, link, unlink and rename.
 
-Functions that change something belong into `db.change()`, which makes each of them happen as a whole, its line in the journal included; they
-raise OSError with the errno that ext4 would give, or `Unvisited` when the answer depends on a directory of the PFS that was not imported
-yet. With `blind` a new name does not wait for that: it is made from what the catalog knows (P1).
+Functions that change something belong into `db.change()`, which makes each of them happen as a whole, its line in the journal
+included; they raise OSError with the errno that ext4 would give, or `Unvisited` when the answer depends on a directory of the PFS that
+was not imported yet. With `blind` a new name does not wait for that: it is made from what the catalog knows (P1).
 Invariants: a directory's nlink is 2 plus its subdirectories; an inode with nlink 0 has no entry and waits for `reap`; `parent` of a
 directory is where its entry is.
 If we die here: the transaction was committed or it was not.
@@ -24,9 +24,17 @@ from ckptfs.model import ContentState, Inode
 __all__ = ["Unvisited", "drop_name", "find", "get", "link", "lookup", "make", "name_checked", "orphans", "reap", "rmdir", "unlink"]
 
 
+_GET = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
+_FIND = f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?"
+_MAKE = (
+    "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent)"
+    " VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
+)
+
+
 def get(db: Database, inode: int) -> Inode:
     """The inode with this id. Raises ENOENT."""
-    row = db.row(f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?", inode)
+    row = db.row(_GET, inode)
     if row is None:
         raise refused(errno.ENOENT)
     return inode_of(row)
@@ -34,7 +42,7 @@ def get(db: Database, inode: int) -> Inode:
 
 def find(db: Database, parent: int, name: bytes) -> Inode | None:
     """What the catalog knows under `name` in `parent`."""
-    row = db.row(f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?", parent, name)
+    row = db.row(_FIND, parent, name)
     return None if row is None else inode_of(row)
 
 
@@ -57,7 +65,7 @@ def make(
     db: Database, parent: int, name: bytes, mode: int, *, uid: int, gid: int,
     rdev: int = 0, target: bytes | None = None, blind: bool = False,
 ) -> Inode:
-    """Make a file, directory, symlink (`target`), fifo, socket or device (`rdev`) as `mode` says. A setgid directory hands down its group."""
+    """Make what `mode` says: file, directory, symlink (to `target`), fifo, socket, device (`rdev`). A setgid directory hands its group down."""
     now = time.time_ns()
     parent_mode, parent_gid, complete, parent_links = _directory(db, parent, name)
     if not (complete or blind) and find(db, parent, name) is None:
@@ -69,10 +77,7 @@ def make(
         gid = parent_gid
         mode |= stat.S_ISGID if directory else 0
     links, size, home = (2, 0, parent) if directory else (1, len(target or b""), 0)
-    identity = db.insert(
-        "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-        mode, uid, gid, rdev, links, size, now, now, now, now, target, home,
-    )
+    identity = db.insert(_MAKE, mode, uid, gid, rdev, links, size, now, now, now, now, target, home)
     _enter(db, parent, name, identity)
     _touch(db, parent, now, 1 if directory else 0)
     journal.append(db, "make", identity, parent=parent, name=name)

@@ -19,7 +19,9 @@ NOREPLACE = 1
 EXCHANGE = 2
 
 
-def rename(db: Database, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, *, blind: bool = False) -> Inode | None:
+def rename(
+    db: Database, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, *, blind: bool = False
+) -> Inode | None:
     """Rename as renameat2(2) does; the inode that was replaced, as it is now, if there was one."""
     if flags not in (0, NOREPLACE, EXCHANGE):
         raise refused(errno.EINVAL)

@@ -4,7 +4,10 @@ from typing import Any
 
 from ckptfs.model import Inode
 
-_NAMES = ("id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent", "complete")
+_NAMES = (
+    "id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent",
+    "complete",
+)
 
 INODE_COLUMNS = ", ".join(_NAMES)
 INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _NAMES)
@@ -12,4 +15,4 @@ INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _NAMES)
 
 def inode_of(row: tuple[Any, ...]) -> Inode:
     """The inode in a row of `INODE_COLUMNS`."""
-    return Inode(*row[:-1], complete=bool(row[-1]))
+    return Inode(*row[:14], bool(row[14]))
