@@ -1,0 +1,262 @@
+"""Owns what the mover's own steps ask and change: contents to seal, copies to add, move and drop, tiers to adopt, contents that are lost.
+
+Every change compares the content's `change` and state with what the caller saw before it read the bytes, so that a writer who came
+in between wins. Functions that change something join the caller's transaction.
+If we die here: SQLite undoes the unfinished change; files that no row names yet are leftovers, which the drop flow finds.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfs.catalog.database import Database
+from ckptfs.lifecycle import Published, Record
+from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
+
+_CONTENT = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change"
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A content whose bytes were read under a lease: what the catalog shall say of it, if `change` is still the same."""
+
+    content: int
+    inode: int
+    change: int
+    tier: Tier
+    size: int
+    digest: bytes
+    blocks: bytes
+
+
+def _content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int]) -> Content:
+    return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:])
+
+
+# --- one content -----------------------------------------------------------------------------------------------------
+
+
+def content(db: Database, number: int) -> Content | None:
+    """The row of a content."""
+    row = db.row(f"SELECT {_CONTENT} FROM content k WHERE k.id = ?", number)
+    return None if row is None else _content(row)
+
+
+def copies(db: Database, number: int) -> tuple[Copy, ...]:
+    """Every copy of a content on this node, RAM first."""
+    order = list(Tier)
+    rows = db.rows("SELECT content, tier, state, verified_ns, used_ns FROM copy WHERE content = ?", number)
+    found = [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3], row[4]) for row in rows]
+    return tuple(sorted(found, key=lambda copy: order.index(copy.tier)))
+
+
+def record(db: Database, number: int) -> Record:
+    """All that decides what may happen to a content, as one snapshot."""
+    with db.snapshot():
+        known = content(db, number)
+        if known is None:
+            return Record(None)
+        shown = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", known.inode)
+        handles = db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", known.inode, number)
+        published = None if shown is None else Published(shown[0], bool(shown[1]), shown[2])
+        return Record(known, copies(db, number), published, handles)
+
+
+def unchanged(db: Database, seen: Content) -> bool:
+    """Whether the content is still in the state and at the change that the caller saw."""
+    return db.row("SELECT state, change FROM content WHERE id = ?", seen.id) == (seen.state, seen.change)
+
+
+# --- seal ------------------------------------------------------------------------------------------------------------
+
+
+def closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[Content, Tier]]:
+    """Contents that await their seal, from the one after `after` on in the order of their ids, with the one of `tiers` that has it."""
+    rows = db.rows(
+        f"SELECT {_CONTENT}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
+        " WHERE k.state = 1 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
+        after, json.dumps(list(tiers)), at_most,
+    )  # fmt: skip
+    return [(_content(row[:-1]), Tier(row[-1])) for row in rows]
+
+
+def seal(db: Database, seals: Iterable[Seal]) -> list[Seal]:
+    """Make these contents SEALED, those that nobody opened for writing meanwhile; which they were.
+
+    What the same file held before goes: its successor is whole now (P5).
+    """
+    now = time.time_ns()
+    done = []
+    for one in seals:
+        if not db.run(
+            "UPDATE content SET state = 2, size = ?, digest = ?, blocks = ? WHERE id = ? AND state = 1 AND change = ?",
+            one.size, one.digest, one.blocks, one.content, one.change,
+        ):  # fmt: skip
+            continue
+        db.run("UPDATE copy SET verified_ns = ? WHERE content = ? AND tier = ?", now, one.content, one.tier)
+        db.run("UPDATE inode SET size = ? WHERE id = ? AND content = ? AND size <> ?", one.size, one.inode, one.content, one.size)
+        doom_older(db, one.inode, one.content)
+        done.append(one)
+    return done
+
+
+def doom_older(db: Database, inode: int, newer: int) -> int:
+    """Doom what `inode` held before its sealed content `newer`, except what somebody still has open. How many went."""
+    return db.run(
+        "UPDATE content SET state = 3 WHERE inode = ? AND id < ? AND state IN (1, 2, 4)"
+        " AND NOT EXISTS (SELECT 1 FROM handle WHERE handle.content = content.id)"
+        " AND NOT EXISTS (SELECT 1 FROM inode WHERE inode.content = content.id)",
+        inode, newer,
+    )  # fmt: skip
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def fill(db: Database, seen: Content, tier: Tier) -> bool:
+    """Announce a copy that is about to be made, so that a crash leaves a row to tidy. False when the content has moved on."""
+    with db.change():
+        if not unchanged(db, seen):
+            return False
+        db.run("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", seen.id, tier, time.time_ns())
+        return True
+
+
+def filled(db: Database, seen: Content, tier: Tier) -> bool:
+    """A copy that was announced is whole and verified. False, and nothing changed, when the content has moved on."""
+    with db.change():
+        if not unchanged(db, seen):
+            return False
+        return bool(
+            db.run("UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ? AND state = 0", time.time_ns(), seen.id, tier)
+        )
+
+
+def mark(db: Database, number: int, tier: Tier, state: CopyState) -> None:
+    """Set a copy's state after its digest was checked; a GOOD one is verified now."""
+    with db.change():
+        db.run(
+            "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ?",
+            state,
+            time.time_ns() if state == 1 else 0,
+            number,
+            tier,
+        )
+
+
+def forget_copy(db: Database, number: int, tier: Tier) -> None:
+    """The copy in `tier` is not to be counted any more; its file may be removed once this is committed."""
+    with db.change():
+        db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
+
+
+def by_state(db: Database, state: CopyState, tier: Tier | None = None) -> list[tuple[int, Tier]]:
+    """(content, tier) of the copies in a state."""
+    rows = db.rows("SELECT content, tier FROM copy WHERE state = ? AND (? IS NULL OR tier = ?)", state, tier, tier)
+    return [(row[0], Tier(row[1])) for row in rows]
+
+
+# --- evict -----------------------------------------------------------------------------------------------------------
+
+# A copy in RAM is no reason to drop one on NVMe, which survives a power cut: see lifecycle.may_drop.
+_ELSEWHERE = (
+    "(EXISTS (SELECT 1 FROM copy o WHERE o.content = k.id AND o.state = 1 AND o.verified_ns > 0"
+    " AND ((c.tier = 'ram' AND o.tier <> 'ram') OR (c.tier = 'nvme' AND o.tier = 'pfs')))"
+    " OR EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
+    " AND p.digest = k.digest))"
+)
+
+
+def spare(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Content]:
+    """Sealed contents with a copy in `tier` that nobody has open, the least recently used first: those that are whole
+    `elsewhere` too, or those that are not.
+    """
+    rows = db.rows(
+        f"SELECT {_CONTENT} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
+        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = k.inode)"
+        f" AND {'' if elsewhere else 'NOT '}{_ELSEWHERE} ORDER BY c.used_ns, k.id LIMIT ?",
+        tier, at_most,
+    )  # fmt: skip
+    return [_content(row) for row in rows]
+
+
+# --- drop ------------------------------------------------------------------------------------------------------------
+
+
+def doomed(db: Database, after: int, at_most: int) -> list[int]:
+    """Contents that nobody needs any more, from the one after `after` on."""
+    return [
+        row[0]
+        for row in db.rows(
+            "SELECT id FROM content WHERE state = 3 AND id > ? AND NOT EXISTS (SELECT 1 FROM handle WHERE handle.content = content.id)"
+            " ORDER BY id LIMIT ?",
+            after, at_most,
+        )
+    ]  # fmt: skip
+
+
+def forget(db: Database, contents: Iterable[int]) -> None:
+    """The files of these doomed contents are gone: forget the rows."""
+    with db.change():
+        for number in contents:
+            db.run("DELETE FROM copy WHERE content = ?", number)
+            db.run("DELETE FROM content WHERE id = ? AND state = 3", number)
+
+
+def known(db: Database, number: int, tier: Tier) -> bool:
+    """Whether any copy of this content is on record in `tier`."""
+    return db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ?", number, tier) is not None
+
+
+# --- recover ---------------------------------------------------------------------------------------------------------
+
+
+def tier_uuid(db: Database, tier: Tier) -> str | None:
+    """The uuid that was in this tier's root when it was last adopted."""
+    found: str | None = db.value("SELECT uuid FROM tier WHERE name = ?", tier)
+    return found
+
+
+def adopt(db: Database, tier: Tier, uuid: str) -> int:
+    """Take `uuid` as what this tier is. When it was another one, forget all copies that were there; how many those were."""
+    with db.change():
+        lost = 0
+        if tier_uuid(db, tier) != uuid:
+            lost = db.run("DELETE FROM copy WHERE tier = ?", tier)
+            db.run("INSERT OR REPLACE INTO tier (name, uuid) VALUES (?, ?)", tier, uuid)
+        return lost
+
+
+def copies_in(db: Database, tier: Tier) -> dict[int, tuple[CopyState, ContentState, int]]:
+    """Content -> (state of its copy in `tier`, state and size of the content)."""
+    rows = db.rows("SELECT c.content, c.state, k.state, k.size FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ?", tier)
+    return {row[0]: (CopyState(row[1]), ContentState(row[2]), row[3]) for row in rows}
+
+
+def without_copy(db: Database) -> list[Content]:
+    """Contents that should have bytes and have no good copy in any tier."""
+    rows = db.rows(
+        f"SELECT {_CONTENT} FROM content k WHERE k.state IN (0, 1, 2)"
+        " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    )
+    return [_content(row) for row in rows]
+
+
+def set_state(db: Database, number: int, state: ContentState) -> None:
+    """A content's fate was decided: LOST or DOOMED."""
+    with db.change():
+        db.run("UPDATE content SET state = ? WHERE id = ?", state, number)
+
+
+# --- what is told to people ------------------------------------------------------------------------------------------
+
+
+def report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
+    """Set what `ckptfs status` shows under `key`; None takes it away."""
+    with db.change():
+        if value is None:
+            db.run("DELETE FROM report WHERE key = ?", key)
+        else:
+            db.run("INSERT OR REPLACE INTO report (key, value, at_ns) VALUES (?, ?, ?)", key, json.dumps(value), time.time_ns())

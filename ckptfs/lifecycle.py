@@ -1,0 +1,119 @@
+"""What a file survives and what is to be done for it: pure functions over a record of frozen values. Owns the meaning of P3 and P5.
+
+Nothing here is stored and nothing acts: the catalog supplies the record, the flows do what it says.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What the PFS shows for a file: `complete` says that it is exactly the sealed generation `generation`."""
+
+    generation: int
+    complete: bool
+    digest: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that is known of one regular file: `content` is None when nothing was written here, `handles` counts open files."""
+
+    content: Content | None
+    copies: tuple[Copy, ...] = ()
+    published: Published | None = None
+    handles: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Which tiers the node has beside RAM."""
+
+    nvme: bool = False
+    pfs: bool = False
+
+
+class Step(StrEnum):
+    """What remains to be done for a file, in the words of the flows."""
+
+    SEAL = "seal"
+    WRITE_BACK = "write back"
+    REPAIR = "repair"
+    DROP = "drop"
+
+
+def good(copy: Copy) -> bool:
+    """Whether this copy holds the content as far as anybody knows."""
+    return copy.state is CopyState.GOOD
+
+
+def verified(copy: Copy) -> bool:
+    """Whether this copy's digest was checked where it lies (P4)."""
+    return good(copy) and copy.verified_ns > 0
+
+
+def published_whole(record: Record) -> bool:
+    """Whether the PFS shows exactly this sealed content under its ordinary name."""
+    content, published = record.content, record.published
+    if published is None:
+        return False
+    if content is None:
+        return True
+    return (
+        content.state in {ContentState.SEALED, ContentState.LOST}
+        and published.complete
+        and published.generation == content.generation
+        and content.digest is not None
+        and published.digest == content.digest
+    )
+
+
+def level(record: Record) -> Level:
+    """What the file survives now. An open file that lies in a tier survives our processes, and no more than that."""
+    if published_whole(record):
+        return Level.PFS
+    content = record.content
+    if content is None:
+        return Level.LOCAL  # Empty, and its row in the catalog is all of it.
+    if content.state in {ContentState.DOOMED, ContentState.LOST} or not any(map(good, record.copies)):
+        return Level.NONE
+    return Level.LOCAL
+
+
+def next_steps(record: Record, policy: Policy) -> tuple[Step, ...]:
+    """What the mover still has to do for this file, in order; empty when it has arrived."""
+    content = record.content
+    if content is None or content.state in {ContentState.OPEN, ContentState.LOST}:
+        return ()
+    if content.state is ContentState.DOOMED:
+        return (Step.DROP,)
+    steps = [Step.SEAL] if content.state is ContentState.CLOSED else []
+    if any(copy.state is CopyState.QUARANTINED for copy in record.copies):
+        steps.append(Step.REPAIR)
+    if policy.pfs and not published_whole(record):
+        steps.append(Step.WRITE_BACK)
+    return tuple(steps)
+
+
+def may_drop(record: Record, tier: Tier) -> bool:
+    """Whether the copy in `tier` may go without any promise resting on it (P5): sealed, not open, and whole elsewhere.
+
+    A quarantined copy counts for nothing, but while it is the last one a person may still want what is left in it.
+    """
+    content = record.content
+    if content is None or record.handles or not any(copy.tier is tier for copy in record.copies):
+        return False
+    if content.state is ContentState.DOOMED:
+        return True
+    if content.state is not ContentState.SEALED:
+        return False
+    return published_whole(record) or any(verified(copy) and _outlasts(copy.tier, tier) for copy in record.copies)
+
+
+def _outlasts(other: Tier, tier: Tier) -> bool:
+    """Whether `other` survives all that `tier` survives, and more: a copy in RAM is no reason to drop one on NVMe."""
+    order = list(Tier)
+    return order.index(other) > order.index(tier)

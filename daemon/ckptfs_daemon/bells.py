@@ -1,0 +1,93 @@
+"""Owns the bell: how the mount and the mover wake each other. A message is a hint; what there is to do stands in the catalog.
+
+From the mount: `WORK` and `URGENT` (somebody waits). From the mover: `WANTS` (some were answered), `INODE` and 8 bytes (forget its
+attributes and pages), `ENTRY` and 8 bytes and a name (forget that name). Numbers are little endian.
+If we die here: what was rung waits in the socket, which the supervisor keeps open, for the next process.
+"""
+
+import select
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import trio
+
+WORK = b"."
+URGENT = b"!"
+WANTS = b"w"
+INODE = b"i"
+ENTRY = b"e"
+
+MESSAGE_BYTES_MAX = 512
+PATIENCE_S = 1.0
+
+
+class Bell:
+    """One end of the socket pair between mount and mover."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def ring(self, message: bytes) -> bool:
+        """Send without waiting, from any thread; False when the other side has not listened for so long that the socket is full."""
+        try:
+            self._end.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
+
+    def ring_patiently(self, message: bytes) -> bool:
+        """Like `ring`, but wait a moment for room: for worker threads with a message that is dear, as an invalidation is."""
+        if self.ring(message):
+            return True
+        select.select([], [self._end], [], PATIENCE_S)
+        return self.ring(message)
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Every message that arrives, until the other end and the supervisor's are closed."""
+        while True:
+            await trio.lowlevel.wait_readable(self._end)
+            try:
+                message = self._end.recv(MESSAGE_BYTES_MAX, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                return
+            if not message:
+                return
+            yield message
+
+
+def inode_message(inode: int) -> bytes:
+    """Forget this inode's attributes and pages."""
+    return INODE + inode.to_bytes(8, "little")
+
+
+def entry_message(parent: int, name: bytes) -> bytes:
+    """Forget this name in this directory."""
+    return ENTRY + parent.to_bytes(8, "little") + name
+
+
+def parse(message: bytes) -> tuple[bytes, int, bytes]:
+    """(kind, number, name) of a message; number 0 and name empty where it has none."""
+    return message[:1], int.from_bytes(message[1:9], "little"), message[9:]
+
+
+class MountNotify:
+    """`model.Notify` over a bell: invalidations to the mount, and a wake-up for the lanes beside the one that calls."""
+
+    def __init__(self, bell: Bell, wake: Callable[[], None]) -> None:
+        """`wake` wakes the lanes; it may be called from any thread."""
+        self._bell = bell
+        self._wake = wake
+
+    def entry(self, parent: int, name: bytes) -> None:
+        self._bell.ring_patiently(entry_message(parent, name))
+
+    def inode(self, inode: int) -> None:
+        self._bell.ring_patiently(inode_message(inode))
+
+    def wants(self) -> None:
+        self._bell.ring(WANTS)
+
+    def work(self) -> None:
+        self._wake()
