@@ -6,17 +6,17 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 
 -- Every file, directory, symlink, fifo, socket and device. AUTOINCREMENT: an id is never used twice.
 CREATE TABLE inode (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    id INTEGER PRIMARY KEY AUTOINCREMENT, -- the inode number, as the kernel and applications see it
     mode INTEGER NOT NULL,               -- type and permission bits, as st_mode
-    uid INTEGER NOT NULL,
-    gid INTEGER NOT NULL,
-    rdev INTEGER NOT NULL DEFAULT 0,
+    uid INTEGER NOT NULL,                -- the owner
+    gid INTEGER NOT NULL,                -- the owning group
+    rdev INTEGER NOT NULL DEFAULT 0,     -- devices: major and minor, as st_rdev; 0 for all others
     nlink INTEGER NOT NULL,              -- 0: unlinked, kept while the kernel still knows it
     size INTEGER NOT NULL DEFAULT 0,     -- as of the last release, truncate or import; an open file asks its backing file
-    atime_ns INTEGER NOT NULL,
-    mtime_ns INTEGER NOT NULL,
-    ctime_ns INTEGER NOT NULL,
-    birth_ns INTEGER NOT NULL,
+    atime_ns INTEGER NOT NULL,           -- last read
+    mtime_ns INTEGER NOT NULL,           -- last change of the bytes, or of a directory's entries
+    ctime_ns INTEGER NOT NULL,           -- last change of anything
+    birth_ns INTEGER NOT NULL,           -- when it was made or imported
     target BLOB,                         -- symlinks: what they point to
     content INTEGER,                     -- files: the current content; NULL: never written here (empty, or only on the PFS: see published)
     generation INTEGER NOT NULL DEFAULT 0, -- files: the number of the current generation
@@ -29,10 +29,10 @@ CREATE INDEX inode_visited ON inode (visited_ns) WHERE mode & 61440 = 16384; -- 
 
 -- Names. The cookie orders a directory's entries for readdir: it grows, and is never used twice.
 CREATE TABLE entry (
-    cookie INTEGER PRIMARY KEY AUTOINCREMENT,
-    parent INTEGER NOT NULL,
-    name BLOB NOT NULL,
-    child INTEGER NOT NULL
+    cookie INTEGER PRIMARY KEY AUTOINCREMENT, -- its place in the directory, as readdir's offset
+    parent INTEGER NOT NULL,             -- the directory
+    name BLOB NOT NULL,                  -- 1 to 255 bytes
+    child INTEGER NOT NULL               -- the inode it names
 );
 CREATE UNIQUE INDEX entry_name ON entry (parent, name);
 CREATE INDEX entry_order ON entry (parent); -- and, as every index, the cookie: readdir
@@ -42,8 +42,8 @@ CREATE TABLE xattr (inode INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT N
 
 -- The bytes of one generation of a file. In a tier it is the file contents/<id in 16 hex digits>.
 CREATE TABLE content (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    inode INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY AUTOINCREMENT, -- also the name of its file in a tier
+    inode INTEGER NOT NULL,              -- the file whose bytes these are
     generation INTEGER NOT NULL,         -- grows each time the content is opened for writing after a seal
     state INTEGER NOT NULL,              -- model.ContentState: 0 open, 1 closed, 2 sealed, 3 doomed, 4 lost
     size INTEGER NOT NULL DEFAULT 0,     -- exact once sealed
@@ -57,7 +57,7 @@ CREATE INDEX content_unsettled ON content (state) WHERE state IN (1, 3);
 
 -- Where a content lies on this node. What the PFS shows under ordinary names is in `published`.
 CREATE TABLE copy (
-    content INTEGER NOT NULL,
+    content INTEGER NOT NULL,            -- the content of which this is a copy
     tier TEXT NOT NULL,                  -- 'ram', 'nvme', or 'pfs' (a content that was written straight to the PFS's work area)
     state INTEGER NOT NULL,              -- model.CopyState: 0 filling, 1 good, 2 quarantined
     verified_ns INTEGER NOT NULL DEFAULT 0, -- when its digest was last found right
@@ -68,9 +68,9 @@ CREATE TABLE copy (
 -- Open files as the kernel knows them: they outlive the mount process. Cleared when a new FUSE connection begins.
 CREATE TABLE handle (
     id INTEGER PRIMARY KEY AUTOINCREMENT, -- the lower half of FUSE's fh
-    inode INTEGER NOT NULL,
-    content INTEGER,
-    writer INTEGER NOT NULL,
+    inode INTEGER NOT NULL,              -- what is open
+    content INTEGER,                     -- the content it reads or writes; NULL: none (an empty file that was never written)
+    writer INTEGER NOT NULL,             -- 1: opened for writing
     backing INTEGER NOT NULL DEFAULT 0    -- the kernel's backing id, 0 on the buffered path
 );
 CREATE INDEX handle_inode ON handle (inode);
@@ -81,23 +81,23 @@ CREATE TABLE answer (slot INTEGER PRIMARY KEY, request INTEGER NOT NULL, body BL
 
 -- What the PFS must be told, in the order in which it happened (P6). Written in the same transaction as the change. Empty without a PFS.
 CREATE TABLE journal (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of the changes
     op TEXT NOT NULL,                    -- see catalog/journal.py
-    inode INTEGER NOT NULL,
+    inode INTEGER NOT NULL,              -- what was changed
     parent INTEGER NOT NULL DEFAULT 0,   -- directory of `name`
-    name BLOB,
+    name BLOB,                           -- the entry that was made, removed or renamed
     new_parent INTEGER NOT NULL DEFAULT 0, -- rename: directory of `new_name`
-    new_name BLOB,
+    new_name BLOB,                       -- rename: the new name
     content INTEGER,                     -- op 'content': which content; op 'synced': which content was fsynced while open
-    at_ns INTEGER NOT NULL
+    at_ns INTEGER NOT NULL               -- when it happened; the lag is counted from it
 );
 CREATE INDEX journal_inode ON journal (inode);
 
 -- What the PFS shows now under ordinary names: written by write-back and import only.
 CREATE TABLE pfs_entry (
-    parent INTEGER NOT NULL,
-    name BLOB NOT NULL,
-    inode INTEGER NOT NULL,
+    parent INTEGER NOT NULL,             -- the directory, an inode of ours
+    name BLOB NOT NULL,                  -- the name in it
+    inode INTEGER NOT NULL,              -- what it names
     seen_ino INTEGER,                    -- st_ino, st_mode, st_uid and st_gid as a visit last saw them, to recognise a stranger's change;
     seen_mode INTEGER,                   --   NULL: not seen since write-back touched it
     seen_uid INTEGER,
@@ -123,10 +123,10 @@ BEGIN INSERT OR IGNORE INTO touched VALUES (OLD.parent, OLD.name); END;
 
 -- The content that the PFS shows for a file; how a stranger's change is recognised.
 CREATE TABLE published (
-    inode INTEGER PRIMARY KEY,
+    inode INTEGER PRIMARY KEY,           -- the file
     generation INTEGER NOT NULL,         -- which generation of the inode this is
     complete INTEGER NOT NULL,           -- 1: exactly that sealed generation; 0: an fsynced state of a file that was still open
-    size INTEGER NOT NULL,
+    size INTEGER NOT NULL,               -- of the file on the PFS
     mtime_ns INTEGER NOT NULL,           -- of the file on the PFS
     pfs_inode INTEGER NOT NULL,          -- st_ino on the PFS
     digest BLOB,                         -- xxh3-128 over the blocks' digests; NULL: imported and never read
@@ -141,10 +141,10 @@ CREATE INDEX published_pfs_inode ON published (pfs_inode); -- names of one file 
 
 -- What the mount asks of the mover and waits for. A hint wakes the mover; the row is the request.
 CREATE TABLE want (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    id INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of the requests
     kind TEXT NOT NULL,                  -- 'visit' a directory, 'fetch' a file's content into a tier, 'settle' a file up to a level
-    inode INTEGER NOT NULL,
-    argument TEXT NOT NULL DEFAULT '',
+    inode INTEGER NOT NULL,              -- the directory or file it is about
+    argument TEXT NOT NULL DEFAULT '',   -- settle: the level; fetch: how
     state INTEGER NOT NULL DEFAULT 0,    -- 0 wanted, 1 done, 2 failed
     error INTEGER NOT NULL DEFAULT 0,    -- errno when failed
     result TEXT NOT NULL DEFAULT '',     -- when done: what the answerer has to say ('fetch': 'here' or 'direct')
