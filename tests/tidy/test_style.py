@@ -1,0 +1,150 @@
+"""The budgets and habits that keep the tree readable; each failure names the place."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROOTS = [REPOSITORY / "ckptfs", REPOSITORY / "daemon" / "ckptfs_daemon", REPOSITORY / "client" / "ckptfs_client"]
+MODULES = sorted(path for root in ROOTS for path in root.rglob("*.py") if "_pb2" not in path.name)
+TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
+MODULE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 60
+SHORT_LINES = 10
+FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+# Each has another word here, or none (DESIGN, section "Words").
+FORBIDDEN_WORDS = {"blob", "replica", "replicas", "backup", "heal", "finalize", "finalise", "flush"}
+# The name that FUSE demands of a handler.
+ALLOWED_NAMES = {"flush"}
+
+
+def short(path: Path) -> str:
+    """The path as a person writes it."""
+    return str(path.relative_to(REPOSITORY))
+
+
+def trees(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    """Each module with its syntax tree."""
+    for path in paths:
+        yield path, ast.parse(path.read_text(), filename=str(path))
+
+
+def functions() -> Iterator[tuple[str, int]]:
+    """Every function of the product with its length in lines."""
+    for path, tree in trees(MODULES):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                yield f"{short(path)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+
+
+@pytest.mark.parametrize("path", MODULES, ids=short)
+def test_a_module_says_what_it_owns_and_is_short(path: Path) -> None:
+    text = path.read_text()
+    if text.strip():
+        assert ast.get_docstring(ast.parse(text)), "no docstring"
+    assert len(text.splitlines()) <= MODULE_LINES_MAX
+    assert path.stem not in FORBIDDEN_MODULES
+
+
+def test_functions_are_short() -> None:
+    assert [f"{name}: {lines} lines" for name, lines in functions() if lines > FUNCTION_LINES_MAX] == []
+
+
+def test_half_of_the_functions_have_under_ten_lines() -> None:
+    lengths = [lines for _, lines in functions()]
+    assert sum(lines < SHORT_LINES for lines in lengths) * 2 >= len(lengths)
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name == "flow" and path.stem != "__init__"], ids=short)
+def test_a_step_of_the_flow_says_what_it_takes_and_leaves(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    starts = [line.split(":")[0] for line in docstring.splitlines()[:12]]
+    assert [word for word in ("Takes", "Leaves", "If we die here") if word not in starts] == []
+
+
+def test_names_use_the_words_of_the_design() -> None:
+    found = []
+    for path, tree in trees(MODULES):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name not in ALLOWED_NAMES:
+                words = set(re.sub(r"([A-Z])", r"_\1", node.name).lower().split("_"))
+                found += [f"{short(path)}:{node.lineno} {node.name}"] if words & FORBIDDEN_WORDS else []
+    assert found == []
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """The top packages that a module imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("package", "homes"),
+    [
+        ("sqlite3", ("ckptfs/catalog/",)),
+        ("pyfuse3", ("daemon/ckptfs_daemon/",)),
+        ("grpc", ("ckptfs/protocol/", "daemon/ckptfs_daemon/control", "client/ckptfs_client/")),
+        ("torch", ()),
+        ("ckptfs_daemon", ("daemon/ckptfs_daemon/",)),
+        ("ckptfs_client", ("client/ckptfs_client/",)),
+    ],
+)
+def test_a_library_stays_at_home(package: str, homes: tuple[str, ...]) -> None:
+    users = [short(path) for path, tree in trees(MODULES) if package in imports(tree)]
+    assert [user for user in users if not user.startswith(homes or ("none",))] == []
+
+
+def test_sql_stays_in_the_catalog() -> None:
+    kinds = (r"SELECT\s.+\sFROM", r"INSERT\s+(OR\s+\w+\s+)?INTO", r"UPDATE\s+\w+\s+SET", r"DELETE\s+FROM", r"CREATE\s+TABLE", r"PRAGMA\s")
+    statement = re.compile(rf"^\s*({'|'.join(kinds)})", re.DOTALL)
+    found = []
+    for path, tree in trees([path for path in MODULES if "catalog" not in path.parts]):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and statement.match(node.value):
+                found.append(f"{short(path)}:{node.lineno}")
+    assert found == []
+
+
+def test_no_test_sleeps() -> None:
+    """Waiting is `eventually(condition)`: a sleep is either too short or too long."""
+    found = []
+    for path, tree in trees(TESTS):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep"):
+                found.append(f"{short(path)}:{node.lineno}")
+    assert found == []
+
+
+def test_the_schema_explains_every_column() -> None:
+    unexplained, table, above = [], "", ""
+    for line in (REPOSITORY / "ckptfs" / "catalog" / "schema.sql").read_text().splitlines():
+        if found := re.match(r"CREATE TABLE (\w+)", line):
+            table = found[1]
+            unexplained += [] if above.startswith("--") else [f"table {table}"]
+        elif found := re.match(r"    ([a-z_]+) [A-Z]", line):
+            unexplained += [] if "--" in line else [f"{table}.{found[1]}"]
+        above = line
+    assert unexplained == []
+
+
+def test_nothing_names_the_place_where_it_was_written() -> None:
+    """What is in the tree holds on every machine."""
+    private = re.compile(r"(?<![\w$}])/(work|root)/|/tmp/spec|INTERNALS\.md|/opt/wheels|/opt/pypi|debian\.org|pypi\.org|snapshot\.debian")
+    found = []
+    for path in REPOSITORY.rglob("*"):
+        parts = path.relative_to(REPOSITORY).parts
+        hidden = any((part.startswith(".") and part != ".ci") or part == "__pycache__" for part in parts)
+        if hidden or not path.is_file() or path.suffix in (".so", ".pyc") or path == Path(__file__):
+            continue
+        text = path.read_text(errors="replace")
+        found += [f"{short(path)}: {match[0]}" for match in private.finditer(text)]
+    assert found == []
