@@ -50,7 +50,7 @@ CREATE TABLE content (
     digest BLOB,                         -- sealed: xxh3-128 over the blocks' digests
     blocks BLOB,                         -- sealed: xxh3-128 of every 4 MiB block, 16 bytes each
     change INTEGER NOT NULL DEFAULT 0,   -- bumped by every open for writing and every last close: the mover compares it before it believes what it read
-    closed_ns INTEGER NOT NULL DEFAULT 0
+    closed_ns INTEGER NOT NULL DEFAULT 0 -- when its last writer closed it
 );
 CREATE INDEX content_inode ON content (inode);
 CREATE INDEX content_unsettled ON content (state) WHERE state IN (1, 3);
@@ -130,7 +130,7 @@ CREATE TABLE published (
     mtime_ns INTEGER NOT NULL,           -- of the file on the PFS
     pfs_inode INTEGER NOT NULL,          -- st_ino on the PFS
     digest BLOB,                         -- xxh3-128 over the blocks' digests; NULL: imported and never read
-    blocks BLOB,
+    blocks BLOB,                         -- its blocks' digests, joined; NULL like digest
     checked_ns INTEGER NOT NULL DEFAULT 0 -- when the file on the PFS was last read there and found to have this digest
 );
 CREATE TRIGGER published_appeared AFTER INSERT ON published WHEN EXISTS (SELECT 1 FROM visiting WHERE importing = 0)
