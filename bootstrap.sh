@@ -117,8 +117,10 @@ install_ckptfs() {
   [ "$(id -u)" = 0 ] || fail "install needs root: sudo ./bootstrap.sh install"
   # shellcheck disable=SC2086
   system_packages $PACKAGES_BASE
-  say "environment in $PREFIX"
   mkdir -p "$PREFIX"
+  [ -e "$PREFIX/.ckptfs-installed" ] || [ -z "$(ls -A "$PREFIX")" ] || fail "$PREFIX holds other things; PREFIX must be a directory for ckptfs alone"
+  say "environment in $PREFIX"
+  touch "$PREFIX/.ckptfs-installed"
   [ -x "$PREFIX/bin/python" ] || python3 -m venv "$PREFIX"
   "$PREFIX/bin/python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
   local tree
@@ -162,7 +164,7 @@ uninstall() {
   for name in deploy/systemd/*.service; do rm -f "/etc/systemd/system/$(basename "$name")"; done
   rm -f /etc/ckptfs/ckptfs.toml.sample /usr/local/share/bash-completion/completions/ckptfs /usr/local/share/zsh/site-functions/_ckptfs
   rmdir /etc/ckptfs 2>/dev/null || true
-  if [ -e "$PREFIX/bin/ckptfsd" ]; then rm -rf "$PREFIX"; fi
+  if [ -e "$PREFIX/.ckptfs-installed" ]; then rm -rf "$PREFIX"; fi
   reload_systemd
   say "uninstalled; /etc/ckptfs/*.toml and /var/lib/ckptfs were left alone"
 }
