@@ -62,12 +62,25 @@ STOP_WAIT_S = 30.0
 CONTROL_MESSAGE_BYTES_MAX = MIB
 CONTROL_CALLS_MAX = 64
 CONTROL_WAITS_MAX = 256
+CONTROL_LIST_MAX = 1000
 
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
 RAM_LOW_WATERMARK = 0.60
 RAM_HEADROOM_BYTES_MIN = 64 * MIB
 MEMORY_RESERVE_RATIO = 0.10
+# With less free than this, writes into a tier pass through the mount process, which can move a file on when the tier is full.
+UNWATCHED_ROOM_BYTES_MIN = 768 * MIB
+# How long a figure about a tier's room may be believed.
+ROOM_AGE_S = 0.02
+USED_AGE_S = 1.0
+# Releases wait this long for company, so that one transaction takes many.
+RELEASE_GATHER_S = 0.004
+LEASE_POLL_S = 0.002
+# The kernel waits 45 s (fs.lease-break-time) for the mover to give up a lease; it does within one block.
+LEASE_WAIT_S = 50.0
+EXPECTED_NAMES_MAX = 4096
+COPY_RANGE_BYTES_MAX = 64 * MIB
 
 assert BLOCK_BYTES % COPY_CHUNK_BYTES == 0 or COPY_CHUNK_BYTES % BLOCK_BYTES == 0
 assert ANSWERS_KEPT & (ANSWERS_KEPT - 1) == 0

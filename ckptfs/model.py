@@ -118,13 +118,44 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """An open file as the kernel knows it; survives the mount process. `backing` is the kernel's backing id, 0 for none."""
+    """An open file as the kernel knows it; survives the mount process. `backing` is the kernel's backing id, 0 for none; `caller` a uid."""
 
     id: int
     inode: int
     content: int | None
     writer: bool
     backing: int
+    caller: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a listing of a PFS directory shows under one name: lstat, a symlink's target and the user's xattrs.
+
+    `target` and `xattrs` are filled in only where they are needed: for what the catalog does not know yet.
+    """
+
+    name: bytes
+    mode: int
+    uid: int
+    gid: int
+    rdev: int
+    nlink: int
+    size: int
+    ino: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    target: bytes | None = None
+    xattrs: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def is_directory(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
 
 
 class Notify(Protocol):

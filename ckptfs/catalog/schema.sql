@@ -38,6 +38,7 @@ CREATE UNIQUE INDEX entry_name ON entry (parent, name);
 CREATE INDEX entry_order ON entry (parent); -- and, as every index, the cookie: readdir
 CREATE INDEX entry_child ON entry (child);
 
+-- Extended attributes that were set through the mount, or imported: user.*, and whatever root may set.
 CREATE TABLE xattr (inode INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (inode, name)) WITHOUT ROWID;
 
 -- The bytes of one generation of a file. In a tier it is the file contents/<id in 16 hex digits>.
@@ -53,7 +54,7 @@ CREATE TABLE content (
     closed_ns INTEGER NOT NULL DEFAULT 0 -- when its last writer closed it
 );
 CREATE INDEX content_inode ON content (inode);
-CREATE INDEX content_unsettled ON content (state) WHERE state IN (1, 3);
+CREATE INDEX content_unsettled ON content (state) WHERE state IN (0, 1, 3);
 
 -- Where a content lies on this node. What the PFS shows under ordinary names is in `published`.
 CREATE TABLE copy (
@@ -71,7 +72,8 @@ CREATE TABLE handle (
     inode INTEGER NOT NULL,              -- what is open
     content INTEGER,                     -- the content it reads or writes; NULL: none (an empty file that was never written)
     writer INTEGER NOT NULL,             -- 1: opened for writing
-    backing INTEGER NOT NULL DEFAULT 0    -- the kernel's backing id, 0 on the buffered path
+    backing INTEGER NOT NULL DEFAULT 0,   -- the kernel's backing id, 0 on the buffered path
+    caller INTEGER NOT NULL DEFAULT 0     -- uid of whoever opened it: set-id bits fall when a stranger to CAP_FSETID writes
 );
 CREATE INDEX handle_inode ON handle (inode);
 CREATE INDEX handle_content ON handle (content);

@@ -1,0 +1,159 @@
+"""Owns a content's life from its first byte to its close: tables `content` and `copy` as the mount changes them. Sealing, copying and
+dropping belong to the mover (catalog/settling.py).
+
+Invariants: an inode's current content is `inode.content`; a content is OPEN while a handle may write it; `change` grows whenever bytes
+may change, so that whoever read them meanwhile can tell; the generation grows whenever a writer opens what was closed. Every function
+joins the caller's transaction.
+If we die here: SQLite undoes the unfinished change. An OPEN content without a writer's handle was left by a crash: see `abandoned`.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptfs.catalog import journal
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, inode_of
+from ckptfs.model import ContentState, Inode, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A file and where its bytes are: `content` is None for a file that was never written here; `tiers` hold a good copy, RAM first.
+
+    `published`: the PFS shows some content of this file under an ordinary name.
+    """
+
+    inode: Inode
+    content: int | None
+    state: ContentState | None
+    tiers: tuple[Tier, ...]
+    published: bool
+
+
+def held(db: Database, inode: int) -> Held | None:
+    """What is known of a file's bytes, as one snapshot; None when there is no such inode."""
+    rows = db.rows(
+        f"SELECT k.id, k.state, c.tier, p.inode, {INODE_COLUMNS_JOINED} FROM inode"
+        " LEFT JOIN content k ON k.id = inode.content LEFT JOIN copy c ON c.content = k.id AND c.state = 1"
+        " LEFT JOIN published p ON p.inode = inode.id WHERE inode.id = ?",
+        inode,
+    )
+    if not rows:
+        return None
+    first = rows[0]
+    present = {row[2] for row in rows}
+    tiers = tuple(tier for tier in Tier if tier in present)
+    return Held(inode_of(first[4:]), first[0], None if first[1] is None else ContentState(first[1]), tiers, first[3] is not None)
+
+
+def begin(db: Database, inode: int, tier: Tier, reserved: int | None = None) -> int:
+    """A new, empty content for `inode` in `tier`, OPEN; its id. The former one stays until the mover has sealed the new one (P5)."""
+    now = time.time_ns()
+    if reserved is None:
+        content = db.insert(
+            "INSERT INTO content (inode, generation, state, change) SELECT id, generation + 1, 0, 1 FROM inode WHERE id = ?", inode
+        )
+        db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, ?, 1, ?)", content, tier, now)
+    else:
+        content = reserved
+        db.run("UPDATE content SET inode = ?1, generation = (SELECT generation + 1 FROM inode WHERE id = ?1) WHERE id = ?2", inode, content)
+    db.run("UPDATE inode SET content = ?, generation = generation + 1, size = 0 WHERE id = ?", content, inode)
+    return content
+
+
+def reserve(db: Database, tier: Tier) -> int:
+    """An id for a content whose file must be made before its inode is known (on a tier that may hang). Unused ones are `abandoned`."""
+    content = db.insert("INSERT INTO content (inode, generation, state, change) VALUES (0, 0, 0, 1)")
+    db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, ?, 1, ?)", content, tier, time.time_ns())
+    return content
+
+
+def reopen(db: Database, inode: int, content: int, tier: Tier) -> None:
+    """Open a closed or sealed content for writing in place: the next generation begins, and only the copy in `tier` counts from now on."""
+    db.run(
+        "UPDATE content SET state = 0, generation = generation + 1, change = change + 1, digest = NULL, blocks = NULL WHERE id = ?", content
+    )
+    db.run("UPDATE inode SET generation = (SELECT generation FROM content WHERE id = ?) WHERE id = ?", content, inode)
+    db.run("DELETE FROM copy WHERE content = ? AND tier <> ?", content, tier)
+
+
+def touch(db: Database, content: int) -> None:
+    """One more writer opened an OPEN content."""
+    db.run("UPDATE content SET change = change + 1 WHERE id = ?", content)
+
+
+def close(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int) -> None:
+    """The last writer has closed: size and times go into the inode, the mover may seal, the PFS shall be told."""
+    db.run(
+        "UPDATE content SET state = 1, size = ?, change = change + 1, closed_ns = ? WHERE id = ? AND state = 0",
+        size,
+        time.time_ns(),
+        content,
+    )
+    db.run(
+        "UPDATE inode SET size = ?1, atime_ns = ?2, ctime_ns = CASE WHEN mtime_ns = ?3 THEN ctime_ns ELSE max(ctime_ns, ?3) END,"
+        " mtime_ns = ?3 WHERE id = ?4",
+        size, atime_ns, mtime_ns, inode,
+    )  # fmt: skip
+    journal.append(db, "content", inode, content=content)
+
+
+def synced(db: Database, inode: int, content: int, size: int, mtime_ns: int) -> None:
+    """An open file was fsynced: the PFS shall be told what it holds so far."""
+    db.run("UPDATE inode SET size = ?, mtime_ns = ? WHERE id = ?", size, mtime_ns, inode)
+    journal.append(db, "synced", inode, content=content)
+
+
+def accessed(db: Database, inode: int, atime_ns: int) -> None:
+    """A file was read."""
+    db.run("UPDATE inode SET atime_ns = ? WHERE id = ?", atime_ns, inode)
+
+
+def used(db: Database, contents: Iterable[int]) -> None:
+    """These contents were opened just now; eviction takes others first."""
+    now = time.time_ns()
+    for content in contents:
+        db.run("UPDATE copy SET used_ns = ? WHERE content = ?", now, content)
+
+
+def moved(db: Database, content: int, source: Tier, target: Tier) -> None:
+    """The bytes of an OPEN content are in `target` now, and no longer in `source`."""
+    db.run("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 1, ?)", content, target, time.time_ns())
+    db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, source)
+    touch(db, content)
+
+
+def doom(db: Database, content: int) -> None:
+    """Nobody needs this content any more."""
+    db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", content)
+
+
+def doom_unlinked(db: Database, inode: int) -> list[int]:
+    """The last handle of an inode is gone: when it has no name left, its contents go too. The ids of these contents."""
+    if db.value("SELECT nlink FROM inode WHERE id = ?", inode):
+        return []
+    contents = [row[0] for row in db.rows("SELECT id FROM content WHERE inode = ? AND state <> 3", inode)]
+    for content in contents:
+        doom(db, content)
+    return contents
+
+
+def current_copies(db: Database, content: int) -> tuple[ContentState, tuple[Tier, ...]] | None:
+    """State and good copies of a content; None when it is not known (any more)."""
+    rows = db.rows("SELECT k.state, c.tier FROM content k LEFT JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.id = ?", content)
+    if not rows:
+        return None
+    present = {row[1] for row in rows}
+    return ContentState(rows[0][0]), tuple(tier for tier in Tier if tier in present)
+
+
+def abandoned(db: Database) -> list[tuple[int, int, Tier]]:
+    """(content, inode, tier) of what is OPEN although no handle writes it: left by a process that died, or by the former connection."""
+    return [
+        (row[0], row[1], Tier(row[2]))
+        for row in db.rows(
+            "SELECT k.id, k.inode, min(c.tier) FROM content k JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.state = 0"
+            " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = k.id AND h.writer = 1) GROUP BY k.id"
+        )
+    ]

@@ -1,0 +1,43 @@
+"""Owns the table `handle`: open files as the kernel knows them. They outlive the mount process, and belong to one FUSE connection.
+
+Invariant: a handle row is committed before the kernel learns of the handle, and deleted before the kernel is told that it is gone.
+Functions that change something join the caller's transaction.
+If we die here: the rows tell the next mount process what is open.
+"""
+
+from ckptfs.catalog.database import Database
+from ckptfs.model import Handle
+
+_COLUMNS = "id, inode, content, writer, backing, caller"
+
+
+def add(db: Database, inode: int, content: int | None, *, writer: bool, backing: int, caller: int) -> int:
+    """Record that `caller` (a uid) opened a file; the handle's id."""
+    return db.insert(
+        "INSERT INTO handle (inode, content, writer, backing, caller) VALUES (?,?,?,?,?)", inode, content, writer, backing, caller
+    )
+
+
+def remove(db: Database, handle: int) -> bool:
+    """Forget a handle. False when it was not known: a release that is told twice."""
+    return db.run("DELETE FROM handle WHERE id=?", handle) > 0
+
+
+def every(db: Database) -> list[Handle]:
+    """All open handles, in the order in which they were opened."""
+    return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
+
+
+def any_of(db: Database, inode: int) -> bool:
+    """Whether anybody has `inode` open."""
+    return db.row("SELECT 1 FROM handle WHERE inode=? LIMIT 1", inode) is not None
+
+
+def point(db: Database, inode: int, content: int) -> None:
+    """All handles of `inode` now lead to `content`."""
+    db.run("UPDATE handle SET content=? WHERE inode=?", content, inode)
+
+
+def clear(db: Database) -> int:
+    """A new FUSE connection begins: nothing is open. How many handles the former one left."""
+    return db.run("DELETE FROM handle")

@@ -1,0 +1,244 @@
+"""Owns where contents lie on this node: one directory per tier, with a file `contents/<id in 16 hex digits>` for each content.
+
+The root of a tier also holds `tier-id`, a uuid: whoever finds another one there than the catalog remembers knows that what was in
+the tier is lost. Everything is done relative to a descriptor of `contents`, which is opened at first use and never follows a symlink.
+The PFS may hang: ask its place for anything only in a thread of its own.
+If we die here: a file without a row in the catalog is left over, and the drop flow finds it.
+"""
+
+import contextlib
+import errno
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptfs import disk, limits
+from ckptfs.config import Config
+from ckptfs.errors import NoRoom, TierUnavailable
+from ckptfs.model import Tier
+from ckptfs.tiers import space
+from ckptfs.tiers.space import Room
+
+disk.labels("place:create", "place:open", "place:remove")
+
+PFS_WORK_DIRECTORY = ".ckptfs"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def file_name(content: int) -> str:
+    """The name of a content's file."""
+    return f"{content:016x}"
+
+
+class Place:
+    """One tier's directory. Methods raise OSError as the filesystem below does."""
+
+    def __init__(self, tier: Tier, root: Path, *, budget_bytes: int | None = None) -> None:
+        """`budget_bytes` bounds what we use where the filesystem below is larger."""
+        self.tier = tier
+        self.root = root
+        self._budget = budget_bytes
+        self._directory = -1
+        self._used = (float("-inf"), 0)
+
+    @property
+    def directory(self) -> int:
+        """A descriptor of `contents`; made with the root at first use."""
+        if self._directory < 0:
+            self.root.mkdir(mode=0o700, parents=self.tier is not Tier.PFS, exist_ok=True)
+            root = os.open(self.root, _DIRECTORY)
+            try:
+                if os.fstat(root).st_uid != os.geteuid():
+                    raise TierUnavailable(f"{self.root} belongs to another user", remedy="remove it, it is ours to make")
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir("contents", 0o700, dir_fd=root)
+                self._directory = os.open("contents", _DIRECTORY, dir_fd=root)
+            finally:
+                os.close(root)
+        return self._directory
+
+    @property
+    def uuid(self) -> str:
+        """What identifies this root; written when there is none. Two processes that ask at once get the same."""
+        path = self.root / "tier-id"
+        _ = self.directory
+        with contextlib.suppress(FileNotFoundError):
+            if text := path.read_text(encoding="ascii").strip():
+                return text
+        mine = self.root / f"tier-id.{os.getpid()}"
+        mine.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
+        _persist(mine)
+        try:
+            os.link(mine, path)
+        except FileExistsError:
+            pass
+        finally:
+            mine.unlink()
+        _persist(self.root)
+        return path.read_text(encoding="ascii").strip()
+
+    def create(self, content: int, flags: int = os.O_RDWR) -> int:
+        """A descriptor of a new, empty file for `content`. Raises EEXIST."""
+        return disk.open_file(
+            "place:create", file_name(content), flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self.directory
+        )
+
+    def open(self, content: int, flags: int = os.O_RDONLY) -> int:
+        """A descriptor of the file of `content`. Raises ENOENT; EWOULDBLOCK for a writer with O_NONBLOCK while the mover has a lease."""
+        return disk.open_file("place:open", file_name(content), flags | os.O_NOFOLLOW, dir_fd=self.directory)
+
+    def remove(self, content: int) -> None:
+        """Delete the file of `content`, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            disk.unlink("place:remove", file_name(content), dir_fd=self.directory)
+
+    def exists(self, content: int) -> bool:
+        """Whether there is a file for `content`."""
+        return self.stat(content) is not None
+
+    def stat(self, content: int) -> os.stat_result | None:
+        """What the filesystem below says of the file of `content`; None without one."""
+        try:
+            return os.stat(file_name(content), dir_fd=self.directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def contents(self) -> Iterator[int]:
+        """The contents that have a file here, in no order. Other files are none of ours and are left out."""
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                if len(entry.name) == 16 and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(ValueError):
+                        yield int(entry.name, 16)
+
+    def persist_names(self) -> None:
+        """Make the names of the files here survive a power cut."""
+        os.fsync(self.directory)
+
+    def room(self) -> Room:
+        """The budget, and what is free of it now."""
+        figures = os.fstatvfs(self.directory)
+        total, free = figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
+        if self._budget is not None and self._budget < total:
+            total = self._budget
+            free = max(0, min(free, total - self._measured()))
+        if self.tier is Tier.RAM:
+            free = max(0, min(free, _memory_available() - int(limits.MEMORY_RESERVE_RATIO * _memory_total())))
+        return Room(total, free)
+
+    def _measured(self) -> int:
+        """Bytes in our files, not older than `limits.USED_AGE_S`."""
+        measured_s, used = self._used
+        if time.monotonic() - measured_s > limits.USED_AGE_S:
+            used = 0
+            for content in self.contents():
+                found = self.stat(content)
+                used += found.st_blocks * 512 if found else 0
+            self._used = (time.monotonic(), used)
+        return used
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._directory >= 0:
+            os.close(self._directory)
+            self._directory = -1
+
+
+class Places(Mapping[Tier, Place]):
+    """The tiers that are configured, by name. RAM is always there."""
+
+    def __init__(self, places: Mapping[Tier, Place], ram_high: float) -> None:
+        self._places = dict(places)
+        self._ram_high = ram_high
+        self._rooms: tuple[float, dict[Tier, Room]] = (float("-inf"), {})
+
+    @classmethod
+    def adopt(cls, config: Config) -> "Places":
+        """The places that `config` names; RAM and NVMe are opened, the PFS is touched at its first use only.
+
+        Raises OSError when one of the first two cannot be used.
+        """
+        ram = config.state / "ram"
+        places = {Tier.RAM: Place(Tier.RAM, ram, budget_bytes=config.ram_bytes)}
+        if config.nvme is not None:
+            places[Tier.NVME] = Place(Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes)
+        for place in places.values():
+            _ = place.uuid
+        if config.pfs is not None:
+            places[Tier.PFS] = Place(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY)
+        return cls(places, config.ram_high)
+
+    def __getitem__(self, tier: Tier) -> Place:
+        return self._places[tier]
+
+    def __iter__(self) -> Iterator[Tier]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def choose(self, expected_bytes: int = 0) -> Tier:
+        """Where a new content of about `expected_bytes` goes (0: unknown). Raises NoRoom when every tier is full (P10).
+
+        The PFS counts as having room: whoever creates there finds out, in a thread that may hang.
+        """
+        rooms = self.local_rooms()
+        if Tier.PFS in self:
+            rooms = rooms | {Tier.PFS: Room(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
+        tier = space.choose(rooms, expected_bytes, self._ram_high)
+        if tier is None:
+            raise NoRoom("every tier is full", remedy="remove files, or configure a larger tier")
+        return tier
+
+    def local_rooms(self) -> dict[Tier, Room]:
+        """The rooms of RAM and NVMe, not older than `limits.ROOM_AGE_S`."""
+        asked_s, rooms = self._rooms
+        now_s = time.monotonic()
+        if now_s - asked_s > limits.ROOM_AGE_S:
+            rooms = {tier: place.room() for tier, place in self._places.items() if tier is not Tier.PFS}
+            self._rooms = (now_s, rooms)
+        return rooms
+
+    def room(self, tier: Tier) -> Room:
+        """The room of RAM or NVMe, not older than `limits.ROOM_AGE_S`."""
+        return self.local_rooms()[tier]
+
+    def after(self, tier: Tier) -> Iterator[Tier]:
+        """The tiers that a content can move on to when `tier` is full, in order."""
+        order = space.ORDER
+        yield from (other for other in order[order.index(tier) + 1 :] if other in self)
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        for place in self._places.values():
+            place.close()
+
+
+def _memory(field: str) -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith(field):
+                return int(line.split()[1]) * limits.KIB
+    return limits.FILE_BYTES_MAX
+
+
+def _memory_available() -> int:
+    return _memory("MemAvailable:")
+
+
+def _memory_total() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _persist(path: Path) -> None:
+    """fsync a file or directory; filesystems that cannot are left alone."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as failure:
+        if failure.errno not in {errno.EINVAL, errno.EROFS}:
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,56 @@
+"""Pure decisions about room: where a content goes, whether its writer must be watched, when to make room. No effects, no clocks.
+
+Invariant (P10): `choose` finds nothing only when every tier is full.
+If we die here: nothing happens, nothing is remembered.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptfs import limits
+from ckptfs.model import Tier
+
+ORDER = (Tier.RAM, Tier.NVME, Tier.PFS)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a tier holds: its budget and what is free of it, in bytes."""
+
+    total: int
+    free: int
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+
+def choose(rooms: Mapping[Tier, Room], expected_bytes: int, high: float) -> Tier | None:
+    """The tier for a new content of about `expected_bytes` (0: unknown). None when all are full.
+
+    RAM while it is below its high watermark and the content is expected to fit; else the first tier after it with room for it; else
+    whichever still has any room at all.
+    """
+    for tier in ORDER:
+        room = rooms.get(tier)
+        if room is not None and fits(room, expected_bytes, high if tier is Tier.RAM else 1.0):
+            return tier
+    return next((tier for tier in ORDER if tier in rooms and rooms[tier].free > 0), None)
+
+
+def fits(room: Room, expected_bytes: int, high: float) -> bool:
+    """Whether a content of `expected_bytes` leaves the tier below `high` (a ratio of its budget)."""
+    return room.free > 0 and room.used + expected_bytes < high * room.total
+
+
+def watched(room: Room, expected_bytes: int) -> bool:
+    """Whether writes into this tier must pass through us, so that a full tier can be answered by moving on to the next one (P10).
+
+    The kernel writes to a backing file without asking; we let it while there is room for anything but a surprise.
+    """
+    return room.free < max(limits.UNWATCHED_ROOM_BYTES_MIN, 2 * expected_bytes)
+
+
+def excess(room: Room, high: float, low: float) -> int:
+    """How many bytes must leave a tier: none below `high`; above it, down to `low`."""
+    return max(0, room.used - int(low * room.total)) if room.used > high * room.total else 0
