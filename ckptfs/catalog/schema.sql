@@ -54,7 +54,7 @@ CREATE TABLE content (
     closed_ns INTEGER NOT NULL DEFAULT 0 -- when its last writer closed it
 );
 CREATE INDEX content_inode ON content (inode);
-CREATE INDEX content_unsettled ON content (state) WHERE state IN (0, 1, 3);
+CREATE INDEX content_state ON content (state);
 
 -- Where a content lies on this node. What the PFS shows under ordinary names is in `published`.
 CREATE TABLE copy (
