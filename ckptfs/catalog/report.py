@@ -7,7 +7,6 @@ at once, also while the PFS hangs.
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptfs import lifecycle, limits
@@ -156,20 +155,23 @@ def path_of(db: Database, inode: int) -> bytes:
     return b"/".join(reversed(names))
 
 
-def files_below(db: Database, inode: int) -> Iterator[int]:
-    """The regular files at and below `inode`, each once."""
-    seen: set[int] = set()
+def inodes_below(db: Database, inode: int) -> set[int]:
+    """The inodes at and below `inode`, as they now are."""
+    found: set[int] = set()
     todo = [inode]
-    while todo:
-        current = todo.pop()
-        mode = db.value("SELECT mode FROM inode WHERE id = ?", current)
-        if mode is None or current in seen:
-            continue
-        seen.add(current)
-        if stat.S_ISREG(mode):
-            yield current
-        elif stat.S_ISDIR(mode):
-            todo.extend(row[0] for row in db.rows("SELECT child FROM entry WHERE parent = ? ORDER BY cookie DESC", current))
+    with db.snapshot():
+        while todo:
+            current = todo.pop()
+            if current not in found:
+                found.add(current)
+                todo.extend(row[0] for row in db.rows("SELECT child FROM entry WHERE parent = ?", current))
+    return found
+
+
+def files_below(db: Database, inode: int) -> list[int]:
+    """The regular files among them, in the order of their ids."""
+    modes = ((found, db.value("SELECT mode FROM inode WHERE id = ?", found)) for found in sorted(inodes_below(db, inode)))
+    return [found for found, mode in modes if mode is not None and stat.S_ISREG(mode)]
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -242,3 +244,13 @@ def reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
     """(key, JSON, when in ns) of what the processes report, of keys that begin with `prefix`."""
     rows = db.rows("SELECT key, value, at_ns FROM report WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
     return [(row[0], row[1], row[2]) for row in rows]
+
+
+def bytes_in(db: Database, tier: Tier) -> int:
+    """The bytes of the contents that lie in a tier, as far as their sizes are known."""
+    return int(db.value("SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?", tier.value))
+
+
+def unsealed(db: Database) -> int:
+    """How many contents are closed and await their seal."""
+    return int(db.value("SELECT count(*) FROM content WHERE state = 1"))

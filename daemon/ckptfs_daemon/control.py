@@ -1,0 +1,106 @@
+"""The control servers inside the mover: questions on NAME.sock for anyone, orders on NAME.admin.sock for the mount's owner.
+
+gRPC has threads of its own, with database connections of their own; they never touch the PFS except where an order says so, so questions
+are answered while it hangs. The permissions of the two sockets decide who may do what: connecting needs the right to write.
+If we die here: waiting clients see the connection end and ask again; the next mover binds the sockets anew.
+"""
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+import trio
+
+from ckptfs import limits, rendezvous
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs.tiers.place import Places
+from ckptfs_daemon.control_orders import Orders
+from ckptfs_daemon.control_questions import Questions
+
+log = logging.getLogger(__name__)
+
+QUESTIONS_MODE = 0o666
+ORDERS_MODE = 0o600
+ORDERS_MAX = 8
+SOCKET_LOOK_S = 30.0
+STOP_GRACE_S = 1.0
+
+
+class Lanes(Protocol):
+    """What the servers ask of the mover's lanes, in its trio thread."""
+
+    def hurry(self) -> None:
+        """Work now: forget every backoff and every gathering of hints."""
+
+
+class _Carried(Protocol):
+    """What the servers take from the value that a child of the supervisor is given."""
+
+    @property
+    def config(self) -> Config: ...
+
+
+async def serve(inherited: _Carried, db: Database, places: Places, lanes: Lanes) -> None:
+    """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again."""
+    token = trio.lowlevel.current_trio_token()
+
+    def hurry() -> None:
+        trio.from_thread.run_sync(lanes.hurry, trio_token=token)
+
+    config = inherited.config
+    questions, orders = Questions(config, db, places), Orders(config, db, places, hurry)
+    while True:
+        try:
+            await _serve_until_gone(config.name, questions, orders)
+        except (OSError, RuntimeError) as failure:
+            log.error("the control sockets of %s cannot be opened, `ckptfs` gets no answer: %s", config.name, failure)
+            await trio.sleep(limits.RETRY_LAST_S)
+
+
+async def _serve_until_gone(name: str, questions: Questions, orders: Orders) -> None:
+    """Serve until one of the sockets is no longer where clients look for it."""
+    rendezvous.make_directory()
+    servers: list[tuple[grpc.Server, Path]] = []
+    try:
+        server = _server(limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX)
+        rpc.add_QuestionsServicer_to_server(questions, server)
+        servers.append((server, _bind(server, rendezvous.socket_path(name), QUESTIONS_MODE)))
+        server = _server(ORDERS_MAX)
+        rpc.add_OrdersServicer_to_server(orders, server)
+        servers.append((server, _bind(server, rendezvous.admin_socket_path(name), ORDERS_MODE)))
+        for server, _ in servers:
+            server.start()
+        while all(path.exists() for _, path in servers):
+            await trio.sleep(SOCKET_LOOK_S)
+    finally:
+        stopping = [server.stop(STOP_GRACE_S) for server, _ in servers]
+        with trio.CancelScope(shield=True):
+            for stopped in stopping:
+                await trio.to_thread.run_sync(stopped.wait, 2 * STOP_GRACE_S)
+
+
+def _server(calls_max: int) -> grpc.Server:
+    """A server with bounded threads, calls and messages."""
+    options = [
+        ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
+        ("grpc.so_reuseport", 0),
+    ]
+    executor = ThreadPoolExecutor(calls_max, thread_name_prefix="control")
+    return grpc.server(executor, options=options, maximum_concurrent_rpcs=calls_max)
+
+
+def _bind(server: grpc.Server, path: Path, mode: int) -> Path:
+    """Bind to a socket file that nobody else can connect to before it has its mode."""
+    before = os.umask(0o077)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    finally:
+        os.umask(before)
+    os.chmod(path, mode)
+    return path

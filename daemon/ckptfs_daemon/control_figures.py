@@ -1,0 +1,156 @@
+"""The figures of `ckptfs status`, from the catalog, the local tiers and /proc.
+
+The PFS is not touched: what is said of it was reported by others.
+
+If we die here: nothing was changed.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ckptfs import __version__
+from ckptfs.catalog import report
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import CkptfsError
+from ckptfs.model import Tier
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.tiers.place import Places
+
+COUNTS_KEPT_RATIO = 20
+"""Counting a large catalog takes a while: its result is kept for this many times as long as it took."""
+ROLES = ("supervisor", "mount", "mover", "spare")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Figures:
+    """Gathers a Status. Used by several threads."""
+
+    def __init__(self, config: Config, db: Database, places: Places) -> None:
+        self._config = config
+        self._db = db
+        self._places = places
+        self._lock = threading.Lock()
+        self._counts: report.Counts | None = None
+        self._counts_until = 0.0
+
+    def status(self) -> pb.Status:
+        """Everything `ckptfs status` shows."""
+        config, processes = self._config, self._processes()
+        status = pb.Status(
+            name=config.name, mountpoint=str(config.mountpoint), state=str(config.state), version=__version__,
+            data_path=processes.get("data_path", ""), data_path_reason=processes.get("data_path_reason", ""),
+            fsync=config.fsync.value, pfs=str(config.pfs or ""),
+            tiers=self._tiers(), write_back=self._write_back(), counts=self._counted(),
+            processes=_described(processes), troubles=self.troubles(),
+        )  # fmt: skip
+        ill = any(tier.health not in ("", "normal") for tier in status.tiers)
+        status.health = "degraded" if ill or status.troubles or status.counts.lost else "ok"
+        return status
+
+    def troubles(self) -> list[pb.Trouble]:
+        """What the lanes report as failing now."""
+        found = []
+        for key, text, at_ns in report.reports(self._db, "trouble:"):
+            value = _read(text)
+            if value and value.get("what"):
+                fields = {name: str(value.get(name) or "") for name in ("what", "path", "remedy")}
+                found.append(pb.Trouble(where=key.partition(":")[2], age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
+        return found
+
+    def obstacle(self) -> tuple[str, str]:
+        """(what, remedy) of the first trouble; empty strings when there is none."""
+        for trouble in self.troubles():
+            return (f"{trouble.path}: {trouble.what}" if trouble.path else trouble.what), trouble.remedy
+        return "", ""
+
+    def _processes(self) -> dict[str, Any]:
+        """What the supervisor says about the processes; empty while it has said nothing."""
+        with contextlib.suppress(OSError):
+            return _read((self._config.state / "processes.json").read_text())
+        return {}
+
+    def _write_back(self) -> pb.WriteBack:
+        found = report.write_back_figures(self._db)
+        return pb.WriteBack(
+            dirty_bytes=found.dirty_bytes, dirty_files=found.dirty_files, changes=found.changes,
+            lag_s=found.lag_s, unsealed_files=found.unsealed_files,
+        )  # fmt: skip
+
+    def _counted(self) -> pb.Counts:
+        with self._lock:
+            begun = time.monotonic()
+            if self._counts is None or begun > self._counts_until:
+                self._counts = report.counts(self._db)
+                self._counts_until = time.monotonic() + COUNTS_KEPT_RATIO * (time.monotonic() - begun)
+            found = self._counts
+        return pb.Counts(
+            files=found.files, directories=found.directories, by_level={level.value: count for level, count in found.by_level.items()},
+            open_handles=found.open_handles, writers=found.writers, lost=found.lost,
+        )  # fmt: skip
+
+    def _tiers(self) -> list[pb.TierStatus]:
+        copies = report.copies_by_tier(self._db)
+        health = {key.partition(":")[2]: _read(text) for key, text, _ in report.reports(self._db, "tier:")}
+        return [self._tier(tier, copies.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
+
+    def _root(self, tier: Tier) -> Path | None:
+        return {Tier.RAM: self._config.state / "ram", Tier.NVME: self._config.nvme, Tier.PFS: self._config.pfs}[tier]
+
+    def _tier(self, tier: Tier, copies: int, health: dict[str, Any]) -> pb.TierStatus:
+        """One tier. A tmpfs of our own says what is used in it; elsewhere others write too, so our own bytes are counted."""
+        answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=copies, health=str(health.get("state", "normal")))
+        if tier is Tier.PFS:
+            answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
+            return answer
+        place = self._places.get(tier)
+        with contextlib.suppress(OSError, CkptfsError):
+            if place is not None:
+                answer.path = str(place.root)
+                room = place.room()
+                answer.budget_bytes, answer.free_bytes = room.total, room.free
+                answer.used_bytes = _used(place.root) if os.path.ismount(place.root) else report.bytes_in(self._db, tier)
+                return answer
+        answer.health = "down"
+        return answer
+
+
+def _used(root: Path) -> int:
+    """What is used of a filesystem that is ours alone."""
+    figures = os.statvfs(root)
+    return (figures.f_blocks - figures.f_bfree) * figures.f_frsize
+
+
+def _described(processes: dict[str, Any]) -> list[pb.Process]:
+    """Each process with what /proc knows of it."""
+    found = []
+    for role in ROLES:
+        one = processes.get(role) or {}
+        if pid := int(one.get("pid") or 0):
+            rss, uptime_s = _usage(pid)
+            found.append(pb.Process(role=role, pid=pid, rss_bytes=rss, restarts=int(one.get("restarts") or 0), uptime_s=uptime_s))
+    return found
+
+
+def _usage(pid: int) -> tuple[int, float]:
+    """(resident bytes, seconds since its start) of a process; zeros when it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0, 0.0
+    return pages * PAGE_BYTES, max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+
+
+def _read(text: str) -> dict[str, Any]:
+    """A JSON object; empty when it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

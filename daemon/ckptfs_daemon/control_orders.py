@@ -1,0 +1,85 @@
+"""Orders of the mount's owner: drain, verify, refresh. The acts themselves are the mover's; here they are asked for and watched.
+
+If we die here: what was ordered is either a row in the catalog, which the next mover takes up, or lost with the client's connection,
+which tells the client.
+"""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from ckptfs.catalog import report, wants
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import Refused, TimedOut
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs.tiers.place import Places
+from ckptfs_daemon.control_edge import translated, translated_stream
+from ckptfs_daemon.control_figures import Figures
+
+LOOK_S = 0.05
+HURRY_EVERY_S = 1.0
+KEEPALIVE_S = 2.0
+REFRESH_WAIT_S = 3600.0
+
+
+class Orders(rpc.OrdersServicer):  # type: ignore[misc]
+    """The service `Orders`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
+
+    def __init__(self, config: Config, db: Database, places: Places, hurry: Callable[[], None]) -> None:
+        self._config = config
+        self._db = db
+        self._places = places
+        self._hurry = hurry
+        self._figures = Figures(config, db, places)
+
+    @translated_stream
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        """Bring everything that was closed before now up to the highest level there is."""
+        end = report.journal_end(self._db)
+        hurried = told_at = 0.0
+        told = pb.Progress()
+        while context.is_active():
+            if time.monotonic() - hurried > HURRY_EVERY_S:
+                self._hurry()
+                hurried = time.monotonic()
+            progress = self._left(end)
+            if progress != told or time.monotonic() - told_at > KEEPALIVE_S:
+                told, told_at = progress, time.monotonic()
+                yield progress
+            if progress.done:
+                return
+            threading.Event().wait(LOOK_S)
+
+    def _left(self, end: int) -> pb.Progress:
+        files, size, changes = report.journal_left(self._db, end)
+        unsealed = report.unsealed(self._db)
+        left = files or changes or unsealed
+        progress = pb.Progress(done=not left, files_left=max(files, unsealed), bytes_left=size, changes_left=changes)
+        if not progress.done:
+            progress.obstacle, progress.remedy = self._figures.obstacle()
+        return progress
+
+    @translated
+    def Refresh(self, request: pb.RefreshRequest, context: grpc.ServicerContext) -> pb.RefreshReply:
+        """Compare a directory on the PFS again, with all below when asked."""
+        if self._config.pfs is None:
+            raise Refused("this mount has no PFS, so there is nothing to compare with", remedy="mount it with pfs=DIRECTORY")
+        wait_s = min(context.time_remaining() or REFRESH_WAIT_S, REFRESH_WAIT_S)
+        argument = "tree" if request.recursive else "again"
+        want = wants.ask(self._db, wants.VISIT, request.inode, argument, wait_s=wait_s)
+        self._hurry()
+        until = time.monotonic() + wait_s
+        while context.is_active() and time.monotonic() < until:
+            row = wants.get(self._db, want)
+            if row is None or row.state == wants.DONE:
+                return pb.RefreshReply()
+            if row.state == wants.FAILED:
+                raise OSError(row.error, os.strerror(row.error or errno.EIO))
+            threading.Event().wait(LOOK_S)
+        raise TimedOut("the PFS was not compared in time; it goes on in the background", remedy="see `ckptfs status`")

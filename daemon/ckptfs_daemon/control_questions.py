@@ -1,0 +1,123 @@
+"""Answers to anyone: status, what is known of a file, and waits for a level. Reads the catalog and local tiers, never the PFS.
+
+Inodes are the client's own stat(2) through the mount; names and digests are not told here, because anyone may ask about any number.
+If we die here: nothing was changed.
+"""
+
+import errno
+import stat
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+
+from ckptfs import limits
+from ckptfs.catalog import report
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.report import Listed
+from ckptfs.config import Config
+from ckptfs.errors import Refused
+from ckptfs.lifecycle import published_whole
+from ckptfs.model import ContentState, Level
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs.tiers.place import Places
+from ckptfs_daemon.control_edge import translated, translated_stream
+from ckptfs_daemon.control_figures import Figures
+from ckptfs_daemon.control_waits import Waiting
+
+LOOK_FIRST_S = 0.02
+LOOK_LAST_S = 0.5
+KEEPALIVE_S = 2.0
+
+
+class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
+    """The service `Questions`."""
+
+    def __init__(self, config: Config, db: Database, places: Places) -> None:
+        self._config = config
+        self._db = db
+        self._figures = Figures(config, db, places)
+        self._waits = threading.BoundedSemaphore(limits.CONTROL_WAITS_MAX)
+
+    @translated
+    def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:
+        """The figures of the whole mount."""
+        return self._figures.status()
+
+    @translated
+    def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:
+        """What is known of each inode."""
+        if len(request.inodes) > limits.CONTROL_LIST_MAX:
+            raise Refused(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
+        return pb.ListReply(records=[self._record(inode) for inode in request.inodes])
+
+    def _record(self, inode: int) -> pb.Record:
+        found = report.listed(self._db, inode) if 0 < inode < 2**63 else None
+        if found is None:
+            return pb.Record(inode=inode, known=False)
+        answer = pb.Record(
+            inode=inode, known=True, kind=_kind(found.mode), size=found.size, generation=found.generation, waiting=found.waiting
+        )
+        if stat.S_ISREG(found.mode):
+            answer.level = found.level.value
+            answer.state = _state(found)
+            answer.progress = 1.0 if self._arrived(found) else 0.0
+            now = time.time_ns()
+            for tier, state, verified_ns in report.places(self._db, inode, found.record):
+                answer.copies.add(tier=tier, state=state, verified_age_s=(now - verified_ns) / 1e9 if verified_ns else -1.0)
+        return answer
+
+    def _arrived(self, found: Listed) -> bool:
+        """Whether the file has the highest level that it can get here."""
+        if self._config.pfs is not None:
+            return published_whole(found.record)
+        return found.record.content is None or found.record.content.state is ContentState.SEALED
+
+    @translated_stream
+    def Wait(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        """Tell how far a file, or a directory with all below, is from a level, until it has it."""
+        wanted = self._level(request.level)
+        if not self._waits.acquire(blocking=False):
+            raise OSError(errno.EUSERS, f"{limits.CONTROL_WAITS_MAX} waits are under way already; try again later")
+        try:
+            yield from self._progress(request.inode, wanted, context)
+        finally:
+            self._waits.release()
+
+    def _level(self, text: str) -> Level:
+        if text not in (Level.LOCAL, Level.PFS):
+            raise Refused(f"{text!r} is not a level that can be waited for; accepted: local, pfs")
+        if text == Level.PFS and self._config.pfs is None:
+            raise Refused("this mount has no PFS, so no file will ever reach the level pfs", remedy="mount it with pfs=DIRECTORY")
+        return Level(text)
+
+    def _progress(self, inode: int, wanted: Level, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        """A message whenever the figures change, and one now and then to notice a client that went away."""
+        waiting = Waiting(self._db, inode, wanted)
+        pause, told, told_at = LOOK_FIRST_S, pb.Progress(), 0.0
+        while context.is_active():
+            progress = waiting.look()
+            if not progress.done and not progress.obstacle:
+                progress.obstacle, progress.remedy = self._figures.obstacle()
+            if progress != told or time.monotonic() - told_at > KEEPALIVE_S:
+                told, told_at = progress, time.monotonic()
+                yield progress
+            if progress.done:
+                return
+            # A wait has no end of its own: the client's deadline, or its departure, ends it. Looking is cheap, and gets rarer.
+            threading.Event().wait(pause)
+            pause = min(2 * pause, LOOK_LAST_S)
+
+
+def _kind(mode: int) -> str:
+    return {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}.get(stat.S_IFMT(mode), "other")
+
+
+def _state(found: Listed) -> str:
+    """The state of the content in one word; a file that was only imported is on the PFS and nowhere else."""
+    content = found.record.content
+    if content is None:
+        return "imported" if found.record.published is not None else "empty"
+    return content.state.name.lower()

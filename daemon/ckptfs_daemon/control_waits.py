@@ -1,0 +1,68 @@
+"""One wait for a level: which inodes lack it still.
+
+It looks at a bounded number of them at a time, so that waiting for a large tree stays cheap.
+
+What was changed after the wait began is not waited for: the journal's last row at the beginning is its end.
+If we die here: the client sees the connection end, and asks again.
+"""
+
+import errno
+import stat
+from collections import deque
+
+from ckptfs import limits
+from ckptfs.catalog import report
+from ckptfs.catalog.database import Database
+from ckptfs.errors import ContentLost, refused
+from ckptfs.lifecycle import published_whole
+from ckptfs.model import ContentState, Level
+from ckptfs.protocol import control_pb2 as pb
+
+
+class Waiting:
+    """A file, or a directory with all below, on its way to `wanted`. Raises ENOENT when there is no such inode."""
+
+    def __init__(self, db: Database, inode: int, wanted: Level) -> None:
+        if report.listed(db, inode) is None:
+            raise refused(errno.ENOENT)
+        self._db = db
+        self._wanted = wanted
+        self._end = report.journal_end(db)
+        self._left = deque(sorted(report.inodes_below(db, inode)))
+        self._bytes: dict[int, int] = {}
+        self._writers = False
+
+    def look(self) -> pb.Progress:
+        """Look at the next ones; what is left. Raises ContentLost when one will never have the level."""
+        self._writers = False
+        for _ in range(min(len(self._left), limits.CHANGE_ROWS_MAX)):
+            inode = self._left.popleft()
+            if self._has(inode):
+                self._bytes.pop(inode, None)
+            else:
+                self._left.append(inode)
+        files = len(self._bytes)
+        size, changes = sum(self._bytes.values()), len(self._left) - files
+        progress = pb.Progress(done=not self._left, files_left=files, bytes_left=size, changes_left=changes)
+        if self._writers:
+            progress.obstacle, progress.remedy = "a file is still open for writing", "close it"
+        return progress
+
+    def _has(self, inode: int) -> bool:
+        """Whether `inode` is where it should be."""
+        found = report.listed(self._db, inode)
+        if found is None:
+            return True
+        if not stat.S_ISREG(found.mode):
+            return self._wanted is Level.LOCAL or not report.waiting(self._db, inode, self._end)
+        content = found.record.content
+        if content is not None and content.state is ContentState.LOST and not published_whole(found.record):
+            path = report.path_of(self._db, inode).decode(errors="backslashreplace")
+            raise ContentLost(f"{path} is lost: no place holds its content any more", remedy="write it again, or delete it")
+        self._bytes[inode] = found.size
+        if content is not None and content.state is ContentState.OPEN:
+            self._writers = True
+            return False
+        if self._wanted is Level.LOCAL:
+            return found.level is not Level.NONE
+        return found.level is Level.PFS and not report.waiting(self._db, inode, self._end)
