@@ -185,24 +185,28 @@ def spare(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Co
 # --- drop ------------------------------------------------------------------------------------------------------------
 
 
-def doomed(db: Database, after: int, at_most: int) -> list[int]:
-    """Contents that nobody needs any more, from the one after `after` on."""
-    return [
-        row[0]
-        for row in db.rows(
-            "SELECT id FROM content WHERE state = 3 AND id > ? AND NOT EXISTS (SELECT 1 FROM handle WHERE handle.content = content.id)"
-            " ORDER BY id LIMIT ?",
-            after, at_most,
-        )
-    ]  # fmt: skip
+def doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[int, Tier | None]]:
+    """(content, tier) of the copies in `tiers` of contents that nobody needs any more, from the content after `after` on.
+
+    The tier is None for a content without any copy, of which only the row is left.
+    """
+    rows = db.rows(
+        "SELECT k.id, c.tier FROM content k LEFT JOIN copy c ON c.content = k.id"
+        " WHERE k.state = 3 AND k.id > ? AND (c.tier IS NULL OR c.tier IN (SELECT value FROM json_each(?)))"
+        " AND NOT EXISTS (SELECT 1 FROM handle WHERE handle.content = k.id) ORDER BY k.id LIMIT ?",
+        after, json.dumps(list(tiers)), at_most,
+    )  # fmt: skip
+    return [(row[0], None if row[1] is None else Tier(row[1])) for row in rows]
 
 
-def forget(db: Database, contents: Iterable[int]) -> None:
-    """The files of these doomed contents are gone: forget the rows."""
+def forget(db: Database, dropped: Iterable[tuple[int, Tier | None]]) -> None:
+    """The files of these copies of doomed contents are gone: forget the copies, and the contents that have no other."""
     with db.change():
-        for number in contents:
-            db.run("DELETE FROM copy WHERE content = ?", number)
-            db.run("DELETE FROM content WHERE id = ? AND state = 3", number)
+        for number, tier in dropped:
+            db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
+            db.run(
+                "DELETE FROM content WHERE id = ? AND state = 3 AND NOT EXISTS (SELECT 1 FROM copy WHERE copy.content = content.id)", number
+            )
 
 
 def known(db: Database, number: int, tier: Tier) -> bool:

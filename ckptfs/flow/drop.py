@@ -1,0 +1,85 @@
+"""Takes: contents that nobody needs any more (DOOMED), quarantined copies that have a good one beside them, and files that no row names.
+Leaves: their room.
+If we die here: files go before their rows, so what was not finished is found again.
+
+The mount makes a content's file first and commits its row then: an unknown file that is young is not a leftover.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from ckptfs import disk, lifecycle
+from ckptfs.catalog import settling
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.model import CopyState, Notify, Tier
+from ckptfs.tiers.place import Place, Places
+
+log = logging.getLogger(__name__)
+
+disk.labels("drop:forget", "drop:quarantined")
+
+BATCH_CONTENTS = 128
+LEFTOVER_AGE_S = 60.0
+SWEEP_S = 3600.0
+
+
+class Drop:
+    """Drops what lies in some of the tiers. One for each group of tiers that may hang on its own."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, tiers: Iterable[Tier] = Tier) -> None:
+        self._db = db
+        self._places = {tier: places[tier] for tier in tiers if tier in places}
+        self._tiers = tuple(tiers)
+        self._after = 0
+        # The first sweep comes when what the mount of before may have been making is old enough.
+        self._sweep_s = time.monotonic() + LEFTOVER_AGE_S + 5
+
+    def step(self) -> bool:
+        """Drop one batch of doomed contents, or sweep when that is due. True: there may be more at once."""
+        batch = settling.doomed(self._db, self._tiers, self._after, BATCH_CONTENTS)
+        for number, tier in batch:
+            if tier in self._places:
+                self._places[tier].remove(number)
+        if batch:
+            disk.act("drop:forget", settling.forget, self._db, batch)
+        more = len(batch) == BATCH_CONTENTS
+        self._after = batch[-1][0] if more else 0
+        if not more and time.monotonic() >= self._sweep_s:
+            self._sweep_s = time.monotonic() + SWEEP_S
+            self._sweep()
+        return more
+
+    def due_s(self) -> float | None:
+        """Until the next sweep."""
+        return max(0.0, self._sweep_s - time.monotonic())
+
+    def _sweep(self) -> None:
+        for tier, place in self._places.items():
+            self._drop_quarantined(tier, place)
+            count, size = self._drop_leftovers(tier, place)
+            if count:
+                log.info("removed %d files (%d bytes) from %s that belong to nothing", count, size, tier)
+
+    def _drop_quarantined(self, tier: Tier, place: Place) -> None:
+        for number, _ in settling.by_state(self._db, CopyState.QUARANTINED, tier):
+            with self._db.change():
+                if not lifecycle.may_drop(settling.record(self._db, number), tier):
+                    continue
+                settling.forget_copy(self._db, number, tier)
+            disk.act("drop:quarantined", place.remove, number)
+
+    def _drop_leftovers(self, tier: Tier, place: Place) -> tuple[int, int]:
+        """Remove old files without a row. The files are listed before the rows, so that a row that is made now is seen."""
+        files = set(place.contents())
+        count = size = 0
+        for number in sorted(files - settling.copies_in(self._db, tier).keys()):
+            found = place.stat(number)
+            if found is None or time.time() - max(found.st_mtime, found.st_ctime) < LEFTOVER_AGE_S:
+                continue
+            if settling.known(self._db, number, tier):
+                continue
+            place.remove(number)
+            count, size = count + 1, size + found.st_size
+        return count, size

@@ -1,0 +1,153 @@
+"""Takes: contents whose last writer has closed them (CLOSED), in the tier where they were written.
+Leaves: SEALED contents with their exact size and digest and a verified copy; what lies on a disk is there to stay, its row too.
+If we die here: nothing was changed; the content is still CLOSED and is read again from its start.
+
+A mapping outlives its handle, so a content is read under a lease, which the kernel refuses while anybody could still write to it.
+Such a content is tried again later and holds up no other one. Many small files share one transaction.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptfs import disk, limits
+from ckptfs.catalog import report, settling
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import Busy
+from ckptfs.model import Content, ContentState, Notify, Tier
+from ckptfs.tiers import lease, transfer
+from ckptfs.tiers.place import Place, Places
+
+log = logging.getLogger(__name__)
+
+transfer.labels("seal")
+disk.labels("seal:fdatasync", "seal:directory", "seal:persist", "seal:commit")
+
+BATCH_CONTENTS = 64
+BATCH_BYTES = 256 * limits.MIB
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A content that could not be sealed: when to try again."""
+
+    until_s: float
+    delay_s: float
+
+
+class Seal:
+    """Seals what lies in some of the tiers. One for each group of tiers that may hang on its own."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, tiers: Iterable[Tier] = Tier) -> None:
+        self._db = db
+        self._places = places
+        self._notify = notify
+        self._tiers = tuple(tiers)
+        self._after = 0
+        self._waiting: dict[int, _Wait] = {}
+
+    def step(self) -> bool:
+        """Seal one batch. True: there may be more at once."""
+        batch = settling.closed(self._db, self._tiers, self._after, BATCH_CONTENTS)
+        now = time.monotonic()
+        seals: list[settling.Seal] = []
+        taken_bytes = 0
+        for content, tier in batch:
+            self._after = content.id
+            wait = self._waiting.get(content.id)
+            if wait is not None and wait.until_s > now:
+                continue
+            sealed = self._try(content, tier)
+            if sealed is not None:
+                seals.append(sealed)
+                taken_bytes += sealed.size
+            if taken_bytes >= BATCH_BYTES:
+                break
+        self._commit(seals)
+        more = len(batch) == BATCH_CONTENTS or taken_bytes >= BATCH_BYTES
+        if not more:
+            self._after = 0
+            self._forget_gone(batch)
+        return more
+
+    def due_s(self) -> float | None:
+        """Until the first content that somebody still held open is tried again."""
+        if not self._waiting:
+            return None
+        return max(0.0, min(wait.until_s for wait in self._waiting.values()) - time.monotonic())
+
+    def _try(self, content: Content, tier: Tier) -> settling.Seal | None:
+        try:
+            sealed = self._read(content, tier, self._places[tier])
+        except Busy as reason:
+            log.debug("content %d of %s cannot be sealed yet: %s", content.id, self._name(content), reason)
+            self._later(content.id)
+            return None
+        except OSError as failure:
+            self._trouble(content, tier, failure)
+            return None
+        self._waiting.pop(content.id, None)
+        return sealed
+
+    def _read(self, content: Content, tier: Tier, place: Place) -> settling.Seal:
+        fd = place.open(content.id, os.O_RDONLY)
+        try:
+            with lease.reading(fd) as check:
+                size, digest, blocks = transfer.read(fd, label="seal", before_block=check)
+                if tier is not Tier.RAM:
+                    disk.act("seal:fdatasync", os.fdatasync, fd)
+                check()
+        finally:
+            os.close(fd)
+        return settling.Seal(content.id, content.inode, content.change, tier, size, digest, blocks)
+
+    def _commit(self, seals: list[settling.Seal]) -> None:
+        if not seals:
+            return
+        on_disk = {one.tier for one in seals} - {Tier.RAM}
+        for tier in on_disk:
+            disk.act("seal:directory", self._places[tier].persist_names)
+        with self._db.change():
+            done = settling.seal(self._db, seals)
+            disk.act("seal:commit", lambda: None)
+        if on_disk:
+            disk.act("seal:persist", self._db.persist)
+        if done:
+            log.debug("sealed %d contents, %d bytes", len(done), sum(one.size for one in done))
+            self._notify.work()
+
+    def _trouble(self, content: Content, tier: Tier, failure: OSError) -> None:
+        """The tier does not give the bytes. A file that is not there any more is lost; everything else may pass."""
+        if failure.errno == errno.ENOENT and settling.unchanged(self._db, content):
+            with self._db.change():
+                settling.forget_copy(self._db, content.id, tier)
+                if not any(copy.state == 1 for copy in settling.copies(self._db, content.id)):
+                    settling.set_state(self._db, content.id, ContentState.LOST)
+            log.error("%s is lost: its file in %s is gone before it was sealed", self._name(content), tier)
+            return
+        delay_s = self._later(content.id)
+        log.warning("%s cannot be read in %s for its digest (%s); again in %.1f s", self._name(content), tier, failure, delay_s)
+
+    def _later(self, number: int) -> float:
+        """Try this content again after a while, each time a longer one."""
+        before = self._waiting.get(number)
+        delay_s = limits.RETRY_FIRST_S / 4 if before is None else min(2 * before.delay_s, limits.RETRY_LAST_S)
+        self._waiting[number] = _Wait(time.monotonic() + delay_s, delay_s)
+        return delay_s
+
+    def _forget_gone(self, batch: list[tuple[Content, Tier]]) -> None:
+        """What is waited for and was opened again or deleted need not be waited for."""
+        if self._waiting and len(batch) < BATCH_CONTENTS:
+            for number in [number for number in self._waiting if self._state(number) is not ContentState.CLOSED]:
+                del self._waiting[number]
+
+    def _state(self, number: int) -> ContentState | None:
+        found = settling.content(self._db, number)
+        return None if found is None else found.state
+
+    def _name(self, content: Content) -> str:
+        return os.fsdecode(report.path_of(self._db, content.inode))

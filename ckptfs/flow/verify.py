@@ -1,0 +1,115 @@
+"""Takes: sealed contents with copies in any tier, and a wish to know whether the bytes are still what was sealed.
+Leaves: good copies with a fresh date of verification; bad ones quarantined, and remade from a good one where there is one.
+If we die here: a quarantined copy never counts, whether it was remade yet or not.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+
+from ckptfs import disk
+from ckptfs.catalog import report, settling
+from ckptfs.catalog.database import Database
+from ckptfs.errors import Busy, DigestMismatch
+from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
+from ckptfs.tiers import duplicate, transfer
+from ckptfs.tiers.place import Places
+
+log = logging.getLogger(__name__)
+
+transfer.labels("verify")
+disk.labels("verify:quarantined", "verify:repaired")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found of one copy: `ok`, or what is wrong in words; `repaired` when it was bad and is good again."""
+
+    tier: Tier
+    ok: bool
+    problem: str = ""
+    repaired: bool = False
+
+
+def verify(db: Database, places: Places, number: int) -> list[Checked]:
+    """Read every copy of the content `number` in this node's tiers and compare it with the seal; mend what is bad.
+
+    Empty for a content that is not sealed: there is nothing to compare it with yet. Raises Busy when it is opened for writing meanwhile.
+    """
+    content = settling.content(db, number)
+    if content is None or content.state not in {ContentState.SEALED, ContentState.LOST}:
+        return []
+    copies = [copy for copy in settling.copies(db, number) if copy.state is not CopyState.FILLING]
+    found = [_check(db, places, content, copy) for copy in copies]
+    good = [checked.tier for checked in found if checked.ok]
+    if not good:
+        return found
+    if content.state is ContentState.LOST:
+        settling.set_state(db, number, ContentState.SEALED)
+        content = settling.content(db, number) or content
+    return [checked if checked.ok else _repair(db, places, content, good[0], checked) for checked in found]
+
+
+def _check(db: Database, places: Places, content: Content, copy: Copy) -> Checked:
+    problem = _problem(db, places, content, copy.tier)
+    if not settling.unchanged(db, content):
+        raise Busy("the file is opened for writing")
+    if not problem:
+        settling.mark(db, content.id, copy.tier, CopyState.GOOD)
+        return Checked(copy.tier, True)
+    if copy.state is not CopyState.QUARANTINED:
+        settling.mark(db, content.id, copy.tier, CopyState.QUARANTINED)
+        disk.act("verify:quarantined", lambda: None)
+        log.error("the copy of %s in %s is bad and does not count any more: %s", _name(db, content), copy.tier, problem)
+    return Checked(copy.tier, False, problem)
+
+
+def _problem(db: Database, places: Places, content: Content, tier: Tier) -> str:
+    """What is wrong with the copy in `tier`; empty when it is as it was sealed. A tier that fails to answer is no proof: OSError."""
+
+    def check() -> None:
+        if not settling.unchanged(db, content):
+            raise Busy("the file is opened for writing")
+
+    place = places.get(tier)
+    if place is None:
+        return f"the tier {tier} is not configured any more"
+    try:
+        fd = place.open(content.id, os.O_RDONLY)
+    except FileNotFoundError:
+        return "its file is gone"
+    try:
+        size, digest, blocks = transfer.read(fd, label="verify", before_block=check)
+    finally:
+        os.close(fd)
+    if size != content.size:
+        return f"it has {size} bytes instead of {content.size}"
+    if digest != content.digest:
+        return f"its digest differs{_first_difference(content.blocks or b'', blocks)}"
+    return ""
+
+
+def _first_difference(expected: bytes, found: bytes) -> str:
+    for number in range(len(found) // 16):
+        if expected[16 * number : 16 * number + 16] != found[16 * number : 16 * number + 16]:
+            return f" in block {number}"
+    return ""
+
+
+def _repair(db: Database, places: Places, content: Content, source: Tier, bad: Checked) -> Checked:
+    """Remake a bad copy from a good one. What cannot be remade now stays quarantined, and the answer says so."""
+    if bad.tier not in places:
+        settling.forget_copy(db, content.id, bad.tier)
+        return bad
+    try:
+        duplicate.make(db, places, content, source, bad.tier)
+    except (OSError, Busy, DigestMismatch) as failure:
+        log.warning("the copy of %s in %s could not be remade: %s", _name(db, content), bad.tier, failure)
+        return bad
+    disk.act("verify:repaired", lambda: None)
+    log.info("the copy of %s in %s was remade from the one in %s", _name(db, content), bad.tier, source)
+    return Checked(bad.tier, False, bad.problem, repaired=True)
+
+
+def _name(db: Database, content: Content) -> str:
+    return os.fsdecode(report.path_of(db, content.inode))
