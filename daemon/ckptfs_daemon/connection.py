@@ -1,0 +1,249 @@
+"""Owns the FUSE connection: opens it, mounts it, takes over what a crash left mounted, answers INIT, and ends it.
+
+The connection is one descriptor of /dev/fuse. As long as any process holds it, the mount lives, and requests that nobody answers
+wait. With the saved INIT request and the decisions made at the start (`Connection`), any later process can serve it.
+If we die here: between mount(2) and our answer to INIT the mount is dead with us ("transport endpoint is not connected"), and the
+next start takes it over.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import select
+import time
+from base64 import b64decode, b64encode
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfs import limits
+from ckptfs.config import Config
+from ckptfs.errors import Refused
+from ckptfs.model import DataPath
+from ckptfs_daemon import handshake, mounting
+from ckptfs_daemon.mounting import FSTYPE, CannotMount
+from ckptfs_daemon.passthrough import Passthrough
+
+log = logging.getLogger(__name__)
+
+DEVICE = "/dev/fuse"
+INIT_WAIT_S = 10.0
+INIT_BYTES_MAX = 65536
+LOOK_WAIT_S = 5.0
+MS_RDONLY = 1
+
+KERNEL_TOO_OLD = "this kernel has no FUSE passthrough (Linux 6.9 or later with CONFIG_FUSE_PASSTHROUGH)"
+NO_CAPABILITY = "passthrough needs CAP_SYS_ADMIN, which this user does not have"
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A mounted filesystem, to be served by whoever holds `fd`."""
+
+    fd: int
+    init_request: bytes
+    data_path: DataPath
+    data_path_reason: str
+    resend: bool
+    mountpoint: Path
+    device: str
+
+    @property
+    def number(self) -> int:
+        """Its name below /sys/fs/fuse/connections."""
+        return int(self.device.split(":")[1])
+
+    def saved(self) -> bytes:
+        """Everything but the descriptor, for the one who takes it up after us."""
+        values = {
+            "init_request": b64encode(self.init_request).decode(),
+            "data_path": self.data_path.value,
+            "data_path_reason": self.data_path_reason,
+            "resend": self.resend,
+            "mountpoint": os.fsencode(self.mountpoint).hex(),
+            "device": self.device,
+        }
+        return json.dumps(values).encode()
+
+    def is_mounted(self) -> bool:
+        """Whether it is (still) mounted where we put it."""
+        return any(mounted.point == self.mountpoint and mounted.device == self.device for mounted in mounting.mounts())
+
+
+def restored(fd: int, saved: bytes) -> Connection:
+    """The connection that `saved` describes. Raises ValueError or KeyError when it is no such description."""
+    values = json.loads(saved)
+    return Connection(
+        fd=fd,
+        init_request=b64decode(values["init_request"]),
+        data_path=DataPath(values["data_path"]),
+        data_path_reason=values["data_path_reason"],
+        resend=values["resend"],
+        mountpoint=Path(os.fsdecode(bytes.fromhex(values["mountpoint"]))),
+        device=values["device"],
+    )
+
+
+def connect(config: Config) -> Connection:
+    """Mount `config.mountpoint` and answer INIT. Raises Refused or CannotMount with a sentence; then nothing is mounted."""
+    take_over_stale(config.mountpoint)
+    reason = "asked for by data_path=buffered"
+    if config.data_path is not DataPath.BUFFERED:
+        outcome = _try_passthrough(config)
+        if isinstance(outcome, Connection):
+            return outcome
+        reason = outcome
+        if config.data_path is DataPath.PASSTHROUGH:
+            raise Refused(f"data_path=passthrough is not possible: {reason}", remedy="use data_path=auto or data_path=buffered")
+    return _mounted(config, DataPath.BUFFERED, reason)
+
+
+def _try_passthrough(config: Config) -> Connection | str:
+    """The connection, or why there is no passthrough here."""
+    if not mounting.may_mount():
+        return NO_CAPABILITY
+    connection = _mounted(config, DataPath.PASSTHROUGH, "the kernel reads and writes the tiers' files itself")
+    if connection.data_path is not DataPath.PASSTHROUGH:
+        return _given_up(connection, KERNEL_TOO_OLD)
+    probe = os.memfd_create("ckptfs-probe")
+    passthrough = Passthrough(connection.fd)
+    try:
+        passthrough.release(passthrough.register(probe))
+    except OSError as failure:
+        return _given_up(connection, NO_CAPABILITY if failure.errno == errno.EPERM else f"the kernel refuses it: {failure.strerror}")
+    finally:
+        os.close(probe)
+    return connection
+
+
+def _given_up(connection: Connection, reason: str) -> str:
+    mounting.umount(connection.mountpoint, mounting.MNT_DETACH)
+    os.close(connection.fd)
+    return reason
+
+
+def _mounted(config: Config, data_path: DataPath, reason: str) -> Connection:
+    fd = _mount_with_helper(config) if not mounting.may_mount() else _mount(config)
+    try:
+        request = _read_init(fd)
+        offer = handshake.parse(request)
+        flags = handshake.wanted(offer, data_path)
+        os.write(fd, handshake.answer(offer, flags))
+        mounted = mounting.mounted_at(config.mountpoint)
+        if mounted is None or mounted.fstype != FSTYPE:
+            raise CannotMount(f"{config.mountpoint} was mounted and is not there any more")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            mounting.umount(config.mountpoint, mounting.MNT_DETACH)
+        os.close(fd)
+        raise
+    if data_path is DataPath.PASSTHROUGH and not flags & handshake.PASSTHROUGH:
+        data_path = DataPath.BUFFERED
+    _raise_read_ahead(mounted.device)
+    return Connection(fd, request, data_path, reason, bool(flags & handshake.HAS_RESEND), config.mountpoint, mounted.device)
+
+
+def _mount(config: Config) -> int:
+    fd = _open_device()
+    options = [f"fd={fd}", "rootmode=40000", "user_id=0", "group_id=0", "default_permissions"]
+    options += ["allow_other"] if config.allow_other else []
+    try:
+        mounting.mount(config.name, config.mountpoint, FSTYPE, config.mount_flags, ",".join(options))
+    except OSError as failure:
+        os.close(fd)
+        raise CannotMount(f"{config.mountpoint} cannot be mounted: {failure.strerror}") from failure
+    return fd
+
+
+def _open_device() -> int:
+    try:
+        return os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as failure:
+        raise CannotMount(f"{DEVICE} cannot be opened: {failure.strerror}", remedy="load the module: modprobe fuse") from failure
+
+
+def _mount_with_helper(config: Config) -> int:
+    options = ["default_permissions"] + (["ro"] if config.mount_flags & MS_RDONLY else [])
+    if config.allow_other:
+        try:
+            return mounting.mount_by_helper(config.name, config.mountpoint, [*options, "allow_other"])
+        except CannotMount as failure:
+            if "allow_other" not in str(failure):
+                raise
+            log.info("only this user will see the mount: /etc/fuse.conf does not have user_allow_other")
+    return mounting.mount_by_helper(config.name, config.mountpoint, options)
+
+
+def _read_init(fd: int) -> bytes:
+    """The first request of a new connection."""
+    if not select.select([fd], [], [], INIT_WAIT_S)[0]:
+        raise CannotMount(f"the kernel sent no INIT within {INIT_WAIT_S:g} s")
+    return os.read(fd, INIT_BYTES_MAX)
+
+
+def _raise_read_ahead(device: str) -> None:
+    """Reads arrive in pieces of 128 KiB otherwise. Without the right to do so, they do."""
+    with contextlib.suppress(OSError):
+        Path(f"/sys/class/bdi/{device}/read_ahead_kb").write_text(str(limits.READ_AHEAD_KIB))
+
+
+# --- what a crash left -----------------------------------------------------------------------------------------------
+
+
+def take_over_stale(point: Path) -> None:
+    """Unmount what dead daemons of ours left at `point`. Raises Refused when something there is alive, or is not ours."""
+    while (mounted := mounting.mounted_at(point)) is not None:
+        if mounted.fstype != FSTYPE:
+            return
+        if not _is_dead(point):
+            remedy = f"umount {point} first, or choose another directory"
+            raise Refused(f"{point} already has a ckptfs mounted ({mounted.source})", remedy=remedy)
+        log.info("taking over %s, which a dead daemon (%s) left mounted", point, mounted.source)
+        mounting.umount(point, mounting.MNT_DETACH)
+
+
+def _is_dead(point: Path) -> bool:
+    """Whether the mount at `point` answers "not connected". Asked by a process of its own, since a living one may hang."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.statvfs(point)
+        except OSError as failure:
+            code = 0 if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED) else 1
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + LOOK_WAIT_S
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            os.kill(pid, 9)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        os.close(pidfd)
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def unmount(connection: Connection) -> None:
+    """Take the mount away; from sight at once even while files are open, which then go on until they are closed."""
+    if not connection.is_mounted():
+        return
+    try:
+        mounting.umount(connection.mountpoint)
+    except OSError as failure:
+        if failure.errno != errno.EBUSY:
+            raise
+        log.warning("%s is in use: it is detached now and ends when the last open file is closed", connection.mountpoint)
+        mounting.umount(connection.mountpoint, mounting.MNT_DETACH)
+
+
+def abort(connection: Connection) -> None:
+    """End the connection whatever waits on it: every request that is open fails in the application."""
+    try:
+        Path(f"/sys/fs/fuse/connections/{connection.number}/abort").write_text("1")
+    except OSError:
+        with contextlib.suppress(OSError):
+            mounting.umount(connection.mountpoint, mounting.MNT_FORCE | mounting.MNT_DETACH)

@@ -1,0 +1,185 @@
+"""The door through which the mount process serves the kernel: pyfuse3 and libfuse, led to what neither of them offers.
+
+Loads the C file before pyfuse3, so nothing may import pyfuse3 before this module. `open_session` gives libfuse the connection that the
+supervisor opened, feeds it the INIT request that the supervisor has long answered (libfuse's own answer then names a request that the
+kernel no longer knows, and is dropped), and asks the kernel to send again what an earlier mount process took and did not answer.
+If we die here: the supervisor keeps the connection, and the next process comes in by the same door.
+"""
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import struct
+import sys
+from collections.abc import Callable
+
+from ckptfs.errors import CkptfsError
+from ckptfs_daemon import shim_build
+from ckptfs_daemon.eager import EagerTrio
+from ckptfs_daemon.inherited import Inherited
+
+if "pyfuse3" in sys.modules:
+    raise ImportError("pyfuse3 was imported before ckptfs_daemon.door, which must come first")
+
+# PyDLL: the functions call back into pyfuse3's handlers, which expect to hold the GIL.
+_shim = ctypes.PyDLL(str(shim_build.ensure()), mode=ctypes.RTLD_GLOBAL)
+
+import pyfuse3  # noqa: E402  (the shim must be in the process first)
+
+log = logging.getLogger(__name__)
+
+FOPEN_DIRECT_IO = 1 << 0
+FOPEN_KEEP_CACHE = 1 << 1
+FOPEN_CACHE_DIR = 1 << 3
+FOPEN_NOFLUSH = 1 << 5
+FOPEN_PARALLEL_DIRECT_WRITES = 1 << 6
+
+NOTIFY_RESEND = 7
+
+_unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
+_kill_privileges = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")
+_open_flags = ctypes.c_uint32.in_dll(_shim, "shim_open_flags")
+_sessions = ctypes.c_uint32.in_dll(_shim, "shim_sessions")
+
+_I, _U, _Q, _R = ctypes.c_int, ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p
+FALLOCATE = ctypes.PYFUNCTYPE(None, _R, _U, _I, _Q, _Q, _U)
+COPY_FILE_RANGE = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _U, _U, _Q, _U, _U, _I)
+LSEEK = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _I, _U)
+
+
+class _Extra(ctypes.Structure):
+    _fields_ = [("fallocate", FALLOCATE), ("copy_file_range", COPY_FILE_RANGE), ("lseek", LSEEK)]
+
+
+class _Caller(ctypes.Structure):
+    """The head of libfuse's struct fuse_ctx."""
+
+    _fields_ = [("uid", ctypes.c_uint32), ("gid", ctypes.c_uint32), ("pid", ctypes.c_int32), ("umask", ctypes.c_uint32)]
+
+
+_reply_err = _shim.fuse_reply_err
+_reply_err.argtypes = [_R, _I]
+_reply_write = _shim.fuse_reply_write
+_reply_write.argtypes = [_R, ctypes.c_size_t]
+_reply_lseek = _shim.fuse_reply_lseek
+_reply_lseek.argtypes = [_R, _Q]
+_req_ctx = _shim.fuse_req_ctx
+_req_ctx.argtypes = [_R]
+_req_ctx.restype = ctypes.POINTER(_Caller)
+_shim.shim_feed.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+
+_extra = _Extra()
+
+
+class DoorBlocked(CkptfsError):
+    """The C file did not come before pyfuse3."""
+
+
+# --- the request being served ----------------------------------------------------------------------------------------
+
+
+def current() -> tuple[int, bool]:
+    """(unique with bit 63 for "sent again", whether set-id bits are to be dropped) of the request that is being processed.
+
+    Meaningful only until the handler's first await.
+    """
+    return _unique.value, bool(_kill_privileges.value)
+
+
+def set_open_flags(flags: int) -> None:
+    """FOPEN_* flags for the reply to this open, create or opendir: the handler's last act before it returns, without an await after it."""
+    _open_flags.value = flags
+
+
+# --- operations that pyfuse3 does not have ---------------------------------------------------------------------------
+
+
+def on_extra(
+    *,
+    fallocate: Callable[[int, int, int, int, int, int], None],
+    copy_file_range: Callable[[int, int, int, int, int, int, int, int, int], None],
+    lseek: Callable[[int, int, int, int, int], None],
+) -> None:
+    """Set who serves FALLOCATE, COPY_FILE_RANGE and LSEEK; before `open_session`.
+
+    They are plain functions, called where a handler would begin (`current()` is right in them), and answer, at once or later from a
+    task, with exactly one `reply_*`:
+    fallocate(req, inode, mode, offset, length, fh);
+    copy_file_range(req, inode_in, offset_in, fh_in, inode_out, offset_out, fh_out, length, flags); lseek(req, inode, offset, whence, fh).
+    """
+    _extra.fallocate = FALLOCATE(_guarded(fallocate))
+    _extra.copy_file_range = COPY_FILE_RANGE(_guarded(copy_file_range))
+    _extra.lseek = LSEEK(_guarded(lseek))
+    _shim.shim_set_extra(ctypes.byref(_extra))
+
+
+def _guarded(function: Callable[..., None]) -> Callable[..., None]:
+    """An exception from `function` cannot cross C: it is logged and answered with EIO."""
+
+    def guarded(req: int, *arguments: int) -> None:
+        try:
+            function(req, *arguments)
+        except Exception:
+            log.exception("unexpected error in %s", getattr(function, "__name__", function))
+            reply_err(req, errno.EIO)
+
+    return guarded
+
+
+def reply_err(req: int, code: int) -> None:
+    """Answer with errno `code`; 0 for success."""
+    _reply_err(req, code)
+
+
+def reply_write(req: int, count: int) -> None:
+    """Answer a copy_file_range: how many bytes were copied."""
+    _reply_write(req, count)
+
+
+def reply_lseek(req: int, offset: int) -> None:
+    """Answer an lseek: the offset found."""
+    _reply_lseek(req, offset)
+
+
+def caller(req: int) -> tuple[int, int, int]:
+    """(uid, gid, pid) of the process that the request comes from."""
+    context = _req_ctx(req).contents
+    return context.uid, context.gid, context.pid
+
+
+# --- the session -----------------------------------------------------------------------------------------------------
+
+
+def open_session(operations: pyfuse3.Operations, inherited: Inherited) -> None:
+    """Make libfuse and pyfuse3 serve the inherited connection. Nothing is read from the kernel yet. Raises DoorBlocked."""
+    os.set_blocking(inherited.fuse_fd, False)
+    pyfuse3.trio = EagerTrio()  # type: ignore[attr-defined]
+    pyfuse3.init(operations, f"/dev/fd/{inherited.fuse_fd}", set())
+    if _sessions.value == 0:
+        raise DoorBlocked("the mount's C part does not stand before libfuse", remedy="rebuild it: python -m ckptfs_daemon.shim_build")
+    _shim.shim_feed(inherited.init_request, len(inherited.init_request))
+    if inherited.resumed and inherited.resend:
+        ask_to_resend(inherited.fuse_fd)
+
+
+def ask_to_resend(fuse_fd: int) -> None:
+    """Make the kernel send again every request that was taken and not answered. A connection that has ended says so at the next read."""
+    with contextlib.suppress(OSError):
+        os.write(fuse_fd, struct.pack("=IiQ", 16, NOTIFY_RESEND, 0))
+
+
+async def serve() -> None:
+    """Answer requests until the filesystem is unmounted, or until `stop`."""
+    await pyfuse3.main(min_tasks=1, max_tasks=256)
+
+
+def stop() -> None:
+    """End `serve`; from the thread that runs it."""
+    pyfuse3.terminate()
+
+
+def close_session() -> None:
+    """Free the session; the kernel's connection lives on as long as anybody holds its descriptor."""
+    pyfuse3.close(unmount=False)

@@ -1,0 +1,267 @@
+/*
+ * The door between pyfuse3 and libfuse: what neither of them offers, in front of the functions that pyfuse3 calls.
+ *
+ * Loaded with RTLD_GLOBAL before pyfuse3, so that the dynamic linker finds these definitions first:
+ *  - fuse_reply_open and fuse_reply_create carry FOPEN_PASSTHROUGH and the backing id (upper half of fh), and any flag asked for;
+ *  - fuse_session_process_buf notes which request is being processed (its number, bit 63: sent again; whether it drops set-id bits);
+ *  - fuse_session_receive_buf takes "nothing there after all" for what it is, not for the end of the mount;
+ *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers.
+ *
+ * Everything runs in the one thread that runs pyfuse3, under the GIL. Nothing here outlives the process.
+ */
+#define _GNU_SOURCE
+#define FUSE_USE_VERSION 312
+#include <dlfcn.h>
+#include <errno.h>
+#include <fuse_lowlevel.h>
+#include <linux/fuse.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Newer than the headers of Debian 12. */
+#define OPEN_NOFLUSH (1u << 5)
+#define OPEN_PASSTHROUGH (1u << 7)
+#define KILL_AT_OPEN (1u << 0)
+#define KILL_AT_WRITE (1u << 2)
+#define KILL_AT_SETATTR (1u << 11)
+
+/* Marks the file info of an opendir, whose fh is a whole number and carries no backing id. */
+#define DIRECTORY_MARK 0x64697231u
+
+/* What Python hands over: called inside fuse_session_process_buf, they answer through the fuse_reply_* functions. */
+struct extra {
+    void (*fallocate)(fuse_req_t req, uint64_t ino, int mode, int64_t offset, int64_t length, uint64_t fh);
+    void (*copy_file_range)(fuse_req_t req, uint64_t ino_in, int64_t offset_in, uint64_t fh_in, uint64_t ino_out, int64_t offset_out,
+                            uint64_t fh_out, uint64_t length, int flags);
+    void (*lseek)(fuse_req_t req, uint64_t ino, int64_t offset, int whence, uint64_t fh);
+};
+
+/* The request being processed. */
+uint64_t shim_unique;
+uint32_t shim_kill_privileges;
+/* Flags for the next reply to an open, create or opendir; used once. */
+uint32_t shim_open_flags;
+/* How many sessions were made through this file: 0 tells that pyfuse3 was loaded before it. */
+uint32_t shim_sessions;
+
+static struct extra extra;
+static struct fuse_session *session;
+static void (*init_of_pyfuse3)(void *userdata, struct fuse_conn_info *conn);
+static void (*opendir_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi);
+
+#define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+/* --- replies ------------------------------------------------------------------------------------------------------ */
+
+static void fill_open(struct fuse_open_out *out, const struct fuse_file_info *fi)
+{
+    uint32_t backing = fi->poll_events == DIRECTORY_MARK ? 0 : (uint32_t)(fi->fh >> 32);
+
+    memset(out, 0, sizeof(*out));
+    out->fh = fi->fh;
+    out->open_flags = shim_open_flags;
+    shim_open_flags = 0;
+    if (fi->direct_io)
+        out->open_flags |= FOPEN_DIRECT_IO;
+    if (fi->nonseekable)
+        out->open_flags |= FOPEN_NONSEEKABLE;
+    if (fi->poll_events == DIRECTORY_MARK)
+        return;
+    if (backing) {
+        /* The kernel refuses KEEP_CACHE beside PASSTHROUGH. */
+        out->open_flags |= OPEN_PASSTHROUGH;
+        memcpy((char *)out + 12, &backing, sizeof(backing));
+    } else if (fi->keep_cache) {
+        out->open_flags |= FOPEN_KEEP_CACHE;
+    }
+}
+
+int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
+{
+    struct fuse_open_out out;
+
+    fill_open(&out, fi);
+    return fuse_reply_buf(req, (const char *)&out, sizeof(out));
+}
+
+static void split_seconds(double timeout_s, uint64_t *seconds, uint32_t *nanoseconds)
+{
+    if (timeout_s < 0)
+        timeout_s = 0;
+    if (timeout_s > 4e9)
+        timeout_s = 4e9;
+    *seconds = (uint64_t)timeout_s;
+    *nanoseconds = (uint32_t)((timeout_s - (double)*seconds) * 1e9);
+}
+
+int fuse_reply_create(fuse_req_t req, const struct fuse_entry_param *e, const struct fuse_file_info *fi)
+{
+    struct {
+        struct fuse_entry_out entry;
+        struct fuse_open_out open;
+    } out;
+    struct fuse_attr *attr = &out.entry.attr;
+
+    memset(&out, 0, sizeof(out));
+    out.entry.nodeid = e->ino;
+    out.entry.generation = e->generation;
+    split_seconds(e->entry_timeout, &out.entry.entry_valid, &out.entry.entry_valid_nsec);
+    split_seconds(e->attr_timeout, &out.entry.attr_valid, &out.entry.attr_valid_nsec);
+    attr->ino = e->attr.st_ino;
+    attr->size = (uint64_t)e->attr.st_size;
+    attr->blocks = (uint64_t)e->attr.st_blocks;
+    attr->atime = (uint64_t)e->attr.st_atim.tv_sec;
+    attr->mtime = (uint64_t)e->attr.st_mtim.tv_sec;
+    attr->ctime = (uint64_t)e->attr.st_ctim.tv_sec;
+    attr->atimensec = (uint32_t)e->attr.st_atim.tv_nsec;
+    attr->mtimensec = (uint32_t)e->attr.st_mtim.tv_nsec;
+    attr->ctimensec = (uint32_t)e->attr.st_ctim.tv_nsec;
+    attr->mode = e->attr.st_mode;
+    attr->nlink = (uint32_t)e->attr.st_nlink;
+    attr->uid = e->attr.st_uid;
+    attr->gid = e->attr.st_gid;
+    attr->rdev = (uint32_t)e->attr.st_rdev;
+    attr->blksize = (uint32_t)e->attr.st_blksize;
+    fill_open(&out.open, fi);
+    return fuse_reply_buf(req, (const char *)&out, sizeof(out));
+}
+
+/* --- the request being processed ---------------------------------------------------------------------------------- */
+
+static uint32_t drops_set_id_bits(const struct fuse_in_header *in, size_t size)
+{
+    const void *body = in + 1;
+
+    size -= sizeof(*in);
+    switch (in->opcode) {
+    case FUSE_WRITE:
+        return size >= sizeof(struct fuse_write_in) && (((const struct fuse_write_in *)body)->write_flags & KILL_AT_WRITE);
+    case FUSE_OPEN:
+        return size >= sizeof(struct fuse_open_in) && (((const struct fuse_open_in *)body)->open_flags & KILL_AT_OPEN);
+    case FUSE_CREATE:
+        return size >= sizeof(struct fuse_create_in) && (((const struct fuse_create_in *)body)->open_flags & KILL_AT_OPEN);
+    case FUSE_SETATTR:
+        return size >= sizeof(struct fuse_setattr_in) && (((const struct fuse_setattr_in *)body)->valid & KILL_AT_SETATTR);
+    default:
+        return 0;
+    }
+}
+
+void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *buf)
+{
+    static void (*next)(struct fuse_session *, const struct fuse_buf *);
+
+    if (!next)
+        next = NEXT(fuse_session_process_buf);
+    if (!(buf->flags & FUSE_BUF_IS_FD) && buf->size >= sizeof(struct fuse_in_header)) {
+        const struct fuse_in_header *in = buf->mem;
+
+        shim_unique = in->unique;
+        shim_kill_privileges = drops_set_id_bits(in, buf->size) != 0;
+    }
+    next(se, buf);
+}
+
+int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
+{
+    static int (*next)(struct fuse_session *, struct fuse_buf *);
+    int result;
+
+    if (!next)
+        next = NEXT(fuse_session_receive_buf);
+    result = next(se, buf);
+    /* The request was withdrawn between poll and read: pyfuse3 would raise, EINTR makes it wait again. */
+    return result == -EAGAIN ? -EINTR : result;
+}
+
+/* Hand the session a request as if it had been read: the saved INIT, which the kernel sends only once. */
+void shim_feed(void *bytes, size_t size)
+{
+    struct fuse_buf buf = {.mem = bytes, .size = size};
+
+    fuse_session_process_buf(session, &buf);
+}
+
+/* --- operations that pyfuse3 does not know ------------------------------------------------------------------------ */
+
+void shim_set_extra(const struct extra *from_python)
+{
+    extra = *from_python;
+}
+
+static void on_init(void *userdata, struct fuse_conn_info *conn)
+{
+    init_of_pyfuse3(userdata, conn);
+    /* Splicing costs two more system calls for each small request, and hides the header from fuse_session_process_buf. */
+    conn->want &= ~(FUSE_CAP_SPLICE_READ | FUSE_CAP_SPLICE_WRITE | FUSE_CAP_SPLICE_MOVE);
+}
+
+static void on_opendir(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
+{
+    fi->poll_events = DIRECTORY_MARK;
+    opendir_of_pyfuse3(req, ino, fi);
+}
+
+static void on_fallocate(fuse_req_t req, fuse_ino_t ino, int mode, off_t offset, off_t length, struct fuse_file_info *fi)
+{
+    extra.fallocate(req, ino, mode, offset, length, fi->fh);
+}
+
+static void on_copy_file_range(fuse_req_t req, fuse_ino_t ino_in, off_t offset_in, struct fuse_file_info *fi_in, fuse_ino_t ino_out,
+                               off_t offset_out, struct fuse_file_info *fi_out, size_t length, int flags)
+{
+    extra.copy_file_range(req, ino_in, offset_in, fi_in->fh, ino_out, offset_out, fi_out->fh, length, flags);
+}
+
+static void on_lseek(fuse_req_t req, fuse_ino_t ino, off_t offset, int whence, struct fuse_file_info *fi)
+{
+    extra.lseek(req, ino, offset, whence, fi->fh);
+}
+
+static void on_ioctl(fuse_req_t req, fuse_ino_t ino, unsigned int cmd, void *arg, struct fuse_file_info *fi, unsigned flags, const void *in,
+                     size_t in_size, size_t out_size)
+{
+    (void)ino, (void)cmd, (void)arg, (void)fi, (void)flags, (void)in, (void)in_size, (void)out_size;
+    fuse_reply_err(req, ENOTTY);
+}
+
+static void add_operations(struct fuse_lowlevel_ops *ops)
+{
+    init_of_pyfuse3 = ops->init;
+    opendir_of_pyfuse3 = ops->opendir;
+    ops->init = on_init;
+    ops->opendir = on_opendir;
+    ops->ioctl = on_ioctl;
+    if (extra.fallocate)
+        ops->fallocate = on_fallocate;
+    if (extra.copy_file_range)
+        ops->copy_file_range = on_copy_file_range;
+    if (extra.lseek)
+        ops->lseek = on_lseek;
+}
+
+#if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
+struct fuse_session *fuse_session_new_versioned(struct fuse_args *args, const struct fuse_lowlevel_ops *op, size_t op_size,
+                                                struct libfuse_version *version, void *userdata)
+{
+    struct fuse_lowlevel_ops ops = {0};
+
+    memcpy(&ops, op, op_size < sizeof(ops) ? op_size : sizeof(ops));
+    add_operations(&ops);
+    session = NEXT(fuse_session_new_versioned)(args, &ops, sizeof(ops), version, userdata);
+    shim_sessions++;
+    return session;
+}
+#else
+struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_lowlevel_ops *op, size_t op_size, void *userdata)
+{
+    struct fuse_lowlevel_ops ops = {0};
+
+    memcpy(&ops, op, op_size < sizeof(ops) ? op_size : sizeof(ops));
+    add_operations(&ops);
+    session = NEXT(fuse_session_new)(args, &ops, sizeof(ops), userdata);
+    shim_sessions++;
+    return session;
+}
+#endif
