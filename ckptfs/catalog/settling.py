@@ -105,7 +105,7 @@ def seal(db: Database, seals: Iterable[Seal]) -> list[Seal]:
 def doom_older(db: Database, inode: int, newer: int) -> int:
     """Doom what `inode` held before its sealed content `newer`, except what somebody still has open. How many went."""
     return db.run(
-        "UPDATE content SET state = 3 WHERE inode = ? AND id < ? AND state IN (1, 2, 4)"
+        "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id < ? AND state IN (1, 2, 4)"
         " AND NOT EXISTS (SELECT 1 FROM handle WHERE handle.content = content.id)"
         " AND NOT EXISTS (SELECT 1 FROM inode WHERE inode.content = content.id)",
         inode, newer,
@@ -159,6 +159,12 @@ def by_state(db: Database, state: CopyState, tier: Tier | None = None) -> list[t
 
 
 # --- evict -----------------------------------------------------------------------------------------------------------
+
+
+def writers(db: Database) -> int:
+    """How many handles are open for writing."""
+    return int(db.value("SELECT count(*) FROM handle WHERE writer = 1"))
+
 
 # A copy in RAM is no reason to drop one on NVMe, which survives a power cut: see lifecycle.may_drop.
 _ELSEWHERE = (
@@ -248,19 +254,49 @@ def without_copy(db: Database) -> list[Content]:
     return [_content(row) for row in rows]
 
 
+def is_current(db: Database, seen: Content) -> bool:
+    """Whether a file shows this content now; if not, an earlier or later one of the same file does."""
+    return db.value("SELECT 1 FROM inode WHERE id = ? AND content = ?", seen.inode, seen.id) is not None
+
+
+def fall_back(db: Database, lost: Content) -> str:
+    """Let the file show what is left of it, in place of `lost`: its former generation here, or what the PFS shows. Which, in words.
+
+    Empty, and nothing changed, when nothing is left.
+    """
+    with db.change():
+        older = db.row(
+            "SELECT id, size FROM content k WHERE inode = ? AND id < ? AND state = 2"
+            " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY id DESC LIMIT 1",
+            lost.inode, lost.id,
+        )  # fmt: skip
+        shown = db.row("SELECT size, mtime_ns FROM published WHERE inode = ?", lost.inode)
+        if older is not None:
+            db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", older[0], older[1], lost.inode)
+        elif shown is not None:
+            db.run("UPDATE inode SET content = NULL, size = ?, mtime_ns = ? WHERE id = ?", shown[0], shown[1], lost.inode)
+        else:
+            return ""
+        set_state(db, lost.id, ContentState.DOOMED)
+        return "its former generation" if older is not None else "what is on the PFS"
+
+
 def set_state(db: Database, number: int, state: ContentState) -> None:
     """A content's fate was decided: LOST or DOOMED."""
     with db.change():
-        db.run("UPDATE content SET state = ? WHERE id = ?", state, number)
+        db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ?", state, number)
 
 
 # --- what is told to people ------------------------------------------------------------------------------------------
 
 
 def report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
-    """Set what `ckptfs status` shows under `key`; None takes it away."""
+    """Set what `ckptfs status` shows under `key`, with the time at which it was first set; None takes it away."""
     with db.change():
         if value is None:
             db.run("DELETE FROM report WHERE key = ?", key)
         else:
-            db.run("INSERT OR REPLACE INTO report (key, value, at_ns) VALUES (?, ?, ?)", key, json.dumps(value), time.time_ns())
+            db.run(
+                "INSERT INTO report (key, value, at_ns) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                key, json.dumps(value), time.time_ns(),
+            )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Takes: tiers that are above their high watermark.
+Leaves: tiers below their low watermark, as far as P5 lets them: copies that are whole elsewhere went, others moved from RAM to NVMe.
+If we die here: a copy's row goes before its file, which is a leftover then; an unfinished move leaves a FILLING row. No copy is lost.
+
+Nothing tells of what the kernel writes into a backing file, so while writers are open the room is looked at: often while it shrinks,
+every few seconds while nothing happens, never while nobody writes.
+"""
+
+import logging
+import os
+import time
+
+from ckptfs import disk, lifecycle, limits
+from ckptfs.catalog import report, settling
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import Busy, DigestMismatch
+from ckptfs.model import Content, Notify, Tier
+from ckptfs.tiers import duplicate, health, ram_limit, space
+from ckptfs.tiers.place import Place, Places
+
+log = logging.getLogger(__name__)
+
+disk.labels("evict:forgotten")
+
+BATCH_CONTENTS = 64
+PAGE_BYTES = 4096
+NVME_HIGH = 0.95
+NVME_LOW = 0.90
+LOOK_FIRST_S = 0.25
+LOOK_LAST_S = 5.0
+
+
+class Evict:
+    """Keeps RAM and NVMe below their watermarks."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+        self._db = db
+        self._places = places
+        self._config = config
+        self._marks = {Tier.RAM: (config.ram_high, config.ram_low), Tier.NVME: (NVME_HIGH, NVME_LOW)}
+        self._relieving: set[Tier] = set()
+        self._stuck: set[Tier] = set()
+        self._look_s = LOOK_FIRST_S
+        self._free = -1
+        self._demote_at_s = 0.0
+        self._demote_wait_s = 0.0
+
+    def step(self) -> bool:
+        """Make some room where it is short. True: there is more to do at once."""
+        self._raise_limit()
+        more = [self._relieve(tier) for tier in self._marks if tier in self._places]
+        return any(more)
+
+    def due_s(self) -> float | None:
+        """Until the room is looked at again: soon while it shrinks, now and then while there are writers, else never."""
+        if not settling.writers(self._db) and not self._stuck:
+            self._look_s, self._free = LOOK_FIRST_S, -1
+            return None
+        free = self._places[Tier.RAM].room().free
+        self._look_s = min(2 * self._look_s, LOOK_LAST_S) if free == self._free else LOOK_FIRST_S
+        self._free = free
+        return self._look_s
+
+    # --- making room -------------------------------------------------------------------------------------------------
+
+    def _relieve(self, tier: Tier) -> bool:
+        """Drop or move one batch out of `tier`. True: it is still too full, and something could be done about it."""
+        high, low = self._marks[tier]
+        place = self._places[tier]
+        excess = space.excess(place.room(), low if tier in self._relieving else high, low)
+        if not excess:
+            self._relieving.discard(tier)
+            self._stuck.discard(tier)
+            return False
+        self._relieving.add(tier)
+        if self._drop_spare(place, excess) or (tier is Tier.RAM and self._demote_one()):
+            self._stuck.discard(tier)
+            return True
+        if tier not in self._stuck:
+            self._stuck.add(tier)
+            log.info("%s is above its high watermark and nothing may leave it now; %d MiB too much", tier, excess // limits.MIB)
+        return False
+
+    def _drop_spare(self, place: Place, excess: int) -> int:
+        """Drop copies of contents that are whole elsewhere, up to `excess` bytes; how many went."""
+        gone = []
+        for content in settling.spare(self._db, place.tier, elsewhere=True, at_most=BATCH_CONTENTS):
+            if excess <= 0:
+                break
+            gone.append(content)
+            excess -= max(content.size, PAGE_BYTES)
+        return self._drop(place, gone)
+
+    def _drop(self, place: Place, contents: list[Content]) -> int:
+        """Drop these copies, after a last look in the transaction that forgets them: somebody may have opened one."""
+        with self._db.change():
+            gone = [content for content in contents if lifecycle.may_drop(settling.record(self._db, content.id), place.tier)]
+            for content in gone:
+                settling.forget_copy(self._db, content.id, place.tier)
+        disk.act("evict:forgotten", lambda: None)
+        for content in gone:
+            place.remove(content.id)
+        if gone:
+            log.debug("dropped %d copies from %s", len(gone), place.tier)
+        return len(gone)
+
+    # --- moving from RAM to NVMe -------------------------------------------------------------------------------------
+
+    def _demote_one(self) -> bool:
+        """Move the content that was used least recently to NVMe. False: there is none, no room there, or NVMe has trouble."""
+        nvme = self._places.get(Tier.NVME)
+        if nvme is None or time.monotonic() < self._demote_at_s:
+            return False
+        room = nvme.room()
+        candidates = settling.spare(self._db, Tier.RAM, elsewhere=False, at_most=BATCH_CONTENTS)
+        fitting = next((content for content in candidates if space.fits(room, content.size, NVME_HIGH)), None)
+        return fitting is not None and self._demote(fitting)
+
+    def _demote(self, content: Content) -> bool:
+        try:
+            duplicate.make(self._db, self._places, content, Tier.RAM, Tier.NVME)
+        except (Busy, DigestMismatch) as reason:
+            log.log(
+                logging.DEBUG if isinstance(reason, Busy) else logging.ERROR, "%s is not moved to nvme: %s", self._name(content), reason
+            )
+            return True
+        except OSError as failure:
+            self._demote_wait_s = min(max(2 * self._demote_wait_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
+            self._demote_at_s = time.monotonic() + self._demote_wait_s
+            self._report(content, failure)
+            return False
+        if self._demote_wait_s:
+            settling.report(self._db, "trouble:evict", None)
+            self._demote_wait_s = 0.0
+        self._drop(self._places[Tier.RAM], [content])
+        return True
+
+    def _report(self, content: Content, failure: OSError) -> None:
+        what = f"cannot be moved from ram to nvme: {health.describe(failure)}"
+        value = {"what": what, "path": self._name(content), "remedy": health.remedy(failure.errno)}
+        settling.report(self._db, "trouble:evict", value)
+        log.warning("%s %s; again in %.1f s", self._name(content), what, self._demote_wait_s)
+
+    def _name(self, content: Content) -> str:
+        return os.fsdecode(report.path_of(self._db, content.inode))
+
+    # --- the limit of the tmpfs --------------------------------------------------------------------------------------
+
+    def _raise_limit(self) -> None:
+        """Enlarge the RAM tier while somebody writes and it is nearly full, as far as the configuration and the memory allow."""
+        root = self._places[Tier.RAM].root
+        if os.geteuid() != 0 or not os.path.ismount(root) or not settling.writers(self._db):
+            return
+        total, used = ram_limit.size(root)
+        memory, available = ram_limit.memory()
+        larger = ram_limit.wanted(total, used, hard=self._config.ram_bytes, available=available, memory=memory)
+        if larger > total:
+            ram_limit.raise_to(root, larger)
+            log.info("the RAM tier was enlarged from %d to %d MiB", total // limits.MIB, larger // limits.MIB)

@@ -1,0 +1,127 @@
+"""Takes: a catalog and tiers as the last mover, a reboot or a lost RAM left them.
+Leaves: no row for a copy that is not there, and no content that claims bytes nobody has: it falls back to what is left, or is LOST.
+If we die here: every part is one short transaction, and what was done need not be done again.
+
+The PFS is not touched here, because it may hang: contents in its work area are believed until somebody reads them.
+"""
+
+import logging
+import os
+
+from ckptfs import disk, lifecycle
+from ckptfs.catalog import report, settling
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
+from ckptfs.tiers.place import Place, Places
+
+log = logging.getLogger(__name__)
+
+disk.labels("recover:filling", "recover:adopt", "recover:missing", "recover:fate")
+
+NAMES_LOGGED_MAX = 100
+WITH_SIZE = {ContentState.CLOSED, ContentState.SEALED}
+
+
+class Recover:
+    """Runs once, before the mover says that it is ready."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+        self._db = db
+        self._places = places
+        self._notify = notify
+        self._named = 0
+
+    def step(self) -> bool:
+        """All of it. Never more to do."""
+        for tier in Tier:
+            if tier not in self._places:
+                self._unconfigured(tier)
+            elif tier is not Tier.PFS:
+                self._adopt(self._places[tier])
+                self._remove_unfinished(self._places[tier])
+                self._forget_missing(self._places[tier])
+        for content in settling.without_copy(self._db):
+            self._decide(content)
+        return False
+
+    def due_s(self) -> float | None:
+        """Never again."""
+        return None
+
+    # --- tiers -------------------------------------------------------------------------------------------------------
+
+    def _unconfigured(self, tier: Tier) -> None:
+        """A tier that the configuration no longer names: what is there waits for it to be named again."""
+        unreachable = len(settling.copies_in(self._db, tier))
+        if unreachable:
+            log.warning("%d contents in %s cannot be reached: this tier is not configured any more", unreachable, tier)
+
+    def _adopt(self, place: Place) -> None:
+        disk.act("recover:adopt", lambda: None)
+        before = settling.tier_uuid(self._db, place.tier)
+        lost = settling.adopt(self._db, place.tier, place.uuid)
+        if before is not None and lost:
+            log.warning("what was in %s is gone: it is another one than before; %d copies were there", place.tier, lost)
+
+    def _remove_unfinished(self, place: Place) -> None:
+        for number, _ in settling.by_state(self._db, CopyState.FILLING, place.tier):
+            place.remove(number)
+            disk.act("recover:filling", settling.forget_copy, self._db, number, place.tier)
+
+    def _forget_missing(self, place: Place) -> None:
+        """Forget copies whose file is gone; quarantine those that a power cut made shorter or longer than they were."""
+        files = set(place.contents())
+        for number, (copy, state, size) in settling.copies_in(self._db, place.tier).items():
+            if number not in files and not place.exists(number):
+                disk.act("recover:missing", settling.forget_copy, self._db, number, place.tier)
+            elif copy is CopyState.GOOD and state in WITH_SIZE and self._wrong_size(place, number, size):
+                disk.act("recover:missing", self._quarantine_wrong_size, place, number)
+
+    def _wrong_size(self, place: Place, number: int, size: int) -> bool:
+        found = place.stat(number)
+        return found is not None and found.st_size != size
+
+    def _quarantine_wrong_size(self, place: Place, number: int) -> None:
+        """The same look again, in a transaction: the mount may have opened the content for writing since the rows were read."""
+        with self._db.change():
+            content = settling.content(self._db, number)
+            if content is not None and content.state in WITH_SIZE and self._wrong_size(place, number, content.size):
+                log.error("%s has not its %d bytes in %s: this copy does not count", self._name(content), content.size, place.tier)
+                settling.mark(self._db, number, place.tier, CopyState.QUARANTINED)
+
+    # --- contents without a copy -------------------------------------------------------------------------------------
+
+    def _decide(self, content: Content) -> None:
+        """A content that no tier has: it is on the PFS, or an earlier state of the file takes its place, or it is lost."""
+        disk.act("recover:fate", lambda: None)
+        with self._db.change():
+            record = settling.record(self._db, content.id)
+            if record.content != content or lifecycle.published_whole(record) or any(map(lifecycle.good, record.copies)):
+                return
+            if not settling.is_current(self._db, content):
+                settling.set_state(self._db, content.id, ContentState.DOOMED)
+                return
+            fallback = settling.fall_back(self._db, content) if content.state is ContentState.OPEN else ""
+            if not fallback:
+                settling.set_state(self._db, content.id, ContentState.LOST)
+        self._notify.inode(content.inode)
+        if fallback:
+            self._say(
+                logging.WARNING, "%s was still being written when its tier was lost; it shows %s again", self._name(content), fallback
+            )
+        else:
+            self._say(
+                logging.ERROR, "%s is lost: its tier is gone and it was not written back; opening it fails with EIO", self._name(content)
+            )
+
+    def _say(self, level: int, message: str, *values: object) -> None:
+        """Log, but not a million lines."""
+        self._named += 1
+        if self._named <= NAMES_LOGGED_MAX:
+            log.log(level, message, *values)
+        elif self._named == NAMES_LOGGED_MAX + 1:
+            log.log(level, "more files were lost; `ckptfs status` counts them")
+
+    def _name(self, content: Content) -> str:
+        return os.fsdecode(report.path_of(self._db, content.inode))
