@@ -1,0 +1,67 @@
+"""Running real programs in tests, and comparing trees of files."""
+
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM_S = 240.0
+
+
+def need(*programs: str) -> None:
+    """Skip the test, aloud, where a program is not installed."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"NOT TESTED HERE, not installed: {', '.join(missing)} (./bootstrap.sh setup installs it)")
+
+
+def run(*command: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_S, env: dict[str, str] | None = None, code: int = 0) -> str:
+    """Run a program and demand its exit code; what it printed, errors included."""
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, timeout=timeout, env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace", check=False,
+    )
+    assert result.returncode == code, f"{' '.join(map(str, command))}: exit {result.returncode}\n{result.stdout[-4000:]}"
+    return result.stdout
+
+
+def python(code: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_S) -> str:
+    """Run a piece of Python in a process of its own."""
+    return run(sys.executable, "-c", code, *arguments, cwd=cwd, timeout=timeout)
+
+
+def tree(root: Path) -> dict[str, tuple[Any, ...]]:
+    """Everything below `root` that the PFS must show as the mount does: by path its type, mode, owner, mtime and bytes (or target)."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for directory, directories, files in os.walk(root):
+        if Path(directory) == root and ".ckptfs" in directories:
+            directories.remove(".ckptfs")
+        for name in directories + files:
+            path = os.path.join(directory, name)
+            found[os.path.relpath(path, root)] = _described(path)
+    return found
+
+
+def _described(path: str) -> tuple[Any, ...]:
+    status = os.lstat(path)
+    kind = stat.S_IFMT(status.st_mode)
+    common = (oct(status.st_mode), status.st_uid, status.st_gid)
+    if kind == stat.S_IFLNK:
+        return (*common, os.readlink(path))
+    if kind == stat.S_IFREG:
+        with open(path, "rb") as file:
+            return (*common, status.st_size, status.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest()[:16])
+    return common
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Where two trees differ, a line each; empty when they are the same."""
+    left, right = tree(one), tree(other)
+    paths = sorted(left.keys() | right.keys())
+    return [f"{path}: {left.get(path)} | {right.get(path)}" for path in paths if left.get(path) != right.get(path)]
