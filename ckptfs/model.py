@@ -71,6 +71,8 @@ class Inode:
     generation: int
     parent: int
     complete: bool
+    blocks: int | None = None
+    """Files: 512-byte units allocated (st_blocks); None: as many as the size needs."""
 
     @property
     def is_directory(self) -> bool:
@@ -118,14 +120,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """An open file as the kernel knows it; survives the mount process. `backing` is the kernel's backing id, 0 for none; `caller` a uid."""
+    """An open file as the kernel knows it; survives the mount process. `backing` is the kernel's backing id, 0 for none."""
 
     id: int
     inode: int
     content: int | None
     writer: bool
     backing: int
-    caller: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class Seen:
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
+    blocks: int
     target: bytes | None = None
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
 

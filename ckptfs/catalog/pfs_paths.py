@@ -29,6 +29,11 @@ def path_on_pfs(db: Database, inode: int) -> tuple[bytes, ...] | None:
     return tuple(reversed(names))
 
 
+def parent_on_pfs(db: Database, inode: int) -> int:
+    """The directory that holds `inode` on the PFS; the root where it shows no such thing."""
+    return int(db.value("SELECT parent FROM pfs_entry WHERE inode = ? LIMIT 1", inode) or ROOT)
+
+
 def identity(db: Database, inode: int) -> int | None:
     """st_ino of a directory on the PFS as it was last seen; None when it was not seen yet."""
     found: Any = db.value("SELECT seen_ino FROM pfs_entry WHERE inode = ? LIMIT 1", inode)

@@ -20,6 +20,9 @@ from enum import Enum, auto
 from ckptfs.catalog.database import Database
 from ckptfs.model import ROOT, Seen
 
+_ADOPTED = -1
+"""`visited_ns` of a directory of ours that turned out to be on the PFS too: the kernel may know absent names in it."""
+
 
 class Verdict(Enum):
     """What a visit does about one name."""
@@ -76,23 +79,25 @@ class Pending:
 # --- the frame of a visit --------------------------------------------------------------------------------------------
 
 
-def prepare(db: Database, pfs: str, root: Seen) -> None:
-    """Before anything else when a mover starts with a PFS known as `pfs`: forget visits that died. With a PFS that this catalog
-    meets for the first time, the mount's root takes its attributes and awaits its import.
+def prepare(db: Database, pfs: str) -> None:
+    """Before anything else when a mover starts with a PFS known as `pfs`: forget visits that died. With a PFS that this catalog meets
+    for the first time, the mount's root awaits its import. Asks nothing of the PFS.
     """
     with db.change():
         db.run("DELETE FROM visiting")
         db.run("DELETE FROM touched")
-        if db.value("SELECT value FROM meta WHERE key = 'pfs_root'") == pfs:
-            return
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs_root', ?)", pfs)
-        now = time.time_ns()
-        db.run(
-            "INSERT OR IGNORE INTO inode (id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, birth_ns) VALUES (1,?,?,?,2,?,?,?,?)",
-            root.mode, root.uid, root.gid, now, now, now, now,
-        )  # fmt: skip
-        unvisited = "UPDATE inode SET mode = ?, uid = ?, gid = ?, complete = 0, visited_ns = 0 WHERE id = ?"
-        db.run(unvisited, root.mode, root.uid, root.gid, ROOT)
+        if db.value("SELECT value FROM meta WHERE key = 'pfs_root'") != pfs:
+            db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs_root', ?)", pfs)
+            db.run("UPDATE inode SET complete = 0, visited_ns = 0 WHERE id = ?", ROOT)
+
+
+def root_attributes(db: Database, pending: Pending, seen: Seen) -> bool:
+    """At its first visit the mount's root takes the mode and owner of the PFS's root; whether it did."""
+    if pending.has(db, b"", ROOT) or db.row("SELECT complete, visited_ns FROM inode WHERE id = ?", ROOT) != (0, 0):
+        return False
+    values = (seen.mode, seen.uid, seen.gid, seen.mtime_ns, seen.ctime_ns, ROOT)
+    db.run("UPDATE inode SET mode = ?, uid = ?, gid = ?, mtime_ns = max(mtime_ns, ?), ctime_ns = max(ctime_ns, ?) WHERE id = ?", *values)
+    return True
 
 
 def begin(db: Database, directory: int) -> Pending:
@@ -123,9 +128,24 @@ def end(db: Database, directory: int, *, whole: bool) -> None:
             db.run("UPDATE inode SET complete = 1, visited_ns = ? WHERE id = ?", time.time_ns(), directory)
 
 
+def complete(db: Database, directory: int) -> bool:
+    """Whether the catalog knows all names of a directory, and so may say of a name that it is not there."""
+    return bool(db.value("SELECT complete FROM inode WHERE id = ?", directory))
+
+
+def cached(db: Database, directory: int) -> bool:
+    """Whether the mount's kernel may believe that a name is absent here."""
+    return db.row("SELECT 1 FROM inode WHERE id = ? AND (complete = 1 OR visited_ns = ?)", directory, _ADOPTED) is not None
+
+
+def is_directory(db: Database, inode: int | None) -> bool:
+    """Whether this inode is a directory."""
+    return stat.S_ISDIR(int(db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0))
+
+
 def due(db: Database, before_ns: int) -> tuple[int, int] | None:
     """(directory, when it was last visited) of the complete directory on the PFS that was compared longest ago, before `before_ns`."""
-    return db.row(  # type: ignore[return-value]
+    return db.row(
         "SELECT id, visited_ns FROM inode WHERE mode & 61440 = 16384 AND visited_ns < ? AND complete = 1 AND nlink > 0"
         " AND (id = 1 OR EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = inode.id)) ORDER BY visited_ns LIMIT 1",
         before_ns,
@@ -213,7 +233,7 @@ def apply(db: Database, pending: Pending, found: Seen) -> Verdict:
     inode = what.child
     assert inode is not None
     if judged is Verdict.ADOPT:
-        db.run("UPDATE inode SET complete = 0 WHERE id = ?", inode)
+        db.run("UPDATE inode SET complete = 0, visited_ns = ? WHERE id = ?", _ADOPTED, inode)
     elif judged is Verdict.REPLACED:
         if stat.S_ISDIR(what.mode) or not settled(db, inode):
             return judged if stat.S_ISDIR(what.mode) else Verdict.LEAVE
@@ -244,10 +264,10 @@ def _new(db: Database, directory: int, found: Seen) -> None:
 def _insert(db: Database, directory: int, found: Seen) -> int:
     links, home = (2, directory) if found.is_directory else (1, 0)
     inode = db.insert(
-        "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
-        " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        found.mode, found.uid, found.gid, found.rdev, links, 0 if found.is_directory else found.size, found.atime_ns, found.mtime_ns,
-        found.ctime_ns, found.ctime_ns, found.target, home, not found.is_directory,
+        "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, blocks, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
+        " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        found.mode, found.uid, found.gid, found.rdev, links, 0 if found.is_directory else found.size, found.blocks if found.is_file else None,
+        found.atime_ns, found.mtime_ns, found.ctime_ns, found.ctime_ns, found.target, home, not found.is_directory,
     )  # fmt: skip
     for name, value in found.xattrs:
         db.run("INSERT INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
@@ -291,8 +311,8 @@ def _changed(db: Database, inode: int, found: Seen) -> None:
     generation = 1 + int(db.value(newest, inode))
     db.run("UPDATE content SET state = 3 WHERE inode = ? AND state <> 3", inode)
     db.run(
-        "UPDATE inode SET content = NULL, generation = ?, size = ?, mtime_ns = ?, ctime_ns = ? WHERE id = ?",
-        generation, found.size, found.mtime_ns, found.ctime_ns, inode,
+        "UPDATE inode SET content = NULL, generation = ?, size = ?, blocks = ?, mtime_ns = ?, ctime_ns = ? WHERE id = ?",
+        generation, found.size, found.blocks, found.mtime_ns, found.ctime_ns, inode,
     )  # fmt: skip
     _publish(db, inode, generation, found)
 
@@ -334,6 +354,20 @@ def vanish(db: Database, pending: Pending, name: bytes) -> bool:
         _drop_name(db, pending.directory, name, what.inode)
     db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", pending.directory, name)
     return True
+
+
+def tree(db: Database, inode: int) -> list[tuple[int, list[bytes]]]:
+    """(directory, its names) of everything below `inode`, the deepest first; empty when it is no directory."""
+    found: list[tuple[int, list[bytes]]] = []
+    level = [inode] if is_directory(db, inode) else []
+    while level:
+        below: list[int] = []
+        for directory in level:
+            rows = db.rows("SELECT e.name, e.child, i.mode FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?", directory)
+            found.append((directory, [bytes(row[0]) for row in rows]))
+            below += [row[1] for row in rows if stat.S_ISDIR(row[2])]
+        level = below
+    return found[::-1]
 
 
 def _drop_name(db: Database, directory: int, name: bytes, inode: int) -> None:

@@ -1,0 +1,122 @@
+"""Owns how directories of the PFS are read: walked down by descriptors, never by joined paths, and listed name by name.
+
+Nothing is written here. Every call may hang as long as the PFS does.
+Hidden: `.ckptfs` in the root (our work area) and everything that begins with `.ckptfs.` (names under which write-back prepares files).
+If we die here: nothing was changed.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ckptfs import disk
+from ckptfs.errors import TierUnavailable
+from ckptfs.model import Seen
+
+disk.labels("visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readlink", "visit:xattrs")
+
+WORK_DIRECTORY = b".ckptfs"
+HIDDEN_PREFIX = b".ckptfs."
+OUR_XATTRS = "user.ckptfs."
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_XATTRS = {errno.EOPNOTSUPP, errno.ENODATA, errno.EPERM, errno.EACCES, errno.ENOENT}
+
+
+def open_root(pfs: Path, expected_uuid: str | None) -> int:
+    """A descriptor of the PFS's root. Raises TierUnavailable when it is not the directory that the catalog knows by `expected_uuid`:
+    the mountpoint of a filesystem that is not mounted looks like an empty one, and must not be taken for it.
+    """
+    fd = disk.open_file("visit:root", os.fsencode(pfs), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if expected_uuid is not None and _tier_id(fd) != expected_uuid:
+            raise TierUnavailable(
+                f"{pfs} is not the directory that this catalog belongs to: {WORK_DIRECTORY.decode()}/tier-id is missing or another one",
+                remedy=f"mount the filesystem that belongs at {pfs}",
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _tier_id(root_fd: int) -> str:
+    try:
+        fd = os.open(WORK_DIRECTORY + b"/tier-id", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    with os.fdopen(fd, "rb") as file:
+        return file.read(64).decode("ascii", "replace").strip()
+
+
+def walk(root_fd: int, names: tuple[bytes, ...]) -> int:
+    """A new descriptor of the directory `names` below `root_fd`. Symlinks are not followed. Raises OSError."""
+    fd = os.open(b".", _DIRECTORY, dir_fd=root_fd)
+    for name in names:
+        try:
+            below = disk.open_file("visit:walk", name, _DIRECTORY, dir_fd=fd)
+        finally:
+            os.close(fd)
+        fd = below
+    return fd
+
+
+def listing(directory_fd: int, *, root: bool) -> Iterator[Seen]:
+    """What the directory shows, in no order, without symlinks' targets and xattrs. A name that vanishes meanwhile is left out."""
+    with disk.act("visit:list", os.scandir, directory_fd) as entries:
+        for entry in entries:
+            name = os.fsencode(entry.name)
+            if name.startswith(HIDDEN_PREFIX) or (root and name == WORK_DIRECTORY):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                yield look(directory_fd, name)
+
+
+def look(directory_fd: int, name: bytes) -> Seen:
+    """lstat of one name. Raises OSError."""
+    found = disk.act("visit:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
+    return _seen(name, found)
+
+
+def look_at(fd: int, name: bytes = b"") -> Seen:
+    """fstat of an open file or directory."""
+    return _seen(name, os.fstat(fd))
+
+
+def _seen(name: bytes, found: os.stat_result) -> Seen:
+    return Seen(
+        name, found.st_mode, found.st_uid, found.st_gid, found.st_rdev, found.st_nlink, found.st_size, found.st_ino,
+        found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns, found.st_blocks,
+    )  # fmt: skip
+
+
+def absent(directory_fd: int, name: bytes) -> bool:
+    """Whether there is certainly no such name now."""
+    try:
+        look(directory_fd, name)
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def whole(directory_fd: int, seen: Seen) -> Seen:
+    """`seen` with its symlink's target and its xattrs of the namespace `user`. Raises FileNotFoundError when it is gone."""
+    path = b"/proc/self/fd/%d/%s" % (directory_fd, seen.name)
+    if stat.S_ISLNK(seen.mode):
+        return replace(seen, target=disk.act("visit:readlink", os.readlink, seen.name, dir_fd=directory_fd))
+    if not (seen.is_file or seen.is_directory):
+        return seen
+    try:
+        names = [name for name in disk.act("visit:xattrs", os.listxattr, path, follow_symlinks=False) if _user(name)]
+        return replace(seen, xattrs=tuple((os.fsencode(name), os.getxattr(path, name, follow_symlinks=False)) for name in names))
+    except OSError as failure:
+        if failure.errno in _NO_XATTRS:
+            return seen
+        raise
+
+
+def _user(name: str) -> bool:
+    return name.startswith("user.") and not name.startswith(OUR_XATTRS)

@@ -1,0 +1,55 @@
+"""Owns how a file on the PFS is found by its inode: walked down from the root by descriptors, and looked at before it is believed.
+
+If we die here: nothing was changed.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+from ckptfs import disk
+from ckptfs.catalog import fetching, pfs_paths, settling
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.fetching import OnPfs
+from ckptfs.errors import refused
+from ckptfs.model import Tier
+from ckptfs.tiers import pfs_listing
+
+disk.labels("pfs:open")
+
+
+def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of the file on the PFS that `inode` shows. May hang: call it in a worker thread.
+
+    Raises ESTALE when the PFS shows another file, or another state of it, than the catalog knows: ask for a visit of its directory.
+    """
+    known = fetching.look(db, inode)
+    if known is None or known.on_pfs is None:
+        raise refused(errno.ESTALE)
+    fd = open_named(db, pfs, inode, flags)
+    if not same(fd, known.on_pfs):
+        os.close(fd)
+        raise refused(errno.ESTALE, "the file on the PFS was changed by somebody else")
+    return fd
+
+
+def open_named(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of what the PFS shows now where `inode` was last known to be. Raises OSError and TierUnavailable."""
+    names = pfs_paths.path_on_pfs(db, inode)
+    if not names:
+        raise refused(errno.ENOENT, "the PFS shows no such file")
+    root_fd = pfs_listing.open_root(pfs, settling.tier_uuid(db, Tier.PFS))
+    try:
+        directory_fd = pfs_listing.walk(root_fd, names[:-1])
+    finally:
+        os.close(root_fd)
+    try:
+        return disk.open_file("pfs:open", names[-1], flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
+    finally:
+        os.close(directory_fd)
+
+
+def same(fd: int, known: OnPfs) -> bool:
+    """Whether an open file is in the state that the catalog knows."""
+    found = os.fstat(fd)
+    return (found.st_size, found.st_mtime_ns, found.st_ino) == (known.size, known.mtime_ns, known.pfs_inode)
