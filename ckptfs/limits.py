@@ -24,7 +24,12 @@ READ_AHEAD_KIB = 1024
 ENTRY_TIMEOUT_S = 300.0
 ATTRIBUTE_TIMEOUT_S = 300.0
 NEGATIVE_TIMEOUT_S = 300.0
-READDIR_BATCH = 256
+# What lost its last name is deleted so long after the kernel forgot it (several at once), and looked for so often.
+ORPHANS_GATHER_S = 0.005
+ORPHANS_INTERVAL_S = 120.0
+# statfs waits so long for a PFS that may hang, then says what it said last.
+STATFS_WAIT_S = 1.0
+STATFS_UNIT_BYTES = 4 * KIB
 # Answers kept for requests that the kernel may send again; a power of two, addressed by the request's number.
 ANSWERS_KEPT = 4096
 
@@ -70,7 +75,7 @@ RAM_LOW_WATERMARK = 0.60
 RAM_HEADROOM_BYTES_MIN = 64 * MIB
 MEMORY_RESERVE_RATIO = 0.10
 # With less free than this, writes into a tier pass through the mount process, which can move a file on when the tier is full.
-UNWATCHED_ROOM_BYTES_MIN = 768 * MIB
+UNWATCHED_ROOM_BYTES_MIN = 512 * MIB
 # How long a figure about a tier's room may be believed.
 ROOM_AGE_S = 0.02
 USED_AGE_S = 1.0

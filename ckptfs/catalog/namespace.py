@@ -65,7 +65,7 @@ def make(
     db: Database, parent: int, name: bytes, mode: int, *, uid: int, gid: int,
     rdev: int = 0, target: bytes | None = None, blind: bool = False,
 ) -> Inode:
-    """Make what `mode` says: file, directory, symlink (to `target`), fifo, socket, device (`rdev`). A setgid directory hands its group down."""
+    """Make what `mode` says: file, directory, symlink (to `target`), fifo, socket, device (`rdev`). Setgid directories hand their group down."""
     now = time.time_ns()
     parent_mode, parent_gid, complete, parent_links = _directory(db, parent, name)
     if not (complete or blind) and find(db, parent, name) is None:

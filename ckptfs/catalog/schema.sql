@@ -13,6 +13,7 @@ CREATE TABLE inode (
     rdev INTEGER NOT NULL DEFAULT 0,     -- devices: major and minor, as st_rdev; 0 for all others
     nlink INTEGER NOT NULL,              -- 0: unlinked, kept while the kernel still knows it
     size INTEGER NOT NULL DEFAULT 0,     -- as of the last release, truncate or import; an open file asks its backing file
+    blocks INTEGER,                      -- files: 512-byte units allocated, as of the last release; NULL: not known, taken for size / 512
     atime_ns INTEGER NOT NULL,           -- last read
     mtime_ns INTEGER NOT NULL,           -- last change of the bytes, or of a directory's entries
     ctime_ns INTEGER NOT NULL,           -- last change of anything
@@ -72,8 +73,7 @@ CREATE TABLE handle (
     inode INTEGER NOT NULL,              -- what is open
     content INTEGER,                     -- the content it reads or writes; NULL: none (an empty file that was never written)
     writer INTEGER NOT NULL,             -- 1: opened for writing
-    backing INTEGER NOT NULL DEFAULT 0,   -- the kernel's backing id, 0 on the buffered path
-    caller INTEGER NOT NULL DEFAULT 0     -- uid of whoever opened it: set-id bits fall when a stranger to CAP_FSETID writes
+    backing INTEGER NOT NULL DEFAULT 0    -- the kernel's backing id, 0 on the buffered path
 );
 CREATE INDEX handle_inode ON handle (inode);
 CREATE INDEX handle_content ON handle (content);

@@ -1,0 +1,76 @@
+"""Owns the handlers of attributes: getattr, setattr, readlink.
+
+The length of a file is changed by `resize` of the file operations; everything else is a row of the catalog.
+If we die here: see handler.py. A change of length that was not answered is made again.
+"""
+
+import errno
+import time
+from typing import TYPE_CHECKING
+
+from ckptfs.catalog import answers, attributes
+from ckptfs.catalog.database import Database
+from ckptfs.errors import refused
+from ckptfs.model import Inode
+from ckptfs_daemon import edge
+from ckptfs_daemon.edge import Request, answered
+from ckptfs_daemon.handler import Handler
+
+from pyfuse3 import EntryAttributes  # isort: skip
+
+if TYPE_CHECKING:
+    from pyfuse3 import RequestContext, SetattrFields
+
+
+class AttributeOperations(Handler):
+    """Handlers for what stat(2) shows."""
+
+    async def resize(self, inode: int, size: int, fh: int | None) -> None:
+        """Change a file's length; the file operations do it."""
+        raise NotImplementedError
+
+    @answered
+    async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
+        """The attributes of an inode."""
+        return self.reply(self.current(inode))
+
+    @answered
+    async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
+        """What a symlink points to."""
+        target = self.current(inode).target
+        if target is None:
+            raise refused(errno.EINVAL)
+        return target
+
+    @answered
+    async def setattr(
+        self, inode: int, attr: EntryAttributes, fields: "SetattrFields", fh: int | None, ctx: "RequestContext"
+    ) -> EntryAttributes:
+        """chmod, chown, truncate and utimens, also several at once."""
+        request = edge.request()
+        if self.told(request) is not None:
+            return self.reply(self.current(inode))
+        if fields.update_size:
+            await self.resize(inode, attr.st_size, fh)
+        return self.reply(await self._set(request, inode, attr, fields))
+
+    async def _set(self, request: Request, inode: int, attr: EntryAttributes, fields: "SetattrFields") -> Inode:
+        """The part of setattr that is the catalog's."""
+        atime_ns = attr.st_atime_ns if fields.update_atime else None
+        mtime_ns = attr.st_mtime_ns if fields.update_mtime else time.time_ns() if fields.update_size else None
+        owner = fields.update_uid or fields.update_gid
+        other = fields.update_mode or fields.update_size or fields.update_atime or fields.update_mtime or fields.update_ctime
+        # chown(-1, -1) arrives as a setattr of nothing, and drops set-id bits like any chown.
+        kill = request.kill_privileges or owner or not other
+
+        def act(db: Database, _: bool) -> Inode:
+            answers.keep(db, request.number)
+            return attributes.set_attributes(
+                db, inode, mode=attr.st_mode if fields.update_mode else None, uid=attr.st_uid if fields.update_uid else None,
+                gid=attr.st_gid if fields.update_gid else None, atime_ns=atime_ns, mtime_ns=mtime_ns,
+                ctime_ns=attr.st_ctime_ns if fields.update_ctime else None, kill_set_id=kill,
+            )
+
+        if atime_ns is not None or mtime_ns is not None:
+            self.context.open_files.set_times(inode, atime_ns, mtime_ns)
+        return await self.change(act)

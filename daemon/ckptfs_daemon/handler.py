@@ -1,0 +1,83 @@
+"""What the mixins of handlers share: a change of the catalog that waits for the PFS only where it must, and the attributes of a reply.
+
+Every handler follows the same order: note the request before the first await, commit the change together with its answer, then reply. A
+request that the kernel sends again after a crash gets the answer that its change was committed with.
+If we die here: before the commit nothing happened, after it the answer is in the catalog.
+"""
+
+import errno
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptfs import limits
+from ckptfs.catalog import answers, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.directories import Unvisited
+from ckptfs.errors import CkptfsError, refused
+from ckptfs.model import DataPath, Inode
+from ckptfs_daemon import bells, replies
+from ckptfs_daemon.edge import Request
+
+from pyfuse3 import EntryAttributes  # isort: skip
+
+if TYPE_CHECKING:
+    from ckptfs_daemon.context import Context
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+VISITS_MAX = 3
+"""How often one request asks for visits: a rename needs two directories, and a third that became the target meanwhile."""
+
+
+class Handler:
+    """The base of the mixins; `context` is what the mount process wired."""
+
+    context: "Context"
+
+    def reply(self, inode: Inode) -> EntryAttributes:
+        """The attributes of `inode` as they are now, an open file's from its backing file."""
+        gather = replies.GATHER_BYTES if self.context.data_path is DataPath.PASSTHROUGH else replies.BLOCK_BYTES
+        return replies.attributes(self.context.open_files.attributes(inode), gather)
+
+    def told(self, request: Request) -> bytes | None:
+        """The answer that this request got before a crash; None when it is new or was not answered."""
+        return answers.told(self.context.db, request.number) if request.again else None
+
+    async def change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
+        """Run `act(db, blind)` as one change; visit the directories that it finds unvisited, and try again.
+
+        `creates`: when a visit fails or takes too long, go on with what the catalog knows (`blind`): creating never fails because of
+        the PFS (P1). Otherwise the visit's error is raised.
+        """
+        db = self.context.db
+        blind = False
+        for _ in range(VISITS_MAX):
+            try:
+                with db.change():
+                    result = act(db, blind)
+                break
+            except Unvisited as missing:
+                blind = not await self.visited(missing.directory, must=blind or not creates)
+        else:
+            raise refused(errno.EAGAIN)
+        if db.journalled:
+            self.context.bell.ring(bells.WORK)
+        return result
+
+    async def visited(self, directory: int, *, must: bool = False) -> bool:
+        """Have a directory of the PFS imported. False when that cannot be done now; with `must` the error is raised."""
+        try:
+            await self.context.asking.ask("visit", directory, timeout_s=limits.VISIT_WAIT_S)
+        except (OSError, CkptfsError) as failure:
+            if must:
+                raise
+            log.debug("directory %d could not be visited: %s", directory, failure)
+            return False
+        return True
+
+    def current(self, inode: int) -> Inode:
+        """The row of an inode. Raises ENOENT."""
+        return namespace.get(self.context.db, inode)

@@ -1,0 +1,138 @@
+"""Owns the handlers of names: lookup, make, link, unlink, rename. Each is one change of the catalog and one reply.
+
+What loses its last name stays in the catalog as an orphan until the kernel forgets it: orphans.py.
+If we die here: see handler.py.
+"""
+
+import stat
+from typing import TYPE_CHECKING
+
+from ckptfs import limits
+from ckptfs.catalog import answers, namespace, renaming
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.directories import Unvisited
+from ckptfs.errors import CkptfsError
+from ckptfs.model import Inode
+from ckptfs_daemon import edge, intent, replies
+from ckptfs_daemon.attribute_operations import AttributeOperations
+from ckptfs_daemon.directory_operations import DirectoryOperations
+from ckptfs_daemon.edge import Request, answered
+from ckptfs_daemon.orphans import OrphanOperations
+from ckptfs_daemon.xattr_operations import XattrOperations
+
+from pyfuse3 import EntryAttributes  # isort: skip
+
+if TYPE_CHECKING:
+    from pyfuse3 import RequestContext
+
+NAMED = 8
+"""Bytes of the kept answer to a request that made a name: the inode's id."""
+
+
+class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations, XattrOperations):
+    """Everything about the namespace; files' bytes are elsewhere."""
+
+    @answered
+    async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
+        """What a name leads to; a reply without an inode where there is none, which the kernel remembers too."""
+        try:
+            return self.reply(namespace.lookup(self.context.db, parent_inode, name))
+        except FileNotFoundError:
+            return replies.nothing(limits.NEGATIVE_TIMEOUT_S)
+        except Unvisited as missing:
+            directory = missing.directory
+        try:
+            await self.visited(directory, must=True)
+            return self.reply(namespace.lookup(self.context.db, parent_inode, name))
+        except FileNotFoundError:
+            return replies.nothing(limits.NEGATIVE_TIMEOUT_S)
+        except (OSError, CkptfsError):
+            if not intent.creates(ctx.pid):
+                raise
+            return replies.nothing(0)
+
+    @answered
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> EntryAttributes:
+        """Make a directory."""
+        return await self._make(edge.request(), parent_inode, name, stat.S_IFDIR | (stat.S_IMODE(mode) & ~ctx.umask), ctx)
+
+    @answered
+    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: "RequestContext") -> EntryAttributes:
+        """Make a file, fifo, socket or device."""
+        kind = stat.S_IFMT(mode) or stat.S_IFREG
+        return await self._make(edge.request(), parent_inode, name, kind | (stat.S_IMODE(mode) & ~ctx.umask), ctx, rdev=rdev)
+
+    @answered
+    async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: "RequestContext") -> EntryAttributes:
+        """Make a symlink."""
+        return await self._make(edge.request(), parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
+
+    async def _make(
+        self, request: Request, parent: int, name: bytes, mode: int, ctx: "RequestContext", *, rdev: int = 0, target: bytes | None = None
+    ) -> EntryAttributes:
+        told = self.told(request)
+        if told is not None:
+            return self.reply(self.current(int.from_bytes(told, "little")))
+
+        def act(db: Database, blind: bool) -> Inode:
+            inode = namespace.make(db, parent, name, mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target, blind=blind)
+            answers.keep(db, request.number, inode.id.to_bytes(NAMED, "little"))
+            return inode
+
+        return self.reply(await self.change(act, creates=True))
+
+    @answered
+    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: "RequestContext") -> EntryAttributes:
+        """Give a file another name."""
+        request = edge.request()
+        if self.told(request) is not None:
+            return self.reply(self.current(inode))
+
+        def act(db: Database, blind: bool) -> Inode:
+            answers.keep(db, request.number)
+            return namespace.link(db, inode, new_parent_inode, new_name, blind=blind)
+
+        return self.reply(await self.change(act, creates=True))
+
+    @answered
+    async def unlink(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
+        """Take away a name of something that is no directory."""
+        request = edge.request()
+        if self.told(request) is not None:
+            return
+
+        def act(db: Database, _: bool) -> Inode:
+            answers.keep(db, request.number)
+            return namespace.unlink(db, parent_inode, name)
+
+        self.unnamed(await self.change(act))
+
+    @answered
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
+        """Take away an empty directory."""
+        request = edge.request()
+        if self.told(request) is not None:
+            return
+
+        def act(db: Database, _: bool) -> Inode:
+            answers.keep(db, request.number)
+            return namespace.rmdir(db, parent_inode, name)
+
+        self.unnamed(await self.change(act))
+
+    @answered
+    async def rename(
+        self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int, ctx: "RequestContext"
+    ) -> None:
+        """Rename, replace or exchange."""
+        request = edge.request()
+        if self.told(request) is not None:
+            return
+
+        def act(db: Database, blind: bool) -> Inode | None:
+            answers.keep(db, request.number)
+            return renaming.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, blind=blind)
+
+        replaced = await self.change(act, creates=True)
+        if replaced is not None:
+            self.unnamed(replaced)

@@ -1,0 +1,97 @@
+"""Owns what has no name left while the kernel may still know it: an open file, somebody's working directory, an O_PATH descriptor.
+
+The kernel says FORGET when it does; then the row and the contents go, in batches, a moment later. Before that the kernel itself is asked
+(an invalidation of an inode that it does not know fails with ENOENT), because a FORGET may be older than a lookup, and because one that a
+dead mount process had read is not sent again: whatever is left over is looked at every `limits.ORPHANS_INTERVAL_S`.
+If we die here: the rows with nlink 0 are found again by the next mount process.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import namespace
+from ckptfs.model import Inode, Tier
+from ckptfs_daemon.handler import Handler
+
+import pyfuse3  # isort: skip
+
+log = logging.getLogger(__name__)
+
+
+def kernel_knows(inode: int) -> bool:
+    """Whether the kernel has this inode in memory. Not to be called inside a handler."""
+    try:
+        pyfuse3.invalidate_inode(pyfuse3.InodeT(inode), attr_only=True)
+    except FileNotFoundError:
+        return False
+    except OSError as failure:
+        log.debug("cannot ask the kernel about inode %d: %s", inode, failure)
+    return True
+
+
+class OrphanOperations(Handler):
+    """Handler of FORGET, and the task that deletes."""
+
+    def __init__(self) -> None:
+        self._orphans: set[int] = set()
+        self._forgotten: set[int] = set()
+        self._wake = trio.Event()
+
+    def unnamed(self, inode: Inode) -> None:
+        """A name of `inode` was taken away; remember it when that was the last one."""
+        if inode.nlink == 0:
+            self._orphans.add(inode.id)
+
+    async def forget(self, inode_list: Iterable[tuple[int, int]]) -> None:
+        """The kernel dropped these inodes. Never raises."""
+        forgotten = self._orphans.intersection(inode for inode, _ in inode_list)
+        if forgotten:
+            self._forgotten |= forgotten
+            self._wake.set()
+
+    async def reap_forgotten(self, knows: Callable[[int], bool] = kernel_knows) -> None:
+        """The task: delete what the kernel forgot, soon after it did; and look at everything without a name from time to time."""
+        while True:
+            self._orphans = await self._reaped(namespace.orphans(self.context.db), knows)
+            with trio.move_on_after(limits.ORPHANS_INTERVAL_S):
+                while True:
+                    await self._wake.wait()
+                    await trio.sleep(limits.ORPHANS_GATHER_S)
+                    self._wake = trio.Event()
+                    forgotten, self._forgotten = self._forgotten, set()
+                    self._orphans |= await self._reaped(forgotten, knows)
+
+    async def _reaped(self, candidates: set[int], knows: Callable[[int], bool]) -> set[int]:
+        """Delete those of `candidates` that the kernel does not know; the others."""
+        if not candidates:
+            return set()
+        known = await trio.to_thread.run_sync(lambda: {inode for inode in candidates if knows(inode)})
+        kept = set(known)
+        waiting = sorted(candidates - known)
+        for start in range(0, len(waiting), limits.CHANGE_ROWS_MAX):
+            kept |= self._reap(waiting[start : start + limits.CHANGE_ROWS_MAX])
+            await trio.lowlevel.checkpoint()
+        return kept
+
+    def _reap(self, inodes: list[int]) -> set[int]:
+        """Delete these inodes in one change, and their bytes in RAM at once; those that are still in use."""
+        kept: set[int] = set()
+        doomed: list[int] = []
+        with self.context.db.change() as db:
+            for inode in inodes:
+                contents = namespace.reap(db, inode)
+                if contents is None:
+                    kept.add(inode)
+                else:
+                    doomed += contents
+        self._orphans.difference_update(inodes)
+        for content in doomed:
+            with contextlib.suppress(OSError):
+                self.context.places[Tier.RAM].remove(content)
+        if doomed:
+            self.context.bell.ring(b".")
+        return kept

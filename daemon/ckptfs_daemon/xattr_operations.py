@@ -1,0 +1,91 @@
+"""Owns the handlers of extended attributes: what programs set, and what ckptfs says of a file under `user.ckptfs.`.
+
+`user.*` and `trusted.*` are stored; the kernel has checked who may. There are no ACLs, no file capabilities and no security labels here,
+as on a filesystem without support for them: a capability must fall at a write, and on the passthrough path we see no writes.
+The virtual ones are not listed, so that programs that copy all attributes do not try to set them.
+If we die here: see handler.py.
+"""
+
+import errno
+from typing import TYPE_CHECKING
+
+from ckptfs.catalog import answers, attributes, report
+from ckptfs.catalog.database import Database
+from ckptfs.errors import refused
+from ckptfs_daemon import edge
+from ckptfs_daemon.edge import answered
+from ckptfs_daemon.handler import Handler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pyfuse3 import RequestContext
+
+STORED = (b"user.", b"trusted.")
+OURS = b"user.ckptfs."
+
+
+class XattrOperations(Handler):
+    """Handlers for extended attributes."""
+
+    @answered
+    async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
+        """The value of an attribute."""
+        request = edge.request()
+        if self.told(request) is not None:
+            # pyfuse3 asks for the value before it creates: this one was created by us for this very request.
+            raise refused(errno.ENODATA)
+        if name.startswith(OURS):
+            return self._virtual(inode, name.removeprefix(OURS))
+        if name.startswith(STORED):
+            return attributes.get_xattr(self.context.db, inode, name)
+        raise refused(errno.ENODATA if name.startswith(b"security.") else errno.EOPNOTSUPP)
+
+    def _virtual(self, inode: int, name: bytes) -> bytes:
+        """What ckptfs says of a regular file."""
+        db = self.context.db
+        if not self.current(inode).is_file:
+            raise refused(errno.ENODATA)
+        if name == b"level":
+            return report.level(db, inode).value.encode()
+        if name == b"digest" and (digest := report.digest(db, inode)) is not None:
+            return digest.hex().encode()
+        if name == b"copies":
+            return " ".join(f"{tier}:{state}" for tier, state, _ in report.places(db, inode, report.record(db, inode))).encode()
+        raise refused(errno.ENODATA)
+
+    @answered
+    async def listxattr(self, inode: int, ctx: "RequestContext") -> "Sequence[bytes]":
+        """The names of the attributes; trusted ones only for root."""
+        names = attributes.list_xattrs(self.context.db, inode)
+        return names if ctx.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
+
+    @answered
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: "RequestContext") -> None:
+        """Set an attribute. pyfuse3 has checked XATTR_CREATE and XATTR_REPLACE by asking for the value first."""
+        self._demand_settable(name)
+        await self._change(inode, lambda db: attributes.set_xattr(db, inode, name, value))
+
+    @answered
+    async def removexattr(self, inode: int, name: bytes, ctx: "RequestContext") -> None:
+        """Remove an attribute."""
+        self._demand_settable(name)
+        await self._change(inode, lambda db: attributes.remove_xattr(db, inode, name))
+
+    async def _change(self, inode: int, what: "Callable[[Database], None]") -> None:
+        request = edge.request()
+        if self.told(request) is not None:
+            return
+
+        def act(db: Database, _: bool) -> None:
+            self.current(inode)
+            answers.keep(db, request.number)
+            what(db)
+
+        await self.change(act)
+
+    def _demand_settable(self, name: bytes) -> None:
+        if name.startswith(OURS):
+            raise refused(errno.EPERM)
+        if not name.startswith(STORED):
+            raise refused(errno.EOPNOTSUPP)
