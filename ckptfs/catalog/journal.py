@@ -4,11 +4,31 @@ Ops: 'make' (a directory, symlink, fifo, socket or device under parent/name; a r
 first content), 'link' (another name), 'unlink', 'rmdir', 'rename' (parent/name to new_parent/new_name, whatever was there is
 replaced), 'exchange', 'attributes' (mode, owner, times, xattrs of an inode, as they are when it is applied), 'content' (a content was
 closed), 'synced' (an open file was fsynced).
+Write-back takes rows from the head, and deletes them in the transaction that records what the PFS shows then.
+If we die here: a change and its row are there together, or neither is.
 """
 
 import time
+from dataclasses import dataclass
 
 from ckptfs.catalog.database import Database
+
+_COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One change. `mode` is the inode's st_mode when it happened, 0 if it was gone even then."""
+
+    seq: int
+    op: str
+    inode: int
+    parent: int = 0
+    name: bytes | None = None
+    new_parent: int = 0
+    new_name: bytes | None = None
+    content: int | None = None
+    mode: int = 0
 
 
 def append(
@@ -19,6 +39,27 @@ def append(
     if not db.journalled:
         return
     db.run(
-        "INSERT INTO journal (op, inode, parent, name, new_parent, new_name, content, at_ns) VALUES (?,?,?,?,?,?,?,?)",
+        "INSERT INTO journal (op, inode, parent, name, new_parent, new_name, content, at_ns, mode)"
+        " VALUES (?1,?2,?3,?4,?5,?6,?7,?8, coalesce((SELECT mode FROM inode WHERE id = ?2), 0))",
         op, inode, parent, name, new_parent, new_name, content, time.time_ns(),
-    )
+    )  # fmt: skip
+
+
+def head(db: Database, at_most: int) -> list[Row]:
+    """The oldest rows, in order."""
+    return [Row(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal ORDER BY seq LIMIT ?", at_most)]
+
+
+def repeated(db: Database, row: Row) -> bool:
+    """Whether a later row says the same or more: the same content closed or fsynced again, the same inode's attributes."""
+    if row.op == "attributes":
+        later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op = 'attributes' LIMIT 1"
+        return db.value(later, row.inode, row.seq) is not None
+    ops = "('content')" if row.op == "content" else "('content', 'synced')"
+    later = f"SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN {ops} AND content = ? LIMIT 1"
+    return db.value(later, row.inode, row.seq, row.content) is not None
+
+
+def applied(db: Database, up_to: int) -> None:
+    """The PFS was told everything up to this row. Joins the caller's transaction."""
+    db.run("DELETE FROM journal WHERE seq <= ?", up_to)

@@ -91,6 +91,7 @@ CREATE TABLE journal (
     new_parent INTEGER NOT NULL DEFAULT 0, -- rename: directory of `new_name`
     new_name BLOB,                       -- rename: the new name
     content INTEGER,                     -- op 'content': which content; op 'synced': which content was fsynced while open
+    mode INTEGER NOT NULL DEFAULT 0,     -- the inode's st_mode then: its row may be gone when this is applied
     at_ns INTEGER NOT NULL               -- when it happened; the lag is counted from it
 );
 CREATE INDEX journal_inode ON journal (inode);
@@ -107,6 +108,26 @@ CREATE TABLE pfs_entry (
     PRIMARY KEY (parent, name)
 ) WITHOUT ROWID;
 CREATE INDEX pfs_entry_inode ON pfs_entry (inode);
+
+-- Names of files that the PFS does not show yet, as far as the journal was applied: they appear under them with their first content.
+-- What `pfs_entry` has under such a name is older and stays until then.
+CREATE TABLE pfs_pending (
+    parent INTEGER NOT NULL,             -- the directory, an inode of ours
+    name BLOB NOT NULL,                  -- the name in it
+    inode INTEGER NOT NULL,              -- what will appear
+    PRIMARY KEY (parent, name)
+) WITHOUT ROWID;
+CREATE INDEX pfs_pending_inode ON pfs_pending (inode);
+
+-- The one batch of changes that write-back has in hand: written before the PFS is touched, finished or taken back after a crash.
+CREATE TABLE pfs_batch (
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    ready INTEGER NOT NULL,              -- 0: temporary files are being made, to be taken back; 1: what it says is being done, to be finished
+    body TEXT NOT NULL                   -- JSON, see catalog/pfs_batch.py
+);
+
+-- Directories whose names write-back has changed since it last set their times on the PFS.
+CREATE TABLE pfs_times (directory INTEGER PRIMARY KEY);
 
 -- Directories whose listing on the PFS is being compared, and the names in them that write-back changed meanwhile: a listing is
 -- older than the transactions that use it, and must not be believed about these names.

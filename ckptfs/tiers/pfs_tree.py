@@ -1,0 +1,130 @@
+"""Owns how write-back reaches names on the PFS: directories by descriptors walked down from the root, never by joined paths.
+
+Symlinks are never followed. Descriptors of directories are kept for a short while; whoever moves a directory calls `forget`. A directory
+that root may not search is searched as its owner.
+If we die here: the kernel closes the descriptors.
+"""
+
+import ctypes
+import errno
+import os
+import time
+from pathlib import Path
+
+from ckptfs import disk
+from ckptfs.errors import refused
+from ckptfs.tiers import acting, pfs_listing
+
+disk.labels("pfs:walk", "pfs:exchange")
+
+KEPT = 128
+KEPT_S = 1.0
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Names = tuple[bytes, ...]
+"""The names from the root down to a directory."""
+
+
+class NotThere(FileNotFoundError):
+    """A directory on the way is not there, or is none: `names` leads to the first such."""
+
+    def __init__(self, names: Names) -> None:
+        super().__init__(errno.ENOENT, os.strerror(errno.ENOENT), os.fsdecode(b"/".join(names)))
+        self.names = names
+
+
+class PfsTree:
+    """The PFS below one directory. Belongs to one thread at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._root_fd = -1
+        self._kept: dict[Names, tuple[int, float]] = {}
+
+    def check(self, expected_uuid: str | None) -> None:
+        """Open the root anew; call it before each batch. Raises TierUnavailable when it is not the directory that the catalog knows."""
+        fd = pfs_listing.open_root(self.root, expected_uuid)
+        if self._root_fd >= 0 and not os.path.sameopenfile(fd, self._root_fd):
+            self.forget()
+        old, self._root_fd = self._root_fd, fd
+        if old >= 0:
+            os.close(old)
+
+    def directory(self, names: Names) -> int:
+        """A descriptor of a directory, which stays ours: use it at once. Raises NotThere."""
+        if not names:
+            return self._root_fd
+        kept = self._kept.get(names)
+        if kept is not None and time.monotonic() - kept[1] < KEPT_S:
+            return kept[0]
+        fd = self._open(self.directory(names[:-1]), names)
+        self._keep(names, fd)
+        return fd
+
+    def _open(self, above: int, names: Names) -> int:
+        def owners() -> list[acting.Owner]:
+            found = os.stat(names[-1], dir_fd=above, follow_symlinks=False)
+            return [(found.st_uid, found.st_gid)]
+
+        try:
+            return acting.attempt(lambda: disk.open_file("pfs:walk", names[-1], _DIRECTORY, dir_fd=above), owners)
+        except OSError as failure:
+            if failure.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+                raise NotThere(names) from failure
+            raise
+
+    def _keep(self, names: Names, fd: int) -> None:
+        old = self._kept.pop(names, None)
+        if old is not None:
+            os.close(old[0])
+        while len(self._kept) >= KEPT:
+            os.close(self._kept.pop(next(iter(self._kept)))[0])
+        self._kept[names] = (fd, time.monotonic())
+
+    def forget(self) -> None:
+        """A directory was moved, or may have been: walk anew."""
+        for fd, _ in self._kept.values():
+            os.close(fd)
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        self.forget()
+        if self._root_fd >= 0:
+            os.close(self._root_fd)
+            self._root_fd = -1
+
+
+def look(directory: int, name: bytes) -> os.stat_result | None:
+    """lstat; None when there is no such name."""
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
+    """renameat2(RENAME_EXCHANGE). Raises EINVAL or ENOSYS where the filesystem cannot."""
+    disk.act("pfs:exchange", _rename2, directory, name, new_directory, new_name, _EXCHANGE)
+
+
+def _rename2(directory: int, name: bytes, new_directory: int, new_name: bytes, flags: int) -> None:
+    try:
+        call = _libc.renameat2
+    except AttributeError as failure:
+        raise refused(errno.ENOSYS) from failure
+    if call(directory, name, new_directory, new_name, ctypes.c_uint(flags)) != 0:
+        raise refused(ctypes.get_errno())
+
+
+def sync_all(fd: int) -> None:
+    """syncfs(2): everything that was written to this filesystem is there to stay."""
+    if _libc.syncfs(fd) != 0:
+        raise refused(ctypes.get_errno())
+
+
+def start_writing(fd: int) -> None:
+    """Let the kernel begin to write what is dirty in this file; a hint."""
+    _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(2))
