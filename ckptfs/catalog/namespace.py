@@ -65,7 +65,7 @@ def make(
     db: Database, parent: int, name: bytes, mode: int, *, uid: int, gid: int,
     rdev: int = 0, target: bytes | None = None, blind: bool = False,
 ) -> Inode:
-    """Make what `mode` says: file, directory, symlink (to `target`), fifo, socket, device (`rdev`). Setgid directories hand their group down."""
+    """Make what `mode` says: file, directory, symlink (to `target`), fifo, socket, device. Setgid directories hand their group down."""
     now = time.time_ns()
     parent_mode, parent_gid, complete, parent_links = _directory(db, parent, name)
     if not (complete or blind) and find(db, parent, name) is None:
@@ -89,10 +89,10 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, blind: bool = Fa
     now = time.time_ns()
     row = get(db, inode)
     _, _, complete, parent_links = _directory(db, parent, name)
-    if row.is_directory:
-        raise refused(errno.EPERM)
     if find(db, parent, name) is not None:
         raise refused(errno.EEXIST)
+    if row.is_directory:
+        raise refused(errno.EPERM)
     if not (complete or blind):
         raise Unvisited(parent)
     if row.nlink == 0 or parent_links == 0:

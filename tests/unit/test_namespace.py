@@ -1,0 +1,274 @@
+"""The namespace in the catalog: the errnos of ext4, link counts, times, rename in all its forms (F4), the journal beside (P6)."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptfs import limits
+from ckptfs.catalog import answers, attributes, database, directories, namespace, renaming
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.directories import Unvisited
+from ckptfs.model import ROOT, Inode
+
+FILE = stat.S_IFREG | 0o644
+DIRECTORY = stat.S_IFDIR | 0o755
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[Database]:
+    database.create(tmp_path / "catalog.db")
+    db = Database(tmp_path / "catalog.db", journalled=True)
+    yield db
+    db.close()
+
+
+def make(db: Database, parent: int, name: bytes, mode: int = FILE, **more: object) -> Inode:
+    with db.change():
+        return namespace.make(db, parent, name, mode, uid=1000, gid=1000, **more)  # type: ignore[arg-type]
+
+
+def code(call: object, *values: object, **named: object) -> int:
+    """The errno with which `call` refuses."""
+    with pytest.raises(OSError) as refusal:
+        call(*values, **named)  # type: ignore[operator]
+    assert refusal.value.errno is not None
+    return refusal.value.errno
+
+
+def ops(db: Database) -> list[str]:
+    return [row[0] for row in db.rows("SELECT op FROM journal ORDER BY seq")]
+
+
+def names(db: Database, directory: int) -> list[bytes]:
+    return [entry.name for entry, _ in directories.read(db, directory)]
+
+
+def test_what_was_made_is_found_with_all_it_was_made_with(db: Database) -> None:
+    made = make(db, ROOT, b"device", stat.S_IFBLK | 0o600, rdev=os.makedev(8, 1))
+    assert namespace.lookup(db, ROOT, b"device") == made == namespace.get(db, made.id)
+    assert (made.uid, made.gid, made.nlink, made.rdev) == (1000, 1000, 1, os.makedev(8, 1))
+
+
+def test_a_symlink_has_its_targets_length(db: Database) -> None:
+    made = make(db, ROOT, b"link", stat.S_IFLNK | 0o777, target=b"x" * limits.SYMLINK_BYTES_MAX)
+    assert (made.size, namespace.get(db, made.id).target) == (4095, b"x" * 4095)
+
+
+def test_errnos_of_make(db: Database) -> None:
+    file = make(db, ROOT, b"file")
+    gone = make(db, ROOT, b"gone", DIRECTORY)
+    with db.change():
+        namespace.rmdir(db, ROOT, b"gone")
+    assert code(make, db, ROOT, b"file") == errno.EEXIST
+    assert code(make, db, file.id, b"x") == errno.ENOTDIR
+    assert code(make, db, gone.id, b"x") == errno.ENOENT
+    assert code(make, db, 4711, b"x") == errno.ENOENT
+    assert code(make, db, ROOT, b"n" * 256) == errno.ENAMETOOLONG
+    assert code(namespace.lookup, db, ROOT, b"n" * 256) == errno.ENAMETOOLONG
+    assert make(db, ROOT, b"n" * 255).nlink == 1
+
+
+def test_a_refused_change_leaves_nothing_behind(db: Database) -> None:
+    make(db, ROOT, b"file")
+    before = db.rows("SELECT count(*) FROM inode"), ops(db), namespace.get(db, ROOT)
+    assert code(make, db, ROOT, b"file") == errno.EEXIST
+    assert (db.rows("SELECT count(*) FROM inode"), ops(db), namespace.get(db, ROOT)) == before
+
+
+def test_a_setgid_directory_hands_its_group_down_and_directories_the_bit_too(db: Database) -> None:
+    top = make(db, ROOT, b"top", DIRECTORY | stat.S_ISGID)
+    with db.change():
+        attributes.set_attributes(db, top.id, gid=77)
+    file, sub = make(db, top.id, b"file"), make(db, top.id, b"sub", DIRECTORY)
+    assert (file.gid, bool(file.mode & stat.S_ISGID)) == (77, False)
+    assert (sub.gid, bool(sub.mode & stat.S_ISGID)) == (77, True)
+
+
+def test_links_are_counted_up_to_the_limit(db: Database) -> None:
+    file = make(db, ROOT, b"file")
+    with db.change():
+        assert namespace.link(db, file.id, ROOT, b"other").nlink == 2
+        assert namespace.unlink(db, ROOT, b"file").nlink == 1
+        assert namespace.unlink(db, ROOT, b"other").nlink == 0
+    assert namespace.orphans(db) == {file.id}
+    assert ops(db) == ["make", "link", "unlink", "unlink"]
+    full = make(db, ROOT, b"full")
+    db.run("UPDATE inode SET nlink=? WHERE id=?", limits.LINKS_MAX, full.id)
+    assert code(namespace.link, db, full.id, ROOT, b"more") == errno.EMLINK
+    assert code(namespace.link, db, ROOT, ROOT, b"more") == errno.EPERM
+    assert code(namespace.link, db, file.id, ROOT, b"more") == errno.ENOENT
+
+
+def test_reap_deletes_what_nobody_holds_and_nothing_else(db: Database) -> None:
+    file = make(db, ROOT, b"file")
+    with db.change():
+        content = db.insert("INSERT INTO content (inode, generation, state) VALUES (?, 1, 2)", file.id)
+        attributes.set_xattr(db, file.id, b"user.x", b"1")
+        assert namespace.reap(db, file.id) is None, "it has a name"
+        namespace.unlink(db, ROOT, b"file")
+        handle = db.insert("INSERT INTO handle (inode, content, writer) VALUES (?, ?, 0)", file.id, content)
+        assert namespace.reap(db, file.id) is None, "it is open"
+        db.run("DELETE FROM handle WHERE id=?", handle)
+        assert namespace.reap(db, file.id) == [content]
+    assert code(namespace.get, db, file.id) == errno.ENOENT
+    assert db.value("SELECT state FROM content WHERE id=?", content) == 3
+    assert attributes.list_xattrs(db, file.id) == []
+
+
+# --- rename ----------------------------------------------------------------------------------------------------------
+
+
+def test_rename_keeps_every_name_that_stays_at_its_place_in_readdir(db: Database) -> None:
+    for name in (b"a", b"b", b"c"):
+        make(db, ROOT, name)
+    with db.change():
+        replaced = renaming.rename(db, ROOT, b"c", ROOT, b"a")
+        assert replaced is not None and replaced.nlink == 0
+        assert names(db, ROOT) == [b"a", b"b"], "the replaced name keeps its cookie"
+        renaming.rename(db, ROOT, b"a", ROOT, b"z")
+        assert names(db, ROOT) == [b"z", b"b"], "a name that changes takes its cookie along"
+
+
+def test_exchange_swaps_and_keeps_count_of_subdirectories(db: Database) -> None:
+    one, two = make(db, ROOT, b"one", DIRECTORY), make(db, ROOT, b"two", DIRECTORY)
+    sub, file = make(db, one.id, b"x", DIRECTORY), make(db, two.id, b"x")
+    with db.change():
+        assert renaming.rename(db, one.id, b"x", two.id, b"x", renaming.EXCHANGE) is None
+    assert namespace.lookup(db, one.id, b"x").id == file.id
+    assert namespace.lookup(db, two.id, b"x").id == sub.id
+    assert (namespace.get(db, one.id).nlink, namespace.get(db, two.id).nlink) == (2, 3)
+    assert (namespace.get(db, sub.id).parent, namespace.get(db, file.id).parent) == (two.id, 0)
+    assert ops(db)[-1] == "exchange"
+
+
+def test_two_names_of_one_file_are_left_as_they_are(db: Database) -> None:
+    file = make(db, ROOT, b"a")
+    with db.change():
+        namespace.link(db, file.id, ROOT, b"b")
+        assert renaming.rename(db, ROOT, b"a", ROOT, b"b") is None
+    assert names(db, ROOT) == [b"a", b"b"]
+
+
+def test_errnos_of_rename(db: Database) -> None:
+    top = make(db, ROOT, b"top", DIRECTORY)
+    sub = make(db, top.id, b"sub", DIRECTORY)
+    make(db, sub.id, b"file")
+    make(db, ROOT, b"file")
+    make(db, ROOT, b"empty", DIRECTORY)
+    rename = renaming.rename
+    assert code(rename, db, ROOT, b"top", sub.id, b"top") == errno.EINVAL
+    assert code(rename, db, ROOT, b"top", top.id, b"x") == errno.EINVAL
+    assert code(rename, db, sub.id, b"file", ROOT, b"top") == errno.ENOTEMPTY
+    assert code(rename, db, sub.id, b"file", ROOT, b"top", renaming.EXCHANGE) == errno.EINVAL
+    assert code(rename, db, ROOT, b"file", ROOT, b"empty") == errno.EISDIR
+    assert code(rename, db, ROOT, b"empty", ROOT, b"file") == errno.ENOTDIR
+    assert code(rename, db, ROOT, b"empty", ROOT, b"top") == errno.ENOTEMPTY
+    assert code(rename, db, ROOT, b"none", ROOT, b"top") == errno.ENOENT
+    assert code(rename, db, ROOT, b"file", ROOT, b"empty", renaming.NOREPLACE) == errno.EEXIST
+    assert code(rename, db, ROOT, b"file", ROOT, b"none", renaming.EXCHANGE) == errno.ENOENT
+    assert code(rename, db, ROOT, b"file", ROOT, b"none", renaming.NOREPLACE | renaming.EXCHANGE) == errno.EINVAL
+    assert code(rename, db, ROOT, b"file", ROOT, b"n" * 256) == errno.ENAMETOOLONG
+    assert namespace.get(db, top.id).nlink == 3
+
+
+# --- directories of the PFS that were not imported yet ------------------------------------------------------------------
+
+
+def test_what_an_unvisited_directory_holds_is_not_guessed(db: Database) -> None:
+    there = make(db, ROOT, b"there", DIRECTORY)
+    known = make(db, there.id, b"known")
+    make(db, ROOT, b"file")
+    db.run("UPDATE inode SET complete=0 WHERE id=?", there.id)
+    assert namespace.lookup(db, there.id, b"known").id == known.id, "what is known needs no visit"
+    for call in (
+        lambda: namespace.lookup(db, there.id, b"new"),
+        lambda: make(db, there.id, b"new"),
+        lambda: namespace.link(db, known.id, there.id, b"new"),
+        lambda: namespace.unlink(db, there.id, b"new"),
+        lambda: renaming.rename(db, ROOT, b"file", there.id, b"new"),
+        lambda: renaming.rename(db, there.id, b"new", ROOT, b"x"),
+    ):
+        with pytest.raises(Unvisited) as missing:
+            call()
+        assert missing.value.directory == there.id
+    with db.change():
+        namespace.unlink(db, there.id, b"known")
+    with pytest.raises(Unvisited):
+        namespace.rmdir(db, ROOT, b"there")
+
+
+def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
+    there = make(db, ROOT, b"there", DIRECTORY)
+    db.run("UPDATE inode SET complete=0 WHERE id=?", there.id)
+    file = make(db, there.id, b"new", blind=True)
+    with db.change():
+        namespace.link(db, file.id, there.id, b"link", blind=True)
+        renaming.rename(db, there.id, b"new", there.id, b"newer", blind=True)
+    assert names(db, there.id) == [b"newer", b"link"]
+
+
+# --- attributes --------------------------------------------------------------------------------------------------------
+
+
+def test_attributes_are_set_one_by_one_and_ctime_always(db: Database) -> None:
+    file = make(db, ROOT, b"file")
+    with db.change():
+        changed = attributes.set_attributes(db, file.id, mode=0o4711, uid=5, mtime_ns=1, ctime_ns=2**62)
+    assert (changed.mode, changed.uid, changed.gid) == (stat.S_IFREG | 0o4711, 5, 1000)
+    assert (changed.atime_ns, changed.mtime_ns, changed.ctime_ns) == (file.atime_ns, 1, 2**62)
+    assert ops(db) == ["make", "attributes"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(0o6755, 0o755), (0o6745, 0o2745), (0o4644, 0o644), (0o2755, 0o755), (0o1777, 0o1777)],
+)
+def test_a_change_of_owner_drops_set_id_bits(db: Database, before: int, after: int) -> None:
+    file, directory = make(db, ROOT, b"file", stat.S_IFREG | before), make(db, ROOT, b"dir", stat.S_IFDIR | before)
+    with db.change():
+        assert stat.S_IMODE(attributes.set_attributes(db, file.id, uid=1, kill_set_id=True).mode) == after
+        assert stat.S_IMODE(attributes.set_attributes(db, directory.id, uid=1, kill_set_id=True).mode) == before
+
+
+def test_xattrs_obey_their_flags_and_limits(db: Database) -> None:
+    file = make(db, ROOT, b"file").id
+    with db.change():
+        attributes.set_xattr(db, file, b"user.a", b"1", attributes.XATTR_CREATE)
+        assert code(attributes.set_xattr, db, file, b"user.a", b"2", attributes.XATTR_CREATE) == errno.EEXIST
+        assert code(attributes.set_xattr, db, file, b"user.b", b"2", attributes.XATTR_REPLACE) == errno.ENODATA
+        attributes.set_xattr(db, file, b"user.a", b"\0" * 65536, attributes.XATTR_REPLACE)
+        assert code(attributes.set_xattr, db, file, b"user.a", b"\0" * 65537) == errno.E2BIG
+        assert code(attributes.set_xattr, db, file, b"u" * 256, b"") == errno.ERANGE
+        for number in range(limits.XATTR_LIST_BYTES_MAX // 256 - 1):
+            attributes.set_xattr(db, file, b"user.%0250d" % number, b"")
+        assert code(attributes.set_xattr, db, file, b"user.%0250d" % 9999, b"") == errno.ENOSPC
+        assert attributes.get_xattr(db, file, b"user.a") == b"\0" * 65536
+        attributes.remove_xattr(db, file, b"user.a")
+        assert code(attributes.remove_xattr, db, file, b"user.a") == errno.ENODATA
+        assert code(attributes.get_xattr, db, file, b"user.a") == errno.ENODATA
+
+
+# --- requests that are sent again ---------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_kept_until_the_ring_comes_round(db: Database) -> None:
+    with db.change():
+        answers.keep(db, 4, b"four")
+        assert (answers.told(db, 4), answers.told(db, 6)) == (b"four", None)
+        answers.keep(db, 4 + 2 * limits.ANSWERS_KEPT, b"later")
+        assert answers.told(db, 4) is None
+        answers.forget_all(db)
+        assert answers.told(db, 4 + 2 * limits.ANSWERS_KEPT) is None
+
+
+def test_an_answer_goes_with_its_change(db: Database) -> None:
+    with pytest.raises(FileExistsError), db.change():
+        answers.keep(db, 8, b"")
+        namespace.make(db, ROOT, b"x", FILE, uid=0, gid=0)
+        namespace.make(db, ROOT, b"x", FILE, uid=0, gid=0)
+    assert answers.told(db, 8) is None
+    assert names(db, ROOT) == []
