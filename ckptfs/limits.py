@@ -50,6 +50,10 @@ PFS_ACT_WAIT_S = 20.0
 WANT_KEPT_S = 120.0
 WANT_LOOK_S = 1.0
 FETCHES_MAX = 3
+# A file of a stranger is brought here at its first opening up to this size, or where the room is this many times as large.
+FETCH_WHOLE_BYTES = 64 * MIB
+FETCH_ROOM_RATIO = 4
+FETCH_TRIES_MAX = 8
 SYNCED_INTERVAL_S = 60.0
 REFRESH_INTERVAL_S = 300.0
 

@@ -50,14 +50,21 @@ class Arrived:
 def look(db: Database, inode: int) -> Fetchable | None:
     """The file as one snapshot; None when it has no name any more."""
     with db.snapshot():
-        row = db.row("SELECT content FROM inode WHERE id = ? AND (nlink > 0 OR EXISTS (SELECT 1 FROM handle WHERE handle.inode = inode.id))", inode)
+        alive = "(nlink > 0 OR EXISTS (SELECT 1 FROM handle WHERE handle.inode = inode.id))"
+        row = db.row(f"SELECT content FROM inode WHERE id = ? AND {alive}", inode)
         if row is None:
             return None
         content = None if row[0] is None else settling.content(db, row[0])
         here = row[0] is not None and db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", row[0]) is not None
-        shown = db.row("SELECT generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns FROM published WHERE inode = ?", inode)
-        on_pfs = None if shown is None else OnPfs(shown[0], bool(shown[1]), *shown[2:6], checked=bool(shown[6]))
-        return Fetchable(inode, content, here, on_pfs)
+        return Fetchable(inode, content, here, _on_pfs(db, inode))
+
+
+def _on_pfs(db: Database, inode: int) -> OnPfs | None:
+    shown = db.row("SELECT generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns FROM published WHERE inode = ?", inode)
+    if shown is None:
+        return None
+    generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns = shown
+    return OnPfs(generation, bool(complete), size, mtime_ns, pfs_inode, digest, bool(checked_ns))
 
 
 def reserve(db: Database, tier: Tier) -> int:
@@ -67,6 +74,12 @@ def reserve(db: Database, tier: Tier) -> int:
         db.run("DELETE FROM content WHERE id = ?", number)
         db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", number, tier, time.time_ns())
         return number
+
+
+def forget_unfinished(db: Database) -> None:
+    """A former mover died while something arrived in the PFS's work area, which recovery does not touch: that copy is none."""
+    with db.change():
+        db.run("DELETE FROM copy WHERE tier = ? AND state = 0", Tier.PFS)
 
 
 def give_up(db: Database, number: int, tier: Tier) -> None:

@@ -262,12 +262,12 @@ def _new(db: Database, directory: int, found: Seen) -> None:
 
 
 def _insert(db: Database, directory: int, found: Seen) -> int:
-    links, home = (2, directory) if found.is_directory else (1, 0)
+    links, home, size = (2, directory, 0) if found.is_directory else (1, 0, found.size)
     inode = db.insert(
         "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, blocks, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
         " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        found.mode, found.uid, found.gid, found.rdev, links, 0 if found.is_directory else found.size, found.blocks if found.is_file else None,
-        found.atime_ns, found.mtime_ns, found.ctime_ns, found.ctime_ns, found.target, home, not found.is_directory,
+        found.mode, found.uid, found.gid, found.rdev, links, size, found.blocks if found.is_file else None, found.atime_ns,
+         found.mtime_ns, found.ctime_ns, found.ctime_ns, found.target, home, not found.is_directory,
     )  # fmt: skip
     for name, value in found.xattrs:
         db.run("INSERT INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)

@@ -48,6 +48,7 @@ class Visit:
 
     def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
         self._db = db
+        self._places = places
         self._config = config
         self._notify = notify
         self._trees: dict[int, deque[int]] = {}
@@ -158,7 +159,18 @@ class Visit:
     def _root(self) -> int:
         if self._config.pfs is None:
             raise TierUnavailable("there is no PFS to visit")
+        if settling.tier_uuid(self._db, Tier.PFS) is None:
+            self._mark()
         return pfs_listing.open_root(self._config.pfs, settling.tier_uuid(self._db, Tier.PFS))
+
+    def _mark(self) -> None:
+        """The first time: leave a mark by which this PFS is known again. One that takes no mark is believed whatever it shows."""
+        try:
+            mark = self._places[Tier.PFS].uuid
+        except (OSError, TierUnavailable) as failure:
+            log.info("the PFS takes no mark of ours: %s", failure)
+            return
+        settling.adopt(self._db, Tier.PFS, mark)
 
     def _reach(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> int:
         """A descriptor of the directory itself, also while write-back is about to rename what is above it."""

@@ -1,0 +1,259 @@
+"""Takes: wants of the kind 'fetch': files that somebody opens and that lie on the PFS only.
+Leaves: a sealed content with a verified copy in RAM or NVMe, or the word that the file on the PFS may be read itself.
+If we die here: a FILLING copy and its file, which recovery removes; the want is still open and is taken again.
+
+Bytes that do not have the digest that is known of them are never served (P4, P7). Several steps may run at once, in threads of their own.
+"""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ckptfs import disk, limits
+from ckptfs.catalog import fetching, pfs_paths, report, settling, wants
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.fetching import Arrived, Fetchable
+from ckptfs.config import Config
+from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoRoom, refused
+from ckptfs.model import Content, ContentState, Notify, Tier
+from ckptfs.tiers import pfs_open, transfer
+from ckptfs.tiers.place import Place, Places
+
+log = logging.getLogger(__name__)
+
+transfer.labels("fetch")
+transfer.labels("fetch:check")
+disk.labels("fetch:reserved", "fetch:fsync", "fetch:directory", "fetch:arrived", "fetch:answered")
+
+MOVED_ON = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
+"""What opening a file says when the PFS shows something else than the catalog knows."""
+
+
+class Fetch:
+    """Brings one file a step. Steps may overlap: a file that one of them has in hand is left alone by the others."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+        self._db = db
+        self._places = places
+        self._config = config
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._in_hand: set[int] = set()
+        self._again: dict[int, tuple[float, int]] = {}
+
+    def step(self) -> bool:
+        """Answer one want. True: there may be more at once."""
+        want = self._take()
+        if want is None:
+            return False
+        try:
+            self._answer(want)
+        finally:
+            with self._lock:
+                self._in_hand.discard(want.inode)
+        return True
+
+    def due_s(self) -> float | None:
+        """Until the first want that has to wait for something is tried again."""
+        with self._lock:
+            times = [when for when, _ in self._again.values()]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def prepare(self) -> None:
+        """Once, before the first step: forget what a former mover did not finish."""
+        fetching.forget_unfinished(self._db)
+
+    def _take(self) -> wants.Want | None:
+        """The next want that nobody has in hand; its file is ours until the end of the step."""
+        wanted = wants.wanted(self._db, wants.FETCH)
+        now_s = time.monotonic()
+        with self._lock:
+            self._again = {want.id: self._again[want.id] for want in wanted if want.id in self._again}
+            for want in wanted:
+                if want.inode not in self._in_hand and self._again.get(want.id, (0.0, 0))[0] <= now_s:
+                    self._in_hand.add(want.inode)
+                    return want
+        return None
+
+    # --- answering ------------------------------------------------------------------------------------------------------
+
+    def _answer(self, want: wants.Want) -> None:
+        try:
+            result = self._fetch(want)
+        except Busy as reason:
+            if self._later(want):
+                return
+            self._failed(want, errno.EIO)
+            log.warning("%s cannot be read: %s", self._name(want.inode), reason)
+        except DigestMismatch as failure:
+            self._failed(want, errno.EIO)
+            log.error("%s cannot be read: %s", self._name(want.inode), failure)
+        except (OSError, CkptfsError) as failure:
+            code = failure.errno or errno.EIO
+            self._failed(want, code if code in {errno.ESTALE, errno.ENOSPC, errno.EACCES} else errno.EIO)
+            log.warning("%s cannot be fetched from the PFS: %s", self._name(want.inode), failure)
+        else:
+            disk.act("fetch:answered", wants.done, self._db, want.id, result)
+            self._notify.wants()
+
+    def _failed(self, want: wants.Want, code: int) -> None:
+        wants.failed(self._db, want.id, code)
+        self._notify.wants()
+
+    def _later(self, want: wants.Want) -> bool:
+        """Try this want again after a while, each time a longer one; False when it was tried often enough."""
+        with self._lock:
+            tries = self._again.get(want.id, (0.0, 0))[1] + 1
+            self._again[want.id] = (time.monotonic() + limits.RETRY_FIRST_S * 2 ** (tries - 1) / 2, tries)
+        return tries < limits.FETCH_TRIES_MAX
+
+    def _fetch(self, want: wants.Want) -> str:
+        """Do what is wanted; the result. Raises Busy when it has to wait for something."""
+        found = fetching.look(self._db, want.inode)
+        if found is None:
+            raise refused(errno.ESTALE)
+        if found.here or (found.content is None and found.on_pfs is None):
+            return wants.HERE
+        if found.on_pfs is None or not _shown(found):
+            raise DigestMismatch("no good copy is left, and the PFS does not show this generation of the file")
+        tier = self._tier(found, want.argument == wants.FOR_WRITING)
+        with _closing(self._open(found)) as source:
+            if tier is not None:
+                self._bring(want, found, tier, source)
+                return wants.HERE
+            self._check_in_place(want, found, source)
+        return wants.DIRECT
+
+    # --- where to ---------------------------------------------------------------------------------------------------------
+
+    def _tier(self, found: Fetchable, writing: bool) -> Tier | None:
+        """Where the file shall go; None: nowhere, the PFS's own file will do."""
+        assert found.on_pfs is not None
+        size = found.on_pfs.size
+        if writing:
+            return self._places.choose(size)
+        generous = found.on_pfs.digest is None and size > limits.FETCH_WHOLE_BYTES
+        with suppress(NoRoom):
+            tier = self._places.choose(size * limits.FETCH_ROOM_RATIO if generous else size)
+            if tier is not Tier.PFS:
+                return tier
+        self._notify.work()  # Let others make room for the next one.
+        return None
+
+    # --- the file on the PFS -----------------------------------------------------------------------------------------------
+
+    def _open(self, found: Fetchable) -> int:
+        """The file on the PFS, in the state that the catalog knows. Where a stranger changed it, its directory is visited first."""
+        assert self._config.pfs is not None and found.on_pfs is not None
+        try:
+            fd = pfs_open.open_named(self._db, self._config.pfs, found.inode)
+        except OSError as failure:
+            if failure.errno in MOVED_ON:
+                raise self._moved_on(found) from failure
+            raise
+        if not pfs_open.same(fd, found.on_pfs):
+            os.close(fd)
+            raise self._moved_on(found)
+        return fd
+
+    def _moved_on(self, found: Fetchable) -> Busy:
+        """Have the directory compared; the want is tried again after it."""
+        wants.ask(self._db, wants.VISIT, pfs_paths.parent_on_pfs(self._db, found.inode), wants.AGAIN)
+        self._notify.work()
+        return Busy("the PFS shows another file than the one that is known")
+
+    # --- bringing it here ---------------------------------------------------------------------------------------------------
+
+    def _bring(self, want: wants.Want, found: Fetchable, tier: Tier, source: int) -> None:
+        number = self._announce(found, tier)
+        disk.act("fetch:reserved", lambda: None)
+        place = self._places[tier]
+        try:
+            place.remove(number)
+            what = self._copy(want, found, place, number, source)
+            self._compare(found, what.size, what.digest, source)
+            if not disk.act("fetch:arrived", fetching.arrived, self._db, found, what):
+                raise Busy("the file changed while it was fetched")
+        except BaseException:
+            with suppress(OSError):
+                place.remove(number)
+            fetching.give_up(self._db, number, tier)
+            raise
+
+    def _announce(self, found: Fetchable, tier: Tier) -> int:
+        if found.content is None:
+            return fetching.reserve(self._db, tier)
+        if not settling.fill(self._db, found.content, tier):
+            raise Busy("the file changed while it was fetched")
+        return found.content.id
+
+    def _copy(self, want: wants.Want, found: Fetchable, place: Place, number: int, source: int) -> Arrived:
+        with _closing(place.create(number)) as target:
+            size, digest, blocks = transfer.copy(source, target, label="fetch", before_block=self._progress(want))
+            if place.tier is not Tier.RAM:
+                disk.act("fetch:fsync", os.fsync, target)
+                disk.act("fetch:directory", place.persist_names)
+                os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
+                if transfer.read(target, label="fetch:check", before_block=self._progress(want)) != (size, digest, blocks):
+                    raise DigestMismatch(f"what was written to {place.tier} reads back as something else")
+        return Arrived(number, place.tier, size, digest, blocks)
+
+    def _compare(self, found: Fetchable, size: int, digest: bytes, source: int) -> None:
+        """What was read must be what the catalog knows, and the file must not have changed meanwhile."""
+        assert found.on_pfs is not None
+        if not pfs_open.same(source, found.on_pfs):
+            raise self._moved_on(found)
+        known = found.content.digest if found.content is not None else found.on_pfs.digest
+        if size != found.on_pfs.size or (known is not None and digest != known):
+            raise DigestMismatch("the file on the PFS does not have the digest that it was sealed with, and no other copy is left")
+
+    def _check_in_place(self, want: wants.Want, found: Fetchable, source: int) -> None:
+        """Read a file on the PFS where it lies, once, when its digest is known: it will be read there by others."""
+        assert found.on_pfs is not None
+        if found.on_pfs.digest is None or found.on_pfs.checked:
+            return
+        size, digest, blocks = transfer.read(source, label="fetch:check", before_block=self._progress(want))
+        self._compare(found, size, digest, source)
+        if not fetching.checked(self._db, found, digest, blocks):
+            raise Busy("the file changed while it was read")
+
+    def _progress(self, want: wants.Want) -> "_Progress":
+        return _Progress(self._db, want)
+
+    def _name(self, inode: int) -> str:
+        return os.fsdecode(report.path_of(self._db, inode))
+
+
+class _Progress:
+    """Called before each block: now and then tells the askers that their file is on its way."""
+
+    def __init__(self, db: Database, want: wants.Want) -> None:
+        self._db = db
+        self._want = want
+        self._told_s = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._told_s >= limits.WANT_LOOK_S:
+            self._told_s = time.monotonic()
+            wants.progress(self._db, self._want.id)
+
+
+def _shown(found: Fetchable) -> bool:
+    """Whether the PFS shows exactly what the file is to be."""
+    assert found.on_pfs is not None
+    content: Content | None = found.content
+    if content is None:
+        return found.on_pfs.complete
+    return content.state is ContentState.SEALED and found.on_pfs.complete and found.on_pfs.generation == content.generation
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,58 @@
+"""Takes: wants of the kind 'settle': somebody waits until a file has reached a level, or until the PFS was told of what was recorded.
+Leaves: those answered that are so by now.
+If we die here: nothing was changed; the next mover looks at the same wants.
+
+Only looks: whoever brings files to their levels says `notify.work()` when it has got on.
+"""
+
+import errno
+
+from ckptfs import limits
+from ckptfs.catalog import report, wants
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.model import Level, Notify
+from ckptfs.tiers.place import Places
+
+
+class Settle:
+    """Answers who waits for a level."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+        self._db = db
+        self._notify = notify
+        self._waiting = False
+
+    def step(self) -> bool:
+        """Answer all that can be answered now."""
+        wanted = wants.wanted(self._db, wants.SETTLE)
+        answered = [want for want in wanted if self._answer(want)]
+        self._waiting = len(answered) < len(wanted)
+        if answered:
+            self._notify.wants()
+        return len(wanted) == limits.CHANGE_ROWS_MAX and bool(answered)
+
+    def due_s(self) -> float | None:
+        """While somebody waits a look now and then costs little; a hint that got lost costs no more than that."""
+        return limits.WANT_LOOK_S if self._waiting else None
+
+    def _answer(self, want: wants.Want) -> bool:
+        kind, _, number = want.argument.partition(":")
+        if kind == "journal":
+            if wants.recorded(self._db, want.inode, int(number)):
+                return False
+            wants.done(self._db, want.id)
+            return True
+        listed = report.listed(self._db, want.inode)
+        if listed is None:
+            wants.failed(self._db, want.id, errno.ENOENT)
+            return True
+        if not _reached(listed, Level(want.argument)):
+            return False
+        wants.done(self._db, want.id)
+        return True
+
+
+def _reached(listed: report.Listed, level: Level) -> bool:
+    order = list(Level)
+    return order.index(listed.level) >= order.index(level) and not (level is Level.PFS and listed.waiting)
