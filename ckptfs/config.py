@@ -63,9 +63,6 @@ class Config:
     mount_flags: int = 0
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
 def parse_size(text: str | int) -> int:
     """Bytes of "6G", "512M", "1.5T", "4096". Units are powers of 1024; "GiB" and "GB" mean "G". Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
@@ -156,9 +153,6 @@ def _data_path(text: str) -> DataPath:
     return DataPath(_one_of(tuple(DataPath))(text))
 
 
-# --- the settings ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Key:
     """One setting: its name in TOML and in -o, the field of Config it fills, how it is read, its default as written, and its words."""
@@ -224,6 +218,11 @@ def parse_options(text: str) -> dict[str, str]:
     return options
 
 
+def is_known(option: str) -> bool:
+    """Whether `load` accepts an option of this name."""
+    return option in BY_NAME or option in MOUNT_FLAGS or option in IGNORED or option == "config" or option.lower().startswith("x-")
+
+
 def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Config:
     """The configuration of the mount `name`: `options` over the file that `config=` names over the defaults.
 
@@ -238,7 +237,7 @@ def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Conf
         if option in MOUNT_FLAGS and not text:
             to_set, to_clear = MOUNT_FLAGS[option]
             flags = (flags | to_set) & ~to_clear
-        elif option not in IGNORED and not option.lower().startswith("x-"):
+        elif option in BY_NAME or not is_known(option):
             values.update(_value(option, text, "option"))
     if mountpoint is not None:
         values["mountpoint"] = parse_path(os.path.abspath(mountpoint))

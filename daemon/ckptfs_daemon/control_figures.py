@@ -45,7 +45,7 @@ class Figures:
         status = pb.Status(
             name=config.name, mountpoint=str(config.mountpoint), state=str(config.state), version=__version__,
             data_path=processes.get("data_path", ""), data_path_reason=processes.get("data_path_reason", ""),
-            fsync=config.fsync.value, pfs=str(config.pfs or ""),
+            fsync=config.fsync.value, pfs=str(config.pfs or ""), drain_deadline_s=config.drain_deadline_s,
             tiers=self._tiers(), write_back=self._write_back(), counts=self._counted(),
             processes=_described(processes), troubles=self.troubles(),
         )  # fmt: skip

@@ -1,0 +1,194 @@
+"""The command `ckptfs`: asks the daemons that serve the mounts of this machine, and shows their answers.
+
+Everything heavy (gRPC, rich) is imported where it is used, so that `ckptfs version` and shell completion are instant.
+If we die here: nothing but a question was under way; drains and waits go on without us where they are the daemon's own work.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ckptfs_client.failures import EXIT_CODES, ClientError, Usage
+
+EPILOG = "Exit codes: " + "; ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
+app = typer.Typer(
+    name="ckptfs", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
+    help="Looks after ckptfs mounts: what is where, and how safe it is.",
+)  # fmt: skip
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Directory = Annotated[Path | None, typer.Argument(help="A path in the mount; may be left out when there is only one mount.")]
+Paths = Annotated[list[Path], typer.Argument(help="Files or directories in a mount.")]
+
+
+def main() -> None:
+    """The entry point: errors become one sentence on stderr and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        app()
+    except ClientError as failure:
+        print(f"ckptfs: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
+
+
+def _seconds(text: str | None) -> float | None:
+    """The value of a --timeout or --deadline."""
+    from ckptfs import config
+    from ckptfs.errors import ConfigError
+
+    try:
+        return None if text is None else config.parse_seconds(text)
+    except ConfigError as failure:
+        raise Usage(str(failure)) from failure
+
+
+@app.command(epilog=EPILOG)
+def status(
+    directory: Directory = None,
+    json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second until interrupted.")] = False,
+) -> None:
+    """Tiers and budgets, what the PFS lacks, the data path, troubles, and the processes of each mount."""
+    from ckptfs_client import mounts
+    from ckptfs_client.watching import statuses, watched
+
+    chosen = [mounts.chosen(directory)] if directory is not None else mounts.mounted() or [mounts.chosen(None)]
+    if watch:
+        watched(chosen, json=json)
+        return
+    from ckptfs_client import show
+
+    answers = statuses(chosen)
+    if json:
+        plain = [show.plain(answer) for answer in answers]
+        show.emit(plain[0] if directory is not None or len(plain) == 1 else plain)
+        return
+    for answer in answers:
+        show.console().print(show.status(answer))
+
+
+@app.command("ls", epilog=EPILOG)
+def list_files(
+    paths: Paths,
+    json: Json = False,
+    itself: Annotated[bool, typer.Option("-d", help="A directory itself, not its entries.")] = False,
+) -> None:
+    """Files with their level, generation, digest and copies; `*` marks those that the PFS has not been told everything about."""
+    from ckptfs_client import show
+    from ckptfs_client.listing import rows
+
+    found = [row for path in paths for row in rows(path, itself=itself)]
+    if json:
+        show.emit(found)
+    elif found:
+        show.console().print(show.listing(found))
+
+
+@app.command(epilog=EPILOG)
+def wait(
+    paths: Paths,
+    level: Annotated[str, typer.Option(help="local: every ckptfs process may die; pfs: it is on the parallel filesystem.")] = "pfs",
+    timeout: Annotated[str | None, typer.Option(help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
+) -> None:
+    """Wait until files, or directories with all below, have a level."""
+    import time
+
+    from ckptfs_client.client import at
+    from ckptfs_client.watching import followed
+
+    limit = _seconds(timeout)
+    end = None if limit is None else time.monotonic() + limit
+    for path in paths:
+        client, inode = at(path)
+        with client:
+            left = None if end is None else max(0.001, end - time.monotonic())
+            followed(client.wait(inode, level, left), f"{path} to {level}")
+
+
+@app.command(epilog=EPILOG)
+def drain(
+    directory: Directory = None,
+    deadline: Annotated[str | None, typer.Option(help="Stop waiting (exit code 4) after this time, such as 25s; the rest goes on.")] = None,
+) -> None:
+    """Bring everything that is closed up to its highest level now."""
+    from ckptfs_client import mounts
+    from ckptfs_client.client import Client
+    from ckptfs_client.watching import followed
+
+    with Client(mounts.chosen(directory)) as client:
+        followed(client.drain(_seconds(deadline)), f"draining {client.mount.mountpoint}")
+
+
+@app.command(epilog=EPILOG)
+def verify(paths: Paths, json: Json = False) -> None:
+    """Read every copy of files, or of all below directories, and compare digests; exit code 1 when one is bad."""
+    from ckptfs_client import show
+    from ckptfs_client.client import at
+    from ckptfs_client.watching import verified
+
+    total: dict[str, Any] = {"files": 0, "bytes": 0, "findings": []}
+    for path in paths:
+        client, inode = at(path)
+        with client:
+            result = verified(client.verify(inode), str(path))
+        total = {key: total[key] + result[key] for key in total}
+    bad = [finding for finding in total["findings"] if finding["verdict"] != "good"]
+    if json:
+        show.emit(total)
+    else:
+        if bad:
+            show.console().print(show.findings(bad))
+        verdict = f"{len(bad)} copies are not good" if bad else "every copy is good"
+        print(f"{total['files']} files, {show.size(total['bytes'])} read: {verdict}")
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=EPILOG)
+def refresh(
+    path: Annotated[Path, typer.Argument(help="A directory in a mount, or a file, whose directory is meant.")],
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="With all directories below.")] = False,
+    timeout: Annotated[str | None, typer.Option(help="Give up waiting (exit code 4) after this time.")] = None,
+) -> None:
+    """Compare a directory with the PFS again, for what others changed there."""
+    from ckptfs_client.client import at
+
+    client, inode = at(path if path.is_dir() else path.parent)
+    with client:
+        client.refresh(inode, recursive=recursive, timeout_s=_seconds(timeout))
+
+
+@app.command(epilog=EPILOG)
+def doctor(json: Json = False) -> None:
+    """What is wrong with this machine for ckptfs, and how to mend it; exit code 1 when something must be."""
+    from ckptfs_client import doctor as checks
+
+    found = checks.examine()
+    if json:
+        from ckptfs_client import show
+
+        show.emit([{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found])
+    else:
+        for one in found:
+            print(f"{one.verdict:8}{one.name:16}{one.what}" + (f"\n{'':24}-> {one.remedy}" if one.remedy else ""))
+    if any(one.verdict == checks.BAD for one in found):
+        raise typer.Exit(1)
+
+
+@app.command(epilog=EPILOG)
+def version() -> None:
+    """The version of ckptfs."""
+    from ckptfs import __version__
+
+    print(f"ckptfs {__version__}")

@@ -1,0 +1,168 @@
+"""A small library over the control sockets: `Client(mount)` asks one daemon; its answers are the messages of control.proto.
+
+A daemon whose mover is being restarted is waited for, and a stream that such a restart cut is taken up again, so callers see a pause.
+Raises the errors of `ckptfs_client.failures`.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ckptfs import limits
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs_client.failures import ClientError, Failed, NoMount, NotInTime, NotPermitted, Usage
+from ckptfs_client.mounts import Mount, find
+
+ANSWER_S = 15.0
+"""How long a daemon may be silent before it counts as not answering."""
+REMEDY = "ckptfs-remedy-bin"
+OPTIONS = [
+    ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+Messages = Callable[..., Iterator[Any]]
+
+
+class Client:
+    """Asks the daemon of one mount. Use it as a context manager, or close it."""
+
+    def __init__(self, mount: Mount, *, answer_s: float = ANSWER_S) -> None:
+        self.mount = mount
+        self._answer_s = answer_s
+        self._channels: dict[Path, grpc.Channel] = {}
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        while self._channels:
+            self._channels.popitem()[1].close()
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def status(self) -> pb.Status:
+        """The figures of the mount."""
+        answer: pb.Status = self._call(self._questions().GetStatus, pb.StatusRequest())
+        return answer
+
+    def records(self, inodes: Iterable[int]) -> list[pb.Record]:
+        """What is known of each inode, in order."""
+        numbers = list(inodes)
+        found: list[pb.Record] = []
+        for start in range(0, len(numbers), limits.CONTROL_LIST_MAX):
+            request = pb.ListRequest(inodes=numbers[start : start + limits.CONTROL_LIST_MAX])
+            found.extend(self._call(self._questions().List, request).records)
+        return found
+
+    def wait(self, inode: int, level: str, timeout_s: float | None = None) -> Iterator[pb.Progress]:
+        """Progress until the inode, with all below, has the level. Raises NotInTime."""
+        return self._stream(lambda: self._questions().Wait, pb.WaitRequest(inode=inode, level=level), timeout_s)
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def drain(self, deadline_s: float | None = None) -> Iterator[pb.Progress]:
+        """Bring everything up to its level now; progress until it is. Raises NotInTime."""
+        return self._stream(lambda: self._orders().Drain, pb.DrainRequest(deadline_s=deadline_s or 0.0), deadline_s)
+
+    def verify(self, inode: int) -> Iterator[pb.VerifyProgress]:
+        """Read every copy of a file, or of all below a directory, and compare digests."""
+        return self._stream(lambda: self._orders().Verify, pb.VerifyRequest(inode=inode), None)
+
+    def refresh(self, inode: int, *, recursive: bool = False, timeout_s: float | None = None) -> None:
+        """Compare a directory on the PFS again."""
+        self._call(self._orders().Refresh, pb.RefreshRequest(inode=inode, recursive=recursive), timeout_s or 3600.0)
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    def _questions(self) -> Any:
+        return rpc.QuestionsStub(self._channel(self.mount.socket))
+
+    def _orders(self) -> Any:
+        path = self.mount.admin_socket
+        if path.exists() and not os.access(path, os.W_OK):
+            remedy = "do it as root, or as the user who mounted it"
+            raise NotPermitted(f"only the owner of the mount {self.mount.name} may do this", remedy=remedy)
+        return rpc.OrdersStub(self._channel(path))
+
+    def _channel(self, path: Path) -> grpc.Channel:
+        if path not in self._channels:
+            self._channels[path] = grpc.insecure_channel(f"unix:{path}", options=OPTIONS)
+        return self._channels[path]
+
+    def _call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        """One answer. The daemon is waited for while it starts again."""
+        until = time.monotonic() + self._answer_s
+        while True:
+            try:
+                return method(request, timeout=timeout_s or self._answer_s, wait_for_ready=True)
+            except grpc.RpcError as failure:
+                if failure.code() not in GONE or time.monotonic() > until:
+                    raise self._error(failure, waited=timeout_s is not None) from failure
+
+    def _stream(self, method: Callable[[], Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
+        """The messages of a stream until one says `done`; taken up again where a restart of the daemon cut it."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        silent_until = time.monotonic() + self._answer_s
+        while True:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                raise NotInTime(f"not done within {timeout_s:g} s")
+            try:
+                # Without a deadline a daemon that never comes back would be waited for without end, so connecting has one.
+                self._connected(self.mount.socket if left is None else None)
+                for message in method()(request, timeout=left, wait_for_ready=True):
+                    silent_until = time.monotonic() + self._answer_s
+                    yield message
+                    if message.done:
+                        return
+            except grpc.RpcError as failure:
+                if failure.code() not in GONE or time.monotonic() > silent_until:
+                    raise self._error(failure, waited=timeout_s is not None) from failure
+
+    def _connected(self, path: Path | None) -> None:
+        """Wait until somebody listens at `path`. Raises NoMount."""
+        if path is not None:
+            try:
+                grpc.channel_ready_future(self._channel(path)).result(timeout=self._answer_s)
+            except grpc.FutureTimeoutError:
+                raise self._silent() from None
+
+    def _silent(self) -> NoMount:
+        remedy = "its log says why; `ckptfs doctor` may help"
+        return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) does not answer", remedy=remedy)
+
+    def _error(self, failure: Any, *, waited: bool) -> ClientError:
+        """Our error for what gRPC says; `waited`: the caller had set a time."""
+        code, words = failure.code(), failure.details() or ""
+        remedy = next((value.decode() for key, value in failure.trailing_metadata() or () if key == REMEDY), "")
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return NotInTime("not done in time" if "Deadline" in words or not words else words, remedy=remedy) if waited else self._silent()
+        if code in GONE:
+            return self._silent()
+        kinds = {grpc.StatusCode.FAILED_PRECONDITION: Usage, grpc.StatusCode.PERMISSION_DENIED: NotPermitted}
+        return kinds.get(code, Failed)(words, remedy=remedy)
+
+
+def at(path: str | os.PathLike[str]) -> tuple[Client, int]:
+    """The client of the mount in which `path` lies, and the inode number of `path` there. Raises NoMount, Failed."""
+    mount = find(Path(path))
+    try:
+        found = os.lstat(path)
+    except OSError as failure:
+        raise Failed(f"{path}: {os.strerror(failure.errno or 0)}") from failure
+    if found.st_dev != mount.device:
+        raise NoMount(f"{path} lies in another filesystem, mounted below {mount.mountpoint}")
+    return Client(mount), found.st_ino

@@ -1,0 +1,131 @@
+"""`/sbin/mount.ckptfs NAME DIR [-sfnv] [-o OPTIONS]`: what mount(8) runs. Starts the daemon, and returns when the mount answers.
+
+Exit codes are mount(8)'s: 0 mounted, 1 wrong usage, 2 system error, 32 the mount failed.
+If we die here: the daemon goes on by itself; a second attempt is refused by its lock while it runs.
+"""
+
+import argparse
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckptfs import config, limits
+from ckptfs.config import Config
+from ckptfs.errors import ConfigError
+
+USAGE, SYSTEM, FAILED = 1, 2, 32
+LOG = "ckptfsd.log"
+LOG_BYTES_MAX = 16 * limits.MIB
+ANSWER_S = limits.READY_WAIT_S + 30.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point of mount.ckptfs and mount.fuse.ckptfs; the exit code."""
+    asked = _parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = config.parse_options(",".join(asked.options))
+        if asked.sloppy:
+            options = _known(options)
+        configured = config.load(asked.name, Path(asked.directory), options)
+    except ConfigError as failure:
+        return _complain(failure.args[0], failure.remedy, USAGE)
+    if asked.fake:
+        return 0
+    try:
+        return _mount(configured, options, verbose=asked.verbose)
+    except OSError as failure:
+        return _complain(f"the daemon cannot be started: {failure}", "", SYSTEM)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mount.ckptfs", description="Mounts ckptfs; called by mount(8).", exit_on_error=False)
+    parser.add_argument("name", help="the name of the mount: its catalog lies in /var/lib/ckptfs/NAME")
+    parser.add_argument("directory", help="where it appears")
+    parser.add_argument("-o", dest="options", action="append", default=[], metavar="OPTIONS", help="see /etc/ckptfs/ckptfs.toml.sample")
+    parser.add_argument("-s", dest="sloppy", action="store_true", help="leave out options that are not known")
+    parser.add_argument("-f", dest="fake", action="store_true", help="check everything, and mount nothing")
+    parser.add_argument("-n", dest="no_table", action="store_true", help="without meaning here")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="say what was done")
+    parser.add_argument("-t", dest="type", help="without meaning here")
+    try:
+        return parser.parse_args(arguments)
+    except argparse.ArgumentError as failure:
+        sys.exit(_complain(str(failure), "", USAGE))
+    except SystemExit as end:
+        sys.exit(USAGE if end.code else 0)
+
+
+def _known(options: dict[str, str]) -> dict[str, str]:
+    """The options that a mount accepts."""
+    return {key: value for key, value in options.items() if config.is_known(key)}
+
+
+def _mount(configured: Config, options: dict[str, str], *, verbose: bool) -> int:
+    """Start the daemon and wait for its word."""
+    text = ",".join(f"{key}={value.replace(',', chr(92) + ',')}" if value else key for key, value in options.items())
+    ready, theirs = os.pipe()
+    # -P: the directory in which mount(8) was called must not provide Python modules to root.
+    command = [sys.executable, "-P", "-m", "ckptfs_daemon", configured.name, str(configured.mountpoint), "--ready-fd", str(theirs)]
+    try:
+        with _log(configured) as log:
+            daemon = subprocess.Popen(
+                [*command, "-o", text] if text else command,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True, pass_fds=[theirs],
+            )  # fmt: skip
+    finally:
+        os.close(theirs)
+    answer = _answer(ready)
+    if answer == "ok":
+        if verbose:
+            print(f"mount.ckptfs: {configured.name} mounted on {configured.mountpoint} by process {daemon.pid}")
+        return 0
+    if answer.startswith("error: "):
+        return _complain(answer.removeprefix("error: "), "", FAILED)
+    with contextlib.suppress(ProcessLookupError):
+        daemon.terminate()
+    what = "ended without a word" if daemon.poll() is not None else f"did not answer within {ANSWER_S:.0f} s"
+    return _complain(f"the daemon {what}", f"see {configured.state / LOG}, or the journal", FAILED)
+
+
+def _answer(ready: int) -> str:
+    """The first line that the daemon writes; empty when it ends or is late."""
+    until = time.monotonic() + ANSWER_S
+    data = b""
+    with os.fdopen(ready, "rb", buffering=0) as pipe:
+        while not data.endswith(b"\n") and (left := until - time.monotonic()) > 0:
+            if select.select([pipe], [], [], left)[0]:
+                piece = pipe.read(4096)
+                if not piece:
+                    break
+                data += piece
+    return data.decode(errors="replace").strip()
+
+
+@contextlib.contextmanager
+def _log(configured: Config):  # type: ignore[no-untyped-def]
+    """Where the daemon's words go: the journal, when that is where ours go, or a file in its state directory."""
+    if os.environ.get("JOURNAL_STREAM"):
+        yield sys.stderr
+        return
+    configured.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = configured.state / LOG
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > LOG_BYTES_MAX:
+            os.replace(path, path.with_suffix(".log.1"))
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "ab") as log:
+        yield log
+
+
+def _complain(what: str, remedy: str, code: int) -> int:
+    """Say what failed on stderr; the exit code."""
+    print(f"mount.ckptfs: {what}" + (f"; {remedy}" if remedy else ""), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

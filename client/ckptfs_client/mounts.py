@@ -1,0 +1,83 @@
+"""Which ckptfs mounts there are, and in which of them a path lies: from /proc/self/mountinfo, so that a mount that hangs is found too.
+
+If we die here: nothing was changed.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfs import rendezvous
+from ckptfs_client.failures import NoMount
+
+TYPE = "fuse.ckptfs"
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mounted ckptfs; `uid` is the user whose daemon serves it, `device` its st_dev."""
+
+    name: str
+    mountpoint: Path
+    uid: int
+    device: int
+
+    @property
+    def socket(self) -> Path:
+        """Where questions are answered."""
+        return rendezvous.socket_path(self.name, self.uid)
+
+    @property
+    def admin_socket(self) -> Path:
+        """Where orders are taken."""
+        return rendezvous.admin_socket_path(self.name, self.uid)
+
+
+def mounted(table: str = "/proc/self/mountinfo") -> list[Mount]:
+    """Every ckptfs that is mounted, in the order of mounting."""
+    with open(table, encoding="utf-8", errors="surrogateescape") as file:
+        lines = [line.split(" - ", 1) for line in file]
+    found = []
+    for left, right in (line for line in lines if len(line) == 2):
+        kind, source, options = right.split()[:3]
+        if kind == TYPE:
+            fields = left.split()
+            major, minor = map(int, fields[2].split(":"))
+            uid = re.search(r"(?:^|,)user_id=(\d+)", options)
+            found.append(Mount(_plain(source), Path(_plain(fields[4])), int(uid[1]) if uid else 0, os.makedev(major, minor)))
+    return found
+
+
+def find(path: Path) -> Mount:
+    """The mount in which `path` lies. The path itself is touched only where its words alone do not lead there. Raises NoMount."""
+    found = mounted()
+    holding = _holding(found, Path(os.path.abspath(path))) or _holding(found, Path(os.path.realpath(path)))
+    if holding:
+        return holding[-1]
+    where = ", ".join(str(mount.mountpoint) for mount in found)
+    remedy = f"ckptfs is mounted at: {where}" if found else "no ckptfs is mounted here; mount -t ckptfs NAME DIR mounts one"
+    raise NoMount(f"{path} does not lie in a ckptfs mount", remedy=remedy)
+
+
+def _holding(found: list[Mount], place: Path) -> list[Mount]:
+    """The mounts that hold `place`, the one that it is seen in last: the deepest, and of several at one place the latest."""
+    holding = [mount for mount in found if place.is_relative_to(mount.mountpoint)]
+    return sorted(holding, key=lambda mount: len(mount.mountpoint.parts))
+
+
+def chosen(directory: Path | None) -> Mount:
+    """The mount of `directory`; without one, the only mount there is. Raises NoMount."""
+    if directory is not None:
+        return find(directory)
+    found = mounted()
+    if not found:
+        raise NoMount("no ckptfs is mounted here", remedy="mount -t ckptfs NAME DIR mounts one")
+    if len(found) > 1:
+        raise NoMount("several ckptfs are mounted", remedy="name one of " + ", ".join(str(mount.mountpoint) for mount in found))
+    return found[0]
+
+
+def _plain(text: str) -> str:
+    """A field of mountinfo without its octal escapes."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,137 @@
+"""How answers look: as rich tables for people, and as plain values for JSON. No questions are asked here."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from ckptfs.protocol import control_pb2 as pb
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+STYLES = {"ok": "green", "normal": "green", "good": "green", "degraded": "yellow", "suspect": "yellow", "down": "red", "bad": "red"}
+
+
+def size(count: float) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    unit = 0
+    while count >= 1024 and unit < len(UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.1f} {UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: "3.2 s", "5 min", "2 h 10 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def plain(message: Any) -> Any:
+    """A message of control.proto as dicts and lists: every field is there, numbers stay numbers."""
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is None:
+            values[field.name] = list(value) if field.is_repeated else value
+        elif field.message_type.GetOptions().map_entry:
+            values[field.name] = dict(value)
+        else:
+            values[field.name] = [plain(one) for one in value] if field.is_repeated else plain(value)
+    return values
+
+
+def emit(value: Any) -> None:
+    """Print JSON: indented for a terminal, a line each otherwise."""
+    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None), flush=True)
+
+
+def console() -> "Console":
+    """Where tables go. Not a terminal: wide enough that nothing is cut."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def _styled(word: str) -> str:
+    return f"[{STYLES[word]}]{word}[/]" if word in STYLES else word
+
+
+def status(answer: "pb.Status") -> "RenderableType":
+    """The figures of one mount."""
+    from rich.console import Group
+    from rich.markup import escape
+
+    counts, behind = answer.counts, answer.write_back
+    levels = ", ".join(f"{count} {level}" for level, count in sorted(counts.by_level.items()))
+    lines = [
+        f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_styled(answer.health)}   (ckptfs {answer.version})",
+        f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
+        f"  fsync       returns at the level {answer.fsync}",
+        f"  files       {counts.files} in {counts.directories} directories; by level: {levels or 'none'}; lost: {counts.lost}",
+        f"  open        {counts.open_handles} handles, {counts.writers} for writing; {behind.unsealed_files} closed files await their seal",
+    ]
+    if answer.pfs:
+        changes = f"{behind.dirty_files} files ({size(behind.dirty_bytes)}) and {behind.changes} other changes behind"
+        lag = f", the oldest for {duration(behind.lag_s)}" if behind.lag_s else ""
+        lines.append(f"  write-back  {changes}{lag}, to {escape(answer.pfs)}")
+    else:
+        lines.append("  write-back  none: this mount has no PFS")
+    troubles = []
+    for trouble in answer.troubles:
+        where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
+        remedy = f"; {trouble.remedy}" if trouble.remedy else ""
+        troubles.append(f"[yellow]trouble[/] {escape(where)}: {escape(trouble.what)}{escape(remedy)} (since {duration(trouble.age_s)})")
+    return Group("\n".join(lines), _tiers(answer), _processes(answer), *troubles)
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+    for column in columns:
+        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", no_wrap=True)
+    return table
+
+
+def _tiers(answer: "pb.Status") -> Any:
+    from rich.markup import escape
+
+    table = _table("tier", "health", "used>", "free>", "budget>", "contents>", "where")
+    for tier in answer.tiers:
+        known = tier.budget_bytes > 0
+        figures = [size(value) if known else "-" for value in (tier.used_bytes, tier.free_bytes, tier.budget_bytes)]
+        table.add_row(tier.name, _styled(tier.health), *figures, str(tier.contents), escape(tier.path))
+    return table
+
+
+def _processes(answer: "pb.Status") -> Any:
+    table = _table("process", "pid>", "memory>", "restarts>", "up>")
+    for process in answer.processes:
+        table.add_row(process.role, str(process.pid), size(process.rss_bytes), str(process.restarts), duration(process.uptime_s))
+    return table
+
+
+def listing(rows: list[dict[str, Any]]) -> Any:
+    """The records of `ckptfs ls`."""
+    from rich.markup import escape
+
+    table = _table("level", "state", "gen>", "size>", "copies", "digest", "name")
+    for row in rows:
+        copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
+        waiting = " *" if row["waiting"] else ""
+        figures = (str(row["generation"]), size(row["size"]))
+        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], escape(row["name"]))
+    return table
+
+
+def findings(found: list[dict[str, Any]]) -> Any:
+    """What verify found bad."""
+    from rich.markup import escape
+
+    table = _table("verdict", "tier", "file", "what")
+    for one in found:
+        table.add_row(_styled(one["verdict"]), one["tier"], escape(one["path"]), escape(one["what"]))
+    return table
