@@ -1,0 +1,115 @@
+"""P6, P8: the process that runs into each labelled disk operation dies before it, dies after it, or is refused by the disk."""
+
+import importlib
+import os
+import pkgutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import ckptfs_daemon
+import pytest
+from daemon_under_test import DaemonUnderTest, deadline, eventually
+from programs import differences
+
+import ckptfs
+from ckptfs import disk
+
+pytestmark = pytest.mark.crash
+
+
+def _labels() -> list[str]:
+    """Every label that any module declares."""
+    for package in (ckptfs, ckptfs_daemon):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(("__main__", "_grpc", "_pb2")):
+                importlib.import_module(module.name)
+    return sorted(disk.LABELS)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonUnderTest, Path]]:
+    """One daemon for all labels; what is written to its file `faults` happens at the next call with that label."""
+    if os.geteuid() != 0:
+        pytest.skip("NO MOUNT TESTS HERE: a mount of our own needs root")
+    faults = tmp_path_factory.mktemp("faults") / "faults"
+    faults.write_text("")
+    daemon = DaemonUnderTest("auto", env={"CKPTFS_FAULT": f"@{faults}"}, ram="256M")
+    daemon.start()
+    try:
+        yield daemon, faults
+    finally:
+        daemon.close()
+
+
+def work(daemon: DaemonUnderTest, name: str) -> None:
+    """Make the daemon do all it can: create, replace, rename, link, delete, import, on both sides."""
+    root = daemon.path / name
+    root.mkdir()
+    (daemon.pfs / name).mkdir(exist_ok=True)
+    (daemon.pfs / name / "stranger").write_bytes(b"was there")
+    for number in range(6):
+        (root / f"file{number}").write_bytes(os.urandom(20_000 * number))
+    os.rename(root / "file1", root / "renamed")
+    os.link(root / "file2", root / "linked")
+    os.symlink("file2", root / "symbolic")
+    (root / "file3").unlink()
+    (root / "file4").write_bytes(os.urandom(30_000))
+    os.setxattr(root / "file5", "user.note", b"x")
+    os.truncate(root / "file5", 50_001)
+    with open(root / "file2", "r+b") as file:
+        file.seek(100)
+        file.write(b"changed in place")
+        os.fsync(file.fileno())
+    daemon.command("verify", root / "renamed", check=False)
+
+
+class Fault:
+    """Writes the fault into the daemon's file, and takes it out as soon as it struck: a process died, or the log says it was injected."""
+
+    def __init__(self, daemon: DaemonUnderTest, faults: Path, label: str, action: str) -> None:
+        self.daemon, self.faults, self.label, self.action = daemon, faults, label, action
+        self.struck = False
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> "Fault":
+        self._before, self._length = self.daemon.processes(), len(self.daemon.log)
+        self.faults.write_text(f"{self.label}={self.action}@*")
+        self._watcher.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            if self.daemon.processes() != self._before or f"injected at {self.label}" in self.daemon.log[self._length :]:
+                self.struck = True
+                self.faults.write_text("")
+                return
+
+    def finished(self) -> bool:
+        """Whether it struck, or there is nothing left to do in which it could."""
+        return self.struck or not self.daemon.unsettled()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._watcher.join()
+        self.faults.write_text("")
+
+
+@pytest.mark.parametrize("label", _labels())
+@pytest.mark.parametrize("action", ["kill", "kill-after", "EIO"])
+def test_it_goes_on_after(faulty: tuple[DaemonUnderTest, Path], label: str, action: str) -> None:
+    """The tree on the PFS is the mount's in the end, wherever it was struck."""
+    if action == "EIO" and label.startswith("place:"):
+        pytest.skip("this one runs while an application waits, and the application is told")
+    daemon, faults = faulty
+    name = f"{label.replace(':', '-')}-{action}"
+    with deadline(daemon, 200), Fault(daemon, faults, label, action) as fault:
+        work(daemon, name)
+        if label.startswith("recover:"):
+            daemon.kill("mover", wait=False)
+        eventually(fault.finished, what=f"{label} is reached, or all is settled")
+    daemon.settle()
+    assert differences(daemon.path / name, daemon.pfs / name) == []
+    if not fault.struck:
+        pytest.skip("this load does not reach it; tests/flow does")
