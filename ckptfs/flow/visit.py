@@ -21,7 +21,7 @@ from ckptfs.catalog.visits import Pending, Verdict
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.model import ROOT, Notify, Seen, Tier
-from ckptfs.tiers import pfs_listing
+from ckptfs.tiers import health, pfs_listing
 from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ IMPORTED_TOGETHER = limits.CHANGE_ROWS_MAX // 8
 
 # A refresh that took t seconds is followed by a pause of this many times t, so that refreshing never loads the PFS.
 PAUSE_RATIO = 9
+
+BUSY_TRIES = 5
+
+THEIRS = {errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY}
+"""Errors of one directory, not of the PFS."""
 
 
 def refresh(db: Database, inode: int, *, recursive: bool, wait_s: float = limits.VISIT_WAIT_S) -> int:
@@ -87,18 +92,22 @@ class Visit:
         """Visit what one want asks for. It fails with the visit, at once: whoever asked may ask again."""
         try:
             if want.argument == wants.AGAIN or not visits.complete(self._db, want.inode):
-                self._visit(want.inode)
+                self._visit_undisturbed(want.inode)
         except (OSError, CkptfsError) as failure:
-            self._failed(want.id, want.inode, failure)
+            if self._failed(want.id, want.inode, failure):
+                return
             raise
         wants.done(self._db, want.id)
         self._notify.wants()
 
-    def _failed(self, want: int, inode: int, failure: OSError | CkptfsError) -> None:
+    def _failed(self, want: int, inode: int, failure: OSError | CkptfsError) -> bool:
+        """Answer with what went wrong; whether that is the asker's business only, and no trouble of the PFS."""
         code = failure.errno or errno.EIO
-        wants.failed(self._db, want, code if code in {errno.EACCES, errno.ENOENT, errno.ENOTDIR} else errno.EIO)
+        theirs = isinstance(failure, OSError) and code in THEIRS
+        wants.failed(self._db, want, code if theirs else errno.EIO)
         self._notify.wants()
         log.debug("visit of inode %d: %s", inode, failure)
+        return theirs
 
     def _climb(self, want: int) -> None:
         """Visit the next directory of a tree; the want is done with the last one."""
@@ -108,7 +117,8 @@ class Visit:
             self._visit(directory)
         except (OSError, CkptfsError) as failure:
             del self._trees[want]
-            self._failed(want, directory, failure)
+            if self._failed(want, directory, failure):
+                return
             raise
         queue.extend(visits.directories_in(self._db, directory))
         if queue:
@@ -136,6 +146,17 @@ class Visit:
             self._not_before_s = ended_s + PAUSE_RATIO * (ended_s - started_s)
         return False
 
+    def _visit_undisturbed(self, directory: int) -> None:
+        """Write-back may be renaming a directory on the way just now: look again in a moment."""
+        for _ in range(BUSY_TRIES):
+            try:
+                return self._visit(directory)
+            except OSError as failure:
+                if failure.errno != errno.EBUSY:
+                    raise
+            time.sleep(limits.RETRY_FIRST_S)
+        return self._visit(directory)
+
     # --- one visit ------------------------------------------------------------------------------------------------------
 
     def _visit(self, directory: int) -> None:
@@ -161,7 +182,11 @@ class Visit:
             raise TierUnavailable("there is no PFS to visit")
         if settling.tier_uuid(self._db, Tier.PFS) is None:
             self._mark()
-        return pfs_listing.open_root(self._config.pfs, settling.tier_uuid(self._db, Tier.PFS))
+        try:
+            return pfs_listing.open_root(self._config.pfs, settling.tier_uuid(self._db, Tier.PFS))
+        except OSError as failure:
+            remedy = health.remedy(failure.errno)
+            raise TierUnavailable(f"{self._config.pfs} cannot be opened: {failure.strerror}", remedy=remedy) from failure
 
     def _mark(self) -> None:
         """The first time: leave a mark by which this PFS is known again. One that takes no mark is believed whatever it shows."""
@@ -176,14 +201,15 @@ class Visit:
         """A descriptor of the directory itself, also while write-back is about to rename what is above it."""
         try:
             fd = pfs_listing.walk(root_fd, names)
-        except FileNotFoundError:
-            if not pfs_paths.disturbed(self._db, directory):
-                self._look_above(root_fd, names, directory)
+        except (FileNotFoundError, NotADirectoryError):
+            if pfs_paths.disturbed(self._db, directory):
+                raise _disturbed(names) from None
+            self._look_above(root_fd, names, directory)
             raise
         known = pfs_paths.identity(self._db, directory)
         if directory != ROOT and known != os.fstat(fd).st_ino and pfs_paths.disturbed(self._db, directory):
             os.close(fd)
-            raise OSError(errno.EBUSY, "a directory above it is being renamed", os.fsdecode(b"/".join(names)))
+            raise _disturbed(names)
         return fd
 
     def _look_above(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> None:
@@ -193,7 +219,7 @@ class Visit:
             above = pfs_paths.parent_on_pfs(self._db, above)
             try:
                 fd = pfs_listing.walk(root_fd, names[:depth])
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             with _closing(fd):
                 pending = visits.begin(self._db, above)
@@ -202,6 +228,10 @@ class Visit:
                 finally:
                     visits.end(self._db, above, whole=False)
             return
+
+
+def _disturbed(names: tuple[bytes, ...]) -> OSError:
+    return OSError(errno.EBUSY, "a directory on the way is being renamed", os.fsdecode(b"/".join(names)))
 
 
 class _closing:

@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptfs import disk
 from ckptfs.errors import TierUnavailable
 from ckptfs.model import Seen
+from ckptfs.tiers import acting
 
 disk.labels("visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readlink", "visit:xattrs")
 
@@ -57,11 +58,24 @@ def walk(root_fd: int, names: tuple[bytes, ...]) -> int:
     fd = os.open(b".", _DIRECTORY, dir_fd=root_fd)
     for name in names:
         try:
-            below = disk.open_file("visit:walk", name, _DIRECTORY, dir_fd=fd)
+            below = _open_below(fd, name)
         finally:
             os.close(fd)
         fd = below
     return fd
+
+
+def _open_below(above: int, name: bytes) -> int:
+    def owners() -> list[acting.Owner]:
+        found = look(above, name)
+        return [(found.uid, found.gid), _owner(above)]
+
+    return acting.attempt(lambda: disk.open_file("visit:walk", name, _DIRECTORY, dir_fd=above), owners)
+
+
+def _owner(fd: int) -> acting.Owner:
+    found = os.fstat(fd)
+    return found.st_uid, found.st_gid
 
 
 def listing(directory_fd: int, *, root: bool) -> Iterator[Seen]:
@@ -76,9 +90,12 @@ def listing(directory_fd: int, *, root: bool) -> Iterator[Seen]:
 
 
 def look(directory_fd: int, name: bytes) -> Seen:
-    """lstat of one name. Raises OSError."""
-    found = disk.act("visit:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
-    return _seen(name, found)
+    """lstat of one name; as the directory's owner where root may not search it. Raises OSError."""
+
+    def call() -> os.stat_result:
+        return disk.act("visit:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
+
+    return _seen(name, acting.attempt(call, lambda: [_owner(directory_fd)]))
 
 
 def look_at(fd: int, name: bytes = b"") -> Seen:
@@ -105,13 +122,20 @@ def absent(directory_fd: int, name: bytes) -> bool:
 def whole(directory_fd: int, seen: Seen) -> Seen:
     """`seen` with its symlink's target and its xattrs of the namespace `user`. Raises FileNotFoundError when it is gone."""
     path = b"/proc/self/fd/%d/%s" % (directory_fd, seen.name)
+
+    def link() -> bytes:
+        return bytes(disk.act("visit:readlink", os.readlink, seen.name, dir_fd=directory_fd))
+
+    def xattrs() -> tuple[tuple[bytes, bytes], ...]:
+        names = [name for name in disk.act("visit:xattrs", os.listxattr, path, follow_symlinks=False) if _user(name)]
+        return tuple((os.fsencode(name), os.getxattr(path, name, follow_symlinks=False)) for name in names)
+
     if stat.S_ISLNK(seen.mode):
-        return replace(seen, target=disk.act("visit:readlink", os.readlink, seen.name, dir_fd=directory_fd))
+        return replace(seen, target=acting.attempt(link, lambda: [_owner(directory_fd)]))
     if not (seen.is_file or seen.is_directory):
         return seen
     try:
-        names = [name for name in disk.act("visit:xattrs", os.listxattr, path, follow_symlinks=False) if _user(name)]
-        return replace(seen, xattrs=tuple((os.fsencode(name), os.getxattr(path, name, follow_symlinks=False)) for name in names))
+        return replace(seen, xattrs=acting.attempt(xattrs, lambda: [(seen.uid, seen.gid), _owner(directory_fd)]))
     except OSError as failure:
         if failure.errno in _NO_XATTRS:
             return seen

@@ -13,7 +13,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import OnPfs
 from ckptfs.errors import refused
 from ckptfs.model import Tier
-from ckptfs.tiers import pfs_listing
+from ckptfs.tiers import acting, pfs_listing
 
 disk.labels("pfs:open")
 
@@ -44,9 +44,20 @@ def open_named(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     finally:
         os.close(root_fd)
     try:
-        return disk.open_file("pfs:open", names[-1], flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
+        return _open(directory_fd, names[-1], flags)
     finally:
         os.close(directory_fd)
+
+
+def _open(directory_fd: int, name: bytes, flags: int) -> int:
+    """As the file's owner where root is refused. O_NONBLOCK: a fifo of a stranger's must not hold us."""
+
+    def owners() -> list[acting.Owner]:
+        found, above = pfs_listing.look(directory_fd, name), pfs_listing.look_at(directory_fd)
+        return [(found.uid, found.gid), (above.uid, above.gid)]
+
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK
+    return acting.attempt(lambda: disk.open_file("pfs:open", name, flags, dir_fd=directory_fd), owners)
 
 
 def same(fd: int, known: OnPfs) -> bool:
