@@ -12,19 +12,22 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
+from ckptfs import limits
 from ckptfs.catalog import report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.errors import Refused, TimedOut
+from ckptfs.errors import Refused, TimedOut, refused
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
 from ckptfs_daemon.control_edge import translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
+from ckptfs_daemon.control_verify import Verification
 
 LOOK_S = 0.05
 HURRY_EVERY_S = 1.0
 KEEPALIVE_S = 2.0
+TELL_EVERY_S = 0.5
 REFRESH_WAIT_S = 3600.0
 
 
@@ -65,13 +68,35 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
             progress.obstacle, progress.remedy = self._figures.obstacle()
         return progress
 
+    @translated_stream
+    def Verify(self, request: pb.VerifyRequest, context: grpc.ServicerContext) -> Iterator[pb.VerifyProgress]:
+        """Read every copy of a file, or of all files below a directory."""
+        if report.listed(self._db, request.inode) is None:
+            raise refused(errno.ENOENT)
+        files = report.files_below(self._db, request.inode)
+        verification = Verification(self._config, self._db, self._places)
+        progress, told_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
+        for inode in files:
+            if not context.is_active():
+                return
+            findings, size = verification.check(inode)
+            progress.files += 1
+            progress.bytes += size
+            progress.findings.extend(findings)
+            if len(progress.findings) >= limits.CHANGE_ROWS_MAX or time.monotonic() - told_at > TELL_EVERY_S:
+                yield progress
+                told_at = time.monotonic()
+                del progress.findings[:]
+        progress.done = True
+        yield progress
+
     @translated
     def Refresh(self, request: pb.RefreshRequest, context: grpc.ServicerContext) -> pb.RefreshReply:
         """Compare a directory on the PFS again, with all below when asked."""
         if self._config.pfs is None:
             raise Refused("this mount has no PFS, so there is nothing to compare with", remedy="mount it with pfs=DIRECTORY")
         wait_s = min(context.time_remaining() or REFRESH_WAIT_S, REFRESH_WAIT_S)
-        argument = "tree" if request.recursive else "again"
+        argument = wants.TREE if request.recursive else wants.AGAIN
         want = wants.ask(self._db, wants.VISIT, request.inode, argument, wait_s=wait_s)
         self._hurry()
         until = time.monotonic() + wait_s
