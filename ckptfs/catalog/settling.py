@@ -300,3 +300,9 @@ def report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
                 "INSERT INTO report (key, value, at_ns) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
                 key, json.dumps(value), time.time_ns(),
             )  # fmt: skip
+
+
+def forget_reports(db: Database) -> None:
+    """A mover begins: what an earlier one reported may not hold any more."""
+    with db.change():
+        db.run("DELETE FROM report WHERE key LIKE 'trouble:%' OR key LIKE 'tier:%'")

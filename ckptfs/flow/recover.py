@@ -107,13 +107,9 @@ class Recover:
                 settling.set_state(self._db, content.id, ContentState.LOST)
         self._notify.inode(content.inode)
         if fallback:
-            self._say(
-                logging.WARNING, "%s was still being written when its tier was lost; it shows %s again", self._name(content), fallback
-            )
+            self._say(logging.WARNING, "%s was still open when its tier was lost; it shows %s again", self._name(content), fallback)
         else:
-            self._say(
-                logging.ERROR, "%s is lost: its tier is gone and it was not written back; opening it fails with EIO", self._name(content)
-            )
+            self._say(logging.ERROR, "%s is lost: its tier is gone and it was not written back; it gives EIO", self._name(content))
 
     def _say(self, level: int, message: str, *values: object) -> None:
         """Log, but not a million lines."""

@@ -69,6 +69,11 @@ def failed(health: Health, now_s: float, failure: OSError) -> Health:
     return _to(health, state, now_s, failures, describe(failure), remedy(failure.errno))
 
 
+def another(health: Health, now_s: float, error: str, remedy: str) -> Health:
+    """The tier answers, and is not the one it should be."""
+    return _to(health, State.DOWN, now_s, health.failures + 1, error, remedy)
+
+
 def silent(health: Health, now_s: float, waiting_s: float) -> Health:
     """A probe has not answered for `waiting_s` so far."""
     if waiting_s < SUSPECT_S:
@@ -92,10 +97,11 @@ def remedy(code: int | None) -> str:
     return REMEDIES.get(code or 0, "")
 
 
-def probe(root: Path) -> None:
-    """Ask the tier for something that its server must answer. Raises OSError; hangs when the tier hangs."""
+def probe(root: Path) -> tuple[int, int]:
+    """(total, available) bytes: asked so that the tier's server must answer. Raises OSError; hangs when the tier hangs."""
     disk.act("health:probe", os.stat, root)
-    disk.act("health:probe", os.statvfs, root)
+    figures = os.statvfs(root)
+    return figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
 
 
 def _to(health: Health, state: State, now_s: float, failures: int, error: str, remedy: str) -> Health:

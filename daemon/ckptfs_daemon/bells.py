@@ -7,9 +7,12 @@ If we die here: what was rung waits in the socket, which the supervisor keeps op
 
 import select
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 
 import trio
+
+from ckptfs import limits
 
 WORK = b"."
 URGENT = b"!"
@@ -19,6 +22,7 @@ ENTRY = b"e"
 
 MESSAGE_BYTES_MAX = 512
 PATIENCE_S = 1.0
+WORK_APART_S = limits.HINT_GATHER_S / 2
 
 
 class Bell:
@@ -26,21 +30,32 @@ class Bell:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._worked_s = float("-inf")
 
-    def ring(self, message: bytes) -> bool:
-        """Send without waiting, from any thread; False when the other side has not listened for so long that the socket is full."""
+    def ring(self, message: bytes) -> None:
+        """Send without waiting, from any thread. Dropped when the other side has not listened for so long that the socket is full.
+
+        `WORK` is left out when it was rung a moment ago: the mover gathers hints for longer than that before it looks at the catalog.
+        """
+        if message == WORK:
+            now_s = time.monotonic()
+            if now_s - self._worked_s < WORK_APART_S:
+                return
+            self._worked_s = now_s
+        self._send(message)
+
+    def ring_patiently(self, message: bytes) -> None:
+        """Like `ring`, but wait a moment for room: for worker threads with a message that is dear, as an invalidation is."""
+        if not self._send(message):
+            select.select([], [self._end], [], PATIENCE_S)
+            self._send(message)
+
+    def _send(self, message: bytes) -> bool:
         try:
             self._end.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             return False
         return True
-
-    def ring_patiently(self, message: bytes) -> bool:
-        """Like `ring`, but wait a moment for room: for worker threads with a message that is dear, as an invalidation is."""
-        if self.ring(message):
-            return True
-        select.select([], [self._end], [], PATIENCE_S)
-        return self.ring(message)
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Every message that arrives, until the other end and the supervisor's are closed."""

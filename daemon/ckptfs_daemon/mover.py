@@ -1,0 +1,171 @@
+"""Wires the mover: everything that moves bytes. Read `_serve` as the table of contents.
+
+The lanes meet in the catalog and wake each other by hints; the mount's hints come over the bell; the supervisor's word over the link.
+At its word the mover drains until the deadline, then ends with 0. When the supervisor is gone it ends at once.
+If we die here: every step leaves the catalog whole, and the next mover recovers before it says that it is ready.
+"""
+
+import logging
+import os
+import signal
+
+import trio
+
+from ckptfs.catalog import report, settling
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.flow.drop import Drop
+from ckptfs.flow.evict import Evict
+from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.recover import Recover
+from ckptfs.flow.seal import Seal
+from ckptfs.flow.settle import Settle
+from ckptfs.flow.visit import Visit
+from ckptfs.model import Notify, Tier
+from ckptfs.tiers import lease
+from ckptfs.tiers.place import Places
+from ckptfs_daemon import bells, control
+from ckptfs_daemon.inherited import ALIVE, READY, STOP, Inherited
+from ckptfs_daemon.lanes import Flow, Lane, Lanes
+from ckptfs_daemon.probing import Watch
+
+try:
+    from ckptfs.flow.write_back import WriteBack
+except ImportError:
+    WriteBack = None  # type: ignore[assignment,misc]
+
+log = logging.getLogger(__name__)
+
+NICE = 5
+ALIVE_INTERVAL_S = 5.0
+MESSAGE_BYTES_MAX = 64
+DRAIN_LOOK_S = 0.05
+DRAIN_HURRY_S = 1.0
+LOCAL = (Tier.RAM, Tier.NVME)
+REMOTE = (Tier.PFS,)
+FETCHES = 2
+
+
+def run(inherited: Inherited) -> int:
+    """Move bytes until the supervisor says stop; the exit code."""
+    os.nice(NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lease.ignore_signal()
+    config = inherited.config
+    db = Database(config.state / "catalog.db", journalled=config.pfs is not None)
+    return trio.run(_serve, inherited, db)
+
+
+async def _serve(inherited: Inherited, db: Database) -> int:
+    config = inherited.config
+    places = Places.adopt(config)
+    bell = bells.Bell(inherited.bell)
+    token = trio.lowlevel.current_trio_token()
+    lanes: Lanes
+    notify = bells.MountNotify(bell, lambda: token.run_sync_soon(lanes.hint, idempotent=True))
+    flows = _Flows(db, places, config, notify)
+    lanes = Lanes([Lane(name, flow, lambda key, value: settling.report(db, key, value)) for name, flow in flows.lanes()])
+    await trio.to_thread.run_sync(flows.prepare)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_send_alive, inherited, name="alive")
+        nursery.start_soon(_listen, bell, lanes, name="bell")
+        nursery.start_soon(lanes.run, name="lanes")
+        nursery.start_soon(control.serve, inherited, db, places, lanes, name="control")
+        for watch in _watches(db, places, config, lanes):
+            nursery.start_soon(watch.run, name="watch")
+        inherited.link.send(READY)
+        if await _until_stopped(inherited):
+            await _drain(db, lanes, config)
+        nursery.cancel_scope.cancel()
+    return 0
+
+
+class _Flows:
+    """All steps of a file's path, and which of them may hang on their own."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+        self._db = db
+        self._config = config
+        self._recover = Recover(db, places, config, notify)
+        self._visit = Visit(db, places, config, notify)
+        self._fetch = Fetch(db, places, config, notify)
+        self._lanes: list[tuple[str, Flow]] = [
+            ("seal", Seal(db, places, config, notify, LOCAL)),
+            ("evict", Evict(db, places, config, notify)),
+            ("drop", Drop(db, places, config, notify, LOCAL)),
+            ("settle", Settle(db, places, config, notify)),
+        ]
+        if config.pfs is not None:
+            self._lanes += [
+                ("seal pfs", Seal(db, places, config, notify, REMOTE)),
+                ("drop pfs", Drop(db, places, config, notify, REMOTE)),
+                *([("write back", WriteBack(db, places, config, notify))] if WriteBack else []),
+                ("visit", self._visit),
+                *((f"fetch {number}", self._fetch) for number in range(1, FETCHES + 1)),
+            ]
+
+    def lanes(self) -> list[tuple[str, Flow]]:
+        """(name, flow) of every lane."""
+        return self._lanes
+
+    def prepare(self) -> None:
+        """What must be so before the mount asks anything. Asks nothing of the PFS, which may hang."""
+        settling.forget_reports(self._db)
+        self._recover.step()
+        self._fetch.prepare()
+        self._visit.prepare()
+
+
+def _watches(db: Database, places: Places, config: Config, lanes: Lanes) -> list[Watch]:
+    roots = {Tier.NVME: config.nvme, Tier.PFS: config.pfs}
+    return [Watch(db, places[tier], root, lanes.hurry) for tier, root in roots.items() if root is not None]
+
+
+async def _listen(bell: bells.Bell, lanes: Lanes) -> None:
+    """The mount's hints."""
+    async for message in bell.messages():
+        if message == bells.URGENT:
+            lanes.urge()
+        else:
+            lanes.hint()
+
+
+async def _send_alive(inherited: Inherited) -> None:
+    """Tell the supervisor's watchdog that this thread still turns, whatever hangs in the others."""
+    while True:
+        inherited.link.send(ALIVE)
+        await trio.sleep(ALIVE_INTERVAL_S)
+
+
+async def _until_stopped(inherited: Inherited) -> bool:
+    """Wait for the supervisor's word. False: it is gone, and somebody else may already do our work."""
+    while True:
+        await trio.lowlevel.wait_readable(inherited.link)
+        message = inherited.link.recv(MESSAGE_BYTES_MAX)
+        if message == STOP:
+            return True
+        if not message:
+            log.warning("the supervisor is gone; ending")
+            os._exit(1)
+
+
+async def _drain(db: Database, lanes: Lanes, config: Config) -> None:
+    """Bring what was closed up to the highest level there is, until the deadline."""
+    end = report.journal_end(db)
+    with trio.move_on_after(config.drain_deadline_s) as deadline:
+        while left := _left(db, end):
+            lanes.hurry()
+            with trio.move_on_after(DRAIN_HURRY_S):
+                while _left(db, end) == left:
+                    await trio.sleep(DRAIN_LOOK_S)
+    if deadline.cancelled_caught:
+        changes, unsealed = _left(db, end) or (0, 0)
+        log.warning("drained until the deadline: the PFS lacks %d changes, %d files are not sealed; they wait here", changes, unsealed)
+    db.persist()
+
+
+def _left(db: Database, end: int) -> tuple[int, int] | None:
+    """(changes that the PFS was not told of, files that are not sealed); None when there is nothing of either."""
+    files, _, changes = report.journal_left(db, end)
+    unsealed = report.unsealed(db)
+    return (files + changes, unsealed) if files + changes + unsealed else None
