@@ -135,7 +135,11 @@ install_ckptfs() {
   mkdir -p /usr/local/bin /etc/ckptfs "$PREFIX/share"
   local name
   for name in ckptfs ckptfsd; do ln -sfn "$PREFIX/bin/$name" "/usr/local/bin/$name"; done
-  ln -sfn "$PREFIX/bin/mount.ckptfs" /sbin/mount.ckptfs
+  # The kernel calls the type fuse.ckptfs, and fstab may say either.
+  for name in ckptfs fuse.ckptfs; do
+    ln -sfn "$PREFIX/bin/mount.ckptfs" "/sbin/mount.$name"
+    ln -sfn "$PREFIX/bin/umount.ckptfs" "/sbin/umount.$name"
+  done
   cp deploy/systemd/ckptfs.toml /etc/ckptfs/ckptfs.toml.sample
   mkdir -p /etc/systemd/system
   local unit
@@ -158,7 +162,7 @@ uninstall() {
     fail "there are mounts of ckptfs: $(awk '$3 == "fuse.ckptfs" {print $2}' /proc/mounts | tr '\n' ' '); umount them first"
   fi
   local name
-  for name in /usr/local/bin/ckptfs /usr/local/bin/ckptfsd /sbin/mount.ckptfs; do
+  for name in /usr/local/bin/ckptfs /usr/local/bin/ckptfsd /sbin/mount.ckptfs /sbin/mount.fuse.ckptfs /sbin/umount.ckptfs /sbin/umount.fuse.ckptfs; do
     case "$(readlink "$name" 2>/dev/null)" in "$PREFIX"/*) rm -f "$name" ;; esac
   done
   for name in deploy/systemd/*.service; do rm -f "/etc/systemd/system/$(basename "$name")"; done

@@ -15,7 +15,7 @@ say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 fail() { printf 'demo: %s\n' "$*" >&2; exit 1; }
 mounted() { grep -q " $MOUNT fuse" /proc/mounts; }
 do_mount() { "$BIN/mount.ckptfs" "$NAME" "$MOUNT" -o "pfs=$PFS,state=$STATE,ram=4G"; }
-do_umount() { if [ "$(id -u)" = 0 ]; then umount "$MOUNT"; else fusermount3 -u "$MOUNT"; fi; }
+do_umount() { "$BIN/umount.ckptfs" "$MOUNT"; }
 losses() { grep -h '^step ' "$@" || true; }
 # pid_of ROLE: the process that has it now, as `ckptfs status` says.
 pid_of() {
