@@ -1,17 +1,30 @@
-"""Wires the mount process: the session, the operations, and the watch on the supervisor's link.
+"""Wires the mount process: the catalog, the tiers, the session and its operations. Read `run` and `_serve` as the table of contents.
 
 Invariant: READY is sent before the first request is read, so a child that died without it has served nobody.
 If we die here: the supervisor keeps the connection and starts the next one, which is told that it resumes.
 """
 
+import contextlib
 import logging
 import os
+import queue
 import socket
 
 import trio
 
-from ckptfs_daemon import door
+from ckptfs.catalog.database import Database
+from ckptfs.model import DataPath
+from ckptfs.tiers.place import Places
+from ckptfs_daemon import bells, door
+from ckptfs_daemon.asking import Asking
+from ckptfs_daemon.bells import Bell
+from ckptfs_daemon.context import Context
+from ckptfs_daemon.extra_operations import ExtraOperations
+from ckptfs_daemon.file_operations import FileOperations
 from ckptfs_daemon.inherited import ALIVE, READY, STOP, Inherited
+from ckptfs_daemon.name_operations import NameOperations
+from ckptfs_daemon.open_files import OpenFiles
+from ckptfs_daemon.passthrough import Passthrough
 
 import pyfuse3  # isort: skip
 
@@ -20,22 +33,89 @@ log = logging.getLogger(__name__)
 ALIVE_INTERVAL_S = 5.0
 
 
+class Operations(NameOperations, FileOperations, ExtraOperations, pyfuse3.Operations):  # type: ignore[misc]
+    """Every handler of the mount."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+
+
 def run(inherited: Inherited) -> int:
     """Serve the connection; 0 when it was unmounted."""
-    operations = pyfuse3.Operations()
+    operations = Operations(_wire(inherited))
+    operations.serve_extras()
     door.open_session(operations, inherited)
-    trio.run(_serve, inherited)
+    trio.run(_serve, inherited, operations)
     door.close_session()
     return 0
 
 
-async def _serve(inherited: Inherited) -> None:
+def _wire(inherited: Inherited) -> Context:
+    config = inherited.config
+    db = Database(config.state / "catalog.db", journalled=config.pfs is not None)
+    places = Places.adopt(config)
+    bell = Bell(inherited.bell)
+    passthrough = Passthrough(inherited.fuse_fd) if inherited.data_path is DataPath.PASSTHROUGH else None
+    return Context(
+        config=config,
+        data_path=inherited.data_path,
+        db=db,
+        places=places,
+        bell=bell,
+        asking=Asking(db, bell),
+        open_files=OpenFiles(db, places, passthrough, bell),
+    )
+
+
+async def _serve(inherited: Inherited, operations: Operations) -> None:
+    context = operations.context
+    await context.open_files.start(inherited.resumed)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch_link, inherited.link)
-        nursery.start_soon(send_alive, inherited.link)
+        operations.start(nursery)
+        nursery.start_soon(_listen, context, name="bell")
+        nursery.start_soon(operations.reap_forgotten, name="orphans")
+        nursery.start_soon(watch_link, inherited.link, name="link")
+        nursery.start_soon(send_alive, inherited.link, name="alive")
         inherited.link.send(READY)
         await door.serve()
         nursery.cancel_scope.cancel()
+
+
+async def _listen(context: Context) -> None:
+    """Route the mover's messages: answers to whoever waits, invalidations to the kernel.
+
+    The kernel may hold a lock that a request which waits for us needs, so invalidations happen in a thread of their own, in order.
+    """
+    invalidations: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_invalidate_all, invalidations)
+        try:
+            async for message in context.bell.messages():
+                if message == bells.WANTS:
+                    context.asking.answered()
+                else:
+                    invalidations.put(message)
+        finally:
+            invalidations.put(None)
+
+
+async def _invalidate_all(invalidations: "queue.SimpleQueue[bytes | None]") -> None:
+    def work() -> None:
+        while (message := invalidations.get()) is not None:
+            _invalidate(message)
+
+    await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+
+
+def _invalidate(message: bytes) -> None:
+    """Make the kernel forget what the mover changed; what it does not know it need not forget."""
+    kind, number, name = bells.parse(message)
+    with contextlib.suppress(OSError):
+        if kind == bells.INODE:
+            pyfuse3.invalidate_inode(pyfuse3.InodeT(number))
+        elif kind == bells.ENTRY:
+            pyfuse3.invalidate_entry(pyfuse3.InodeT(number), name)
 
 
 async def watch_link(link: socket.socket) -> None:

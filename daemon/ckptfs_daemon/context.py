@@ -1,0 +1,24 @@
+"""What the mount process's handlers work with: wired once in mount.py, never changed afterwards."""
+
+from dataclasses import dataclass
+
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.model import DataPath
+from ckptfs.tiers.place import Places
+from ckptfs_daemon.asking import Asking
+from ckptfs_daemon.bells import Bell
+from ckptfs_daemon.open_files import OpenFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The catalog, the tiers, the way to the mover, and what is open."""
+
+    config: Config
+    data_path: DataPath
+    db: Database
+    places: Places
+    bell: Bell
+    asking: Asking
+    open_files: OpenFiles
