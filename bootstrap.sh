@@ -112,66 +112,14 @@ bench() {
   exec "$VENV/bin/python" bench/run.py "$@"
 }
 
-# install_ckptfs: PREFIX holds everything; links, units and the sample configuration are what lies outside of it.
+# install_ckptfs, uninstall: deploy/install.sh does it; only what the system must bring is looked after here.
 install_ckptfs() {
-  [ "$(id -u)" = 0 ] || fail "install needs root: sudo ./bootstrap.sh install"
   # shellcheck disable=SC2086
-  system_packages $PACKAGES_BASE
-  mkdir -p "$PREFIX"
-  [ -e "$PREFIX/.ckptfs-installed" ] || [ -z "$(ls -A "$PREFIX")" ] || fail "$PREFIX holds other things; PREFIX must be a directory for ckptfs alone"
-  say "environment in $PREFIX"
-  touch "$PREFIX/.ckptfs-installed"
-  [ -x "$PREFIX/bin/python" ] || python3 -m venv "$PREFIX"
-  "$PREFIX/bin/python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
-  local tree
-  tree=$(mktemp -d)
-  cp -r pyproject.toml README.md LICENSE ckptfs daemon client deploy "$tree/"
-  find "$tree" -name '*.egg-info' -prune -exec rm -rf {} +
-  "$PREFIX/bin/python" -m pip install --disable-pip-version-check --progress-bar off -q --no-build-isolation "$tree"
-  "$PREFIX/bin/python" -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps --force-reinstall "$tree"
-  rm -rf "$tree"
-  (cd / && shim "$PREFIX/bin/python")
-  say "commands, units, sample configuration, completion"
-  mkdir -p /usr/local/bin /etc/ckptfs "$PREFIX/share"
-  local name
-  for name in ckptfs ckptfsd; do ln -sfn "$PREFIX/bin/$name" "/usr/local/bin/$name"; done
-  # The kernel calls the type fuse.ckptfs, and fstab may say either.
-  for name in ckptfs fuse.ckptfs; do
-    ln -sfn "$PREFIX/bin/mount.ckptfs" "/sbin/mount.$name"
-    ln -sfn "$PREFIX/bin/umount.ckptfs" "/sbin/umount.$name"
-  done
-  cp deploy/systemd/ckptfs.toml /etc/ckptfs/ckptfs.toml.sample
-  mkdir -p /etc/systemd/system
-  local unit
-  for unit in deploy/systemd/*.service; do
-    [ -e "$unit" ] || continue
-    sed "s|/opt/ckptfs|$PREFIX|g" "$unit" > "/etc/systemd/system/$(basename "$unit")"
-  done
-  mkdir -p /usr/local/share/bash-completion/completions /usr/local/share/zsh/site-functions
-  _CKPTFS_COMPLETE=source_bash "$PREFIX/bin/ckptfs" > /usr/local/share/bash-completion/completions/ckptfs
-  _CKPTFS_COMPLETE=source_zsh "$PREFIX/bin/ckptfs" > /usr/local/share/zsh/site-functions/_ckptfs
-  reload_systemd
-  say "installed. Next: mount -t ckptfs NAME DIR -o pfs=DIR, or ckptfs doctor"
+  [ -n "${DESTDIR:-}" ] || system_packages $PACKAGES_BASE
+  PREFIX=$PREFIX exec deploy/install.sh install
 }
 
-reload_systemd() { if [ -d /run/systemd/system ]; then systemctl daemon-reload; fi; }
-
-uninstall() {
-  [ "$(id -u)" = 0 ] || fail "uninstall needs root: sudo ./bootstrap.sh uninstall"
-  if grep -q ' fuse.ckptfs ' /proc/mounts; then
-    fail "there are mounts of ckptfs: $(awk '$3 == "fuse.ckptfs" {print $2}' /proc/mounts | tr '\n' ' '); umount them first"
-  fi
-  local name
-  for name in /usr/local/bin/ckptfs /usr/local/bin/ckptfsd /sbin/mount.ckptfs /sbin/mount.fuse.ckptfs /sbin/umount.ckptfs /sbin/umount.fuse.ckptfs; do
-    case "$(readlink "$name" 2>/dev/null)" in "$PREFIX"/*) rm -f "$name" ;; esac
-  done
-  for name in deploy/systemd/*.service; do rm -f "/etc/systemd/system/$(basename "$name")"; done
-  rm -f /etc/ckptfs/ckptfs.toml.sample /usr/local/share/bash-completion/completions/ckptfs /usr/local/share/zsh/site-functions/_ckptfs
-  rmdir /etc/ckptfs 2>/dev/null || true
-  if [ -e "$PREFIX/.ckptfs-installed" ]; then rm -rf "$PREFIX"; fi
-  reload_systemd
-  say "uninstalled; /etc/ckptfs/*.toml and /var/lib/ckptfs were left alone"
-}
+uninstall() { PREFIX=$PREFIX exec deploy/install.sh uninstall; }
 
 command=${1:-help}
 [ $# = 0 ] || shift

@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# Installs ckptfs, or takes it away again: `deploy/install.sh install|uninstall`. Both may run twice.
+#
+# Everything lives in PREFIX (default /opt/ckptfs), a Python environment of its own; outside of it there are links, the systemd unit,
+# shell completion and the sample configuration, all of them listed in PREFIX/installed, which is what uninstall goes by.
+# Configuration in /etc/ckptfs/*.toml and the catalogs in /var/lib/ckptfs are never touched.
+#
+# Environment: PREFIX; DESTDIR (for packages and tests: everything goes below it, and nothing outside is touched); PYTHON (default
+# python3, 3.11 or later). System packages are not installed here: gcc, pkg-config, libfuse3-dev, fuse3, python3-venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PREFIX=${PREFIX:-/opt/ckptfs}
+DESTDIR=${DESTDIR:-}
+PYTHON=${PYTHON:-python3}
+HOME_OF_ALL=$DESTDIR$PREFIX
+MARK=$HOME_OF_ALL/installed
+SBIN=/sbin
+[ ! -L /sbin ] || SBIN=/usr/sbin # Debian and others: /sbin is a link to it, and a package must not bring the link's target.
+UNITS=/usr/local/lib/systemd/system
+SAMPLE=/etc/ckptfs/ckptfs.toml.sample
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
+
+case $PREFIX in /*[!/]) ;; *) fail "PREFIX=$PREFIX is not an absolute path; give one such as /opt/ckptfs" ;; esac
+case $PREFIX$DESTDIR in *[[:space:]]*) fail "PREFIX and DESTDIR must not contain spaces" ;; esac
+[ -n "$DESTDIR" ] || [ "$(id -u)" = 0 ] || fail "this needs root: sudo $0 ${1:-install}"
+
+pip() { "$HOME_OF_ALL/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+# place FILE: make room for a file outside of PREFIX, and remember it.
+place() {
+  mkdir -p "$DESTDIR$(dirname "$1")"
+  grep -qxF "$1" "$MARK" || printf '%s\n' "$1" >> "$MARK"
+}
+
+link() { place "$2"; ln -sfn "$PREFIX/bin/$1" "$DESTDIR$2"; }
+
+environment() {
+  local tree
+  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "ckptfs needs Python 3.11 or later; $PYTHON is $("$PYTHON" --version)"
+  [ -e "$MARK" ] || [ ! -d "$HOME_OF_ALL" ] || [ -z "$(ls -A "$HOME_OF_ALL")" ] \
+    || fail "$HOME_OF_ALL holds other things; PREFIX must be a directory for ckptfs alone"
+  mkdir -p "$HOME_OF_ALL"
+  touch "$MARK"
+  [ -x "$HOME_OF_ALL/bin/python" ] || "$PYTHON" -m venv "$HOME_OF_ALL"
+  pip install -q "setuptools>=68" wheel
+  # From a copy: building leaves its droppings there, and the installation does not need this tree afterwards.
+  tree=$(mktemp -d)
+  # shellcheck disable=SC2064
+  trap "rm -rf '$tree'" EXIT
+  cp -r pyproject.toml README.md LICENSE ckptfs daemon client "$tree/"
+  find "$tree" \( -name '*.egg-info' -o -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +
+  pip install -q --progress-bar off --no-build-isolation "$tree"
+  pip install -q --no-build-isolation --no-deps --force-reinstall "$tree"
+  (cd / && "$HOME_OF_ALL/bin/python" -m ckptfs_daemon.shim_build > /dev/null)
+  if [ -n "$DESTDIR" ]; then # What was built below DESTDIR will run without it.
+    grep -lI -- "$DESTDIR" "$HOME_OF_ALL"/bin/* "$HOME_OF_ALL/pyvenv.cfg" | xargs -r sed -i --follow-symlinks "s|$DESTDIR||g"
+  fi
+}
+
+completion() {
+  local shell file
+  while read -r shell file; do
+    place "$file"
+    _CKPTFS_COMPLETE=source_$shell "$HOME_OF_ALL/bin/python" "$HOME_OF_ALL/bin/ckptfs" > "$DESTDIR$file"
+  done <<- END
+	bash /usr/local/share/bash-completion/completions/ckptfs
+	zsh /usr/local/share/zsh/site-functions/_ckptfs
+	fish /usr/local/share/fish/vendor_completions.d/ckptfs.fish
+	END
+}
+
+# A sample that somebody changed is theirs: it stays.
+sample() {
+  local shipped=$HOME_OF_ALL/share/ckptfs.toml theirs=$DESTDIR$SAMPLE
+  mkdir -p "$HOME_OF_ALL/share" "$(dirname "$theirs")"
+  if [ ! -e "$theirs" ] || cmp -s "$shipped" "$theirs"; then cp deploy/systemd/ckptfs.toml "$theirs"; fi
+  cp deploy/systemd/ckptfs.toml "$shipped"
+}
+
+reload_systemd() { if [ -z "$DESTDIR" ] && [ -d /run/systemd/system ]; then systemctl daemon-reload; fi; }
+
+install() {
+  say "environment in $HOME_OF_ALL; the first time takes some minutes"
+  environment
+  say "commands, mount helpers, unit, completion, sample configuration"
+  local kind unit
+  link ckptfs /usr/local/bin/ckptfs
+  link ckptfsd /usr/local/bin/ckptfsd
+  for kind in ckptfs fuse.ckptfs; do
+    link mount.ckptfs "$SBIN/mount.$kind"
+    link umount.ckptfs "$SBIN/umount.$kind"
+  done
+  for unit in deploy/systemd/*.service; do
+    place "$UNITS/${unit##*/}"
+    sed "s|/opt/ckptfs|$PREFIX|g" "$unit" > "$DESTDIR$UNITS/${unit##*/}"
+  done
+  completion
+  sample
+  reload_systemd
+  say "installed; next: ckptfs doctor, then mount -t ckptfs NAME DIR -o pfs=DIR, or $SAMPLE and systemctl start ckptfs@NAME"
+}
+
+uninstall() {
+  local file
+  if [ -z "$DESTDIR" ] && grep -q ' fuse\.ckptfs ' /proc/mounts; then
+    fail "ckptfs is mounted at $(awk '$3 == "fuse.ckptfs" {print $2}' /proc/mounts | tr '\n' ' '); umount it first"
+  fi
+  if [ -e "$MARK" ]; then
+    while read -r file; do
+      # Another installation may have taken a link over; that one is not ours any more.
+      case $file in
+        /usr/local/bin/* | "$SBIN"/*) [ "$(readlink "$DESTDIR$file")" = "$PREFIX/bin/$(basename "$(readlink "$DESTDIR$file")")" ] || continue ;;
+      esac
+      rm -f "$DESTDIR$file"
+    done < "$MARK"
+    if cmp -s "$HOME_OF_ALL/share/ckptfs.toml" "$DESTDIR$SAMPLE"; then rm -f "$DESTDIR$SAMPLE"; fi
+    rmdir "$DESTDIR/etc/ckptfs" 2> /dev/null || true
+    rm -rf "$HOME_OF_ALL"
+  fi
+  reload_systemd
+  say "uninstalled; /etc/ckptfs/*.toml and /var/lib/ckptfs were left alone"
+}
+
+case ${1:-} in
+  install) install ;;
+  uninstall) uninstall ;;
+  *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+esac
