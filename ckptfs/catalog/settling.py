@@ -188,6 +188,15 @@ def spare(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Co
     return [_content(row) for row in rows]
 
 
+def only_in(db: Database, tier: Tier) -> int:
+    """How many contents that somebody may still want lie in `tier` and nowhere else."""
+    return int(
+        db.value(
+            f"SELECT count(*) FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND k.state <> 3 AND NOT {_ELSEWHERE}", tier
+        )
+    )
+
+
 # --- drop ------------------------------------------------------------------------------------------------------------
 
 

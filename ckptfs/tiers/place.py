@@ -160,7 +160,7 @@ class Places(Mapping[Tier, Place]):
 
         Raises OSError when one of the first two cannot be used.
         """
-        ram = config.state / "ram"
+        ram = Path(os.path.realpath(config.state / "ram"))  # an ordinary user's is a link into /dev/shm
         places = {Tier.RAM: Place(Tier.RAM, ram, budget_bytes=config.ram_bytes)}
         if config.nvme is not None:
             places[Tier.NVME] = Place(Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes)

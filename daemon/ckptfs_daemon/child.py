@@ -1,0 +1,60 @@
+"""A child of the supervisor: becomes warm, waits for its role, and runs it.
+
+If we die here: the supervisor sees our link's end, and starts another.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+
+from ckptfs.errors import CkptfsError
+from ckptfs_daemon import inherited, logs
+
+log = logging.getLogger(__name__)
+
+PR_SET_NAME = 15
+MOVER_NICE = 5
+
+
+def main(role: str, link_fd: int) -> int:
+    """Serve in the role that the supervisor assigns; the exit code."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logs.start(role, "info")
+    link = socket.socket(fileno=link_fd)
+    os.set_inheritable(link_fd, False)
+    try:
+        _warm(role)
+        given = inherited.receive(link)
+        if given is None:
+            return 0
+        logs.start(given.role, given.config.log_level)
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"ckptfs-{given.role}".encode(), 0, 0, 0)
+        return _run(given)
+    except CkptfsError as failure:
+        log.error("%s; %s", failure, failure.remedy)
+        return 1
+    except Exception:
+        log.exception("the %s process ends", role)
+        return 1
+
+
+def _warm(role: str) -> None:
+    """Import what the role needs, before there is a hurry."""
+    if role == "mover":
+        from ckptfs_daemon import mover  # noqa: F401
+    else:
+        from ckptfs_daemon import mount  # noqa: F401
+
+
+def _run(given: inherited.Inherited) -> int:
+    if given.role == "mover":
+        os.nice(MOVER_NICE)
+        from ckptfs_daemon import mover
+
+        return mover.run(given)
+    from ckptfs_daemon import mount
+
+    return mount.run(given)

@@ -1,0 +1,92 @@
+"""Wires the supervisor: configuration, state directory, lock, catalog, RAM tier, connection; then it runs, then it cleans up.
+
+Everything that can be refused is refused here, before anything is mounted, with one sentence.
+If we die here: the next start does the same again; each step finds what an earlier one left.
+"""
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from ckptfs import config as configuration
+from ckptfs.catalog import database, settling
+from ckptfs.config import Config
+from ckptfs.errors import Refused
+from ckptfs.model import Tier
+from ckptfs_daemon import announce, connection, lock, logs, notify, ram_mount, shim_build
+from ckptfs_daemon.announce import ReadyPipe
+from ckptfs_daemon.connection import Connection
+from ckptfs_daemon.notify import Systemd
+from ckptfs_daemon.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+OOM_SCORE = -900
+
+
+def daemon(name: str, mountpoint: Path, options: str, ready: ReadyPipe) -> int:
+    """Serve until unmounted; the exit code. Raises CkptfsError or OSError when it cannot begin."""
+    config = configuration.load(name, mountpoint, configuration.parse_options(options))
+    logs.start("supervisor", config.log_level)
+    systemd = Systemd()
+    shim_build.ensure()
+    held = _prepare_state(config)
+    try:
+        served, resumed = _connection(config, notify.handed_over())
+        systemd.store(served.fd, served.saved())
+        _be_spared()
+        code = Supervisor(config, served, resumed=resumed, systemd=systemd, ready=ready).run()
+        _give_back_memory(config)
+        announce.withdraw(config)
+        log.info("ended")
+        return code
+    finally:
+        os.close(held)
+
+
+def _prepare_state(config: Config) -> int:
+    """The state directory, locked, with a whole catalog and the RAM tier in it; the lock's descriptor."""
+    config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = config.state.stat()
+    if found.st_uid != os.geteuid():
+        raise Refused(f"the state directory {config.state} belongs to another user", remedy="give state=DIRECTORY with one of yours")
+    config.state.chmod(0o700)
+    held = lock.take(config.state)
+    lock.end_leftovers(config.state / "processes.json")
+    database.create(config.state / "catalog.db")
+    database.check(config.state / "catalog.db")
+    ram_mount.prepare(config)
+    return held
+
+
+def _connection(config: Config, handed_over: tuple[int, bytes] | None) -> tuple[Connection, bool]:
+    """(the connection to serve, whether it was served before)."""
+    if handed_over is not None:
+        fuse_fd, saved = handed_over
+        with contextlib.suppress(ValueError, KeyError):
+            kept = connection.restored(fuse_fd, saved)
+            if kept.mountpoint == config.mountpoint and kept.resend and kept.is_mounted():
+                log.info("taking up the mount at %s that systemd kept", config.mountpoint)
+                return kept, True
+        os.close(fuse_fd)
+    return connection.connect(config), False
+
+
+def _be_spared() -> None:
+    """Ask the OOM killer to look elsewhere first: our death would cost every application on the mount a pause."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+
+
+def _give_back_memory(config: Config) -> None:
+    """Unmount the RAM tier when nothing lies only there."""
+    db = database.Database(config.state / "catalog.db", journalled=False)
+    try:
+        only_here = settling.only_in(db, Tier.RAM)
+    finally:
+        db.close()
+    if only_here:
+        log.info("%d files have their only copy in RAM: the RAM tier stays mounted at %s", only_here, config.state / "ram")
+    else:
+        ram_mount.release(config)

@@ -1,0 +1,341 @@
+"""The supervisor: keeps the FUSE connection, keeps a mount and a mover process running, and ends all of it in order.
+
+One thread and one poll loop; touches no file content. Order of a fresh start: the mover recovers first, then the mount serves. Order of
+the end: unmount, the mount process ends by itself, the mover drains, the RAM tier is given back if nothing lies only there.
+If we die here: the children end with us. systemd has the connection and starts us again, or the next start takes over what is left.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from ckptfs import limits
+from ckptfs.config import Config
+from ckptfs.model import DataPath
+from ckptfs_daemon import announce, connection, lock, restarts
+from ckptfs_daemon.children import Child
+from ckptfs_daemon.connection import Connection
+from ckptfs_daemon.inherited import Assignment
+from ckptfs_daemon.notify import Systemd
+from ckptfs_daemon.restarts import History
+
+log = logging.getLogger(__name__)
+
+MOUNT, MOVER, SPARE = "mount", "mover", "spare"
+MOVER_HOLD_S = 10.0
+"""How long a fresh mount waits for the mover to have recovered what an earlier daemon left."""
+SPARE_DELAY_S = 0.5
+REAP_WAIT_S = 5.0
+TURN_MAX_S = 5.0
+
+
+class Phase(Enum):
+    """RUNNING until asked to end; UNMOUNTING until the connection has ended; DRAINING until the mover is done."""
+
+    RUNNING = auto()
+    UNMOUNTING = auto()
+    DRAINING = auto()
+    OVER = auto()
+
+
+@dataclass
+class Slot:
+    """One role: who fills it, what became of those before, and when the next one is due (None: not at all)."""
+
+    child: Child | None = None
+    history: History = field(default_factory=History)
+    due_at: float | None = None
+    ever_ready: bool = False
+
+
+class Supervisor:
+    """`run` returns the daemon's exit code."""
+
+    def __init__(self, config: Config, served: Connection, *, resumed: bool, systemd: Systemd, ready: announce.ReadyPipe) -> None:
+        self._config = config
+        self._connection = served
+        self._resumed = resumed
+        self._systemd = systemd
+        self._ready = ready
+        self._phase = Phase.RUNNING
+        self._exit_code = 0
+        self._began = time.monotonic()
+        self._deadline = float("inf")
+        self._fed_at = 0.0
+        self._said_ready = False
+        self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began), SPARE: Slot()}
+        self._bells = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
+        self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Until unmounted or told to end."""
+        self._listen_to_signals()
+        while self._phase is not Phase.OVER:
+            self._start_due()
+            self._wait()
+            self._hear()
+            self._watch()
+            self._watch_phase()
+        for slot in self._slots.values():
+            self._dismiss(slot)
+        return self._exit_code
+
+    # --- signals and waiting -----------------------------------------------------------------------------------------
+
+    def _listen_to_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._asked_to_end())
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def _asked_to_end(self) -> None:
+        """The first time: unmount and drain. Once more while draining: what is not written back by now stays in its tier."""
+        if self._phase is Phase.RUNNING:
+            log.info("asked to end: unmounting %s", self._config.mountpoint)
+            self._unmount()
+        elif self._phase is Phase.DRAINING:
+            self._deadline = time.monotonic()
+
+    def _wait(self) -> None:
+        """Until a child speaks or dies, a signal comes, or something is due."""
+        now = time.monotonic()
+        due = [slot.due_at for slot in self._slots.values() if slot.due_at is not None]
+        until = min([now + TURN_MAX_S, self._deadline, *due])
+        if self._systemd.watchdog_s is not None:
+            until = min(until, self._fed_at + self._systemd.watchdog_s)
+        if self._holding(now):
+            until = min(until, self._began + MOVER_HOLD_S)
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for slot in self._slots.values():
+            if slot.child is not None:
+                poll.register(slot.child.link, select.POLLIN)
+        poll.poll(max(0.0, until - now) * 1000 + 1)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 64):
+                pass
+
+    # --- children ----------------------------------------------------------------------------------------------------
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for role, slot in self._slots.items():
+            if slot.child is None and slot.due_at is not None and slot.due_at <= now:
+                self._start(role, slot)
+            child = slot.child
+            if child is not None and role != SPARE and not child.assigned and not (role == MOUNT and self._holding(now)):
+                self._assign(role, child)
+
+    def _start(self, role: str, slot: Slot) -> None:
+        """Fill a slot; the mount's from the spare if there is one."""
+        spare = self._slots[SPARE]
+        slot.due_at = None
+        if role == MOUNT and spare.child is not None:
+            slot.child, spare.child = spare.child, None
+            return
+        try:
+            slot.child = Child(role)
+        except OSError as failure:
+            log.error("the %s process cannot be started: %s", role, failure)
+            slot.due_at = time.monotonic() + limits.RESTART_LAST_S
+        self._announce()
+
+    def _holding(self, now: float) -> bool:
+        """Whether a fresh mount still waits for the mover's recovery."""
+        return not self._resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_HOLD_S
+
+    def _assign(self, role: str, child: Child) -> None:
+        served = self._connection
+        assignment = Assignment(
+            role, self._config, served.init_request if role == MOUNT else b"", served.data_path, served.data_path_reason,
+            self._resumed, served.resend,
+        )  # fmt: skip
+        child.assign(assignment, self._bells[role], served.fd if role == MOUNT else -1)
+        if role == MOVER and self._phase is Phase.DRAINING:
+            child.stop()
+        self._announce()
+
+    def _hear(self) -> None:
+        for role, slot in self._slots.items():
+            child = slot.child
+            if child is None:
+                continue
+            alive = child.hear()
+            if child.ready and child.assigned and not slot.ever_ready:
+                slot.ever_ready = True
+                self._announce()
+            if role == MOUNT and child.ready:
+                self._mount_is_ready()
+            if not alive:
+                self._ended(role, slot, child)
+        self._say_ready()
+
+    def _mount_is_ready(self) -> None:
+        """From now on the connection has been served, so whoever comes next resumes it; and there is time to warm a spare."""
+        self._resumed = True
+        spare = self._slots[SPARE]
+        if spare.child is None and spare.due_at is None and self._phase is Phase.RUNNING:
+            spare.due_at = time.monotonic() + max(SPARE_DELAY_S, restarts.delay_s(spare.history))
+
+    def _say_ready(self) -> None:
+        """Once the mount answers and the mover does, or has had its time."""
+        if self._said_ready or not self._slots[MOUNT].ever_ready:
+            return
+        if self._slots[MOVER].ever_ready or time.monotonic() >= self._began + MOVER_HOLD_S:
+            self._said_ready = True
+            log.info("%s is mounted at %s, data path %s", self._config.name, self._config.mountpoint, self._connection.data_path)
+            self._systemd.tell("READY=1", f"STATUS=serving {self._config.mountpoint}")
+            self._ready.say("ok")
+
+    def _watch(self) -> None:
+        """Kill who has been silent for too long; tell systemd that we turn."""
+        now = time.monotonic()
+        for role, slot in self._slots.items():
+            child = slot.child
+            if child is not None and child.assigned and now - child.heard_at > limits.WATCHDOG_S:
+                log.error("the %s process %d has been silent for %g s; killing it", role, child.pid, limits.WATCHDOG_S)
+                child.heard_at = now
+                child.kill()
+        if self._systemd.watchdog_s is not None and now >= self._fed_at + self._systemd.watchdog_s:
+            self._fed_at = now
+            self._systemd.tell("WATCHDOG=1")
+
+    # --- deaths ------------------------------------------------------------------------------------------------------
+
+    def _ended(self, role: str, slot: Slot, child: Child) -> None:
+        """Its link is closed: it has ended, or ends now."""
+        code = child.reap(REAP_WAIT_S)
+        slot.child = None
+        if code is None:
+            log.error("the %s process %d is killed but hangs in a system call; going on without it", role, child.pid)
+        if role == MOUNT and code == 0:
+            self._connection_ended()
+        elif role == MOVER and code == 0 and self._phase is Phase.DRAINING:
+            self._phase = Phase.OVER
+        else:
+            self._died(role, slot, child, -signal.SIGKILL if code is None else code)
+        self._announce()
+
+    def _died(self, role: str, slot: Slot, child: Child, code: int) -> None:
+        now = time.monotonic()
+        lived_s = now - (child.assigned_at or now)
+        slot.history = restarts.died(slot.history, now=now, lived_s=lived_s, ready=child.ready, killed=code == -signal.SIGKILL)
+        log.warning("the %s process %d ended with %d (%s)", role, child.pid, code, "killed" if code == -9 else "of itself")
+        why = restarts.hopeless(slot.history, ever_ready=slot.ever_ready)
+        if role == MOUNT and self._phase is not Phase.DRAINING:
+            if why:
+                self._give_up(f"the mount process does not stay alive: {why}; the log says what it died of")
+                return
+            if self._resumed and not self._connection.resend:
+                self._mount_anew()
+        elif role == MOVER and why:
+            log.error("the mover does not stay alive: %s; what is written stays in its tier until it does", why)
+        slot.due_at = now + restarts.delay_s(slot.history)
+
+    def _mount_anew(self) -> None:
+        """A kernel that cannot send requests again: end the connection, so that nobody waits for ever, and begin another."""
+        point = self._config.mountpoint
+        log.warning("this kernel cannot hand a connection to another process: open files fail, and %s is mounted anew", point)
+        connection.abort(self._connection)
+        with contextlib.suppress(OSError):
+            connection.unmount(self._connection)
+        os.close(self._connection.fd)
+        self._connection = connection.connect(self._config)
+        self._resumed = False
+        self._systemd.store(self._connection.fd, self._connection.saved())
+
+    def _give_up(self, sentence: str) -> None:
+        log.critical("%s; giving up", sentence)
+        self._ready.say(f"error: {sentence}")
+        self._systemd.tell(f"STATUS={sentence}")
+        self._exit_code = 1
+        connection.abort(self._connection)
+        self._connection_ended()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _unmount(self) -> None:
+        """Begin to unmount; in a thread, because the kernel may wait for answers from the mount process, which we must keep running."""
+        self._phase = Phase.UNMOUNTING
+        self._deadline = time.monotonic() + limits.STOP_WAIT_S
+        self._systemd.tell("STOPPING=1", f"STATUS=unmounting {self._config.mountpoint}")
+
+        def unmount() -> None:
+            try:
+                connection.unmount(self._connection)
+            except OSError as failure:
+                log.error("%s cannot be unmounted: %s", self._config.mountpoint, failure)
+
+        threading.Thread(target=unmount, name="unmount", daemon=True).start()
+
+    def _watch_phase(self) -> None:
+        """Deadlines of the end."""
+        now = time.monotonic()
+        if self._phase is Phase.DRAINING:
+            self._systemd.tell("EXTEND_TIMEOUT_USEC=20000000")
+        if now < self._deadline:
+            return
+        if self._phase is Phase.UNMOUNTING:
+            log.warning("files on %s are still open after %g s; they fail from now on", self._config.mountpoint, limits.STOP_WAIT_S)
+            self._deadline = now + REAP_WAIT_S
+            connection.abort(self._connection)
+        elif self._phase is Phase.DRAINING:
+            log.warning("the drain is cut short; what is not written back stays in its tier for the next start")
+            self._phase = Phase.OVER
+
+    def _connection_ended(self) -> None:
+        """Nobody can reach the mount any more: the rest is the mover's."""
+        if self._phase is Phase.DRAINING:
+            return
+        log.info("%s is unmounted; writing back what is left", self._config.mountpoint)
+        self._phase = Phase.DRAINING
+        self._deadline = time.monotonic() + self._config.drain_deadline_s + limits.STOP_WAIT_S
+        self._systemd.tell("STOPPING=1", "STATUS=writing back what is left")
+        self._systemd.forget()
+        with contextlib.suppress(OSError):
+            connection.unmount(self._connection)
+        os.close(self._connection.fd)
+        for role in (MOUNT, SPARE):
+            self._dismiss(self._slots[role])
+        mover = self._slots[MOVER]
+        if mover.child is not None:
+            mover.child.stop()
+        else:
+            mover.due_at = mover.due_at or time.monotonic()
+
+    def _dismiss(self, slot: Slot) -> None:
+        slot.due_at = None
+        if slot.child is not None:
+            slot.child.kill()
+            slot.child.reap(REAP_WAIT_S)
+            slot.child = None
+
+    # --- what others are told ----------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Say what runs. A full disk must not stop us."""
+        served = self._connection
+        processes: dict[str, Any] = {
+            "name": self._config.name,
+            "mountpoint": str(self._config.mountpoint),
+            "connection": served.number,
+            "data_path": DataPath(served.data_path).value,
+            "data_path_reason": served.data_path_reason,
+            "supervisor": {"pid": os.getpid(), "started_ticks": lock.started(os.getpid()), "restarts": 0},
+        }
+        for role, slot in self._slots.items():
+            pid, ticks = (slot.child.pid, slot.child.started_ticks) if slot.child is not None else (0, 0)
+            processes[role] = {"pid": pid, "started_ticks": ticks, "restarts": slot.history.restarts}
+        try:
+            announce.write(self._config, processes)
+        except OSError as failure:
+            log.warning("what runs cannot be written down: %s", failure)
