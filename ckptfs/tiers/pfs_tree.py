@@ -56,14 +56,24 @@ class PfsTree:
         """A descriptor of a directory, which stays ours: use it at once. Raises NotThere."""
         if not names:
             return self._root_fd
+        now = time.monotonic()
         kept = self._kept.get(names)
-        if kept is not None and time.monotonic() - kept[1] < KEPT_S:
+        if kept is not None and now - kept[1] < KEPT_S:
             return kept[0]
-        fd = self._open(self.directory(names[:-1]), names)
+        above = next((depth for depth in range(len(names) - 1, 0, -1) if self._is_kept(names[:depth], now)), 0)
+        fd = self._kept[names[:above]][0] if above else self._root_fd
+        for depth in range(above, len(names)):
+            fd = self._open(fd, names[: depth + 1], own=depth > above)
         self._keep(names, fd)
         return fd
 
-    def _open(self, above: int, names: Names) -> int:
+    def _is_kept(self, names: Names, now: float) -> bool:
+        kept = self._kept.get(names)
+        return kept is not None and now - kept[1] < KEPT_S
+
+    def _open(self, above: int, names: Names, *, own: bool) -> int:
+        """A descriptor of the last of `names` in `above`, which is closed if it is our `own`."""
+
         def owners() -> list[acting.Owner]:
             found = os.stat(names[-1], dir_fd=above, follow_symlinks=False)
             return [(found.st_uid, found.st_gid)]
@@ -74,6 +84,9 @@ class PfsTree:
             if failure.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
                 raise NotThere(names) from failure
             raise
+        finally:
+            if own:
+                os.close(above)
 
     def _keep(self, names: Names, fd: int) -> None:
         old = self._kept.pop(names, None)
