@@ -16,6 +16,10 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, inode_of
 from ckptfs.model import ContentState, Inode, Tier
 
+_WRITTEN = (
+    "UPDATE inode SET size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, ?2) END, mtime_ns = ?2 WHERE id = ?3"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -47,8 +51,11 @@ def held(db: Database, inode: int) -> Held | None:
     return Held(inode_of(first[4:]), first[0], None if first[1] is None else ContentState(first[1]), tiers, first[3] is not None)
 
 
-def begin(db: Database, inode: int, tier: Tier, reserved: int | None = None) -> int:
-    """A new, empty content for `inode` in `tier`, OPEN; its id. The former one stays until the mover has sealed the new one (P5)."""
+def begin(db: Database, inode: int, tier: Tier, *, reserved: int | None = None, changed_ns: int | None = None) -> int:
+    """A new, empty content for `inode` in `tier`, OPEN; its id. The former one stays until the mover has sealed the new one (P5).
+
+    `changed_ns`: the file's bytes changed then. Not given, its times stay.
+    """
     now = time.time_ns()
     if reserved is None:
         content = db.insert(
@@ -59,6 +66,8 @@ def begin(db: Database, inode: int, tier: Tier, reserved: int | None = None) -> 
         content = reserved
         db.run("UPDATE content SET inode = ?1, generation = (SELECT generation + 1 FROM inode WHERE id = ?1) WHERE id = ?2", inode, content)
     db.run("UPDATE inode SET content = ?, generation = generation + 1, size = 0 WHERE id = ?", content, inode)
+    if changed_ns is not None:
+        db.run("UPDATE inode SET mtime_ns = ?1, ctime_ns = ?1 WHERE id = ?2", changed_ns, inode)
     return content
 
 
@@ -91,17 +100,14 @@ def close(db: Database, inode: int, content: int, size: int, atime_ns: int, mtim
         time.time_ns(),
         content,
     )
-    db.run(
-        "UPDATE inode SET size = ?1, atime_ns = ?2, ctime_ns = CASE WHEN mtime_ns = ?3 THEN ctime_ns ELSE max(ctime_ns, ?3) END,"
-        " mtime_ns = ?3 WHERE id = ?4",
-        size, atime_ns, mtime_ns, inode,
-    )  # fmt: skip
+    db.run(_WRITTEN, size, mtime_ns, inode)
+    accessed(db, inode, atime_ns)
     journal.append(db, "content", inode, content=content)
 
 
 def synced(db: Database, inode: int, content: int, size: int, mtime_ns: int) -> None:
     """An open file was fsynced: the PFS shall be told what it holds so far."""
-    db.run("UPDATE inode SET size = ?, mtime_ns = ? WHERE id = ?", size, mtime_ns, inode)
+    db.run(_WRITTEN, size, mtime_ns, inode)
     journal.append(db, "synced", inode, content=content)
 
 
@@ -129,23 +135,22 @@ def doom(db: Database, content: int) -> None:
     db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", content)
 
 
-def doom_unlinked(db: Database, inode: int) -> list[int]:
-    """The last handle of an inode is gone: when it has no name left, its contents go too. The ids of these contents."""
-    if db.value("SELECT nlink FROM inode WHERE id = ?", inode):
-        return []
+def has_name(db: Database, inode: int) -> bool:
+    """Whether any name leads to `inode`."""
+    return bool(db.value("SELECT nlink FROM inode WHERE id = ?", inode))
+
+
+def is_current(db: Database, inode: int, content: int) -> bool:
+    """Whether `content` is what `inode` holds now."""
+    return db.row("SELECT 1 FROM inode WHERE id = ? AND content = ?", inode, content) is not None
+
+
+def doom_all(db: Database, inode: int) -> list[int]:
+    """No name and no handle leads to `inode` any more: its contents go. The ids of these contents."""
     contents = [row[0] for row in db.rows("SELECT id FROM content WHERE inode = ? AND state <> 3", inode)]
     for content in contents:
         doom(db, content)
     return contents
-
-
-def current_copies(db: Database, content: int) -> tuple[ContentState, tuple[Tier, ...]] | None:
-    """State and good copies of a content; None when it is not known (any more)."""
-    rows = db.rows("SELECT k.state, c.tier FROM content k LEFT JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.id = ?", content)
-    if not rows:
-        return None
-    present = {row[1] for row in rows}
-    return ContentState(rows[0][0]), tuple(tier for tier in Tier if tier in present)
 
 
 def abandoned(db: Database) -> list[tuple[int, int, Tier]]:

@@ -19,7 +19,6 @@ from ckptfs_daemon import bells, door
 from ckptfs_daemon.asking import Asking
 from ckptfs_daemon.bells import Bell
 from ckptfs_daemon.context import Context
-from ckptfs_daemon.extra_operations import ExtraOperations
 from ckptfs_daemon.file_operations import FileOperations
 from ckptfs_daemon.inherited import ALIVE, READY, STOP, Inherited
 from ckptfs_daemon.name_operations import NameOperations
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 ALIVE_INTERVAL_S = 5.0
 
 
-class Operations(NameOperations, FileOperations, ExtraOperations, pyfuse3.Operations):  # type: ignore[misc]
+class Operations(FileOperations, NameOperations, pyfuse3.Operations):  # type: ignore[misc]
     """Every handler of the mount."""
 
     def __init__(self, context: Context) -> None:

@@ -1,0 +1,27 @@
+"""Takes: what is known of a file that somebody opens for reading only (`contents.Held`).
+Leaves: which way that goes; the mount process goes it.
+If we die here: nothing was changed, the decision is taken again.
+"""
+
+from enum import Enum
+
+from ckptfs.catalog.contents import Held
+from ckptfs.model import ContentState
+
+
+class Way(Enum):
+    """HERE: from a tier. EMPTY: never written. FETCH: bring it here, or learn where to read it. LOST: there are no bytes any more."""
+
+    HERE = "here"
+    EMPTY = "empty"
+    FETCH = "fetch"
+    LOST = "lost"
+
+
+def way(held: Held) -> Way:
+    """How to open `held` for reading."""
+    if held.tiers and held.state is not ContentState.DOOMED:
+        return Way.HERE
+    if held.content is None:
+        return Way.FETCH if held.published else Way.EMPTY
+    return Way.FETCH if held.state is ContentState.SEALED else Way.LOST

@@ -1,0 +1,41 @@
+"""Takes: what is known of a file that somebody opens for writing or truncates (`contents.Held`).
+Leaves: which way that goes; the mount process goes it.
+If we die here: nothing was changed, the decision is taken again.
+
+An overwritten content stays until its successor is sealed (P5), so whoever truncates a file that nobody else has open begins a new one.
+Everything else is written in place: the same content opens again as the next generation.
+"""
+
+import re
+from enum import Enum
+
+from ckptfs.catalog.contents import Held
+from ckptfs.model import ContentState
+
+_DIGITS = re.compile(rb"\d+")
+
+
+class Way(Enum):
+    """NEW: begin a content. IN_PLACE: the one that is here. FETCH: bring it here first. LOST: there are no bytes any more."""
+
+    NEW = "new"
+    IN_PLACE = "in place"
+    FETCH = "fetch"
+    LOST = "lost"
+
+
+def way(held: Held, *, truncate: bool, shared: bool) -> Way:
+    """How to open `held` for writing. `truncate`: to nothing at all; `shared`: somebody has it open already."""
+    if held.tiers and (shared or not truncate) and held.state is not ContentState.DOOMED:
+        return Way.IN_PLACE
+    if truncate or (held.content is None and not held.published):
+        return Way.NEW
+    if held.state in {ContentState.LOST, ContentState.DOOMED, ContentState.OPEN, ContentState.CLOSED}:
+        # Without a copy, only a sealed content can be somewhere else.
+        return Way.LOST
+    return Way.FETCH
+
+
+def kind_of(name: bytes) -> bytes:
+    """What files of one series have in common: their name without its numbers."""
+    return _DIGITS.sub(b"#", name)

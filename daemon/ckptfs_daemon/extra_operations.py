@@ -1,0 +1,110 @@
+"""Owns fallocate, copy_file_range and lseek, for which pyfuse3 has no handlers: they come through the door and are answered through it.
+
+The door calls plain functions and wants one reply; each starts a task in the nursery that `start` was given.
+If we die here: the kernel sends the request again, and each of these may be done twice.
+"""
+
+import ctypes
+import errno
+import os
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import trio
+
+from ckptfs import limits
+from ckptfs.model import DataPath
+from ckptfs_daemon import door, edge
+from ckptfs_daemon.handler import Handler
+from ckptfs_daemon.open_file import OpenFile
+
+import pyfuse3  # isort: skip
+
+T = TypeVar("T")
+
+KEEP_SIZE = 0x01
+PUNCH_HOLE = 0x02
+ZERO_RANGE = 0x10
+MODES = {0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class ExtraOperations(Handler):
+    """The operations that come through the door."""
+
+    _nursery: trio.Nursery
+
+    async def _roomy(self, file: OpenFile, act: Callable[[int], T]) -> T:
+        """See FileOperations."""
+        raise NotImplementedError
+
+    def start(self, nursery: trio.Nursery) -> None:
+        """Where the tasks of these operations run; before the first request is read."""
+        self._nursery = nursery
+
+    def _begin(self, name: str, req: int, answer: Callable[[], Awaitable[None]]) -> None:
+        async def run() -> None:
+            try:
+                await answer()
+            except Exception as failure:
+                door.reply_err(req, edge.code_of(failure, name))
+
+        self._nursery.start_soon(run, name=name)
+
+    def serve_extras(self) -> None:
+        """Take these operations on; before the session is opened."""
+        begin = self._begin
+
+        def fallocate(req: int, inode: int, mode: int, offset: int, length: int, fh: int) -> None:
+            begin("fallocate", req, lambda: self._fallocate(req, mode, offset, length, fh))
+
+        def copy_file_range(
+            req: int, inode_in: int, offset_in: int, fh_in: int, inode_out: int, offset_out: int, fh_out: int, length: int, flags: int
+        ) -> None:
+            begin("copy_file_range", req, lambda: self._copy_range(req, fh_in, offset_in, fh_out, offset_out, length))
+
+        def lseek(req: int, inode: int, offset: int, whence: int, fh: int) -> None:
+            begin("lseek", req, lambda: self._lseek(req, offset, whence, fh))
+
+        door.on_extra(fallocate=fallocate, copy_file_range=copy_file_range, lseek=lseek)
+
+    async def _fallocate(self, req: int, mode: int, offset: int, length: int, fh: int) -> None:
+        if mode not in MODES:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        file = self.context.open_files.of(fh)
+        await self._roomy(file, lambda fd: _fallocate(fd, mode, offset, length))
+        door.reply_err(req, 0)
+
+    async def _copy_range(self, req: int, fh_in: int, offset_in: int, fh_out: int, offset_out: int, length: int) -> None:
+        source, target = self.context.open_files.of(fh_in), self.context.open_files.of(fh_out)
+        await source.settled()
+        length = min(length, limits.COPY_RANGE_BYTES_MAX)
+        count = await self._roomy(target, lambda fd: os.copy_file_range(source.fd, fd, length, offset_in, offset_out))
+        door.reply_write(req, count)
+
+    async def _lseek(self, req: int, offset: int, whence: int, fh: int) -> None:
+        file = self.context.open_files.of(fh)
+        await file.settled()
+        if self.context.data_path is DataPath.BUFFERED and file.writers:
+            # The kernel asks without having written what it keeps: make it.
+            await trio.to_thread.run_sync(pyfuse3.invalidate_inode, pyfuse3.InodeT(file.inode))
+        door.reply_lseek(req, await trio.to_thread.run_sync(os.lseek, file.fd, offset, whence))
+
+
+def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """fallocate(2). ZERO_RANGE is made from a hole and an allocation where the filesystem below does not have it."""
+    try:
+        _call(fd, mode, offset, length)
+    except OSError as failure:
+        if failure.errno != errno.EOPNOTSUPP or not mode & ZERO_RANGE:
+            raise
+        _call(fd, PUNCH_HOLE | KEEP_SIZE, offset, length)
+        _call(fd, mode & KEEP_SIZE, offset, length)
+
+
+def _call(fd: int, mode: int, offset: int, length: int) -> None:
+    if _libc.fallocate(fd, mode, offset, length):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,211 @@
+"""Owns the handlers of an open file's bytes: read and write where they pass through us, fsync, and changes of length.
+
+On the passthrough path read and write come here only for the few files that are served `direct`, or that the kernel could not take over.
+RAM is read and written in the trio thread itself, which is faster than another thread; other tiers may block and get one.
+If we die here: a write that was not answered is sent again, to the same offset.
+"""
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import trio
+
+from ckptfs import disk, limits
+from ckptfs.catalog import attributes, contents, namespace, wants
+from ckptfs.errors import NoRoom
+from ckptfs.model import Level, Tier
+from ckptfs.tiers import transfer
+from ckptfs.tiers.place import Place
+from ckptfs_daemon import bells, edge
+from ckptfs_daemon.edge import answered
+from ckptfs_daemon.extra_operations import ExtraOperations
+from ckptfs_daemon.open_file import OpenFile
+from ckptfs_daemon.open_operations import OpenOperations
+from ckptfs_daemon.opening import SET_ID, Opening, Wish, pfs_descriptor
+
+log = logging.getLogger(__name__)
+
+disk.labels("write:move", "write:fsync")
+transfer.labels("write:copy")
+
+T = TypeVar("T")
+
+
+class FileOperations(OpenOperations, ExtraOperations):
+    """Everything about open files."""
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    @answered
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        """Up to `size` bytes."""
+        file = self.context.open_files.of(fh)
+        await self._present(file)
+        return await self._on(file, lambda: os.pread(file.fd, size, off))
+
+    @answered
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        """All of `buf`. Where a tier is full the content moves on to the next one (P10)."""
+        request = edge.request()
+        file = self.context.open_files.of(fh)
+        if request.kill_privileges:
+            self._drop_set_id(file.inode)
+        await self._roomy(file, lambda fd: _write_all(fd, buf, off))
+        return len(buf)
+
+    async def _roomy(self, file: OpenFile, act: Callable[[int], T]) -> T:
+        """Run `act(fd)` on a descriptor for writing, on the next tier when this one is full."""
+        while True:
+            fd, ours = await file.writable_fd()
+            try:
+                return await self._on(file, lambda fd=fd: act(fd))  # type: ignore[misc]
+            except OSError as failure:
+                if failure.errno != errno.ENOSPC or file.backing:
+                    raise
+            finally:
+                if ours:
+                    os.close(fd)
+            await self._move_on(file)
+
+    async def _on(self, file: OpenFile, act: Callable[[], T]) -> T:
+        """Run `act` where it cannot hold up everybody else."""
+        if file.tier is Tier.RAM:
+            return act()
+        return await trio.to_thread.run_sync(act)
+
+    async def _present(self, file: OpenFile) -> None:
+        """After a restart the PFS's own file is opened again when somebody reads it."""
+        await file.settled()
+        if file.fd < 0:
+            file.fd = await pfs_descriptor(self.context, file.inode)
+
+    def _drop_set_id(self, inode: int) -> None:
+        """A stranger to CAP_FSETID writes."""
+        db = self.context.db
+        if namespace.get(db, inode).mode & SET_ID:
+            with db.change():
+                attributes.set_attributes(db, inode, kill_set_id=True)
+
+    # --- a full tier --------------------------------------------------------------------------------------------------
+
+    async def _move_on(self, file: OpenFile) -> None:
+        """Move an open content to the next tier that has room for it. Raises NoRoom."""
+        if file.moving is not None:
+            await file.settled()
+            return
+        assert file.place is not None and file.content is not None
+        file.moving = trio.Event()
+        try:
+            for tier in self.context.places.after(file.place.tier):
+                if await self._moved(file, file.place, file.content, self.context.places[tier]):
+                    return
+        finally:
+            file.moving.set()
+            file.moving = None
+        raise NoRoom("every tier is full", remedy="remove files, or configure a larger tier")
+
+    async def _moved(self, file: OpenFile, source: Place, content: int, target: Place) -> bool:
+        try:
+            fd = await trio.to_thread.run_sync(_copied, file.fd, target, content)
+        except OSError as failure:
+            log.info("content %d cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
+            return False
+        with self.context.db.change() as db:
+            contents.moved(db, content, source.tier, target.tier)
+        file.close()
+        file.place, file.fd, file.writable = target, fd, True
+        source.remove(content)
+        self.context.bell.ring(bells.WORK)
+        return True
+
+    # --- durability ---------------------------------------------------------------------------------------------------
+
+    @answered
+    async def flush(self, fh: int) -> None:
+        """A descriptor is closed: what the kernel kept it has written by now."""
+
+    @answered
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        """Return when the file is as durable as the mount promises (P3)."""
+        file = self.context.open_files.of(fh)
+        await file.settled()
+        if file.tier is not None and file.tier is not Tier.RAM:
+            await trio.to_thread.run_sync(self._persist, file)
+        self._synced(file)
+        if self.context.config.fsync is Level.PFS:
+            await self._settled(file.inode)
+
+    def _persist(self, file: OpenFile) -> None:
+        """Everything about a file on NVMe survives a power cut: its bytes, the name of its file, and the catalog's rows."""
+        assert file.place is not None
+        disk.act("write:fsync", os.fdatasync, file.fd)
+        if not file.named:
+            file.place.persist_names()
+            file.named = True
+        self.context.db.persist()
+
+    def _synced(self, file: OpenFile) -> None:
+        """The PFS shall have what an open file holds now, but not at each fsync."""
+        config, now_s = self.context.config, trio.current_time()
+        due = config.fsync is Level.PFS or now_s - file.synced_s >= config.synced_interval_s
+        if not (due and file.writers and file.content is not None and self.context.db.journalled):
+            return
+        file.synced_s = now_s
+        status = os.fstat(file.fd)
+        with self.context.open_files.change() as db:
+            if contents.has_name(db, file.inode):
+                contents.synced(db, file.inode, file.content, status.st_size, status.st_mtime_ns)
+        self.context.bell.ring(bells.WORK)
+
+    async def _settled(self, inode: int) -> None:
+        """Wait until the PFS has it."""
+        if self.context.db.journalled:
+            await self.context.asking.ask(wants.SETTLE, inode, Level.PFS, timeout_s=limits.FSYNC_LEVEL_WAIT_S)
+
+    @answered
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        """Directories are rows of the catalog."""
+        await trio.to_thread.run_sync(self.context.db.persist)
+
+    # --- length -------------------------------------------------------------------------------------------------------
+
+    async def resize(self, inode: int, size: int, fh: int | None) -> None:
+        """Make a file `size` bytes long, open or not."""
+        files = self.context.open_files
+        shared = files.by_inode.get(inode)
+        begin_anew = size == 0 and (shared is None or not shared.handles)
+        opened = await Opening(self.context, Wish(inode, writer=True, truncate=begin_anew, request=None)).run()
+        file = files.by_handle[opened.handle]
+        try:
+            if not begin_anew:
+                await self._roomy(file, lambda fd: os.ftruncate(fd, size))
+        finally:
+            files.end(opened.handle)
+            files.flush()
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    """pwrite(2) until every byte is written."""
+    count = os.pwrite(fd, data, offset)
+    if count < len(data):
+        view = memoryview(data)
+        while count < len(data):
+            count += os.pwrite(fd, view[count:], offset + count)
+
+
+def _copied(source_fd: int, target: Place, content: int) -> int:
+    """A descriptor of a copy in `target`. Undone when it fails."""
+    target.remove(content)
+    fd = disk.act("write:move", target.create, content)
+    try:
+        status = os.fstat(source_fd)
+        transfer.copy(source_fd, fd, label="write:copy")
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+    except BaseException:
+        os.close(fd)
+        target.remove(content)
+        raise
+    return fd

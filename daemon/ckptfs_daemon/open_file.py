@@ -1,0 +1,112 @@
+"""Owns one open inode as the mount process knows it: which content, where, through which descriptor, and by whose handles.
+
+Invariants: all handles of an inode share one content and, on the passthrough path, one backing id. On that path our descriptor is open for
+reading only, so that the mover gets its lease as soon as the last writer has closed; where the bytes pass through us it is open for
+writing while there are writers. While an inode is open its file's times and size are the truth, and setattr writes to both.
+If we die here: the handle table tells the next process how to build this again.
+"""
+
+import errno
+import os
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from ckptfs import limits
+from ckptfs.errors import TimedOut
+from ckptfs.model import Inode, Tier
+from ckptfs.tiers.place import Place
+
+WRITE_NOW = os.O_RDWR | os.O_NONBLOCK
+"""How a descriptor for writing is opened here: without waiting for the mover to give up its lease, which is then asked of it."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenFile:
+    """Live state, changed in the mount's trio thread only. `content` and `place` are None for the PFS's own file, opened as it is there."""
+
+    inode: int
+    content: int | None
+    place: Place | None
+    fd: int
+    backing: int = 0
+    writable: bool = False
+    direct: bool = False
+    kind: bytes | None = None
+    handles: dict[int, bool] = field(default_factory=dict)
+    ended: list[tuple[int, bool]] = field(default_factory=list)
+    atime_ns: int = 0
+    synced_s: float = float("-inf")
+    named: bool = False
+    moving: trio.Event | None = None
+
+    @property
+    def tier(self) -> Tier | None:
+        return None if self.place is None else self.place.tier
+
+    @property
+    def writers(self) -> int:
+        return sum(self.handles.values())
+
+    @property
+    def closing(self) -> bool:
+        """Whether the last writer's release waits to be committed."""
+        return self.content is not None and any(writer for _, writer in self.ended) and not self.writers
+
+    def attributes(self, row: Inode) -> Inode:
+        """`row` with what its open file knows better."""
+        if self.place is None or self.fd < 0:
+            return row
+        status = os.fstat(self.fd)
+        mtime_ns = status.st_mtime_ns
+        ctime_ns = row.ctime_ns if mtime_ns == row.mtime_ns else max(row.ctime_ns, mtime_ns)
+        return replace(
+            row, size=status.st_size, blocks=status.st_blocks, atime_ns=status.st_atime_ns, mtime_ns=mtime_ns, ctime_ns=ctime_ns
+        )
+
+    def set_times(self, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """Set the file's times; None leaves one as it is."""
+        if self.place is not None and self.fd >= 0:
+            status = os.fstat(self.fd)
+            os.utime(
+                self.fd, ns=(status.st_atime_ns if atime_ns is None else atime_ns, status.st_mtime_ns if mtime_ns is None else mtime_ns)
+            )
+
+    async def settled(self) -> None:
+        """Wait while the content is being moved to another tier."""
+        while self.moving is not None:
+            await self.moving.wait()
+
+    async def writable_fd(self) -> tuple[int, bool]:
+        """(a descriptor for writing, whether the caller has to close it)."""
+        await self.settled()
+        if self.writable:
+            return self.fd, False
+        if self.place is None or self.content is None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return await open_for_writing(self.place, self.content), True
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+async def open_for_writing(place: Place, content: int) -> int:
+    """A descriptor for writing, once the mover has given up its lease."""
+    deadline_s = trio.current_time() + limits.LEASE_WAIT_S
+    while True:
+        try:
+            return place.open(content, WRITE_NOW)
+        except BlockingIOError as failure:
+            if trio.current_time() > deadline_s:
+                raise TimedOut("the mover does not give up its lease") from failure
+            await trio.sleep(limits.LEASE_POLL_S)
+
+
+def same_times(fd: int, row: Inode) -> None:
+    """Begin with the inode's times: from now on the file's are the truth."""
+    status = os.fstat(fd)
+    if (status.st_atime_ns, status.st_mtime_ns) != (row.atime_ns, row.mtime_ns):
+        os.utime(fd, ns=(row.atime_ns, row.mtime_ns))

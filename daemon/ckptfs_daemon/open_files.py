@@ -1,0 +1,269 @@
+"""Owns which inodes are open, and the ends of handles on their way into the catalog.
+
+A release is answered once its row is gone, but it waits a few milliseconds for company: the next open or create takes it along in its own
+transaction. Until then the inode counts as open here, so that whoever asks meanwhile sees what the application wrote.
+If we die here: the kernel sends an unanswered release again, and `start` builds everything else from the handle table.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import answers, contents, handles, settling
+from ckptfs.catalog.database import Database
+from ckptfs.errors import refused
+from ckptfs.model import CopyState, Handle, Inode, Tier
+from ckptfs.tiers.place import Place, Places
+from ckptfs_daemon import bells
+from ckptfs_daemon.bells import Bell
+from ckptfs_daemon.open_file import WRITE_NOW, OpenFile
+from ckptfs_daemon.passthrough import Passthrough
+
+log = logging.getLogger(__name__)
+
+HANDLE_MASK = 0xFFFF_FFFF
+SPARSE_BYTES_MIN = 64 * limits.KIB
+WITHOUT_PASSTHROUGH = {errno.EINVAL, errno.EOPNOTSUPP, errno.ELOOP, errno.ENOTTY, errno.EPERM}
+
+
+class OpenFiles:
+    """The open inodes of the mount, by inode and by handle."""
+
+    def __init__(self, db: Database, places: Places, passthrough: Passthrough | None, bell: Bell) -> None:
+        """`passthrough` is None on the buffered path."""
+        self.db = db
+        self.places = places
+        self.by_inode: dict[int, OpenFile] = {}
+        self.by_handle: dict[int, OpenFile] = {}
+        self._passthrough = passthrough
+        self._bell = bell
+        self._ending: dict[OpenFile, None] = {}
+        self._flushed = trio.Event()
+        self._expected: dict[bytes, int] = {}
+        self._refused: set[Tier | None] = set()
+        self._internal = 0
+
+    def of(self, fh: int) -> OpenFile:
+        """The open file behind FUSE's `fh`. Raises EBADF."""
+        file = self.by_handle.get(fh & HANDLE_MASK)
+        if file is None:
+            raise refused(errno.EBADF)
+        return file
+
+    # --- attributes ---------------------------------------------------------------------------------------------------
+
+    def attributes(self, row: Inode) -> Inode:
+        """`row` as it is now: an open file's size, times and blocks come from its backing file."""
+        file = self.by_inode.get(row.id)
+        if file is not None:
+            return file.attributes(row)
+        if row.content is None or row.size < SPARSE_BYTES_MIN or not row.is_file:
+            return row
+        for tier in (Tier.RAM, Tier.NVME):
+            status = self.places[tier].stat(row.content) if tier in self.places else None
+            if status is not None:
+                return replace(row, blocks=status.st_blocks)
+        return row
+
+    def set_times(self, inode: int, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """The inode's times were set (None: not this one); an open file's follow."""
+        file = self.by_inode.get(inode)
+        if file is not None:
+            file.set_times(atime_ns, mtime_ns)
+
+    def expected_bytes(self, kind: bytes) -> int:
+        """How large a new file of this kind will probably be: as the last one; 0 when there was none."""
+        return self._expected.get(kind, 0)
+
+    # --- opening ------------------------------------------------------------------------------------------------------
+
+    def register(self, fd: int, tier: Tier | None) -> int:
+        """A backing id for `fd`; 0 where its bytes must pass through us, which is logged once for a tier."""
+        if self._passthrough is None:
+            return 0
+        try:
+            return self._passthrough.register(fd)
+        except OSError as failure:
+            if failure.errno not in WITHOUT_PASSTHROUGH:
+                raise
+            if tier not in self._refused:
+                self._refused.add(tier)
+                reason = os.strerror(failure.errno or 0)
+                log.info("files in %s are served without passthrough: the kernel says %s", tier or "the PFS", reason)
+            return 0
+
+    def unregister(self, backing: int) -> None:
+        """Give a backing id back."""
+        if backing and self._passthrough is not None:
+            with contextlib.suppress(OSError):
+                self._passthrough.release(backing)
+
+    def internal_handle(self) -> int:
+        """A handle of our own, which neither the kernel nor the catalog knows."""
+        self._internal -= 1
+        return self._internal
+
+    def add(self, file: OpenFile, handle: int, writer: bool) -> None:
+        """A handle was committed: from now on it is open."""
+        self.by_inode[file.inode] = file
+        self.by_handle[handle] = file
+        file.handles[handle] = writer
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def end(self, handle: int) -> bool:
+        """A handle is closed; to be committed with the next change. False when it is not known: a release that came twice."""
+        file = self.by_handle.pop(handle, None)
+        if file is None:
+            return False
+        file.ended.append((handle, file.handles.pop(handle)))
+        self._ending[file] = None
+        return True
+
+    async def ended(self) -> None:
+        """Return once everything that ended so far is committed."""
+        flushed = self._flushed
+        with trio.move_on_after(limits.RELEASE_GATHER_S):
+            await flushed.wait()
+        if self._flushed is flushed and self._ending:
+            self.flush()
+
+    def flush(self) -> None:
+        """Commit what ended."""
+        with self.change():
+            pass
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[Database]:
+        """A transaction that takes along what ended."""
+        if not self._ending:
+            with self.db.change() as db:
+                yield db
+            return
+        ending = list(self._ending)
+        with self.db.change() as db:
+            doomed = [self._write_end(file) for file in ending]
+            yield db
+        for file, gone in zip(ending, doomed, strict=True):
+            self._forget(file, gone)
+        self._flushed.set()
+        self._flushed = trio.Event()
+
+    def _write_end(self, file: OpenFile) -> list[int]:
+        """The rows of one file's ended handles; the contents that are not needed any more."""
+        for handle, _ in file.ended:
+            if handle > 0:
+                handles.remove(self.db, handle)
+        if not file.closing and file.handles:
+            return []
+        named = contents.has_name(self.db, file.inode)
+        if not named:
+            return [] if file.handles else contents.doom_all(self.db, file.inode)
+        if file.content is not None and file.fd >= 0:
+            self._write_figures(file, file.content)
+        return []
+
+    def _write_figures(self, file: OpenFile, content: int) -> None:
+        status = os.fstat(file.fd)
+        if file.closing:
+            contents.close(self.db, file.inode, content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+            self._remember(file.kind, status.st_size)
+            return
+        if status.st_atime_ns != file.atime_ns:
+            contents.accessed(self.db, file.inode, status.st_atime_ns)
+        contents.used(self.db, (content,))
+
+    def _remember(self, kind: bytes | None, size: int) -> None:
+        if kind is not None:
+            self._expected.pop(kind, None)
+            self._expected[kind] = size
+            if len(self._expected) > limits.EXPECTED_NAMES_MAX:
+                del self._expected[next(iter(self._expected))]
+
+    def _forget(self, file: OpenFile, doomed: list[int]) -> None:
+        """The rows are committed: now the descriptors, the backing id, and what was unlinked."""
+        closed = file.closing
+        file.ended.clear()
+        del self._ending[file]
+        if not file.handles:
+            del self.by_inode[file.inode]
+            file.close()
+            self.unregister(file.backing)
+            self.discard(doomed)
+        elif closed and file.writable and file.place is not None and file.content is not None:
+            reading = file.place.open(file.content)
+            file.close()
+            file.fd, file.writable = reading, False
+        if closed or doomed:
+            self._bell.ring(bells.WORK)
+
+    def discard(self, doomed: list[int]) -> None:
+        """Give back at once what doomed contents take in RAM; the mover does the rest."""
+        for content in doomed:
+            with contextlib.suppress(OSError):
+                self.places[Tier.RAM].remove(content)
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    async def start(self, resumed: bool) -> None:
+        """Take over what is open on this connection (`resumed`), or begin a new one with nothing open.
+
+        What a crash left OPEN without a writer is closed, as the last writer's release would have done.
+        """
+        with self.db.change():
+            if not resumed:
+                handles.clear(self.db)
+                answers.forget_all(self.db)
+        for row in handles.every(self.db):
+            self._reopen(row)
+        for content, inode, tier in contents.abandoned(self.db):
+            if tier in self.places:
+                await self._close_abandoned(content, inode, self.places[tier])
+
+    def _reopen(self, row: Handle) -> None:
+        """One handle of the process before us."""
+        file = self.by_inode.get(row.inode)
+        if file is None:
+            place = self._place_of(row.content)
+            file = OpenFile(row.inode, row.content, place, -1, backing=row.backing)
+            if place is not None and row.content is not None:
+                file.fd = place.open(row.content)
+                file.atime_ns = os.fstat(file.fd).st_atime_ns
+        if row.writer and not file.backing and not file.writable and file.place is not None and row.content is not None:
+            writing = _insist(file.place, row.content)
+            file.close()
+            file.fd, file.writable = writing, True
+        self.add(file, row.id, row.writer)
+
+    def _place_of(self, content: int | None) -> Place | None:
+        if content is None:
+            return None
+        good = (copy.tier for copy in settling.copies(self.db, content) if copy.state is CopyState.GOOD)
+        return next((self.places[tier] for tier in good if tier in self.places and self.places[tier].exists(content)), None)
+
+    async def _close_abandoned(self, content: int, inode: int, place: Place) -> None:
+        status = await trio.to_thread.run_sync(place.stat, content) if place.tier is Tier.PFS else place.stat(content)
+        with self.db.change():
+            if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
+                contents.doom(self.db, content)
+            elif status is not None:
+                contents.close(self.db, inode, content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+
+
+def _insist(place: Place, content: int) -> int:
+    """A descriptor for writing at start, when nothing else runs here: the mover gives up its lease within a block."""
+    deadline_s = time.monotonic() + limits.LEASE_WAIT_S
+    while True:
+        try:
+            return place.open(content, WRITE_NOW)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(limits.LEASE_POLL_S)

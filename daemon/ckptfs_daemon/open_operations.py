@@ -1,0 +1,80 @@
+"""Owns the handlers of open files' beginning and end: create, open, release. What happens in between the kernel does alone where it can.
+
+If we die here: see opening.py and open_files.py; a request that was committed and not answered gets the answer that was kept.
+"""
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from ckptfs.catalog.directories import Unvisited
+from ckptfs.errors import refused
+from ckptfs.model import DataPath
+from ckptfs_daemon import door, edge
+from ckptfs_daemon.edge import answered
+from ckptfs_daemon.handler import VISITS_MAX, Handler
+from ckptfs_daemon.open_files import HANDLE_MASK
+from ckptfs_daemon.opening import Creating, Opened, Opening, Wish
+
+from pyfuse3 import EntryAttributes, FileInfo  # isort: skip
+
+if TYPE_CHECKING:
+    from pyfuse3 import RequestContext
+
+
+class OpenOperations(Handler):
+    """Handlers that open and close."""
+
+    @answered
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, ctx: "RequestContext") -> tuple[FileInfo, EntryAttributes]:
+        """Make a file and open it."""
+        request = edge.request()
+        body = self.told(request)
+        if body is not None:
+            opened = Opened.unpack(body)
+            return self._info(opened), self.reply(self.current(opened.inode))
+        creating = Creating(self.context, request, parent, name, mode, (ctx.uid, ctx.gid))
+        try:
+            opened = await self._created(creating)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            # The kernel knew no such name: let it look again, and open what is there with all its checks.
+            raise refused(errno.ESTALE) from None
+        return self._info(opened), self.reply(creating.inode)
+
+    async def _created(self, creating: Creating) -> Opened:
+        """Create, in a directory that was imported where that is possible (P1)."""
+        for _ in range(VISITS_MAX):
+            try:
+                return await creating.run()
+            except Unvisited as missing:
+                creating.blind = not await self.visited(missing.directory)
+        creating.blind = True
+        return await creating.run()
+
+    @answered
+    async def open(self, inode: int, flags: int, ctx: "RequestContext") -> FileInfo:
+        """Open a file that is there."""
+        request = edge.request()
+        body = self.told(request)
+        if body is not None:
+            return self._info(Opened.unpack(body))
+        truncate = bool(flags & os.O_TRUNC)
+        writer = truncate or flags & os.O_ACCMODE != os.O_RDONLY
+        return self._info(await Opening(self.context, Wish(inode, writer, truncate, request, ctx.uid == 0)).run())
+
+    def _info(self, opened: Opened) -> FileInfo:
+        """The reply. Nothing may be awaited after it."""
+        if opened.backing:
+            # Where the kernel keeps no pages there is nothing to flush: saves a round trip at each close.
+            door.set_open_flags(door.FOPEN_NOFLUSH)
+        buffered = self.context.data_path is DataPath.BUFFERED
+        return FileInfo(fh=opened.fh, direct_io=opened.direct, keep_cache=buffered)
+
+    @answered
+    async def release(self, fh: int) -> None:
+        """The last descriptor of a handle is closed."""
+        files = self.context.open_files
+        if files.end(fh & HANDLE_MASK):
+            await files.ended()

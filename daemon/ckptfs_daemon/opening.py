@@ -1,0 +1,390 @@
+"""Owns how one open comes about: decided and committed in one go without a yield point, or not at all; what it must wait for, it waits for
+outside, and then decides anew.
+
+Invariant: an attempt is one transaction. Files, descriptors and backing ids that an attempt made are undone when it is not committed.
+If we die here: a file that no row names is swept by the mover, a backing id that no handle names ends with the connection.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import answers, attributes, contents, handles, namespace, report, settling, wants
+from ckptfs.catalog.contents import Held
+from ckptfs.errors import ContentLost, TimedOut, refused
+from ckptfs.flow import read, write
+from ckptfs.model import ContentState, DataPath, Inode, Tier
+from ckptfs.tiers import pfs_open, space
+from ckptfs.tiers.place import Place
+from ckptfs_daemon.edge import Request
+from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, same_times
+
+if TYPE_CHECKING:
+    from ckptfs_daemon.context import Context
+
+log = logging.getLogger(__name__)
+
+_OPENED = struct.Struct("<QQI?")
+SET_ID = stat.S_ISUID | stat.S_ISGID
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What somebody asks for. `request` is None for ourselves: such a handle is not recorded. `root`: writes keep set-id bits."""
+
+    inode: int
+    writer: bool
+    truncate: bool
+    request: Request | None
+    root: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What came of it. `direct`: reads and writes come to us even on the passthrough path."""
+
+    inode: int
+    handle: int
+    backing: int
+    direct: bool
+
+    @property
+    def fh(self) -> int:
+        """What the kernel gets: the handle, and the backing id in the upper half."""
+        return self.handle | self.backing << 32
+
+    def pack(self) -> bytes:
+        return _OPENED.pack(self.inode, self.handle, self.backing, self.direct)
+
+    @classmethod
+    def unpack(cls, body: bytes) -> "Opened":
+        return cls(*_OPENED.unpack(body))
+
+
+class Later(Exception):
+    """The attempt must wait for something first."""
+
+    def __init__(self, wait: Callable[[], Awaitable[object]]) -> None:
+        super().__init__()
+        self.wait = wait
+
+
+class Undo(contextlib.ExitStack):
+    """What an attempt that fails must take back."""
+
+
+class Opening:
+    """The attempts at one open."""
+
+    def __init__(self, context: "Context", wish: Wish) -> None:
+        self._context = context
+        self._files = context.open_files
+        self._wish = wish
+        self._made: tuple[int, int] | None = None
+        self._own = -1
+        self._leases_until_s = 0.0
+
+    async def run(self) -> Opened:
+        """Open. Raises OSError, ContentLost, NoRoom, TimedOut."""
+        try:
+            while True:
+                try:
+                    return self._attempt()
+                except Later as later:
+                    await later.wait()
+        finally:
+            if self._own >= 0:
+                os.close(self._own)
+            if self._made is not None:
+                os.close(self._made[1])
+
+    # --- one attempt --------------------------------------------------------------------------------------------------
+
+    def _attempt(self) -> Opened:
+        wish = self._wish
+        file = self._files.by_inode.get(wish.inode)
+        if file is not None and file.ended:
+            self._files.flush()
+            file = self._files.by_inode.get(wish.inode)
+        if file is not None and file.moving is not None:
+            raise Later(file.settled)
+        with Undo() as undo:
+            with self._files.change():
+                held = contents.held(self._context.db, wish.inode)
+                if held is None:
+                    raise refused(errno.ENOENT)
+                if not held.inode.is_file:
+                    raise refused(errno.EINVAL)
+                if file is None:
+                    file = self._first(held, undo)
+                elif wish.writer:
+                    self._join(file, held)
+                opened = self._record(file, held)
+            undo.pop_all()
+        self._files.add(file, opened.handle, wish.writer)
+        return opened
+
+    def _record(self, file: OpenFile, held: Held) -> Opened:
+        """The rows of a handle, and of the answer."""
+        db, wish, inode = self._context.db, self._wish, held.inode.id
+        if wish.request is None:
+            return Opened(inode, self._files.internal_handle(), file.backing, False)
+        if wish.truncate and wish.request.kill_privileges and held.inode.mode & SET_ID:
+            attributes.set_attributes(db, inode, kill_set_id=True)
+        handle = handles.add(db, inode, file.content, writer=wish.writer, backing=file.backing)
+        stranger = wish.writer and not wish.root and bool(held.inode.mode & SET_ID)
+        opened = Opened(inode, handle, file.backing, bool(file.backing) and (file.direct or stranger))
+        answers.keep(db, wish.request.number, opened.pack())
+        return opened
+
+    # --- nobody has it open -------------------------------------------------------------------------------------------
+
+    def _first(self, held: Held, undo: Undo) -> OpenFile:
+        wish = self._wish
+        if wish.writer:
+            way = write.way(held, truncate=wish.truncate, shared=False)
+            if way is write.Way.NEW:
+                return self.begin(held, undo)
+            if way is write.Way.IN_PLACE:
+                return self._here(held, undo)
+            if way is write.Way.FETCH:
+                raise Later(self._fetch)
+        else:
+            way_to_read = read.way(held)
+            if way_to_read is read.Way.HERE:
+                return self._here(held, undo)
+            if way_to_read is read.Way.EMPTY:
+                return self._empty(held, undo)
+            if way_to_read is read.Way.FETCH:
+                return self._pfs_file(held, undo)
+        raise self._lost("no copy of its content is left")
+
+    def begin(self, held: Held, undo: Undo, kind: bytes | None = None) -> OpenFile:
+        """A new content."""
+        expected = max(held.inode.size, self._files.expected_bytes(kind) if kind else 0)
+        tier = self._context.places.choose(expected)
+        place = self._context.places[tier]
+        changed_ns = None if kind is not None else time.time_ns()
+        if tier is Tier.PFS:
+            content, fd = self._made_on_pfs(place)
+            contents.begin(self._context.db, held.inode.id, tier, reserved=content, changed_ns=changed_ns)
+            undo.callback(setattr, self, "_made", self._made)
+            self._made = None
+        else:
+            content = contents.begin(self._context.db, held.inode.id, tier, changed_ns=changed_ns)
+            fd = place.create(content, os.O_RDWR if self._served(tier, expected) else os.O_RDONLY)
+            undo.callback(place.remove, content)
+            undo.callback(os.close, fd)
+        mtime_ns = held.inode.mtime_ns if changed_ns is None else changed_ns
+        os.utime(fd, ns=(held.inode.atime_ns, mtime_ns))
+        return self._file(held, content, place, fd, undo, served=self._served(tier, expected), kind=kind)
+
+    def _served(self, tier: Tier, expected: int) -> bool:
+        """Whether a writer's bytes shall pass through us although the kernel could do it alone: where a tier is nearly full."""
+        if self._context.data_path is not DataPath.PASSTHROUGH:
+            return True
+        places = self._context.places
+        return tier is not Tier.PFS and any(places.after(tier)) and space.watched(places.room(tier), expected)
+
+    def _empty(self, held: Held, undo: Undo) -> OpenFile:
+        """A file that was made by mknod and never written: it gets a content now, closed at once with this handle."""
+        file = self.begin(held, undo, kind=b"")
+        assert file.content is not None
+        contents.close(self._context.db, held.inode.id, file.content, 0, held.inode.atime_ns, held.inode.mtime_ns)
+        return file
+
+    def _here(self, held: Held, undo: Undo) -> OpenFile:
+        """From the tier that has it."""
+        wish, content, tier = self._wish, held.content, held.tiers[0]
+        assert content is not None
+        if tier not in self._context.places:
+            raise self._lost(f"its content lies in {tier}, which is not configured")
+        place = self._context.places[tier]
+        served = wish.writer and self._served(tier, held.inode.size)
+        try:
+            fd = self._taken(place, content, WRITE_NOW if served else os.O_RDONLY)
+        except FileNotFoundError as failure:
+            raise Later(lambda: self._miss(content, tier)) from failure
+        undo.callback(os.close, fd)
+        if wish.writer:
+            self._reopen(held, content, tier)
+        if tier is not Tier.PFS:
+            same_times(fd, held.inode)
+        return self._file(held, content, place, fd, undo, served=served)
+
+    def _file(
+        self, held: Held, content: int | None, place: Place | None, fd: int, undo: Undo, *, served: bool, kind: bytes | None = None
+    ) -> OpenFile:
+        file = OpenFile(held.inode.id, content, place, fd, kind=kind or None, atime_ns=held.inode.atime_ns)
+        if served:
+            file.writable = self._wish.writer
+        else:
+            file.backing = self._files.register(fd, file.tier)
+            undo.callback(self._files.unregister, file.backing)
+        if self._wish.writer and not file.backing and not file.writable and place is not None and content is not None:
+            # The kernel refused to take this file over: from now on we need to write it ourselves.
+            writing = self._taken(place, content, WRITE_NOW)
+            os.dup2(writing, fd, inheritable=False)
+            os.close(writing)
+            file.writable = True
+        return file
+
+    # --- somebody has it open -----------------------------------------------------------------------------------------
+
+    def _join(self, file: OpenFile, held: Held) -> None:
+        """One more writer on an open inode: same content, same backing id."""
+        if file.place is None:
+            self._leave_pfs_file(file, held)
+        content, tier = file.content, file.tier
+        assert content is not None and tier is not None and file.place is not None
+        if self._wish.truncate and held.state is not ContentState.OPEN:
+            # The catalog must know that the bytes change before they do.
+            raise Later(lambda: self._unseal(held, content, tier))
+        if not file.backing and not file.writable:
+            writing = self._taken(file.place, content, WRITE_NOW)
+            file.close()
+            file.fd, file.writable = writing, True
+        if self._wish.truncate:
+            self._cut(file, content)
+        self._reopen(held, content, tier)
+
+    def _cut(self, file: OpenFile, content: int) -> None:
+        assert file.place is not None
+        fd = file.fd if file.writable else self._taken(file.place, content, WRITE_NOW)
+        try:
+            os.ftruncate(fd, 0)
+        finally:
+            if fd != file.fd:
+                os.close(fd)
+
+    async def _unseal(self, held: Held, content: int, tier: Tier) -> None:
+        with self._context.db.change() as db:
+            contents.reopen(db, held.inode.id, content, tier)
+
+    def _reopen(self, held: Held, content: int, tier: Tier) -> None:
+        if held.state is ContentState.OPEN:
+            contents.touch(self._context.db, content)
+        else:
+            contents.reopen(self._context.db, held.inode.id, content, tier)
+
+    def _leave_pfs_file(self, file: OpenFile, held: Held) -> None:
+        """Readers have the PFS's own file open and somebody wants to write: from now on their reads come to us as well."""
+        if not held.tiers or held.content is None:
+            raise Later(self._fetch)
+        place = self._context.places[held.tiers[0]]
+        fd = self._taken(place, held.content, WRITE_NOW)
+        file.close()
+        file.content, file.place, file.fd, file.writable, file.direct = held.content, place, fd, True, True
+        handles.point(self._context.db, file.inode, held.content)
+
+    def _lost(self, why: str) -> ContentLost:
+        path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
+        log.error("%s cannot be opened: %s", path, why)
+        return ContentLost(f"{path}: {why}")
+
+    # --- what needs waiting -------------------------------------------------------------------------------------------
+
+    def _taken(self, place: Place, content: int, flags: int) -> int:
+        """A descriptor, at once or Later: the mover may hold a lease, and the PFS may hang."""
+        if place.tier is Tier.PFS:
+            if self._own < 0:
+                raise Later(lambda: self._open_on_pfs(place, content, flags))
+            return self._use_own()
+        try:
+            return place.open(content, flags)
+        except BlockingIOError as failure:
+            now_s = trio.current_time()
+            self._leases_until_s = self._leases_until_s or now_s + limits.LEASE_WAIT_S
+            if now_s > self._leases_until_s:
+                raise TimedOut("the mover does not give up its lease") from failure
+            raise Later(lambda: trio.sleep(limits.LEASE_POLL_S)) from failure
+
+    async def _miss(self, content: int, tier: Tier) -> None:
+        """The catalog knows a copy that is not there: it does not count any more."""
+        path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
+        log.error("%s: the file of its content %d is gone from %s", path, content, tier)
+        settling.forget_copy(self._context.db, content, tier)
+
+    def _use_own(self) -> int:
+        fd, self._own = self._own, -1
+        return fd
+
+    async def _open_on_pfs(self, place: Place, content: int, flags: int) -> None:
+        self._own = await trio.to_thread.run_sync(place.open, content, flags & ~os.O_NONBLOCK)
+
+    def _made_on_pfs(self, place: Place) -> tuple[int, int]:
+        if self._made is None:
+            raise Later(lambda: self._make_on_pfs(place))
+        return self._made
+
+    async def _make_on_pfs(self, place: Place) -> None:
+        with self._context.db.change() as db:
+            content = contents.reserve(db, Tier.PFS)
+        try:
+            self._made = content, await trio.to_thread.run_sync(place.create, content)
+        except BaseException:
+            with self._context.db.change() as db:
+                contents.doom(db, content)
+            raise
+
+    def _pfs_file(self, held: Held, undo: Undo) -> OpenFile:
+        """The PFS's own file, when the mover said so; else ask."""
+        if self._own < 0:
+            raise Later(self._fetch)
+        fd = self._use_own()
+        undo.callback(os.close, fd)
+        return self._file(held, None, None, fd, undo, served=self._context.data_path is not DataPath.PASSTHROUGH)
+
+    async def _fetch(self) -> None:
+        argument = wants.FOR_WRITING if self._wish.writer else ""
+        result = await self._context.asking.ask(wants.FETCH, self._wish.inode, argument, timeout_s=limits.FETCH_STALL_S)
+        if result == wants.DIRECT:
+            self._own = await pfs_descriptor(self._context, self._wish.inode)
+
+
+class Creating(Opening):
+    """The attempts at one create: a name, an inode, a content and a handle in one transaction."""
+
+    def __init__(self, context: "Context", request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
+        super().__init__(context, Wish(0, writer=True, truncate=False, request=request))
+        self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
+        self._kind = write.kind_of(name)
+        self._inode: Inode | None = None
+        self.blind = False
+
+    @property
+    def inode(self) -> Inode:
+        """What was made."""
+        assert self._inode is not None
+        return self._inode
+
+    def _attempt(self) -> Opened:
+        """Raises what `namespace.make` raises, Unvisited too."""
+        uid, gid = self._owner
+        with Undo() as undo:
+            with self._files.change() as db:
+                inode = namespace.make(db, self._parent, self._name, self._mode, uid=uid, gid=gid, blind=self.blind)
+                held = Held(inode, None, None, (), False)
+                file = self.begin(held, undo, self._kind)
+                opened = self._record(file, held)
+            undo.pop_all()
+        self._files.add(file, opened.handle, True)
+        self._inode = inode
+        return opened
+
+
+async def pfs_descriptor(context: "Context", inode: int) -> int:
+    """A descriptor of the PFS's own file, which may hang as long as the PFS does. Raises ESTALE when it is another one by now."""
+    pfs = context.config.pfs
+    assert pfs is not None
+    return await trio.to_thread.run_sync(pfs_open.open_inode, context.db, pfs, inode)
