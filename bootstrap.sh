@@ -68,9 +68,9 @@ environment() {
     say "python environment in $VENV (extras: ${extras:-none}); the first time takes some minutes"
     [ -x "$python" ] || python3 -m venv "$VENV"
     "$python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
-    "$python" -m pip install --disable-pip-version-check --progress-bar off --no-build-isolation -q -e . \
+    "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e . \
       || fail "pip could not install ckptfs; its messages are above"
-    [ -z "$extras" ] || "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e ".[$extras]" --no-build-isolation \
+    [ -z "$extras" ] || "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e ".[$extras]" \
       || fail "pip could not install what the extras $extras need; its messages are above"
     fingerprint "$extras" > "$stamp"
   fi

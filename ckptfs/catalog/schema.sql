@@ -103,8 +103,8 @@ CREATE TABLE pfs_entry (
     inode INTEGER NOT NULL,              -- what it names
     seen_ino INTEGER,                    -- st_ino, st_mode, st_uid and st_gid as a visit last saw them, to recognise a stranger's change;
     seen_mode INTEGER,                   --   NULL: not seen since write-back touched it
-    seen_uid INTEGER,
-    seen_gid INTEGER,
+    seen_uid INTEGER,                    --   likewise
+    seen_gid INTEGER,                    --   likewise
     PRIMARY KEY (parent, name)
 ) WITHOUT ROWID;
 CREATE INDEX pfs_entry_inode ON pfs_entry (inode);
@@ -132,9 +132,10 @@ CREATE TABLE pfs_times (directory INTEGER PRIMARY KEY);
 -- Directories whose listing on the PFS is being compared, and the names in them that write-back changed meanwhile: a listing is
 -- older than the transactions that use it, and must not be believed about these names.
 CREATE TABLE visiting (
-    directory INTEGER PRIMARY KEY,
+    directory INTEGER PRIMARY KEY,       -- which one
     importing INTEGER NOT NULL DEFAULT 0 -- 1 inside the visit's own transactions, whose changes do not count
 );
+-- The names of that kind.
 CREATE TABLE touched (directory INTEGER NOT NULL, name BLOB NOT NULL, PRIMARY KEY (directory, name)) WITHOUT ROWID;
 CREATE TRIGGER pfs_entry_appeared AFTER INSERT ON pfs_entry WHEN EXISTS (SELECT 1 FROM visiting WHERE directory = NEW.parent AND importing = 0)
 BEGIN INSERT OR IGNORE INTO touched VALUES (NEW.parent, NEW.name); END;

@@ -22,7 +22,7 @@ def _labels() -> list[str]:
     """Every label that any module declares."""
     for package in (ckptfs, ckptfs_daemon):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith(("__main__", "_grpc", "_pb2")):
+            if not module.name.endswith(("__main__", "_grpc", "_pb2", "_shim")):
                 importlib.import_module(module.name)
     return sorted(disk.LABELS)
 
