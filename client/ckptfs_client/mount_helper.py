@@ -11,8 +11,9 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 from ckptfs import config, limits
 from ckptfs.config import Config
@@ -106,10 +107,17 @@ def _answer(ready: int) -> str:
     return data.decode(errors="replace").strip()
 
 
+def _journalled() -> bool:
+    """Whether our stderr is the stream to the journal that systemd named."""
+    device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
+    found = os.fstat(2)
+    return (device, inode) == (str(found.st_dev), str(found.st_ino))
+
+
 @contextlib.contextmanager
-def _log(configured: Config):  # type: ignore[no-untyped-def]
+def _log(configured: Config) -> Iterator[IO[Any]]:
     """Where the daemon's words go: the journal, when that is where ours go, or a file in its state directory."""
-    if os.environ.get("JOURNAL_STREAM"):
+    if _journalled():
         yield sys.stderr
         return
     configured.state.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,202 @@
+"""The configuration: what is accepted, what is refused by name (P11), and that the sample file says the truth."""
+
+import contextlib
+import os
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfs import config, limits
+from ckptfs.config import Config
+from ckptfs.errors import ConfigError
+from ckptfs.model import DataPath, Level
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with everything that a mount may name."""
+    for name in ("mnt", "pfs", "nvme", "state"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def load(place: Path, **options: object) -> Config:
+    return config.load("job", place / "mnt", {"state": str(place / "state"), **{key: str(value) for key, value in options.items()}})
+
+
+def refusal(place: Path, **options: object) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(place, **options)
+    return str(refused.value)
+
+
+def test_defaults(place: Path) -> None:
+    found = load(place)
+    assert found == Config("job", place / "mnt", place / "state", allow_other=os.geteuid() == 0)
+
+
+def test_every_option(place: Path) -> None:
+    found = load(
+        place, ram="6G", nvme=place / "nvme", nvme_size="1T", pfs=place / "pfs", fsync="pfs", data_path="buffered", ram_high="90%",
+        ram_low=0.5, synced_interval="90", refresh_interval="2h", drain_deadline="1500ms", log_level="debug", allow_other="no",
+    )  # fmt: skip
+    assert found == Config(
+        "job", place / "mnt", place / "state", ram_bytes=6 * limits.GIB, nvme=place / "nvme", nvme_bytes=1024 * limits.GIB,
+        pfs=place / "pfs", fsync=Level.PFS, data_path=DataPath.BUFFERED, ram_high=0.9, ram_low=0.5, synced_interval_s=90.0, refresh_interval_s=7200.0,
+        drain_deadline_s=1.5, log_level="debug", allow_other=False,
+    )  # fmt: skip
+    assert config.from_json(config.to_json(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("512M", 512 << 20), ("6G", 6 << 30), ("6GiB", 6 << 30), ("6gb", 6 << 30), ("1.5T", 1536 << 30), ("2 K", 2048)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert config.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "6X", "1e9", "6 G B", "six"])
+def test_bad_sizes_are_refused_with_what_is_accepted(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size; accepted"):
+        config.parse_size(text)
+
+
+def test_ram_is_a_size_a_share_or_auto(place: Path) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert load(place, ram="auto").ram_bytes is None
+    assert load(place, ram="50%").ram_bytes == memory // 2
+    assert "too little" in refusal(place, ram="1M")
+    assert "is not a share" in refusal(place, ram="150%")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("60s", 60.0), ("500ms", 0.5), ("2m", 120.0), ("1h", 3600.0), ("1d", 86400.0), ("7", 7.0)])
+def test_durations(text: str, seconds: float) -> None:
+    assert config.parse_seconds(text) == seconds
+
+
+def test_unknown_options_are_refused_by_name(place: Path) -> None:
+    message = refusal(place, nvmee="/x")
+    assert "'nvmee'" in message and "nvme_size" in message and "noatime" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fsync": "clique"}, "needs a clique"),
+        ({"fsync": "always"}, "accepted: local, pfs"),
+        ({"fsync": "pfs"}, "fsync=pfs needs a PFS"),
+        ({"data_path": "fast"}, "accepted: auto, passthrough, buffered"),
+        ({"log_level": "loud"}, "accepted: debug, info, warning, error"),
+        ({"pfs": "relative/dir"}, "is not an absolute path"),
+        ({"pfs": "/no/such/dir"}, "pfs /no/such/dir: No such file or directory"),
+        ({"nvme": "/dev/null"}, "nvme /dev/null is not a directory"),
+        ({"nvme_size": "1G"}, "without nvme"),
+        ({"ram_high": "50%", "ram_low": "60%"}, "must be below"),
+        ({"drain_deadline": "soon"}, "is not a duration"),
+        ({"allow_other": "maybe"}, "neither true nor false"),
+        ({"ro": ""}, "read-only mount is not supported"),
+        ({"remount": ""}, "unmount it and mount it again"),
+    ],
+)
+def test_bad_values_are_refused_by_name(place: Path, options: dict[str, str], words: str) -> None:
+    assert words in refusal(place, **options)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "-x", "a b", "x" * 65])
+def test_bad_names_are_refused(place: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a mount"):
+        config.load(name, place / "mnt", {})
+
+
+def test_what_mount_passes_is_accepted(place: Path) -> None:
+    passed = "rw,nosuid,nodev,noatime,_netdev,nofail,noauto,user=ann,x-systemd.automount,X-foo=1,defaults,default_permissions"
+    options = config.parse_options(passed)
+    found = config.load("job", place / "mnt", options | {"state": str(place / "state")})
+    assert found.mount_flags == 2 | 4 | 1024
+    assert load(place, nosuid="", suid="").mount_flags == 0
+
+
+def test_options_keep_escaped_commas() -> None:
+    assert config.parse_options(r"pfs=/a\,b,noatime,,ram=1G") == {"pfs": "/a,b", "noatime": "", "ram": "1G"}
+
+
+def test_directories_must_not_contain_one_another(place: Path) -> None:
+    (place / "mnt" / "in").mkdir()
+    (place / "pfs" / "mnt").mkdir()
+    (place / "link").symlink_to(place / "mnt" / "in")
+    assert "pfs" in (said := refusal(place, pfs=place / "mnt" / "in")) and "lies inside mountpoint" in said
+    assert "lies inside mountpoint" in refusal(place, nvme=place / "link")
+    assert "is the same directory as mountpoint" in refusal(place, pfs=place / "mnt")
+    assert "lies inside state" in refusal(place, nvme=place / "state", state=place)
+    assert "state" in refusal(place, state=place / "pfs" / "state", pfs=place / "pfs")
+    with pytest.raises(ConfigError, match="lies inside pfs"):
+        config.load("job", place / "pfs" / "mnt", {"pfs": str(place / "pfs"), "state": str(place / "state")})
+
+
+def test_the_mountpoint_must_be_a_directory(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the mountpoint .* No such file"):
+        config.load("job", place / "none", {})
+    with pytest.raises(ConfigError, match="no mountpoint was given"):
+        config.load("job", None, {})
+
+
+def test_the_file_is_read_and_options_win(place: Path) -> None:
+    file = place / "job.toml"
+    file.write_text(f'mountpoint = "{place}/mnt"\nstate = "{place}/state"\nram = "1G"\nram_high = 0.7\nallow_other = false\n')
+    found = config.load("job", None, {"config": str(file), "ram": "2G"})
+    assert (found.mountpoint, found.ram_bytes, found.ram_high, found.allow_other) == (place / "mnt", 2 * limits.GIB, 0.7, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rma = '1G'", "unknown key 'rma'; accepted: mountpoint, state, ram,"),
+        ("ram = true", "not a value"),
+        ("noatime = ''", "unknown key 'noatime'"),
+        ("[tier]\nram = '1G'", "unknown key 'tier'"),
+        ("ram = [1]", "not a value"),
+        ("ram 1G", "not valid TOML"),
+        ("ram = 'x'", "is not a size"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name(place: Path, text: str, words: str) -> None:
+    file = place / "job.toml"
+    file.write_text(text)
+    message = refusal(place, config=file)
+    assert words in message and str(file) in message
+
+
+def test_a_missing_file_is_refused(place: Path) -> None:
+    assert "cannot be read: No such file" in refusal(place, config=place / "none.toml")
+
+
+def test_the_sample_says_the_truth(place: Path) -> None:
+    """deploy/systemd/ckptfs.toml is what `sample` writes, names every key, and shows the defaults."""
+    text = (REPOSITORY / "deploy/systemd/ckptfs.toml").read_text()
+    assert text == config.sample()
+    assert tomllib.loads(text) == {}
+    shown = "\n".join(line[2:] for line in text.splitlines() if any(line.startswith(f"# {key.name} = ") for key in config.KEYS))
+    values = tomllib.loads(shown)
+    assert set(values) == {key.name for key in config.KEYS}
+    file = place / "all.toml"
+    with_default = {key.name for key in config.KEYS if key.default is not None} - {"nvme_size"}
+    file.write_text("\n".join(line for line in shown.splitlines() if line.split(" = ")[0] in with_default))
+    assert load(place, config=file, allow_other="true") == load(place, allow_other="true")
+
+
+def test_every_field_has_a_key() -> None:
+    assert {key.field for key in config.KEYS} == {field.name for field in fields(Config)} - {"name", "mount_flags"}
+
+
+@given(st.text())
+def test_no_option_string_does_more_than_refuse(text: str) -> None:
+    """P11: whatever is given, the answer is a configuration or a ConfigError."""
+    with contextlib.suppress(ConfigError):
+        config.load("job", Path("/"), config.parse_options(text) | {"state": "/nonexistent/state"})
