@@ -121,7 +121,7 @@ CREATE INDEX pfs_pending_inode ON pfs_pending (inode);
 
 -- The one batch of changes that write-back has in hand: written before the PFS is touched, finished or taken back after a crash.
 CREATE TABLE pfs_batch (
-    id INTEGER PRIMARY KEY CHECK (id = 1),
+    id INTEGER PRIMARY KEY CHECK (id = 1), -- there is one at most
     ready INTEGER NOT NULL,              -- 0: temporary files are being made, to be taken back; 1: what it says is being done, to be finished
     body TEXT NOT NULL                   -- JSON, see catalog/pfs_batch.py
 );
