@@ -15,7 +15,6 @@ from ckptfs_daemon import inherited, logs
 log = logging.getLogger(__name__)
 
 PR_SET_NAME = 15
-MOVER_NICE = 5
 
 
 def main(role: str, link_fd: int) -> int:
@@ -51,7 +50,6 @@ def _warm(role: str) -> None:
 
 def _run(given: inherited.Inherited) -> int:
     if given.role == "mover":
-        os.nice(MOVER_NICE)
         from ckptfs_daemon import mover
 
         return mover.run(given)

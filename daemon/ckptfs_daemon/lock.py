@@ -50,11 +50,11 @@ def end_leftovers(processes: Path) -> None:
     They end by themselves when their supervisor is gone; one that hangs in a system call (on the PFS) is killed and does nothing more.
     """
     try:
-        known: dict[str, Any] = json.loads(processes.read_bytes())
+        known: Any = json.loads(processes.read_bytes())
     except (OSError, ValueError):
         return
     for role in ("mount", "mover", "spare"):
-        one = known.get(role)
+        one = known.get(role) if isinstance(known, dict) else None
         if isinstance(one, dict) and one.get("pid") and started(one["pid"]) == one.get("started_ticks"):
             _end(role, one["pid"])
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -33,6 +34,7 @@ MOUNT, MOVER, SPARE = "mount", "mover", "spare"
 MOVER_HOLD_S = 10.0
 """How long a fresh mount waits for the mover to have recovered what an earlier daemon left."""
 SPARE_DELAY_S = 0.5
+RECOVERY_PATIENCE = 20
 REAP_WAIT_S = 5.0
 TURN_MAX_S = 5.0
 
@@ -59,8 +61,13 @@ class Slot:
 class Supervisor:
     """`run` returns the daemon's exit code."""
 
-    def __init__(self, config: Config, served: Connection, *, resumed: bool, systemd: Systemd, ready: announce.ReadyPipe) -> None:
+    def __init__(
+        self, config: Config, served: Connection, *, resumed: bool, systemd: Systemd, ready: announce.ReadyPipe,
+        new_child: Callable[[str], Child] = Child,
+    ) -> None:  # fmt: skip
+        """`resumed`: whether a mount process has served this connection before."""
         self._config = config
+        self._new_child = new_child
         self._connection = served
         self._resumed = resumed
         self._systemd = systemd
@@ -143,7 +150,7 @@ class Supervisor:
             slot.child, spare.child = spare.child, None
             return
         try:
-            slot.child = Child(role)
+            slot.child = self._new_child(role)
         except OSError as failure:
             log.error("the %s process cannot be started: %s", role, failure)
             slot.due_at = time.monotonic() + limits.RESTART_LAST_S
@@ -201,8 +208,10 @@ class Supervisor:
         now = time.monotonic()
         for role, slot in self._slots.items():
             child = slot.child
-            if child is not None and child.assigned and now - child.heard_at > limits.WATCHDOG_S:
-                log.error("the %s process %d has been silent for %g s; killing it", role, child.pid, limits.WATCHDOG_S)
+            # A mover that recovers a large catalog has not begun to speak; nobody waits for it meanwhile.
+            patience_s = limits.WATCHDOG_S * (RECOVERY_PATIENCE if role == MOVER and child is not None and not child.ready else 1)
+            if child is not None and child.assigned and now - child.heard_at > patience_s:
+                log.error("the %s process %d has been silent for %g s; killing it", role, child.pid, patience_s)
                 child.heard_at = now
                 child.kill()
         if self._systemd.watchdog_s is not None and now >= self._fed_at + self._systemd.watchdog_s:

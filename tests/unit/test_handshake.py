@@ -1,0 +1,70 @@
+"""INIT: which of the kernel's offers we take, and in which bytes we say so (DESIGN 6.2; FEATURES F4)."""
+
+import struct
+
+import pytest
+from ckptfs_daemon import handshake
+
+from ckptfs.model import DataPath
+
+EVERYTHING = (1 << 48) - 1
+
+
+def init_request(flags: int = EVERYTHING, *, minor: int = 45, major: int = 7, opcode: int = 26) -> bytes:
+    """The 104 bytes that a kernel of today sends."""
+    body = struct.pack("=IIIII44x", major, minor, 131072, flags & 0xFFFFFFFF, flags >> 32)
+    return struct.pack("=IIQQIIIHH", 40 + len(body), opcode, 2, 0, 0, 0, 0, 0, 0) + body
+
+
+def test_an_offer_is_read_with_its_second_word_of_flags() -> None:
+    offer = handshake.parse(init_request())
+    assert (offer.unique, offer.major, offer.minor, offer.flags) == (2, 7, 45, EVERYTHING)
+    assert handshake.offers_passthrough(offer)
+
+
+def test_the_second_word_means_nothing_without_its_announcement() -> None:
+    offer = handshake.parse(init_request(EVERYTHING & ~handshake.INIT_EXT))
+    assert offer.flags >> 32 == 0
+
+
+@pytest.mark.parametrize("request_", [b"", init_request()[:50], init_request(opcode=1), init_request(major=8)])
+def test_anything_else_is_refused(request_: bytes) -> None:
+    with pytest.raises(handshake.BadHandshake):
+        handshake.parse(request_)
+
+
+def test_passthrough_and_the_writeback_cache_exclude_each_other() -> None:
+    offer = handshake.parse(init_request())
+    through = handshake.wanted(offer, DataPath.PASSTHROUGH)
+    buffered = handshake.wanted(offer, DataPath.BUFFERED)
+    assert through & handshake.PASSTHROUGH and not through & handshake.WRITEBACK_CACHE
+    assert buffered & handshake.WRITEBACK_CACHE and not buffered & handshake.PASSTHROUGH
+    for flags in (through, buffered):
+        assert flags & handshake.HANDLE_KILLPRIV_V2 and flags & handshake.HAS_RESEND
+        assert not flags & (1 << 1 | 1 << 10), "locks are the kernel's"
+        assert not flags & 1 << 14, "pyfuse3 has readdirplus only"
+
+
+@pytest.mark.parametrize("data_path", [DataPath.PASSTHROUGH, DataPath.BUFFERED])
+@pytest.mark.parametrize("bit", range(48))
+def test_nothing_is_taken_that_was_not_offered(data_path: DataPath, bit: int) -> None:
+    offer = handshake.parse(init_request(EVERYTHING & ~(1 << bit)))
+    assert not handshake.wanted(offer, data_path) & 1 << bit
+
+
+def test_the_answer_has_the_kernels_layout() -> None:
+    offer = handshake.parse(init_request())
+    flags = handshake.wanted(offer, DataPath.PASSTHROUGH)
+    reply = handshake.answer(offer, flags)
+    assert struct.unpack_from("=IiQ", reply) == (80, 0, 2) and len(reply) == 80
+    major, minor, _ahead, low, *_background = struct.unpack_from("=IIII", reply, 16)
+    max_write, grain_ns, pages, _align, high, depth = struct.unpack_from("=IIHHII", reply, 36)
+    assert (major, minor, max_write, grain_ns, pages, depth) == (7, 40, 1 << 20, 1, 256, 1)
+    assert low | high << 32 == flags
+
+
+def test_an_older_kernel_is_answered_in_its_own_protocol() -> None:
+    offer = handshake.parse(init_request(handshake.COMMON, minor=31))
+    reply = handshake.answer(offer, handshake.wanted(offer, DataPath.PASSTHROUGH))
+    assert struct.unpack_from("=II", reply, 16) == (7, 31)
+    assert struct.unpack_from("=I", reply, 16 + 36)[0] == 0, "no stacking depth without passthrough"

@@ -1,0 +1,63 @@
+"""One daemon per state directory (issue: a second daemon on the same state directory is refused)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ckptfs_daemon import lock
+
+from ckptfs.errors import Refused
+
+SLEEPER = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+
+
+def test_a_second_one_is_refused_by_the_pid_of_the_first(tmp_path: Path) -> None:
+    first = lock.take(tmp_path)
+    with pytest.raises(Refused, match=f"pid {os.getpid()}"):
+        lock.take(tmp_path)
+    os.close(first)
+    os.close(lock.take(tmp_path))
+
+
+def _sleeper() -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(SLEEPER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def _note(path: Path, pid: int, ticks: int) -> None:
+    path.write_text(json.dumps({"supervisor": {"pid": 1}, "mover": {"pid": pid, "started_ticks": ticks}, "mount": {"pid": 0}}))
+
+
+def test_what_a_dead_supervisor_left_is_ended(tmp_path: Path) -> None:
+    process = _sleeper()
+    _note(tmp_path / "p", process.pid, lock.started(process.pid))
+    lock.end_leftovers(tmp_path / "p")
+    assert process.wait(60) == -9
+
+
+def test_a_pid_that_now_is_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    process = _sleeper()
+    _note(tmp_path / "p", process.pid, lock.started(process.pid) - 1)
+    lock.end_leftovers(tmp_path / "p")
+    assert process.poll() is None
+    process.kill()
+    process.wait(60)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"mount": 7}'])
+def test_a_note_that_cannot_be_read_ends_nobody(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p").write_text(text)
+    lock.end_leftovers(tmp_path / "p")
+    lock.end_leftovers(tmp_path / "absent")
+
+
+def test_a_process_that_is_gone_has_no_start() -> None:
+    process = _sleeper()
+    process.kill()
+    process.wait(60)
+    assert lock.started(process.pid) == 0

@@ -1,0 +1,177 @@
+"""The supervisor with children that only pretend: restarts, the warm spare, giving up, and the order of the end (P8; FEATURES F3)."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ckptfs_daemon import children, connection, supervisor
+from ckptfs_daemon.announce import ReadyPipe
+from ckptfs_daemon.connection import Connection
+from ckptfs_daemon.notify import Systemd
+from ckptfs_daemon.supervisor import Supervisor
+
+from ckptfs.config import Config
+from ckptfs.model import DataPath
+
+DEADLINE_S = 90.0
+STAND_IN = str(Path(__file__).with_name("stand_in_child.py"))
+
+
+class World:
+    """A supervisor in the main thread, as its signals demand; what the test does runs beside it."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.script = place / "script"
+        self.script.write_text("")
+        self.config = Config(name="unit", mountpoint=place / "mnt", state=place, drain_deadline_s=5.0)
+        self.fuse_fd = os.open("/dev/null", os.O_RDWR)
+        self.served = Connection(self.fuse_fd, b"init", DataPath.BUFFERED, "a test", True, self.config.mountpoint, "0:99999")
+        self.ready_read, self.ready_write = os.pipe()
+        self.failure: BaseException | None = None
+
+    def run(self, act: Callable[[], None] = lambda: None, *, resumed: bool = False) -> int:
+        """The exit code; `act` runs in a thread."""
+        made = Supervisor(
+            self.config, self.served, resumed=resumed, systemd=Systemd(), ready=ReadyPipe(self.ready_write),
+            new_child=lambda role: children.Child(role, [sys.executable, STAND_IN, str(self.script), role]),
+        )  # fmt: skip
+
+        def acting() -> None:
+            try:
+                act()
+            except BaseException as failure:
+                self.failure = failure
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=acting)
+        thread.start()
+        code = made.run()
+        thread.join(DEADLINE_S)
+        if self.failure is not None:
+            raise self.failure
+        return code
+
+    def lives(self, role: str) -> list[list[str]]:
+        """What each process of a role wrote down: pid, the role it was started for, descriptors, whether it resumes."""
+        count = len(list(self.place.glob(f"{role}.life.*")))
+        return [(self.place / f"{role}.life.{number}").read_text().split() for number in range(count)]
+
+    def resumed(self, number: int) -> bool:
+        return bool(json.loads((self.place / f"mount.body.{number}").read_bytes())["resumed"])
+
+    def processes(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = json.loads((self.place / "processes.json").read_bytes())
+        return found
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                if condition():
+                    return
+            except (OSError, ValueError, KeyError, IndexError):
+                pass
+            assert time.monotonic() < deadline, f"it did not come to this; lives: {self.lives('mount')} {self.lives('mover')}"
+            threading.Event().wait(0.01)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)}
+    yield World(tmp_path)
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _said(world: World) -> str:
+    return os.read(world.ready_read, 4096).decode()
+
+
+def test_a_kernel_that_unmounts_ends_everything(world: World) -> None:
+    world.script.write_text("mount unmounted\n")
+    assert world.run() == 0
+    assert _said(world) == "ok\n"
+    (mount,), (mover,) = world.lives("mount"), world.lives("mover")
+    assert mount[2] == "2" and mover[2] == "1", "the mount gets the bell and the connection, the mover only the bell"
+    with pytest.raises(OSError):
+        os.fstat(world.fuse_fd)
+
+
+def test_a_killed_mount_is_replaced_by_the_warm_spare(world: World) -> None:
+    def act() -> None:
+        world.until(lambda: world.processes()["spare"]["pid"])
+        spare = world.processes()["spare"]["pid"]
+        os.kill(int(world.lives("mount")[0][0]), signal.SIGKILL)
+        world.until(lambda: world.processes()["mount"] and world.processes()["mount"]["pid"] == spare)
+        world.until(lambda: len(world.lives("mount")) == 2 and world.lives("mount")[1][0] == str(spare))
+        assert world.processes()["mount"]["restarts"] == 1
+        os.kill(int(world.lives("mover")[0][0]), signal.SIGKILL)
+        world.until(lambda: len(world.lives("mover")) == 2)
+        world.script.write_text("mount serve\nmount serve\nmount unmounted\n")
+        os.kill(spare, signal.SIGKILL)
+
+    assert world.run(act) == 0
+    assert [world.resumed(number) for number in range(3)] == [False, True, True]
+
+
+def test_a_first_mount_that_dies_before_it_was_ready_does_not_make_the_next_one_resume(world: World) -> None:
+    world.script.write_text("mount fail\nmount unmounted\n")
+    assert world.run() == 0
+    assert [world.resumed(number) for number in range(2)] == [False, False]
+
+
+def test_a_mount_that_never_comes_up_is_given_up_with_a_sentence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[Connection] = []
+    monkeypatch.setattr(connection, "abort", aborted.append)
+    world.script.write_text("mount fail\n" * 50)
+    assert world.run() == 1
+    assert _said(world).startswith("error: the mount process does not stay alive")
+    assert aborted == [world.served]
+
+
+def test_a_mover_that_dies_again_and_again_does_not_end_the_mount(world: World) -> None:
+    world.script.write_text("mover fail\n" * 7)
+
+    def act() -> None:
+        world.until(lambda: len(world.lives("mover")) > 7)
+        os.kill(os.getpid(), signal.SIGTERM)
+        world.until((world.place / "mount.life.0").exists)
+        os.kill(int(world.lives("mount")[0][0]), signal.SIGTERM)
+
+    world.script.write_text(world.script.read_text() + "mount serve\nmount unmounted\n")
+    assert world.run(act) == 0
+
+
+def test_a_silent_child_is_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor.limits, "WATCHDOG_S", 1.5)
+    monkeypatch.setattr(supervisor, "TURN_MAX_S", 0.1)
+    world.script.write_text("mount serve\nmount unmounted\n")
+    assert world.run() == 0
+    assert len(world.lives("mount")) == 2
+
+
+def test_a_mover_killed_while_it_drains_is_asked_again(world: World) -> None:
+    world.script.write_text("mount unmounted\nmover die\nmover serve\n")
+    assert world.run() == 0
+    assert len(world.lives("mover")) >= 2
+
+
+def test_what_systemd_kept_is_resumed(world: World) -> None:
+    world.script.write_text("mount unmounted\n")
+    assert world.run(resumed=True) == 0
+    assert world.resumed(0)
+
+
+def test_a_connection_can_be_written_down_and_read_back(world: World) -> None:
+    assert connection.restored(world.fuse_fd, world.served.saved()) == world.served
+    with pytest.raises((ValueError, KeyError)):
+        connection.restored(world.fuse_fd, b'{"no": 1}')
