@@ -77,7 +77,9 @@ class DaemonUnderTest:
         """Start the daemon and wait until the mount answers. Raises NotStarted with the daemon's own sentence."""
         options = ",".join(f"{key}={value}" for key, value in self.options.items() if value is not None)
         ready, child_end = os.pipe()
-        command = [sys.executable, "-m", "ckptfs_daemon", self.name, str(self.path), "-o", options, "--ready-fd", str(child_end)]
+        # Should this process die without its teardown, the daemon unmounts and ends.
+        command = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+        command += [sys.executable, "-m", "ckptfs_daemon", self.name, str(self.path), "-o", options, "--ready-fd", str(child_end)]
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[child_end], env=environment(**self.env), cwd="/",
