@@ -5,12 +5,10 @@ orders from the mount's owner only. The directory belongs to the daemon's user; 
 Everything in it is made anew by the next daemon, so dying here leaves at most a stale file.
 """
 
-import json
 import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any
 
 
 def directory(uid: int | None = None) -> Path:
@@ -46,26 +44,6 @@ def socket_path(name: str, uid: int | None = None) -> Path:
 def admin_socket_path(name: str, uid: int | None = None) -> Path:
     """Where orders are taken, from the mount's owner."""
     return directory(uid) / f"{name}.admin.sock"
-
-
-def read_registry(name: str, uid: int) -> dict[str, Any] | None:
-    """What the daemon of user `uid` wrote about the mount `name`; None when there is nothing to believe."""
-    path = registry_path(name, uid)
-    try:
-        if _owner(path) not in (uid, os.geteuid()):
-            return None
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def names(uid: int) -> list[str]:
-    """The mounts that user `uid` has in the registry."""
-    try:
-        return sorted(path.stem for path in directory(uid).glob("*.json"))
-    except OSError:
-        return []
 
 
 def _owner(path: Path) -> int:

@@ -59,7 +59,10 @@ def status(
     json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second until interrupted.")] = False,
 ) -> None:
-    """Tiers and budgets, what the PFS lacks, the data path, troubles, and the processes of each mount."""
+    """Tiers and budgets, what the PFS lacks, the data path, troubles, and the processes of each mount.
+
+    JSON is one object for one mount, a list for several.
+    """
     from ckptfs_client import mounts
     from ckptfs_client.watching import statuses, watched
 
@@ -143,14 +146,16 @@ def verify(paths: Paths, json: Json = False) -> None:
         with client:
             result = verified(client.verify(inode), str(path))
         total = {key: total[key] + result[key] for key in total}
-    bad = [finding for finding in total["findings"] if finding["verdict"] != "good"]
+    bad = [finding for finding in total["findings"] if finding["verdict"] in ("bad", "unreadable")]
+    unknown = [finding for finding in total["findings"] if finding["verdict"] == "unknown"]
     if json:
         show.emit(total)
     else:
         if bad:
             show.console().print(show.findings(bad))
-        verdict = f"{len(bad)} copies are not good" if bad else "every copy is good"
-        print(f"{total['files']} files, {show.size(total['bytes'])} read: {verdict}")
+        verdict = f"{len(bad)} copies are not good" if bad else "no bad copy"
+        without = f"; {len(unknown)} could not be compared: not sealed yet, or written by others" if unknown else ""
+        print(f"{total['files']} files, {show.size(total['bytes'])} read: {verdict}{without}")
     if bad:
         raise typer.Exit(1)
 

@@ -63,6 +63,7 @@ def status(answer: "pb.Status") -> "RenderableType":
     """The figures of one mount."""
     from rich.console import Group
     from rich.markup import escape
+    from rich.padding import Padding
 
     counts, behind = answer.counts, answer.write_back
     levels = ", ".join(f"{count} {level}" for level, count in sorted(counts.by_level.items()))
@@ -84,13 +85,13 @@ def status(answer: "pb.Status") -> "RenderableType":
         where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
         remedy = f"; {trouble.remedy}" if trouble.remedy else ""
         troubles.append(f"[yellow]trouble[/] {escape(where)}: {escape(trouble.what)}{escape(remedy)} (since {duration(trouble.age_s)})")
-    return Group("\n".join(lines), _tiers(answer), _processes(answer), *troubles)
+    return Group("\n".join(lines), Padding(_tiers(answer), (1, 2)), Padding(_processes(answer), (0, 2, 1, 2)), *troubles)
 
 
 def _table(*columns: str) -> Any:
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", no_wrap=True)
     return table
@@ -101,8 +102,10 @@ def _tiers(answer: "pb.Status") -> Any:
 
     table = _table("tier", "health", "used>", "free>", "budget>", "contents>", "where")
     for tier in answer.tiers:
-        known = tier.budget_bytes > 0
-        figures = [size(value) if known else "-" for value in (tier.used_bytes, tier.free_bytes, tier.budget_bytes)]
+        # What others use of the PFS is not ours to tell, and what we use shows under ordinary names.
+        known = (tier.budget_bytes > 0 and tier.name != "pfs", tier.budget_bytes > 0, tier.budget_bytes > 0)
+        values = (tier.used_bytes, tier.free_bytes, tier.budget_bytes)
+        figures = [size(value) if told else "-" for value, told in zip(values, known, strict=True)]
         table.add_row(tier.name, _styled(tier.health), *figures, str(tier.contents), escape(tier.path))
     return table
 

@@ -20,14 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
         from ckptfs_daemon import child
 
         return child.main(options.child, options.link)
-    if options.name is None or options.directory is None:
-        parser.error("a NAME and a DIR are needed")
+    if options.name is None:
+        parser.error("a NAME is needed")
     from ckptfs_daemon import start
     from ckptfs_daemon.announce import ReadyPipe
 
     ready = ReadyPipe(options.ready_fd)
     try:
-        return start.daemon(options.name, Path(options.directory), ",".join(options.options), ready)
+        return start.daemon(options.name, Path(options.directory) if options.directory else None, ",".join(options.options), ready)
     except (CkptfsError, OSError) as failure:
         remedy = getattr(failure, "remedy", "")
         sentence = f"{failure}; {remedy}" if remedy else str(failure)
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ckptfsd", description="Serve a ckptfs mount until it is unmounted.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the mount's name")
-    parser.add_argument("directory", nargs="?", metavar="DIR", help="where it is mounted")
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="where it is mounted; may stand in the configuration instead")
     parser.add_argument("-o", dest="options", action="append", default=[], metavar="KEY=VALUE,...", help="options, as for mount -t ckptfs")
     parser.add_argument("--ready-fd", type=int, metavar="N", help="descriptor to which `ok` or `error: SENTENCE` is written")
     parser.add_argument("--version", action="version", version=f"ckptfsd {__version__}")

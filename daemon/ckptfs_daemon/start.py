@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 OOM_SCORE = -900
 
 
-def daemon(name: str, mountpoint: Path, options: str, ready: ReadyPipe) -> int:
+def daemon(name: str, mountpoint: Path | None, options: str, ready: ReadyPipe) -> int:
     """Serve until unmounted; the exit code. Raises CkptfsError or OSError when it cannot begin."""
     config = configuration.load(name, mountpoint, configuration.parse_options(options))
     logs.start("supervisor", config.log_level)
