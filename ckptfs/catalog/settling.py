@@ -240,12 +240,14 @@ def tier_uuid(db: Database, tier: Tier) -> str | None:
 
 def adopt(db: Database, tier: Tier, uuid: str) -> int:
     """Take `uuid` as what this tier is. When it was another one, forget all copies that were there; how many those were."""
+    before = tier_uuid(db, tier)
+    if before == uuid:
+        return 0
     with db.change():
-        lost = 0
-        if tier_uuid(db, tier) != uuid:
-            lost = db.run("DELETE FROM copy WHERE tier = ?", tier)
-            db.run("INSERT OR REPLACE INTO tier (name, uuid) VALUES (?, ?)", tier, uuid)
-        return lost
+        if tier_uuid(db, tier) != before:
+            return 0  # Another process was faster.
+        db.run("INSERT OR REPLACE INTO tier (name, uuid) VALUES (?, ?)", tier, uuid)
+        return 0 if before is None else db.run("DELETE FROM copy WHERE tier = ?", tier)
 
 
 def copies_in(db: Database, tier: Tier) -> dict[int, tuple[CopyState, ContentState, int]]:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 disk.labels("evict:forgotten")
 
 BATCH_CONTENTS = 64
+TROUBLE = "trouble:moving to nvme"
 PAGE_BYTES = 4096
 NVME_HIGH = 0.95
 NVME_LOW = 0.90
@@ -72,6 +73,8 @@ class Evict:
         if not excess:
             self._relieving.discard(tier)
             self._stuck.discard(tier)
+            if tier is Tier.RAM:
+                self._untell()
             return False
         self._relieving.add(tier)
         if self._drop_spare(place, excess) or (tier is Tier.RAM and self._demote_one()):
@@ -120,27 +123,29 @@ class Evict:
     def _demote(self, content: Content) -> bool:
         try:
             duplicate.make(self._db, self._places, content, Tier.RAM, Tier.NVME)
-        except (Busy, DigestMismatch) as reason:
-            log.log(
-                logging.DEBUG if isinstance(reason, Busy) else logging.ERROR, "%s is not moved to nvme: %s", self._name(content), reason
-            )
+        except Busy as reason:
+            log.debug("%s is not moved to nvme now: %s", self._name(content), reason)
             return True
-        except OSError as failure:
+        except (OSError, DigestMismatch) as failure:
             self._demote_wait_s = min(max(2 * self._demote_wait_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
             self._demote_at_s = time.monotonic() + self._demote_wait_s
-            self._report(content, failure)
+            self._tell(content, failure)
             return False
-        if self._demote_wait_s:
-            settling.report(self._db, "trouble:evict", None)
-            self._demote_wait_s = 0.0
+        self._untell()
         self._drop(self._places[Tier.RAM], [content])
         return True
 
-    def _report(self, content: Content, failure: OSError) -> None:
-        what = f"cannot be moved from ram to nvme: {health.describe(failure)}"
-        value = {"what": what, "path": self._name(content), "remedy": health.remedy(failure.errno)}
-        settling.report(self._db, "trouble:evict", value)
-        log.warning("%s %s; again in %.1f s", self._name(content), what, self._demote_wait_s)
+    def _tell(self, content: Content, failure: OSError | DigestMismatch) -> None:
+        why = health.describe(failure) if isinstance(failure, OSError) else str(failure)
+        value = {"what": f"cannot be moved from ram to nvme: {why}", "path": self._name(content), "remedy": health.remedy(failure.errno)}
+        settling.report(self._db, TROUBLE, value)
+        log.warning("%s %s; again in %.1f s", value["path"], value["what"], self._demote_wait_s)
+
+    def _untell(self) -> None:
+        """What hindered a move is over, or there is nothing to move any more."""
+        if self._demote_wait_s:
+            settling.report(self._db, TROUBLE, None)
+            self._demote_wait_s = 0.0
 
     def _name(self, content: Content) -> str:
         return os.fsdecode(report.path_of(self._db, content.inode))

@@ -13,6 +13,7 @@ from ckptfs.catalog import report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
+from ckptfs.tiers import adoption
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
@@ -34,11 +35,11 @@ class Recover:
 
     def step(self) -> bool:
         """All of it. Never more to do."""
+        disk.act("recover:adopt", adoption.adopt, self._db, self._places)
         for tier in Tier:
             if tier not in self._places:
                 self._unconfigured(tier)
             elif tier is not Tier.PFS:
-                self._adopt(self._places[tier])
                 self._remove_unfinished(self._places[tier])
                 self._forget_missing(self._places[tier])
         for content in settling.without_copy(self._db):
@@ -56,13 +57,6 @@ class Recover:
         unreachable = len(settling.copies_in(self._db, tier))
         if unreachable:
             log.warning("%d contents in %s cannot be reached: this tier is not configured any more", unreachable, tier)
-
-    def _adopt(self, place: Place) -> None:
-        disk.act("recover:adopt", lambda: None)
-        before = settling.tier_uuid(self._db, place.tier)
-        lost = settling.adopt(self._db, place.tier, place.uuid)
-        if before is not None and lost:
-            log.warning("what was in %s is gone: it is another one than before; %d copies were there", place.tier, lost)
 
     def _remove_unfinished(self, place: Place) -> None:
         for number, _ in settling.by_state(self._db, CopyState.FILLING, place.tier):

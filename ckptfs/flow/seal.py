@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs import disk, limits
+from ckptfs import disk, lifecycle, limits
 from ckptfs.catalog import report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -122,15 +122,22 @@ class Seal:
 
     def _trouble(self, content: Content, tier: Tier, failure: OSError) -> None:
         """The tier does not give the bytes. A file that is not there any more is lost; everything else may pass."""
-        if failure.errno == errno.ENOENT and settling.unchanged(self._db, content):
-            with self._db.change():
-                settling.forget_copy(self._db, content.id, tier)
-                if not any(copy.state == 1 for copy in settling.copies(self._db, content.id)):
-                    settling.set_state(self._db, content.id, ContentState.LOST)
+        if failure.errno == errno.ENOENT and self._lost(content, tier):
             log.error("%s is lost: its file in %s is gone before it was sealed", self._name(content), tier)
             return
         delay_s = self._later(content.id)
         log.warning("%s cannot be read in %s for its digest (%s); again in %.1f s", self._name(content), tier, failure, delay_s)
+
+    def _lost(self, content: Content, tier: Tier) -> bool:
+        """Forget a copy whose file is gone; whether that was the last one. The content may also have been reopened or deleted meanwhile."""
+        with self._db.change():
+            if not settling.unchanged(self._db, content):
+                return False
+            settling.forget_copy(self._db, content.id, tier)
+            if any(map(lifecycle.good, settling.copies(self._db, content.id))):
+                return False
+            settling.set_state(self._db, content.id, ContentState.LOST)
+            return True
 
     def _later(self, number: int) -> float:
         """Try this content again after a while, each time a longer one."""

@@ -14,6 +14,7 @@ import trio
 
 from ckptfs.catalog.database import Database
 from ckptfs.model import DataPath
+from ckptfs.tiers import adoption
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import bells, door
 from ckptfs_daemon.asking import Asking
@@ -54,6 +55,7 @@ def _wire(inherited: Inherited) -> Context:
     config = inherited.config
     db = Database(config.state / "catalog.db", journalled=config.pfs is not None)
     places = Places.adopt(config)
+    adoption.adopt(db, places)
     bell = Bell(inherited.bell)
     passthrough = Passthrough(inherited.fuse_fd) if inherited.data_path is DataPath.PASSTHROUGH else None
     return Context(

@@ -1,0 +1,147 @@
+"""P5: what nobody needs gives its room back, and nothing else goes."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from local_node import Node, in_process
+
+from ckptfs.catalog import contents as mount_side
+from ckptfs.flow.drop import Drop
+from ckptfs.flow.seal import Seal
+from ckptfs.model import CopyState, Tier
+from ckptfs.tiers import duplicate
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def drop(node: Node, *, sweep: bool = False) -> Drop:
+    step = Drop(node.db, node.places, node.config, node.told)
+    if sweep:
+        step._sweep_s = 0.0
+    return step
+
+
+def doom(node: Node, content: int) -> None:
+    with node.db.change():
+        mount_side.doom(node.db, content)
+
+
+def age(node: Node, tier: Tier, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every file appear an hour older: ctime cannot be set, so the clock moves."""
+    now = time.time()
+    monkeypatch.setattr("ckptfs.flow.drop.time.time", lambda: now + 3600)
+    assert number in node.files(tier)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_a_doomed_content_goes_with_its_rows(node: Node, tier: Tier) -> None:
+    doomed, kept = node.make(b"doomed", b"1", tier=tier), node.make(b"kept", b"2", tier=tier)
+    doom(node, doomed)
+    assert drop(node).step() is False
+    assert node.state(doomed) is None and node.copies(doomed) == {}
+    assert node.files(tier) == {kept}
+
+
+def test_a_file_that_the_mount_removed_already_is_no_trouble(node: Node) -> None:
+    content = node.make(b"file", b"1")
+    doom(node, content)
+    node.places[Tier.RAM].remove(content)
+    drop(node).step()
+    assert node.state(content) is None
+
+
+def test_who_still_has_it_open_keeps_it(node: Node) -> None:
+    content = node.make(b"file", b"1")
+    node.hold(content)
+    doom(node, content)
+    drop(node).step()
+    assert node.files(Tier.RAM) == {content} and node.state(content) is not None
+
+
+def test_many_go_in_batches(node: Node) -> None:
+    with node.db.change():
+        contents = [node.make(b"%d" % number, b"x") for number in range(300)]
+        for content in contents:
+            doom(node, content)
+    step = drop(node)
+    assert step.step() is True
+    while step.step():
+        pass
+    assert node.files(Tier.RAM) == set() and node.db.value("SELECT count(*) FROM content") == 0
+
+
+def test_the_pfs_has_a_lane_of_its_own(node: Node) -> None:
+    content = node.make(b"file", b"1", tier=Tier.PFS)
+    doom(node, content)
+    local = Drop(node.db, node.places, node.config, node.told, (Tier.RAM, Tier.NVME))
+    assert local.step() is False
+    assert node.files(Tier.PFS) == {content} and node.state(content) is not None
+    Drop(node.db, node.places, node.config, node.told, (Tier.PFS,)).step()
+    assert node.files(Tier.PFS) == set() and node.state(content) is None
+
+
+def test_leftovers_go_when_they_are_old_and_never_before(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = node.make(b"known", b"1")
+    os.close(node.places[Tier.RAM].create(4711))
+    drop(node, sweep=True).step()
+    assert node.files(Tier.RAM) == {known, 4711}, "the mount may be about to commit its row"
+    age(node, Tier.RAM, 4711, monkeypatch)
+    drop(node, sweep=True).step()
+    assert node.files(Tier.RAM) == {known}
+
+
+def test_a_row_that_is_committed_during_the_sweep_saves_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = node.make(b"new", b"1")
+    age(node, Tier.RAM, content, monkeypatch)
+    monkeypatch.setattr("ckptfs.catalog.settling.copies_in", lambda *_: {})
+    drop(node, sweep=True).step()
+    assert node.files(Tier.RAM) == {content}
+
+
+def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = node.places[Tier.NVME].root / "contents" / "README"
+    stranger.write_text("hands off")
+    os.close(node.places[Tier.NVME].create(4711))
+    age(node, Tier.NVME, 4711, monkeypatch)
+    drop(node, sweep=True).step()
+    assert stranger.exists() and node.files(Tier.NVME) == set()
+
+
+def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
+    lonely, paired = node.make(b"lonely", b"1"), node.make(b"paired", b"2")
+    Seal(node.db, node.places, node.config, node.told).step()
+    row = duplicate.settling.content(node.db, paired)
+    assert row is not None
+    duplicate.make(node.db, node.places, row, Tier.RAM, Tier.NVME)
+    with node.db.change():
+        node.db.run("UPDATE copy SET state = 2, verified_ns = 0 WHERE tier = 'ram'")
+    drop(node, sweep=True).step()
+    assert node.copies(lonely) == {Tier.RAM: CopyState.QUARANTINED}
+    assert node.copies(paired) == {Tier.NVME: CopyState.GOOD}
+    assert node.files(Tier.RAM) == {lonely}
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("label", ["place:remove", "drop:forget"])
+@pytest.mark.parametrize("action", ["kill", "kill-after", "EIO"])
+def test_dying_anywhere_drops_the_same_in_the_end(tmp_path: Path, label: str, action: str) -> None:
+    node = Node(tmp_path)
+    doomed, kept = [node.make(b"d%d" % number, b"1") for number in range(3)], node.make(b"kept", b"2")
+    for content in doomed:
+        doom(node, content)
+    script = """
+from ckptfs.flow.drop import Drop
+try:
+    Drop(node.db, node.places, node.config, node.told).step()
+except OSError:
+    pass
+"""
+    in_process(tmp_path, script, fault=f"{label}={action}")
+    assert node.data(kept) == b"2"
+    drop(node).step()
+    assert node.files(Tier.RAM) == {kept} and all(node.state(content) is None for content in doomed)

@@ -1,0 +1,233 @@
+"""P5, P10, F1: room is made without removing the last copy on which a promise rests."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from local_node import MIB, Node, in_process
+
+from ckptfs import disk
+from ckptfs.catalog import settling
+from ckptfs.flow.evict import TROUBLE, Evict
+from ckptfs.flow.seal import Seal
+from ckptfs.model import ContentState, CopyState, Tier
+from ckptfs.tiers import ram_limit
+from ckptfs.tiers.health import describe
+
+SIZE = 100_000
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def filled(node: Node, count: int = 10, *, tier: Tier = Tier.RAM, room: int = 10) -> list[int]:
+    """`count` sealed contents, the first one used least recently, in a tier with room for `room`."""
+    contents = [node.make(b"%d" % number, os.urandom(SIZE), tier=tier) for number in range(count)]
+    Seal(node.db, node.places, node.config, node.told).step()
+    for number, content in enumerate(contents):
+        with node.db.change():
+            node.db.run("UPDATE copy SET used_ns = ? WHERE content = ?", number, content)
+    node.squeeze(tier, room * SIZE)
+    return contents
+
+
+def evict(node: Node) -> Evict:
+    return Evict(node.db, node.places, node.config, node.told)
+
+
+def settle(step: Evict) -> None:
+    for _ in range(100):
+        if not step.step():
+            return
+    raise AssertionError("evict never comes to rest")
+
+
+def test_below_the_watermark_nothing_goes(node: Node) -> None:
+    contents = filled(node, 7)
+    for content in contents:
+        node.publish(content)
+    assert evict(node).step() is False
+    assert node.files(Tier.RAM) == set(contents)
+
+
+def test_what_is_on_the_pfs_goes_least_recently_used_first_down_to_the_low_watermark(node: Node) -> None:
+    contents = filled(node)
+    for content in contents:
+        node.publish(content)
+    settle(evict(node))
+    assert node.files(Tier.RAM) == set(contents[4:])
+    assert all(node.copies(content) == {} for content in contents[:4])
+    assert all(node.state(content) is ContentState.SEALED for content in contents)
+    assert node.files(Tier.NVME) == set()
+
+
+def test_what_is_nowhere_else_moves_to_nvme_verified(node: Node) -> None:
+    contents = filled(node)
+    before = [node.data(content) for content in contents]
+    settle(evict(node))
+    assert node.files(Tier.NVME) == set(contents[:4]) and node.files(Tier.RAM) == set(contents[4:])
+    for content, data in zip(contents[:4], before, strict=False):
+        (copy,) = settling.copies(node.db, content)
+        assert copy.tier is Tier.NVME and copy.state is CopyState.GOOD and copy.verified_ns > 0
+        assert node.data(content, Tier.NVME) == data
+
+
+def test_an_open_file_stays(node: Node) -> None:
+    contents = filled(node)
+    node.hold(contents[0])
+    node.publish(contents[0])
+    settle(evict(node))
+    assert contents[0] in node.files(Tier.RAM) and contents[1] not in node.files(Tier.RAM)
+
+
+@pytest.mark.parametrize("lacks", ["digest", "generation", "complete"])
+def test_a_publication_that_is_not_this_very_content_does_not_count(node: Node, lacks: str) -> None:
+    node.configure(nvme=None)
+    contents = filled(node)
+    for content in contents:
+        node.publish(content)
+    value = {"digest": None, "generation": 0, "complete": 0}[lacks]
+    with node.db.change():
+        node.db.run(f"UPDATE published SET {lacks} = ?", value)
+    settle(evict(node))
+    assert node.files(Tier.RAM) == set(contents), "the last copy of something was dropped"
+
+
+def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = filled(node)
+    for content in contents:
+        node.publish(content)
+    chosen = settling.spare
+
+    def spare(*values: object, **named: object) -> object:
+        found = chosen(*values, **named)  # type: ignore[arg-type]
+        node.hold(contents[0])
+        return found
+
+    monkeypatch.setattr(settling, "spare", spare)
+    evict(node).step()
+    assert contents[0] in node.files(Tier.RAM)
+
+
+def test_without_nvme_and_pfs_nothing_is_lost_and_it_is_said_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    node.configure(nvme=None)
+    contents = filled(node)
+    step = evict(node)
+    assert not step.step() and not step.step()
+    assert node.files(Tier.RAM) == set(contents)
+    assert caplog.text.count("nothing may leave it now") == 1
+    assert step.due_s() is not None, "it must look again"
+
+
+def test_a_bad_copy_in_ram_is_not_carried_on(node: Node) -> None:
+    """P4: what does not have its digest is quarantined, kept, and never copied as if it were good."""
+    contents = filled(node)
+    node.spoil(contents[0], Tier.RAM)
+    step = evict(node)
+    step.step()
+    assert node.copies(contents[0]) == {Tier.RAM: CopyState.QUARANTINED}
+    assert contents[0] not in node.files(Tier.NVME) and contents[0] in node.files(Tier.RAM)
+    step._demote_at_s = 0.0
+    settle(step)
+    assert node.files(Tier.NVME) == set(contents[1:5])
+
+
+@pytest.mark.parametrize("fault", ["ENOSPC", "EIO", "EROFS"])
+def test_trouble_with_nvme_is_reported_and_does_not_stop_dropping(node: Node, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = filled(node)
+    step = evict(node)
+    monkeypatch.setattr(disk, "_fault", f"duplicate:write={fault}@*")
+    assert step.step() is False
+    assert fault in node.db.value("SELECT value FROM report WHERE key = ?", TROUBLE)
+    assert node.copies(contents[0]) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
+    for content in contents:
+        node.publish(content)
+    settle(step)
+    assert node.files(Tier.RAM) == set(contents[4:])
+    assert node.db.value("SELECT value FROM report WHERE key = ?", TROUBLE) is None
+
+
+def test_a_full_nvme_lets_go_what_is_on_the_pfs_only(node: Node) -> None:
+    contents = filled(node, tier=Tier.NVME)
+    for content in contents[:5]:
+        node.publish(content)
+    with node.db.change():  # A copy in RAM is no reason to drop the one that survives a power cut.
+        node.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'ram', 1, 1)", contents[9])
+        node.db.run("UPDATE copy SET used_ns = -1 WHERE content = ?", contents[9])
+    settle(evict(node))
+    assert node.files(Tier.NVME) == set(contents[1:])
+
+
+def test_nobody_looks_while_nobody_writes(node: Node) -> None:
+    content = node.make(b"file", b"data", closed=False)
+    step = evict(node)
+    step.step()
+    assert step.due_s() is None
+    handle = node.hold(content, writer=True)
+    waits = [step.due_s() for _ in range(8)]
+    assert waits[0] == 0.25 and waits[-1] == 5.0, "the looks must become rare while nothing changes"
+    with node.db.change():
+        node.db.run("DELETE FROM handle WHERE id = ?", handle)
+    assert step.due_s() is None
+
+
+@pytest.mark.parametrize(
+    ("total", "used", "hard", "expected"),
+    [
+        (4096, 1000, None, 4096),  # room enough
+        (4096, 4090, None, 8192),  # doubled at most
+        (4096, 4090, 5000, 5000),  # up to what was configured
+        (4096, 4090, 4096, 4096),  # which is a hard bound
+        (4096, 4090, 4100, 4096),  # no step for next to nothing
+        (16384, 16380, None, 16380 + 8192 - 3200),  # up to what leaves the reserve to others
+    ],
+)
+def test_how_far_the_ram_tier_is_raised(total: int, used: int, hard: int | None, expected: int) -> None:
+    bound = None if hard is None else hard * MIB
+    assert ram_limit.wanted(total * MIB, used * MIB, hard=bound, available=8192 * MIB, memory=32000 * MIB) == expected * MIB
+
+
+def test_errors_are_described_in_words() -> None:
+    assert describe(OSError(28, "No space left on device")) == "ENOSPC: No space left on device"
+
+
+LABELS = [
+    "duplicate:announced", "duplicate:read", "duplicate:write", "duplicate:truncate", "duplicate:fsync", "duplicate:directory",
+    "duplicate:check:read", "duplicate:counted", "duplicate:persist", "evict:forgotten", "place:create", "place:open", "place:remove",
+]  # fmt: skip
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("action", ["kill", "kill-after", "EIO"])
+def test_dying_or_failing_anywhere_loses_nothing(tmp_path: Path, label: str, action: str) -> None:
+    """P5, P8: at every moment each content has a good copy whose bytes are right."""
+    node = Node(tmp_path)
+    contents = filled(node, 4, room=4)
+    before = [node.data(content) for content in contents]
+    script = """
+from ckptfs.flow.evict import Evict
+from ckptfs.flow.recover import Recover
+node.squeeze(Tier.RAM, 4 * 100_000)
+Recover(node.db, node.places, node.config, node.told).step()
+step = Evict(node.db, node.places, node.config, node.told)
+for _ in range(10):
+    try:
+        if not step.step():
+            break
+    except OSError:
+        pass
+"""
+    in_process(tmp_path, script, fault=f"{label}={action}")
+    for content, data in zip(contents, before, strict=True):
+        good = [tier for tier, state in node.copies(content).items() if state is CopyState.GOOD]
+        assert good, "a content has no good copy any more"
+        assert all(node.data(content, tier) == data for tier in good)
+    assert in_process(tmp_path, script) == 0
+    assert {len(node.copies(content)) for content in contents} == {1}
+    assert node.files(Tier.NVME) == {content for content in contents if node.copies(content) == {Tier.NVME: CopyState.GOOD}}
+    assert len(node.files(Tier.NVME)) == 2

@@ -1,0 +1,154 @@
+"""A node without FUSE: a catalog and tiers in a temporary directory, and the acts of the mount that the mover's steps depend on."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ckptfs.catalog import contents, database, namespace, settling
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.model import ROOT, ContentState, CopyState, Tier
+from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.space import Room
+
+MIB = 1024 * 1024
+
+
+class Told:
+    """A `Notify` that remembers."""
+
+    def __init__(self) -> None:
+        self.inodes: list[int] = []
+        self.works = 0
+
+    def entry(self, parent: int, name: bytes) -> None:
+        """Not used here."""
+
+    def inode(self, inode: int) -> None:
+        self.inodes.append(inode)
+
+    def wants(self) -> None:
+        """Not used here."""
+
+    def work(self) -> None:
+        self.works += 1
+
+
+class Node:
+    """RAM, NVMe and a PFS as plain directories. `files` may be made, closed, sealed and read as the mount would."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in ("state/ram", "nvme", "pfs"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        database.create(root / "state" / "catalog.db")
+        self.config = Config(
+            name="test", mountpoint=root / "mnt", state=root / "state", ram_bytes=64 * MIB, nvme=root / "nvme", pfs=root / "pfs"
+        )
+        self.db = Database(root / "state" / "catalog.db", journalled=True)
+        self.places = Places.adopt(self.config)
+        self.told = Told()
+
+    # --- what the mount does -----------------------------------------------------------------------------------------
+
+    def make(self, name: bytes, data: bytes, *, tier: Tier = Tier.RAM, closed: bool = True) -> int:
+        """Create a file, write it, close it; its content."""
+        with self.db.change():
+            inode = namespace.make(self.db, ROOT, name, 0o100644, uid=0, gid=0).id
+        return self.write(inode, data, tier=tier, closed=closed)
+
+    def write(self, inode: int, data: bytes, *, tier: Tier = Tier.RAM, closed: bool = True) -> int:
+        """The next content of a file."""
+        with self.db.change():
+            content = contents.begin(self.db, inode, tier)
+            fd = self.places[tier].create(content)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        if closed:
+            with self.db.change():
+                contents.close(self.db, inode, content, len(data), 1, 2)
+        return content
+
+    def reopen(self, content: int, tier: Tier) -> None:
+        """Open a content for writing in place."""
+        with self.db.change():
+            contents.reopen(self.db, self.inode(content), content, tier)
+
+    def hold(self, content: int, *, writer: bool = False) -> int:
+        """An open handle."""
+        with self.db.change():
+            return self.db.insert("INSERT INTO handle (inode, content, writer) VALUES (?, ?, ?)", self.inode(content), content, int(writer))
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def inode(self, content: int) -> int:
+        return int(self.db.value("SELECT inode FROM content WHERE id = ?", content))
+
+    def shown(self, inode: int) -> int | None:
+        found: int | None = self.db.value("SELECT content FROM inode WHERE id = ?", inode)
+        return found
+
+    def state(self, content: int) -> ContentState | None:
+        found = settling.content(self.db, content)
+        return None if found is None else found.state
+
+    def copies(self, content: int) -> dict[Tier, CopyState]:
+        return {copy.tier: copy.state for copy in settling.copies(self.db, content)}
+
+    def data(self, content: int, tier: Tier = Tier.RAM) -> bytes:
+        fd = self.places[tier].open(content)
+        with os.fdopen(fd, "rb") as file:
+            return file.read()
+
+    def files(self, tier: Tier) -> set[int]:
+        return set(self.places[tier].contents())
+
+    def publish(self, content: int) -> None:
+        """What write-back would have done."""
+        row = settling.content(self.db, content)
+        assert row is not None
+        with self.db.change():
+            self.db.run(
+                "INSERT OR REPLACE INTO published (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks)"
+                " VALUES (?, ?, 1, ?, 2, 77, ?, ?)",
+                row.inode, row.generation, row.size, row.digest, row.blocks,
+            )  # fmt: skip
+
+    def spoil(self, content: int, tier: Tier) -> None:
+        """Turn one bit of a copy, as failing memory or a failing disk would."""
+        path = self.places[tier].root / "contents" / f"{content:016x}"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    def squeeze(self, tier: Tier, total: int) -> None:
+        """Let `tier` have `total` bytes, of which our files take their sizes."""
+        self.places = Places(dict(self.places) | {tier: Squeezed(self.places[tier], total)}, self.config.ram_high)
+
+    def configure(self, **changes: object) -> None:
+        self.config = replace(self.config, **changes)  # type: ignore[arg-type]
+        self.places = Places.adopt(self.config)
+
+
+class Squeezed(Place):
+    """A place with little room, counted exactly."""
+
+    def __init__(self, place: Place, total: int) -> None:
+        super().__init__(place.tier, place.root)
+        self._total = total
+
+    def room(self) -> Room:
+        used = sum(found.st_size for number in self.contents() if (found := self.stat(number)) is not None)
+        return Room(self._total, max(0, self._total - used))
+
+
+def in_process(root: Path, script: str, *, fault: str = "") -> int:
+    """Run `script` in a process of its own, with `node` made and a fault asked for; its exit code (negative: the signal)."""
+    program = f"from pathlib import Path\nfrom local_node import *\nnode = Node(Path({str(root)!r}))\n{script}"
+    places = [str(Path(__file__).parent), *(place for place in sys.path if place)]
+    environment = dict(os.environ, CKPTFS_FAULT=fault, PYTHONPATH=os.pathsep.join(places))
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in {0, -9}, done.stderr
+    return done.returncode
