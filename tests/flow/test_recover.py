@@ -1,0 +1,213 @@
+"""P5, P7, P8: after a reboot or a crash the catalog claims nothing that is not there, and what is lost is lost by name, never empty."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from local_node import Node, in_process
+
+from ckptfs.catalog import settling
+from ckptfs.flow.recover import Recover
+from ckptfs.flow.seal import Seal
+from ckptfs.model import ContentState, CopyState, Tier
+from ckptfs.tiers import adoption, duplicate
+from ckptfs.tiers.place import Places
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    made = Node(tmp_path)
+    recover(made)
+    return made
+
+
+def recover(node: Node) -> None:
+    assert Recover(node.db, node.places, node.config, node.told).step() is False
+
+
+def seal(node: Node) -> None:
+    Seal(node.db, node.places, node.config, node.told).step()
+
+
+def lose(node: Node, tier: Tier) -> None:
+    """A reboot, or a new device."""
+    root = node.places[tier].root
+    for name in ("contents", "tier-id"):
+        path = root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    node.places.close()
+    node.places = Places.adopt(node.config)
+
+
+def second_copy(node: Node, content: int, tier: Tier) -> None:
+    row = settling.content(node.db, content)
+    assert row is not None
+    duplicate.make(node.db, node.places, row, Tier.RAM, tier)
+
+
+def test_when_nothing_happened_nothing_changes(node: Node) -> None:
+    contents = [node.make(b"closed", b"1"), node.make(b"open", b"22", closed=False), node.make(b"nvme", b"3", tier=Tier.NVME)]
+    before = [(node.state(content), node.copies(content)) for content in contents]
+    recover(node)
+    assert [(node.state(content), node.copies(content)) for content in contents] == before
+    assert node.told.inodes == []
+
+
+def test_a_lost_ram_leaves_what_is_elsewhere_and_names_the_rest(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    names = (b"on_nvme", b"on_pfs", b"sealed", b"closed", b"work_area")
+    contents = {name: node.make(name, name, tier=Tier.PFS if name == b"work_area" else Tier.RAM) for name in names[:3] + names[4:]}
+    seal(node)
+    contents[b"closed"] = node.make(b"closed", b"closed")
+    second_copy(node, contents[b"on_nvme"], Tier.NVME)
+    node.publish(contents[b"on_pfs"])
+    lose(node, Tier.RAM)
+    recover(node)
+    states = {name: node.state(content) for name, content in contents.items()}
+    assert states == {
+        b"on_nvme": ContentState.SEALED, b"on_pfs": ContentState.SEALED, b"work_area": ContentState.SEALED,
+        b"sealed": ContentState.LOST, b"closed": ContentState.LOST,
+    }  # fmt: skip
+    assert node.copies(contents[b"on_nvme"]) == {Tier.NVME: CopyState.GOOD}
+    assert node.copies(contents[b"on_pfs"]) == {}
+    lost = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert sorted(message.split()[0] for message in lost) == ["closed", "sealed"]
+    assert set(node.told.inodes) == {node.inode(contents[b"sealed"]), node.inode(contents[b"closed"])}
+
+
+def test_an_open_file_falls_back_to_its_former_generation(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    old = node.make(b"run.cpt", b"old")
+    seal(node)
+    second_copy(node, old, Tier.NVME)
+    inode = node.inode(old)
+    new = node.write(inode, b"half of the n", closed=False)
+    lose(node, Tier.RAM)
+    recover(node)
+    assert node.shown(inode) == old and node.state(old) is ContentState.SEALED
+    assert node.state(new) is ContentState.DOOMED
+    assert node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 3
+    assert "run.cpt was still open when its tier was lost; it shows its former generation again" in caplog.text
+
+
+def test_an_open_file_falls_back_to_what_the_pfs_shows(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    content = node.make(b"md.log", b"step 1")
+    seal(node)
+    node.publish(content)
+    node.reopen(content, Tier.RAM)
+    lose(node, Tier.RAM)
+    recover(node)
+    inode = node.inode(content)
+    assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
+    assert node.state(content) is ContentState.DOOMED
+    assert "md.log was still open" in caplog.text
+
+
+def test_an_open_file_with_nothing_to_fall_back_to_is_lost_and_not_empty(node: Node) -> None:
+    content = node.make(b"new", b"data", closed=False)
+    lose(node, Tier.RAM)
+    recover(node)
+    assert node.state(content) is ContentState.LOST and node.shown(node.inode(content)) == content
+
+
+def test_a_closed_generation_that_is_lost_is_not_replaced_by_an_older_one(node: Node) -> None:
+    old = node.make(b"file", b"old")
+    seal(node)
+    second_copy(node, old, Tier.NVME)
+    new = node.write(node.inode(old), b"new")
+    lose(node, Tier.RAM)
+    recover(node)
+    assert node.state(new) is ContentState.LOST and node.shown(node.inode(old)) == new
+
+
+def test_contents_that_no_file_shows_are_dropped_in_silence(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    old = node.make(b"file", b"old")
+    new = node.write(node.inode(old), b"new", tier=Tier.NVME)
+    lose(node, Tier.RAM)
+    recover(node)
+    assert node.state(old) is ContentState.DOOMED and node.state(new) is ContentState.CLOSED
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_what_is_written_into_a_new_ram_before_the_mover_recovers_stays(node: Node) -> None:
+    """The mount adopts the tiers too, so the mover cannot take its new contents for old ones."""
+    old = node.make(b"old", b"old")
+    lose(node, Tier.RAM)
+    adoption.adopt(node.db, node.places)
+    new = node.make(b"new", b"new")
+    recover(node)
+    assert node.copies(new) == {Tier.RAM: CopyState.GOOD} and node.state(new) is ContentState.CLOSED
+    assert node.state(old) is ContentState.LOST
+
+
+def test_the_first_adoption_forgets_nothing(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    content = node.make(b"file", b"data")
+    recover(node)
+    assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+def test_unfinished_copies_go(node: Node) -> None:
+    content = node.make(b"file", b"data")
+    seal(node)
+    row = settling.content(node.db, content)
+    assert row is not None and settling.fill(node.db, row, Tier.NVME)
+    node.places[Tier.NVME].create(content)
+    recover(node)
+    assert node.copies(content) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("data", [b"", b"dat", b"data+"])
+def test_a_file_of_the_wrong_size_does_not_count(node: Node, sealed: bool, data: bytes) -> None:
+    """What a power cut leaves of a file on NVMe that was not synced."""
+    content = node.make(b"file", b"data", tier=Tier.NVME)
+    if sealed:
+        seal(node)
+    (node.places[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(data)
+    recover(node)
+    assert node.copies(content) == {Tier.NVME: CopyState.QUARANTINED}
+    assert node.state(content) is ContentState.LOST
+
+
+def test_an_open_file_may_have_any_size(node: Node) -> None:
+    content = node.make(b"file", b"data", closed=False)
+    recover(node)
+    assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+def test_a_tier_that_is_no_longer_configured_keeps_its_rows(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    content = node.make(b"file", b"data", tier=Tier.NVME)
+    nvme = node.config.nvme
+    node.configure(nvme=None)
+    recover(node)
+    assert "1 contents in nvme cannot be reached" in caplog.text
+    node.configure(nvme=nvme)
+    recover(node)
+    assert node.copies(content) == {Tier.NVME: CopyState.GOOD} and node.state(content) is ContentState.CLOSED
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("label", ["recover:adopt", "recover:filling", "recover:missing", "recover:fate", "place:remove"])
+@pytest.mark.parametrize("action", ["kill", "kill-after"])
+def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, label: str, action: str) -> None:
+    node = Node(tmp_path)
+    recover(node)
+    kept = node.make(b"kept", b"kept", tier=Tier.NVME)
+    published, lost, gone = node.make(b"published", b"p"), node.make(b"lost", b"l"), node.make(b"gone", b"g", tier=Tier.NVME)
+    seal(node)
+    node.publish(published)
+    row = settling.content(node.db, published)
+    assert row is not None and settling.fill(node.db, row, Tier.NVME)
+    os.close(node.places[Tier.NVME].create(published))
+    node.places[Tier.NVME].remove(gone)
+    lose(node, Tier.RAM)
+    script = """
+from ckptfs.flow.recover import Recover
+Recover(node.db, node.places, node.config, node.told).step()
+"""
+    assert in_process(tmp_path, script, fault=f"{label}={action}") == -9
+    recover(node)
+    assert node.copies(kept) == {Tier.NVME: CopyState.GOOD} and node.copies(published) == {}
+    states = [node.state(content) for content in (kept, published, lost, gone)]
+    assert states == [ContentState.SEALED, ContentState.SEALED, ContentState.LOST, ContentState.LOST]
