@@ -80,10 +80,16 @@ class Place:
         return path.read_text(encoding="ascii").strip()
 
     def create(self, content: int, flags: int = os.O_RDWR) -> int:
-        """A descriptor of a new, empty file for `content`. Raises EEXIST."""
-        return disk.open_file(
-            "place:create", file_name(content), flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self.directory
-        )
+        """A descriptor of a new, empty file for `content`, whose id is the caller's alone.
+
+        A process that dies before its commit leaves a file, and its id is given out once more: what is there then is nobody's.
+        """
+        flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            return disk.open_file("place:create", file_name(content), flags, 0o600, dir_fd=self.directory)
+        except FileExistsError:
+            self.remove(content)
+            return disk.open_file("place:create", file_name(content), flags, 0o600, dir_fd=self.directory)
 
     def open(self, content: int, flags: int = os.O_RDONLY) -> int:
         """A descriptor of the file of `content`. Raises ENOENT; EWOULDBLOCK for a writer with O_NONBLOCK while the mover has a lease."""
