@@ -182,7 +182,7 @@ class Opening:
             self._made = None
         else:
             content = contents.begin(self._context.db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = place.create(content, os.O_RDWR if self._served(tier, expected) else os.O_RDONLY)
+            fd = _create(place, content, os.O_RDWR if self._served(tier, expected) else os.O_RDONLY)
             undo.callback(place.remove, content)
             undo.callback(os.close, fd)
         mtime_ns = held.inode.mtime_ns if changed_ns is None else changed_ns
@@ -388,3 +388,12 @@ async def pfs_descriptor(context: "Context", inode: int) -> int:
     pfs = context.config.pfs
     assert pfs is not None
     return await trio.to_thread.run_sync(pfs_open.open_inode, context.db, pfs, inode)
+
+
+def _create(place: Place, content: int, flags: int) -> int:
+    """A new file for an id that this transaction was just given: what already lies there was left by one that never committed."""
+    try:
+        return place.create(content, flags)
+    except FileExistsError:
+        place.remove(content)
+        return place.create(content, flags)
