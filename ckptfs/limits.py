@@ -35,7 +35,9 @@ ANSWERS_KEPT = 4096
 
 # --- the catalog -----------------------------------------------------------------------------------------------------
 CATALOG_BUSY_S = 60.0
-WAL_PAGES_MAX = 4000
+WAL_PAGES_MAX = 8000
+# The mount leaves wal_checkpoints to the mover until the log is so many times as long.
+WAL_PATIENCE = 8
 CHANGE_ROWS_MAX = 512
 
 # --- waiting ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ CREATE TABLE inode (
     rdev INTEGER NOT NULL DEFAULT 0,     -- devices: major and minor, as st_rdev; 0 for all others
     nlink INTEGER NOT NULL,              -- 0: unlinked, kept while the kernel still knows it
     size INTEGER NOT NULL DEFAULT 0,     -- as of the last release, truncate or import; an open file asks its backing file
-    blocks INTEGER,                      -- files: 512-byte units allocated, as of the last release; NULL: not known, taken for size / 512
     atime_ns INTEGER NOT NULL,           -- last read
     mtime_ns INTEGER NOT NULL,           -- last change of the bytes, or of a directory's entries
     ctime_ns INTEGER NOT NULL,           -- last change of anything
@@ -55,7 +54,9 @@ CREATE TABLE content (
     closed_ns INTEGER NOT NULL DEFAULT 0 -- when its last writer closed it
 );
 CREATE INDEX content_inode ON content (inode);
-CREATE INDEX content_state ON content (state);
+-- One for each state that somebody waits on, so that a content enters none of them when it is begun.
+CREATE INDEX content_closed ON content (id) WHERE state = 1;
+CREATE INDEX content_doomed ON content (id) WHERE state = 3;
 
 -- Where a content lies on this node. What the PFS shows under ordinary names is in `published`.
 CREATE TABLE copy (

@@ -53,7 +53,7 @@ def run(inherited: Inherited) -> int:
 
 def _wire(inherited: Inherited) -> Context:
     config = inherited.config
-    db = Database(config.state / "catalog.db", journalled=config.pfs is not None)
+    db = Database(config.state / "catalog.db", journalled=config.pfs is not None, patient=True)
     places = Places.adopt(config)
     adoption.adopt(db, places)
     bell = Bell(inherited.bell)
