@@ -72,7 +72,7 @@ class Inode:
     parent: int
     complete: bool
     blocks: int | None = None
-    """Files: 512-byte units allocated (st_blocks); None: as many as the size needs."""
+    """Files: 512-byte units allocated (st_blocks), where a backing file told; None: as many as the size needs."""
 
     @property
     def is_directory(self) -> bool:

@@ -58,6 +58,7 @@ class DaemonUnderTest:
     def __init__(self, data_path: str = "auto", *, env: dict[str, str] | None = None, **options: str | Path | None) -> None:
         self.name = f"t{os.getpid()}-{next(_numbers)}"
         self.root = Path(tempfile.mkdtemp(prefix="ckptfs-test-", dir="/tmp"))
+        self.root.chmod(0o711)  # Other users reach the mount.
         self.path, self.pfs, self.nvme, self.state = (self.root / part for part in ("mnt", "pfs", "nvme", "state"))
         for directory in (self.path, self.pfs, self.nvme, self.state):
             directory.mkdir()

@@ -6,7 +6,7 @@ from ckptfs.model import Inode
 
 _NAMES = (
     "id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent",
-    "complete", "blocks",
+    "complete",
 )
 
 INODE_COLUMNS = ", ".join(_NAMES)
@@ -15,4 +15,4 @@ INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _NAMES)
 
 def inode_of(row: tuple[Any, ...]) -> Inode:
     """The inode in a row of `INODE_COLUMNS`."""
-    return Inode(*(*row[:14], row[14] == 1, row[15]))
+    return Inode(*(*row[:14], row[14] == 1))

@@ -67,7 +67,7 @@ class Place:
         with contextlib.suppress(FileNotFoundError):
             if text := path.read_text(encoding="ascii").strip():
                 return text
-        mine = self.root / f"tier-id.{os.getpid()}"
+        mine = self.root / f"tier-id.{uuid.uuid4().hex}"
         mine.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
         _persist(mine)
         try:

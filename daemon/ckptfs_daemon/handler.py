@@ -47,23 +47,22 @@ class Handler:
         return answers.told(self.context.db, request.number) if request.again else None
 
     async def change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
-        """Run `act(db, blind)` as one change; visit the directories that it finds unvisited, and try again.
+        """Run `act(db, blind)` as one change, with the releases that came before; visit what it finds unvisited, and try again.
 
         `creates`: when a visit fails or takes too long, go on with what the catalog knows (`blind`): creating never fails because of
         the PFS (P1). Otherwise the visit's error is raised.
         """
-        db = self.context.db
         blind = False
         for _ in range(VISITS_MAX):
             try:
-                with db.change():
+                with self.context.open_files.change() as db:
                     result = act(db, blind)
                 break
             except Unvisited as missing:
                 blind = not await self.visited(missing.directory, must=blind or not creates)
         else:
             raise refused(errno.EAGAIN)
-        if db.journalled:
+        if self.context.db.journalled:
             self.context.bell.ring(bells.WORK)
         return result
 
