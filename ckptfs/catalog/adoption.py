@@ -14,6 +14,16 @@ from ckptfs.errors import ConfigError
 from ckptfs.model import ROOT
 
 
+def belongs(db: Database) -> bool:
+    """Whether this catalog has a PFS."""
+    return db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None
+
+
+def instance(db: Database) -> str:
+    """What tells this catalog's temporary names from those of all others on the same PFS: 8 hex digits."""
+    return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))[:8]
+
+
 def adopt(db: Database, uuid: str) -> bool:
     """Belong to the PFS `uuid` from now on; whether that is news. Raises ConfigError when files would be lost by it."""
     if db.value("SELECT value FROM meta WHERE key = 'pfs'") == uuid:

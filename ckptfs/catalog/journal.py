@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckptfs.catalog.database import Database
 
-_COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode"
+_COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, at_ns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Row:
     new_name: bytes | None = None
     content: int | None = None
     mode: int = 0
+    at_ns: int = 0
 
 
 def append(
@@ -58,6 +59,12 @@ def repeated(db: Database, row: Row) -> bool:
     ops = "('content')" if row.op == "content" else "('content', 'synced')"
     later = f"SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN {ops} AND content = ? LIMIT 1"
     return db.value(later, row.inode, row.seq, row.content) is not None
+
+
+def waited_s(db: Database, row: Row) -> tuple[float, bool]:
+    """How long a row 'content' has been waiting for its seal; and whether it has been put at the journal's end for that before."""
+    closed_ns: int = db.value("SELECT closed_ns FROM content WHERE id = ?", row.content) or 0
+    return (time.time_ns() - max(closed_ns, row.at_ns)) / 1e9, row.at_ns - closed_ns > 1_000_000_000
 
 
 def applied(db: Database, up_to: int) -> None:

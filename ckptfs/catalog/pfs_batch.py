@@ -110,6 +110,12 @@ def read(db: Database) -> tuple[bool, Batch] | None:
     return None if row is None else (bool(row[0]), _decode(row[1]))
 
 
+def in_hand(db: Database) -> bool:
+    """Whether there is anything to do on the PFS: rows of the journal, a batch, directories without their times."""
+    tables = ("journal", "pfs_batch", "pfs_times")
+    return any(db.value(f"SELECT 1 FROM {table} LIMIT 1") is not None for table in tables)
+
+
 def take_back(db: Database) -> None:
     """Nothing is in hand."""
     db.run("DELETE FROM pfs_batch")

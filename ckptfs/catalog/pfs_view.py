@@ -55,6 +55,17 @@ def published(db: Database, inode: int) -> Published | None:
     return None if row is None else Published(row[0], row[1], bool(row[2]), *row[3:])
 
 
+def inode_at(db: Database, names: tuple[bytes, ...]) -> int | None:
+    """The inode that the PFS shows under a path from its root, as far as we know."""
+    inode = ROOT
+    for name in names:
+        found = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", inode, name)
+        if found is None:
+            return None
+        inode = found
+    return inode
+
+
 def xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
     """The extended attributes of an inode."""
     return {bytes(row[0]): bytes(row[1]) for row in db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)}

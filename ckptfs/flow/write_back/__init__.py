@@ -1,0 +1,341 @@
+"""Takes: the journal: what happened in the mount, in order, with the sealed contents of files.
+Leaves: the same tree as plain files on the PFS, each whole or absent, always in a state that the mount passed through (P6).
+If we die here: the batch in hand is in the catalog; the next mover takes it back if its temporary files were not whole, and finishes it if
+they were. No row of the journal goes before the PFS shows what it says.
+
+One batch: `plan` decides, `stage` makes temporary files, the batch is written down, `apply` makes them appear, the catalog is told.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import time
+
+from ckptfs import disk, limits
+from ckptfs.catalog import adoption, journal, pfs_batch, pfs_view, report, settling
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import Row
+from ckptfs.catalog.namespace import get
+from ckptfs.catalog.pfs_batch import Action, Batch
+from ckptfs.catalog.pfs_view import Mark, Published, View
+from ckptfs.config import Config
+from ckptfs.errors import Busy, CkptfsError, TierUnavailable
+from ckptfs.flow.write_back.apply import Applier
+from ckptfs.flow.write_back.plan import Planner
+from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unstable
+from ckptfs.model import ROOT, Content, Inode, Notify, Tier
+from ckptfs.tiers import acting
+from ckptfs.tiers.pfs_tree import NotThere, PfsTree, look
+from ckptfs.tiers.place import Places
+
+__all__ = ["WriteBack"]
+
+log = logging.getLogger(__name__)
+
+disk.labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times")
+
+ROWS_TOGETHER = 512
+TIMES_TOGETHER = 64
+PLANS_MAX = 8
+WAITING_DUE_S = 0.25
+# How long a content may keep the others waiting for its seal: what its digest takes on a slow disk, and a while.
+SEAL_WAIT_S = 10.0
+SEAL_WAIT_AGAIN_S = 2.0
+SEAL_BYTES_PER_S = 200 * limits.MIB
+PROGRESS_EVERY_S = 0.25
+
+_REMEDIES = {
+    errno.ENOSPC: "make room on the PFS",
+    errno.EDQUOT: "make room within the quota on the PFS, or have it raised",
+    errno.EROFS: "mount the PFS for writing",
+    errno.EACCES: "let the file's owner write to this directory on the PFS",
+    errno.EPERM: "let the file's owner write to this directory on the PFS",
+    errno.ESTALE: "mount the PFS anew",
+    errno.ENOTCONN: "mount the PFS anew",
+}
+
+
+class WriteBack:
+    """The one lane that changes the PFS under ordinary names."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+        self._db = db
+        self._places = places
+        self._config = config
+        self._notify = notify
+        self._tree = None if config.pfs is None else PfsTree(config.pfs)
+        self._instance = adoption.instance(db)
+        self._facts = _Facts(db)
+        self._fence: int | None = None
+        self._waiting = False
+        self._reported_s = 0.0
+        self._reporting = False
+
+    def step(self) -> bool:
+        """Write back one batch. True: there may be more at once. Raises TierUnavailable: nothing is lost, it is to be tried again."""
+        if self._tree is None:
+            return False
+        tree = self._tree
+        try:
+            return self._step(tree)
+        except NotThere as missing:
+            self._make_again(missing)
+            return True
+        except OSError as failure:
+            tree.forget()
+            raise _unavailable(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
+
+    def due_s(self) -> float | None:
+        """Until a content that is not sealed yet is looked at again, if one is waited for."""
+        return WAITING_DUE_S if self._waiting else None
+
+    def hurry(self) -> None:
+        """Somebody drains: whatever was put off is tried now."""
+        self._fence = None
+
+    # --- one batch ------------------------------------------------------------------------------------------------------
+
+    def _step(self, tree: PfsTree) -> bool:
+        if adoption.belongs(self._db) and not pfs_batch.in_hand(self._db):
+            self._waiting = False
+            return False
+        tree.check(self._adopted())
+        found = pfs_batch.read(self._db)
+        if found is not None:
+            self._recover(tree, *found)
+            return True
+        rows = journal.head(self._db, ROWS_TOGETHER)
+        if not rows:
+            return self._set_times(tree)
+        return self._write_back(tree, rows)
+
+    def _adopted(self) -> str:
+        """The uuid of our PFS; at the first meeting all that exists is told to the journal."""
+        uuid = settling.tier_uuid(self._db, Tier.PFS)
+        if uuid is None:
+            uuid = self._places[Tier.PFS].uuid
+            settling.adopt(self._db, Tier.PFS, uuid)
+        if adoption.adopt(self._db, uuid):
+            log.info("the PFS at %s is new to this catalog; everything is written back to it", self._config.pfs)
+        return uuid
+
+    def _recover(self, tree: PfsTree, ready: bool, batch: Batch) -> None:
+        """A mover died, or the PFS failed, with this in hand."""
+        if ready:
+            self._apply(tree, batch)
+            return
+        Stager(self._db, self._places, tree, self._progress).discard(batch.actions)
+        with self._db.change():
+            pfs_batch.take_back(self._db)
+
+    def _write_back(self, tree: PfsTree, rows: list[Row]) -> bool:
+        """Plan, stage and apply. What moves on meanwhile is planned anew."""
+        for _ in range(PLANS_MAX):
+            planner = self._plan(rows)
+            self._waiting = planner.waiting is not None
+            if planner.last == 0:
+                return False
+            try:
+                batch = self._stage(tree, planner)
+            except Busy as reason:
+                log.debug("planned anew: %s", reason)
+                continue
+            self._apply(tree, batch)
+            self._fence = None if self._fence is not None and batch.last >= self._fence else self._fence
+            return True
+        return True
+
+    def _plan(self, rows: list[Row]) -> Planner:
+        planner = Planner(View(self._db), self._facts, lambda key: f".ckptfs.{self._instance}.{key:x}".encode())
+        with self._db.snapshot():
+            for row in rows:
+                if self._fence is not None and row.seq >= self._fence and planner.last:
+                    break
+                if not planner.take(row):
+                    break
+        return planner
+
+    def _stage(self, tree: PfsTree, planner: Planner) -> Batch:
+        """Make the temporary files, and write the batch down."""
+        batch = pfs_batch.batch_of(planner.view, planner.last)
+        batch.actions, batch.again = planner.actions, planner.again
+        if planner.puts:
+            with self._db.change():
+                pfs_batch.write(self._db, batch, ready=False)
+            disk.act("write_back:begun", lambda: None)
+        stager = Stager(self._db, self._places, tree, self._progress)
+        try:
+            staged = self._put_all(stager, planner)
+            stager.sync()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                stager.discard(batch.actions)
+                with self._db.change():
+                    pfs_batch.take_back(self._db)
+            raise
+        finally:
+            stager.close()
+            self._no_progress()
+        batch = _resolved(planner, staged)
+        if batch.actions:
+            with self._db.change():
+                pfs_batch.write(self._db, batch, ready=True)
+            disk.act("write_back:written_down", lambda: None)
+        return batch
+
+    def _put_all(self, stager: Stager, planner: Planner) -> dict[int, Staged]:
+        staged: dict[int, Staged] = {}
+        for action in planner.actions:
+            put = planner.puts.get(action.key)
+            if put is None:
+                continue
+            try:
+                staged[action.key] = stager.put(action, put)
+            except Unfit:
+                log.warning("%s: the PFS cannot hold such a file; it is left out there", self._path(put.inode))
+                self._facts.refused.add(put.inode)
+                raise Busy("the PFS cannot hold this") from None
+            except Unstable as reason:
+                log.info("%s: %s; it is written back when it is fsynced again or closed", self._path(put.inode), reason)
+                assert put.content is not None
+                self._facts.changing.add((put.content.id, put.content.change))
+                raise
+            except NotThere:
+                raise
+            except OSError as failure:
+                # What comes before this one is written back all the same.
+                first = min(planner.puts) == action.key and planner.actions[0] is action
+                self._fence = action.key >> 20
+                if not first:
+                    raise Busy(str(failure)) from failure
+                raise OSError(failure.errno, failure.strerror, self._path(put.inode)) from failure
+        return staged
+
+    def _apply(self, tree: PfsTree, batch: Batch) -> None:
+        """Make the batch true, and tell the catalog."""
+        applier = Applier(self._db, tree, batch)
+        try:
+            found = applier.run() if batch.actions else {}
+        except OSError as failure:
+            if applier.current is not None and not isinstance(failure, NotThere):
+                raise OSError(failure.errno, failure.strerror, self._path(applier.current.inode)) from failure
+            raise
+        with self._db.change():
+            for inode in pfs_batch.unfinished(batch, found):
+                log.warning("%s is not on the PFS any more; it is written back again", self._path(inode))
+            pfs_batch.finish(self._db, batch, found)
+            disk.act("write_back:finish", lambda: None)
+        if batch.published:
+            self._notify.work()
+
+    # --- around it ------------------------------------------------------------------------------------------------------
+
+    def _make_again(self, missing: NotThere) -> None:
+        """A stranger removed a directory into which we have to write: it is made again, with all that is ours in it."""
+        inode = pfs_view.inode_at(self._db, missing.names)
+        if inode is None or inode == ROOT:
+            raise _unavailable(missing, str(missing.filename)) from missing
+        log.warning("the directory %s is gone from the PFS; it is made again", missing.filename)
+        with self._db.change():
+            adoption.again(self._db, inode)
+
+    def _set_times(self, tree: PfsTree) -> bool:
+        """Nothing else is to be done: directories get the times that they have in the mount."""
+        directories = pfs_batch.untimed(self._db, TIMES_TOGETHER)
+        view = View(self._db)
+        for number in directories:
+            path = view.path(number)
+            with contextlib.suppress(FileNotFoundError):
+                inode = get(self._db, number)
+                if path is None:
+                    continue
+                fd = tree.directory(path)
+                disk.act("write_back:times", _set_directory_times, fd, inode)
+        pfs_batch.timed(self._db, directories)
+        return bool(directories)
+
+    def _progress(self, inode: int, copied: int, size: int) -> None:
+        now = time.monotonic()
+        if now - self._reported_s >= PROGRESS_EVERY_S:
+            self._reported_s, self._reporting = now, True
+            settling.report(self._db, "write_back", {"path": self._path(inode), "copied_bytes": copied, "size_bytes": size})
+
+    def _no_progress(self) -> None:
+        if self._reporting:
+            self._reporting = False
+            settling.report(self._db, "write_back", None)
+
+    def _path(self, inode: int) -> str:
+        return os.fsdecode(report.path_of(self._db, inode))
+
+
+class _Facts:
+    """What planning asks of the catalog, and what was learned on the PFS."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self.refused: set[int] = set()
+        self.changing: set[tuple[int, int]] = set()
+
+    def inode(self, inode: int) -> Inode | None:
+        try:
+            return get(self._db, inode)
+        except FileNotFoundError:
+            return None
+
+    def content(self, content: int) -> Content | None:
+        return settling.content(self._db, content)
+
+    def published(self, inode: int) -> Published | None:
+        return pfs_view.published(self._db, inode)
+
+    def repeated(self, row: Row) -> bool:
+        return journal.repeated(self._db, row)
+
+    def overdue(self, row: Row, content: Content) -> bool:
+        waited_s, before = journal.waited_s(self._db, row)
+        return waited_s > (SEAL_WAIT_AGAIN_S if before else SEAL_WAIT_S + content.size / SEAL_BYTES_PER_S)
+
+    def unstable(self, content: Content) -> bool:
+        return (content.id, content.change) in self.changing
+
+    def unfit(self, inode: int) -> bool:
+        return inode in self.refused
+
+
+def _resolved(planner: Planner, staged: dict[int, Staged]) -> Batch:
+    """The batch as it will be written down: what was made has its number on the PFS."""
+
+    def real(mark: Mark) -> Mark:
+        return staged[-mark.ino].mark if mark.ino < 0 else mark
+
+    planner.view.remark(real)
+    batch = pfs_batch.batch_of(planner.view, planner.last)
+    batch.actions = [
+        Action(one.act, one.key, one.inode, one.at, real(one.mark), one.to, None if one.other is None else real(one.other), one.temporary)
+        for one in planner.actions
+    ]
+    batch.again = planner.again
+    batch.published = [one.published for one in staged.values() if one.published is not None]
+    batch.merged = [planner.puts[key].inode for key, one in staged.items() if one.merged]
+    return batch
+
+
+def _set_directory_times(fd: int, inode: Inode) -> None:
+    found = look(fd, b".")
+    assert found is not None
+
+    def set_times() -> None:
+        os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
+
+    with contextlib.suppress(PermissionError):
+        acting.attempt(set_times, lambda: [(found.st_uid, found.st_gid)])
+
+
+def _unavailable(failure: OSError, path: str) -> CkptfsError:
+    """What a failing PFS is called for people: which path, what happened, what helps."""
+    sentence = f"write-back of {path} to the PFS failed: {failure.strerror or failure}"
+    error = TierUnavailable(sentence, remedy=_REMEDIES.get(failure.errno or 0, ""))
+    error.errno = failure.errno or errno.EIO
+    return error

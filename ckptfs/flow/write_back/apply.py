@@ -1,0 +1,316 @@
+"""Takes: a batch that is written down, whose temporary files are whole.
+Leaves: its changes on the PFS, in order and on disk there, and what every name was seen to show at the end.
+If we die here: the next mover does the same batch again. Each change looks first whether it was done: what it would move is not under
+its old name any more (the numbers of all files in the batch are known), or its temporary file is gone.
+
+A name that shows something unknown was given it by a stranger. Ours wins; theirs is kept beside it as NAME.ckptfs-conflict-N.
+What turns out to be missing at the end is told to the journal again.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+
+from ckptfs import disk, limits
+from ckptfs.catalog import pfs_view
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.namespace import get
+from ckptfs.catalog.pfs_batch import Action, Batch, Found, Spot
+from ckptfs.catalog.pfs_view import Mark
+from ckptfs.tiers import acting, pfs_attributes, transfer
+from ckptfs.tiers.pfs_tree import NotThere, PfsTree, exchange, look
+
+log = logging.getLogger(__name__)
+
+transfer.labels("write_back:double")
+disk.labels(
+    "write_back:put", "write_back:link", "write_back:move", "write_back:swap", "write_back:unlink", "write_back:rmdir", "write_back:aside",
+    "write_back:attributes", "write_back:directory", "write_back:look",
+)  # fmt: skip
+
+CONFLICT = b".ckptfs-conflict-%d"
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP}
+_IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
+
+
+class Applier:
+    """Makes the changes of one batch."""
+
+    def __init__(self, db: Database, tree: PfsTree, batch: Batch) -> None:
+        self._db = db
+        self._tree = tree
+        self._batch = batch
+        self._ours = {mark.ino for action in batch.actions for mark in (action.mark, action.other) if mark is not None and mark.ino}
+        self._directories: dict[tuple[bytes, ...], None] = {}
+        self.current: Action | None = None
+
+    def run(self) -> dict[tuple[int, bytes], Found | None]:
+        """Make all changes; what every name of the batch then shows, None where it is not what it should be."""
+        for action in self._batch.actions:
+            self.current = action
+            with contextlib.suppress(NotThere):  # A stranger took the directory away, or the batch is done again and removed it.
+                self._do(action)
+        for path in self._directories:
+            with contextlib.suppress(NotThere):
+                self._persist(path)
+        return {(show.at.parent, show.at.name): self._see(show.at, show.mark) for show in self._batch.shows if show.inode is not None}
+
+    def _do(self, action: Action) -> None:
+        {
+            "put": self._put, "link": self._link, "move": self._move, "exchange": self._exchange,
+            "unlink": self._unlink, "rmdir": self._rmdir, "attributes": self._attributes,
+        }[action.act](action)  # fmt: skip
+        for spot in (action.at, action.to):
+            if spot is not None and action.act != "attributes":
+                self._directories[spot.path] = None
+
+    def _persist(self, path: tuple[bytes, ...]) -> None:
+        try:
+            disk.fsync("write_back:directory", self._tree.directory(path))
+        except OSError as failure:
+            if failure.errno not in _NO_FSYNC:
+                raise
+
+    # --- the changes ----------------------------------------------------------------------------------------------------
+
+    def _put(self, action: Action) -> None:
+        directory = self._fd(action.at)
+        temporary = look(directory, action.temporary)
+        if temporary is None:
+            return
+        self._make_way(action.at, action.mark, action.other)
+        try:
+            self._rename("write_back:put", action.at, action.temporary, action.at)
+        except OSError as failure:
+            if failure.errno not in _IN_THE_WAY:
+                raise
+            there = look(directory, action.at.name)
+            if there is not None and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(temporary.st_mode):
+                self._remove("write_back:rmdir", action.at, action.temporary, temporary)
+                return
+            self._set_aside(action.at, there)
+            self._rename("write_back:put", action.at, action.temporary, action.at)
+
+    def _link(self, action: Action) -> None:
+        assert action.to is not None
+        source, target = look(self._fd(action.at), action.at.name), look(self._fd(action.to), action.to.name)
+        if not self._is(source, action.mark) or (target is not None and source is not None and target.st_ino == source.st_ino):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(action.temporary, dir_fd=self._fd(action.to))
+        self._make_way(action.to, action.mark, action.other)
+        self._as(self._fd(action.at), action.at.name, lambda: disk.act("write_back:link", self._link_or_copy, action))
+        self._rename("write_back:put", action.to, action.temporary, action.to)
+
+    def _link_or_copy(self, action: Action) -> None:
+        """Another name under the temporary one; where the PFS has no links, another file with the same bytes."""
+        assert action.to is not None
+        source, target = self._fd(action.at), self._fd(action.to)
+        try:
+            os.link(action.at.name, action.temporary, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+            return
+        except OSError as failure:
+            found = look(source, action.at.name)
+            if failure.errno not in _NO_LINKS or found is None or not stat.S_ISREG(found.st_mode):
+                raise
+            log.warning("the PFS cannot link %s (%s); it gets a copy", os.fsdecode(action.to.name), failure.strerror)
+        self._copy(action)
+
+    def _copy(self, action: Action) -> None:
+        assert action.to is not None
+        read = os.open(action.at.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd(action.at))
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            written = os.open(action.temporary, flags, 0o600, dir_fd=self._fd(action.to))
+            try:
+                transfer.copy(read, written, label="write_back:double")
+                self._dress(action.inode, self._fd(action.to), action.temporary)
+                found = os.fstat(read)
+                os.utime(written, ns=(found.st_atime_ns, found.st_mtime_ns))
+                os.fsync(written)
+            finally:
+                os.close(written)
+        finally:
+            os.close(read)
+
+    def _move(self, action: Action) -> None:
+        assert action.to is not None
+        source = look(self._fd(action.at), action.at.name)
+        if source is None or not self._is(source, action.mark):
+            return
+        target = look(self._fd(action.to), action.to.name)
+        if target is not None and target.st_ino == source.st_ino and not stat.S_ISDIR(source.st_mode):
+            self._remove("write_back:unlink", action.at, action.at.name, source)  # rename(2) would leave both names.
+            return
+        if self._is_later(target, action.other):
+            return
+        self._make_way(action.to, action.mark, action.other)
+        try:
+            self._rename("write_back:move", action.at, action.at.name, action.to)
+        except OSError as failure:
+            if failure.errno not in _IN_THE_WAY:
+                raise
+            self._set_aside(action.to, look(self._fd(action.to), action.to.name))
+            self._rename("write_back:move", action.at, action.at.name, action.to)
+        if stat.S_ISDIR(source.st_mode):
+            self._tree.forget()
+
+    def _exchange(self, action: Action) -> None:
+        assert action.to is not None and action.other is not None
+        here, there = self._fd(action.at), self._fd(action.to)
+        one, other = look(here, action.at.name), look(there, action.to.name)
+        parked = look(here, action.temporary)
+        if parked is not None and self._is(parked, action.mark):
+            self._finish_three(action, other)
+        elif one is not None and self._is(one, action.mark) and other is not None and self._is(other, action.other):
+            try:
+                name, new = action.at.name, action.to.name
+                self._as(here, name, lambda: disk.act("write_back:swap", exchange, here, name, there, new))
+            except OSError as failure:
+                if failure.errno not in _NO_EXCHANGE:
+                    raise
+                self._rename("write_back:move", action.at, action.at.name, Spot(action.at.parent, action.temporary, action.at.path))
+                self._finish_three(action, other)
+        self._tree.forget()
+
+    def _finish_three(self, action: Action, other: os.stat_result | None) -> None:
+        """Exchange by three renames, of which the first is done: a PFS without RENAME_EXCHANGE shows a name missing for a moment."""
+        assert action.to is not None and action.other is not None
+        if other is not None and self._is(other, action.other):
+            self._rename("write_back:move", action.to, action.to.name, action.at)
+        self._rename("write_back:move", action.at, action.temporary, action.to)
+
+    def _unlink(self, action: Action) -> None:
+        found = look(self._fd(action.at), action.at.name)
+        if found is None or stat.S_ISDIR(found.st_mode):
+            return
+        if not self._is(found, action.mark):
+            if found.st_ino not in self._ours:
+                log.warning("%s was removed here, but is somebody else's on the PFS now; it stays there", os.fsdecode(action.at.name))
+            return
+        self._remove("write_back:unlink", action.at, action.at.name, found)
+
+    def _rmdir(self, action: Action) -> None:
+        found = look(self._fd(action.at), action.at.name)
+        if found is None or not stat.S_ISDIR(found.st_mode) or not self._is(found, action.mark):
+            return
+        try:
+            self._remove("write_back:rmdir", action.at, action.at.name, found)
+        except OSError as failure:
+            if failure.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise
+            log.warning("%s was removed here, but holds somebody else's files on the PFS; it stays there", os.fsdecode(action.at.name))
+        self._tree.forget()
+
+    def _attributes(self, action: Action) -> None:
+        directory = self._fd(action.at)
+        found = look(directory, action.at.name)
+        if found is not None and self._is(found, action.mark):
+            disk.act("write_back:attributes", lambda: None)
+            self._as(directory, action.at.name, lambda: self._dress(action.inode, directory, action.at.name))
+
+    def _dress(self, number: int, directory: int, name: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            pfs_attributes.apply(directory, name, get(self._db, number), pfs_view.xattrs(self._db, number))
+
+    # --- names in the way -----------------------------------------------------------------------------------------------
+
+    def _make_way(self, spot: Spot, mine: Mark, expected: Mark | None) -> None:
+        """Keep what a stranger put under a name, or wrote into what we put there, before ours replaces it."""
+        there = look(self._fd(spot), spot.name)
+        if there is None or stat.S_ISDIR(there.st_mode) or there.st_ino == mine.ino:
+            return
+        if expected is not None and self._is(there, expected):
+            if _newer(there, expected):
+                self._set_aside(spot, there)
+        elif there.st_ino not in self._ours:
+            self._set_aside(spot, there)
+
+    def _set_aside(self, spot: Spot, there: os.stat_result | None) -> None:
+        """Give what is under a name another one beside it. A file keeps the name as well, so that it never shows nothing."""
+        if there is None:
+            return
+        directory = self._fd(spot)
+        for number in range(1, 10_000):
+            suffix = CONFLICT % number
+            aside = spot.name[: limits.NAME_BYTES_MAX - len(suffix)] + suffix
+            found = look(directory, aside)
+            if found is not None and found.st_ino == there.st_ino and not stat.S_ISDIR(there.st_mode):
+                return
+            if found is None:
+                break
+        log.warning("somebody else changed %s on the PFS; theirs is kept there as %s", os.fsdecode(spot.name), os.fsdecode(aside))
+        self._as(directory, spot.name, lambda: disk.act("write_back:aside", _aside, directory, spot.name, aside, there))
+
+    def _is_later(self, target: os.stat_result | None, expected: Mark | None) -> bool:
+        """Whether a name shows what a later change of this batch put there: then this change was done in an earlier life."""
+        return target is not None and target.st_ino in self._ours and not (expected is not None and self._is(target, expected))
+
+    def _is(self, found: os.stat_result | None, mark: Mark) -> bool:
+        """Whether this is what `mark` describes.
+
+        Numbers are not stable on every filesystem: for a number that the batch does not know, a file's size and time will do.
+        """
+        if found is None:
+            return False
+        if mark.ino in (0, found.st_ino):
+            return True
+        if found.st_ino in self._ours or mark.size < 0 or not stat.S_ISREG(found.st_mode):
+            return False
+        return (found.st_size, found.st_mtime_ns) == (mark.size, mark.mtime_ns)
+
+    # --- pieces ---------------------------------------------------------------------------------------------------------
+
+    def _fd(self, spot: Spot) -> int:
+        return self._tree.directory(spot.path)
+
+    def _rename(self, label: str, old: Spot, old_name: bytes, new: Spot) -> None:
+        old_fd, new_fd = self._fd(old), self._fd(new)
+        self._as(old_fd, old_name, lambda: disk.rename(label, old_name, new.name, old_fd=old_fd, new_fd=new_fd))
+
+    def _remove(self, label: str, spot: Spot, name: bytes, found: os.stat_result) -> None:
+        directory = self._fd(spot)
+        call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
+        self._as(directory, name, lambda: disk.act(label, call, name, dir_fd=directory))
+
+    def _as(self, directory: int, name: bytes, call: Callable[[], None]) -> None:
+        """`call()` as we are, or as the owner of what it is about, or of its directory."""
+
+        def owners() -> list[acting.Owner]:
+            subjects = (look(directory, name), os.fstat(directory))
+            return [(subject.st_uid, subject.st_gid) for subject in subjects if subject is not None]
+
+        acting.attempt(call, owners)
+
+    def _see(self, spot: Spot, mark: Mark) -> Found | None:
+        """What a name shows, if it is what it should be."""
+        try:
+            found = disk.act("write_back:look", look, self._fd(spot), spot.name)
+        except NotThere:
+            return None
+        if found is None or not self._is(found, mark):
+            return None
+        return Found(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
+
+
+def _newer(found: os.stat_result, mark: Mark) -> bool:
+    """Whether a stranger wrote into a file since we last saw it."""
+    if mark.size < 0 or not stat.S_ISREG(found.st_mode):
+        return False
+    return found.st_size != mark.size or found.st_mtime_ns > mark.mtime_ns
+
+
+def _aside(directory: int, name: bytes, aside: bytes, there: os.stat_result) -> None:
+    if stat.S_ISREG(there.st_mode):
+        try:
+            os.link(name, aside, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+            return
+        except OSError as failure:
+            if failure.errno not in _NO_LINKS:
+                raise
+    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)

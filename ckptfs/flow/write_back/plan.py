@@ -1,0 +1,339 @@
+"""Takes: the journal's next rows, and what the PFS shows as far as we know.
+Leaves: a plan: changes of the PFS in the journal's order, and what it will show after them. Nothing is touched here.
+If we die here: the next mover plans anew.
+
+A file that the PFS does not show yet only has names in `pfs_pending`: what happens to them costs nothing, so a file that is made,
+renamed and deleted before its first content is sealed leaves no trace, and what it is renamed over stays until its own bytes are there.
+What would need a directory that the same batch makes, or moves one, begins the next batch: so every path in a plan holds from its
+beginning to its end, and each change can be told from its own names whether it was done (see apply.py).
+"""
+
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from ckptfs import limits
+from ckptfs.catalog.journal import Row
+from ckptfs.catalog.pfs_batch import Action, Spot
+from ckptfs.catalog.pfs_view import Mark, Name, Published, Shown, View
+from ckptfs.model import ROOT, Content, ContentState, Inode
+
+PUTS_MAX = 64
+ACTIONS_MAX = 256
+BATCH_BYTES_MAX = 64 * limits.MIB
+KEYS_PER_ROW = 1 << 20
+
+
+class Kind(Enum):
+    """What a 'put' makes: an inode as the catalog has it, a sealed content, or a stable state of an open file."""
+
+    INODE = auto()
+    SEALED = auto()
+    STABLE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What is to be made under a temporary name: what `inode` is, with the bytes of `content`. `mode` counts where its row is gone."""
+
+    kind: Kind
+    inode: int
+    content: Content | None
+    mode: int
+
+
+class Facts(Protocol):
+    """What planning asks of the catalog."""
+
+    def inode(self, inode: int) -> Inode | None:
+        """The row of an inode."""
+
+    def content(self, content: int) -> Content | None:
+        """The row of a content."""
+
+    def published(self, inode: int) -> Published | None:
+        """What the PFS shows of a file's bytes."""
+
+    def repeated(self, row: Row) -> bool:
+        """Whether a later row makes this one needless."""
+
+    def overdue(self, row: Row, content: Content) -> bool:
+        """Whether a CLOSED content kept write-back waiting for its seal too long."""
+
+    def unstable(self, content: Content) -> bool:
+        """Whether the content changed all the time when it was to be read while open."""
+
+    def unfit(self, inode: int) -> bool:
+        """Whether the PFS refused to have such a thing as this inode."""
+
+
+class Planner:
+    """Rows are taken one after another, until `take` refuses one: it begins the next batch."""
+
+    def __init__(self, view: View, facts: Facts, temporary: Callable[[int], bytes]) -> None:
+        """`temporary` names a temporary file after an action's key."""
+        self.view = view
+        self.actions: list[Action] = []
+        self.puts: dict[int, Put] = {}
+        self.again: list[tuple[int, int]] = []
+        self.last = 0
+        self.waiting: Content | None = None
+        self._facts = facts
+        self._temporary = temporary
+        self._key = 0
+        self._made: set[int] = set()
+        self._restamped: set[int] = set()
+        self._bytes = 0
+        self._closed = False
+
+    def take(self, row: Row) -> bool:
+        """Plan one row. False: it has to wait for another batch, and nothing was planned of it."""
+        if self._closed or len(self.actions) >= ACTIONS_MAX or len(self.puts) >= PUTS_MAX or self._bytes >= BATCH_BYTES_MAX:
+            return False
+        self._key = row.seq * KEYS_PER_ROW
+        taken = {
+            "make": self._make, "link": self._link, "unlink": self._remove, "rmdir": self._remove, "rename": self._rename,
+            "exchange": self._exchange, "attributes": self._attributes, "content": self._content, "synced": self._synced,
+        }[row.op](row)  # fmt: skip
+        if taken:
+            self.last = row.seq
+        return taken
+
+    # --- pieces ---------------------------------------------------------------------------------------------------------
+
+    def _spot(self, name: Name) -> Spot | None:
+        path = self.view.path(name[0])
+        return None if path is None else Spot(name[0], name[1], path)
+
+    def _next_key(self) -> int:
+        self._key += 1
+        return self._key
+
+    def _mark(self, name: Name) -> Mark | None:
+        """What is there before, to be recognised. A file whose times this batch sets is recognised by its number alone."""
+        shown = self.view.shown(*name)
+        if shown is None:
+            return None
+        return Mark(shown.mark.ino) if shown.inode in self._restamped else shown.mark
+
+    def _put(self, put: Put, name: Name, spot: Spot) -> Mark:
+        """Plan that `name` shows what `put` makes; how it is recognised then."""
+        key = self._next_key()
+        mark = Mark(-key)
+        self.actions.append(Action("put", key, put.inode, spot, mark, other=self._mark(name), temporary=self._temporary(key)))
+        self.puts[key] = put
+        self._bytes += put.content.size if put.content is not None else 0
+        self.view.drop(*name)
+        self.view.show(*name, Shown(put.inode, mark))
+        return mark
+
+    def _also(self, inode: int, source: Name, target: Name, mark: Mark) -> None:
+        """Plan that `target` names what `source` names."""
+        at, to = self._spot(source), self._spot(target)
+        assert at is not None and to is not None
+        key = self._next_key()
+        self.actions.append(Action("link", key, inode, at, mark, to, self._mark(target), self._temporary(key)))
+        self.view.drop(*target)
+        self.view.show(*target, Shown(inode, mark))
+
+    def _take_away(self, name: Name, spot: Spot, act: str = "unlink") -> None:
+        shown = self.view.shown(*name)
+        assert shown is not None
+        self.actions.append(Action(act, self._next_key(), shown.inode, spot, self._mark(name) or Mark()))
+        self.view.hide(*name)
+
+    # --- what the rows mean ---------------------------------------------------------------------------------------------
+
+    def _make(self, row: Row) -> bool:
+        name = _name(row)
+        inode = self._facts.inode(row.inode)
+        spot = self._spot(name)
+        if spot is None or self._facts.unfit(row.inode) or not _can_be_made(row, inode):
+            self.view.expect(*name, row.inode)
+            return True
+        if row.parent in self._made:
+            return False
+        self._put(Put(Kind.INODE, row.inode, None, row.mode), name, spot)
+        if stat.S_ISDIR(row.mode):
+            self._made.add(row.inode)
+        return True
+
+    def _link(self, row: Row) -> bool:
+        name = _name(row)
+        shown = [source for source in self.view.names(row.inode) if self._spot(source) is not None]
+        if not shown or self._spot(name) is None:
+            self.view.expect(*name, row.inode)
+            return True
+        if name not in shown:
+            source = self.view.shown(*shown[0])
+            assert source is not None
+            self._also(row.inode, shown[0], name, source.mark)
+        return True
+
+    def _remove(self, row: Row) -> bool:
+        """Take a name away; what a file that did not appear yet has covered goes with it."""
+        name = _name(row)
+        covered = self.view.pending(*name) is not None
+        self.view.drop(*name)
+        spot, shown = self._spot(name), self.view.shown(*name)
+        if shown is None or not (covered or shown.inode == row.inode):
+            return True
+        if spot is None:
+            self.view.hide(*name)
+        else:
+            self._take_away(name, spot, "unlink" if covered else row.op)
+        return True
+
+    def _rename(self, row: Row) -> bool:
+        name, new = _name(row), _new_name(row)
+        shown, at, to = self.view.shown(*name), self._spot(name), self._spot(new)
+        if shown is None or shown.inode != row.inode or self.view.pending(*name) is not None:
+            self._rename_pending(row, name, new, at)
+            return True
+        if stat.S_ISDIR(row.mode):
+            if self.actions:
+                return False
+            self._closed = True
+        self.view.drop(*new)
+        if at is None or to is None:
+            self.view.hide(*name)
+            self.view.expect(*new, row.inode)
+            return True
+        key = self._next_key()
+        self.actions.append(Action("move", key, row.inode, at, self._mark(name) or Mark(), to, self._mark(new), self._temporary(key)))
+        self.view.hide(*name)
+        self.view.show(*new, shown)
+        return True
+
+    def _rename_pending(self, row: Row, name: Name, new: Name, at: Spot | None) -> None:
+        """Rename what the PFS does not show yet. What it covered under its old name goes, as it has gone in the mount."""
+        covered = self.view.pending(*name) is not None
+        self.view.drop(*name)
+        if covered and self.view.shown(*name) is not None and at is not None:
+            self._take_away(name, at)
+        self.view.expect(*new, row.inode)
+
+    def _exchange(self, row: Row) -> bool:
+        """What is there of the two changes places."""
+        if self.actions:
+            return False
+        name, new = _name(row), _new_name(row)
+        at, to = self._spot(name), self._spot(new)
+        one, other = self.view.shown(*name), self.view.shown(*new)
+        one_pending, other_pending = self.view.pending(*name), self.view.pending(*new)
+        self.view.drop(*name)
+        self.view.drop(*new)
+        if at is not None and to is not None:
+            self._closed = True
+            if one_pending is None and other_pending is None and one is not None and other is not None:
+                key = self._next_key()
+                self.actions.append(Action("exchange", key, one.inode, at, one.mark, to, other.mark, self._temporary(key)))
+                self.view.show(*name, other)
+                self.view.show(*new, one)
+                return True
+            self._move_shown(name, at, new, to, one if one_pending is None else None)
+            self._move_shown(new, to, name, at, other if other_pending is None else None)
+        if one_pending is not None:
+            self.view.expect(*new, one_pending)
+        if other_pending is not None:
+            self.view.expect(*name, other_pending)
+        return True
+
+    def _move_shown(self, name: Name, at: Spot, new: Name, to: Spot, shown: Shown | None) -> None:
+        """One half of an exchange whose other half the PFS does not show."""
+        if shown is not None:
+            key = self._next_key()
+            self.actions.append(Action("move", key, shown.inode, at, shown.mark, to, self._mark(new), self._temporary(key)))
+            self.view.hide(*name)
+            self.view.show(*new, shown)
+
+    def _attributes(self, row: Row) -> bool:
+        if self._facts.repeated(row) or self._facts.inode(row.inode) is None:
+            return True
+        if row.inode == ROOT:
+            self.actions.append(Action("attributes", self._next_key(), ROOT, Spot(ROOT, b".", ()), Mark()))
+            return True
+        name = next((name for name in self.view.names(row.inode) if self._spot(name) is not None), None)
+        if name is None:
+            return True
+        shown, spot = self.view.shown(*name), self._spot(name)
+        assert shown is not None and spot is not None
+        self.actions.append(Action("attributes", self._next_key(), row.inode, spot, Mark(shown.mark.ino)))
+        self._restamped.add(row.inode)
+        self.view.show(*name, shown)
+        return True
+
+    def _content(self, row: Row) -> bool:
+        content = self._facts.content(row.content or 0)
+        if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.repeated(row):
+            return True
+        if content.state is ContentState.SEALED:
+            return self._publish(row, content, Kind.SEALED)
+        if not self._facts.overdue(row, content):
+            self.waiting = content
+            return False
+        # Somebody still has it mapped for writing: its seal will come, and with it another turn at the journal's end.
+        published = self._facts.published(row.inode)
+        shown = published is not None and published.generation == content.generation
+        if not shown and not self._facts.unstable(content) and not self._publish(row, content, Kind.STABLE):
+            return False
+        self.again.append((row.inode, content.id))
+        return True
+
+    def _synced(self, row: Row) -> bool:
+        content = self._facts.content(row.content or 0)
+        if content is None or content.state is not ContentState.OPEN or self._facts.unstable(content) or self._facts.repeated(row):
+            return True
+        return self._publish(row, content, Kind.STABLE)
+
+    def _publish(self, row: Row, content: Content, kind: Kind) -> bool:
+        """Plan that all names of a file show this content."""
+        inode = self._facts.inode(row.inode)
+        shown = [name for name in self.view.names(row.inode) if self._spot(name) is not None]
+        waiting = [name for name in self.view.pending_names(row.inode) if self._spot(name) is not None]
+        if inode is None or inode.nlink == 0 or not shown + waiting:
+            return True
+        if any(parent in self._made for parent, _ in shown + waiting):
+            return False
+        first, *others = shown + waiting
+        if kind is Kind.SEALED and shown and _is_shown(self._facts.published(row.inode), content):
+            kept = self.view.shown(*first)
+            assert kept is not None
+            mark, others = kept.mark, [name for name in others if name in waiting]
+        else:
+            if self.puts and self._bytes + content.size > BATCH_BYTES_MAX:
+                return False
+            spot = self._spot(first)
+            assert spot is not None
+            mark = self._put(Put(kind, row.inode, content, row.mode), first, spot)
+        for name in others:
+            self._also(row.inode, first, name, mark)
+        return True
+
+
+def _is_shown(published: Published | None, content: Content) -> bool:
+    """Whether the PFS shows exactly this sealed content."""
+    if published is None or not published.complete:
+        return False
+    return (published.generation, published.digest) == (content.generation, content.digest)
+
+
+def _can_be_made(row: Row, inode: Inode | None) -> bool:
+    """Whether what this row made can appear at once: directories always, files without bytes of their own, the rest while it is known."""
+    if stat.S_ISDIR(row.mode):
+        return True
+    if inode is None or inode.nlink == 0:
+        return False
+    return not stat.S_ISREG(inode.mode) or inode.content is None
+
+
+def _name(row: Row) -> Name:
+    assert row.name is not None
+    return row.parent, row.name
+
+
+def _new_name(row: Row) -> Name:
+    assert row.new_name is not None
+    return row.new_parent, row.new_name
