@@ -1,7 +1,7 @@
 """Owns the lanes: each runs one flow's steps, one after the other in a worker thread, and sleeps while there is nothing to do.
 
-A hint wakes a lane after a moment in which more of them may gather; the moment grows while there is always more to do, so that
-one transaction takes more under load. An urgent hint (somebody waits) wakes it at once. A step that fails is reported, and tried again with
+A hint wakes a lane after a moment in which more of them may gather; the moment grows while they keep coming, so that one
+transaction takes more under load. An urgent hint (somebody waits) wakes it at once. A step that fails is reported, and tried again with
 backoff; `hurry` forgets backoffs. Nothing but hints comes in from outside: what there is to do stands in the catalog.
 If we die here: every step leaves the catalog whole; the next process begins each lane with a step.
 """
@@ -59,11 +59,11 @@ class Lane:
     def urge(self) -> None:
         """Somebody waits: run now, also when the last step failed a moment ago."""
         self._urgent = True
+        self._gather_s = limits.HINT_GATHER_S
         self._woken.set()
 
     def hurry(self) -> None:
-        """Run now, and forget every backoff and gathering."""
-        self._gather_s = limits.HINT_GATHER_S
+        """Run now, and forget every backoff."""
         self._retry_s = 0.0
         self.urge()
 
@@ -77,17 +77,13 @@ class Lane:
 
     async def _work(self) -> float | None:
         """Steps until there is nothing to do or one fails; when to run again without a hint."""
-        pieces = 0
         while True:
             self._take_hints()
             try:
                 more, due_s = await trio.to_thread.run_sync(self._piece, abandon_on_cancel=True, limiter=self._limiter)
             except Exception as failure:
                 return await self._failed(failure)
-            pieces += 1
             if not more:
-                busy = pieces > 1 or self._hinted_s is not None
-                self._gather_s = min(2 * self._gather_s, limits.HINT_GATHER_MAX_S) if busy else limits.HINT_GATHER_S
                 return due_s
 
     def _piece(self) -> tuple[bool, float | None]:
@@ -111,10 +107,13 @@ class Lane:
         if self._retry_s:
             await self._until_urged(due_s or 0.0)
             return
+        began_s = trio.current_time()
         if self._hinted_s is None and not self._urgent:
             with trio.move_on_after(_seconds(due_s)):
                 await self._woken.wait()
         if self._hinted_s is not None:
+            busy = trio.current_time() - began_s < limits.HINT_GATHER_MAX_S
+            self._gather_s = min(2 * self._gather_s, limits.HINT_GATHER_MAX_S) if busy else limits.HINT_GATHER_S
             await self._until_urged(self._hinted_s + self._gather_s - trio.current_time())
 
     async def _until_urged(self, wait_s: float) -> None:

@@ -1,0 +1,75 @@
+"""The bell between mount and mover: hints that may be lost, never a wait."""
+
+import socket
+
+import pytest
+import trio
+from ckptfs_daemon import bells
+from ckptfs_daemon.bells import Bell, MountNotify
+
+
+@pytest.fixture
+def ends() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def heard(end: socket.socket, count: int) -> list[bytes]:
+    async def main() -> list[bytes]:
+        found: list[bytes] = []
+        with trio.move_on_after(30):
+            async for message in Bell(end).messages():
+                found.append(message)
+                if len(found) == count:
+                    break
+        return found
+
+    return trio.run(main)
+
+
+def test_what_is_rung_is_heard(ends: tuple[socket.socket, socket.socket]) -> None:
+    notify = MountNotify(Bell(ends[0]), lambda: None)
+    notify.inode(2**40 + 1)
+    notify.entry(7, b"a name \xff")
+    notify.wants()
+    messages = heard(ends[1], 3)
+    assert [bells.parse(message) for message in messages] == [
+        (bells.INODE, 2**40 + 1, b""), (bells.ENTRY, 7, b"a name \xff"), (bells.WANTS, 0, b""),
+    ]  # fmt: skip
+
+
+def test_a_name_of_255_bytes_fits(ends: tuple[socket.socket, socket.socket]) -> None:
+    MountNotify(Bell(ends[0]), lambda: None).entry(1, b"n" * 255)
+    assert bells.parse(heard(ends[1], 1)[0])[2] == b"n" * 255
+
+
+def test_nobody_listens_and_nobody_waits(ends: tuple[socket.socket, socket.socket]) -> None:
+    bell = Bell(ends[0])
+    for _ in range(100_000):
+        bell.ring(bells.URGENT)
+    ends[1].close()
+    bell.ring(bells.URGENT)
+
+
+def test_hints_that_follow_closely_are_left_out_and_urgent_ones_never(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(bells.time, "monotonic", lambda: now_s)
+    bell = Bell(ends[0])
+    for _ in range(5):
+        bell.ring(bells.WORK)
+        bell.ring(bells.URGENT)
+    now_s += bells.WORK_APART_S
+    bell.ring(bells.WORK)
+    assert heard(ends[1], 7) == [bells.WORK, *[bells.URGENT] * 5, bells.WORK]
+
+
+def test_the_end_of_the_other_side_ends_the_listening(ends: tuple[socket.socket, socket.socket]) -> None:
+    ends[0].close()
+    assert heard(ends[1], 1) == []
+
+
+def test_work_wakes_the_lanes(ends: tuple[socket.socket, socket.socket]) -> None:
+    woken: list[int] = []
+    MountNotify(Bell(ends[0]), lambda: woken.append(1)).work()
+    assert woken == [1]

@@ -1,0 +1,241 @@
+"""A lane sleeps until there is work, gathers hints, retries what fails, and runs at once for who waits. In virtual time.
+
+A step takes no time here: the lane's thread is replaced by a plain call, so that the clock can jump.
+"""
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from ckptfs_daemon import lanes
+from ckptfs_daemon.lanes import Lane, Lanes
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from ckptfs import limits
+from ckptfs.errors import TierUnavailable
+
+
+@pytest.fixture(autouse=True)
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    async def call(function: Callable[..., Any], *values: Any, **_: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return function(*values)
+
+    monkeypatch.setattr(lanes.trio.to_thread, "run_sync", call)
+    monkeypatch.setattr(lanes.random, "uniform", lambda *_: 1.0)
+    yield
+
+
+class Steps:
+    """A flow that notes when it ran, and does what it was told to: True (more), False (idle) or an error; idle when told nothing."""
+
+    def __init__(self, *script: bool | Exception, due_s: float | None = None) -> None:
+        self.script = list(script)
+        self.ran: list[float] = []
+        self.due = due_s
+
+    def step(self) -> bool:
+        self.ran.append(round(trio.current_time(), 3))
+        told = self.script.pop(0) if self.script else False
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    def due_s(self) -> float | None:
+        return self.due
+
+
+Told = list[tuple[str, Mapping[str, Any] | None]]
+
+
+def run(flow: Steps, scenario: Callable[[Lane], Any]) -> Told:
+    """Run a lane while `scenario(lane)` plays, on a clock that jumps; what the lane reported."""
+    told: Told = []
+
+    @asynccontextmanager
+    async def running() -> Any:
+        async with trio.open_nursery() as nursery:
+            lane = Lane("test", flow, lambda key, value: told.append((key, value)))
+            nursery.start_soon(lane.run)
+            await wait_all_tasks_blocked()
+            yield lane
+            nursery.cancel_scope.cancel()
+
+    async def main() -> None:
+        async with running() as lane:
+            await scenario(lane)
+
+    clock = MockClock(autojump_threshold=0)
+    trio.run(main, clock=clock)
+    return told
+
+
+def at(flow: Steps) -> list[float]:
+    return [round(when - flow.ran[0], 3) for when in flow.ran]
+
+
+def test_it_begins_with_a_step_and_goes_on_while_there_is_more() -> None:
+    flow = Steps(True, True, False)
+
+    async def scenario(lane: Lane) -> None:
+        await trio.sleep(3600)
+
+    run(flow, scenario)
+    assert at(flow) == [0, 0, 0], "and then nothing for an hour: no CPU when idle"
+
+
+def test_hints_are_gathered() -> None:
+    flow = Steps()
+
+    async def scenario(lane: Lane) -> None:
+        for _ in range(10):
+            lane.hint()
+            await trio.sleep(0.001)
+        await trio.sleep(10)
+
+    run(flow, scenario)
+    assert len(flow.ran) == 2 and 0 < at(flow)[1] <= 2 * limits.HINT_GATHER_S
+
+
+def test_under_load_the_gathering_grows_and_falls_back_afterwards() -> None:
+    flow = Steps(*[True, False] * 20)
+
+    async def scenario(lane: Lane) -> None:
+        for _ in range(5000):
+            lane.hint()
+            await trio.sleep(0.001)
+        flow.script.clear()
+        await trio.sleep(2)
+        lane.hint()
+        await trio.sleep(2)
+        lane.hint()
+        before = len(flow.ran)
+        begun = trio.current_time()
+        await trio.sleep(2)
+        assert flow.ran[before] - begun == pytest.approx(limits.HINT_GATHER_S, abs=0.001)
+
+    run(flow, scenario)
+    pauses = [later - earlier for earlier, later in zip(flow.ran, flow.ran[1:], strict=False)]
+    assert max(pause for pause in pauses if pause < 1) == pytest.approx(limits.HINT_GATHER_MAX_S, abs=0.002)
+
+
+def test_who_waits_is_served_at_once() -> None:
+    flow = Steps()
+
+    async def scenario(lane: Lane) -> None:
+        await trio.sleep(1)
+        lane.urge()
+        await trio.sleep(1)
+
+    run(flow, scenario)
+    assert at(flow) == [0, 1]
+
+
+def test_an_urgent_run_does_not_swallow_a_fresh_hint() -> None:
+    """The bell leaves out hints that follow one another closely: a hint younger than the gathering still gets its run."""
+    flow = Steps()
+
+    async def scenario(lane: Lane) -> None:
+        await trio.sleep(1)
+        lane.hint()
+        await trio.sleep(0.002)
+        lane.urge()
+        await trio.sleep(1)
+
+    run(flow, scenario)
+    assert at(flow)[:2] == [0, 1.002] and len(flow.ran) == 3
+
+
+def test_a_timer_of_the_flow_wakes_it() -> None:
+    flow = Steps(due_s=7.0)
+
+    async def scenario(lane: Lane) -> None:
+        await trio.sleep(15)
+
+    run(flow, scenario)
+    assert at(flow) == [0, 7, 14]
+
+
+def test_failures_are_retried_ever_more_rarely_and_reported_once() -> None:
+    flow = Steps(*[OSError(errno.ENOSPC, "No space left on device", "/pfs/a") for _ in range(4)])
+
+    async def scenario(lane: Lane) -> None:
+        await trio.sleep(60)
+
+    told = run(flow, scenario)
+    first = limits.RETRY_FIRST_S
+    assert at(flow) == pytest.approx([0, first, 3 * first, 7 * first, 15 * first], abs=0.01)
+    (key, value), (key_then, nothing) = told
+    assert key == key_then == "trouble:test" and nothing is None
+    assert value is not None and value["path"] == "/pfs/a" and "ENOSPC" in value["what"] and "make room" in value["remedy"]
+
+
+def test_backoff_is_bounded() -> None:
+    flow = Steps(*[OSError(errno.EIO, "x")] * 100)
+
+    async def scenario(lane: Lane) -> None:
+        await trio.sleep(600)
+
+    run(flow, scenario)
+    pauses = [later - earlier for earlier, later in zip(flow.ran, flow.ran[1:], strict=False)]
+    assert max(pauses) == pytest.approx(limits.RETRY_LAST_S, abs=0.1)
+
+
+def test_hints_do_not_shorten_a_backoff_but_hurry_ends_it() -> None:
+    flow = Steps(*[OSError(errno.EIO, "x")] * 8)
+
+    async def scenario(lane: Lane) -> None:
+        await trio.sleep(10)
+        before = len(flow.ran)
+        lane.hint()
+        await trio.sleep(1)
+        assert len(flow.ran) == before
+        flow.script.clear()
+        lane.hurry()
+        await trio.sleep(0.01)
+        assert len(flow.ran) == before + 1
+
+    run(flow, scenario)
+
+
+def test_an_error_that_nobody_foresaw_does_not_end_the_lane(caplog: pytest.LogCaptureFixture) -> None:
+    flow = Steps(ZeroDivisionError("oops"), TierUnavailable("the PFS is away", remedy="mount it"))
+
+    async def scenario(lane: Lane) -> None:
+        await trio.sleep(60)
+
+    told = run(flow, scenario)
+    assert len(flow.ran) == 3
+    assert [value and value["what"] for _, value in told] == ["oops", "the PFS is away", None]
+    assert "Traceback" in caplog.text and "(mount it)" in caplog.text
+
+
+def test_a_step_that_hangs_holds_up_neither_the_others_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging, working = Steps(), Steps()
+
+    async def call(function: Callable[..., Any], *values: Any, **_: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        if getattr(function, "__self__", None) is first:
+            await trio.sleep_forever()
+        return function(*values)
+
+    monkeypatch.setattr(lanes.trio.to_thread, "run_sync", call)
+    first, second = Lane("first", hanging, lambda *_: None), Lane("second", working, lambda *_: None)
+
+    async def main() -> None:
+        with trio.move_on_after(10):
+            async with trio.open_nursery() as nursery:
+                every = Lanes([first, second])
+                nursery.start_soon(every.run)
+                await trio.sleep(1)
+                every.hurry()
+                await trio.sleep(1)
+                every.hint()
+                await trio.sleep(1)
+                nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert len(working.ran) == 3 and hanging.ran == []

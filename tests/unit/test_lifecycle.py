@@ -1,0 +1,110 @@
+"""P3, P5: what a file survives, and when a copy may go, from nothing but its record."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfs.lifecycle import Policy, Published, Record, Step, level, may_drop, next_steps, published_whole
+from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
+
+DIGEST = b"d" * 16
+
+
+def content(state: ContentState = ContentState.SEALED, generation: int = 3) -> Content:
+    sealed = state in {ContentState.SEALED, ContentState.LOST}
+    return Content(7, 5, generation, state, 10, DIGEST if sealed else None, DIGEST if sealed else None, 1)
+
+
+def copy(tier: Tier = Tier.RAM, state: CopyState = CopyState.GOOD, verified_ns: int = 1) -> Copy:
+    return Copy(7, tier, state, verified_ns, 0)
+
+
+SHOWN = Published(3, True, DIGEST)
+
+records = st.builds(
+    Record,
+    st.none() | st.builds(content, st.sampled_from(ContentState), st.integers(1, 4)),
+    st.lists(st.builds(copy, st.sampled_from(Tier), st.sampled_from(CopyState), st.integers(0, 1)), unique_by=lambda found: found.tier).map(
+        tuple
+    ),
+    st.none() | st.builds(Published, st.integers(1, 4), st.booleans(), st.sampled_from([DIGEST, b"e" * 16, None])),
+    st.integers(0, 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (Record(None), Level.LOCAL),
+        (Record(None, published=SHOWN), Level.PFS),
+        (Record(content(ContentState.OPEN), (copy(verified_ns=0),)), Level.LOCAL),
+        (Record(content(ContentState.CLOSED), (copy(verified_ns=0),)), Level.LOCAL),
+        (Record(content(), (copy(),)), Level.LOCAL),
+        (Record(content(), (copy(Tier.PFS),)), Level.LOCAL),
+        (Record(content(), (copy(),), SHOWN), Level.PFS),
+        (Record(content(), (), SHOWN), Level.PFS),
+        (Record(content(generation=4), (copy(),), SHOWN), Level.LOCAL),
+        (Record(content(ContentState.OPEN), (copy(),), SHOWN), Level.LOCAL),
+        (Record(content(), (copy(),), Published(3, False, DIGEST)), Level.LOCAL),
+        (Record(content(), (copy(),), Published(3, True, b"e" * 16)), Level.LOCAL),
+        (Record(content(), (copy(state=CopyState.QUARANTINED),)), Level.NONE),
+        (Record(content(), (copy(state=CopyState.FILLING),)), Level.NONE),
+        (Record(content(ContentState.LOST)), Level.NONE),
+        (Record(content()), Level.NONE),
+    ],
+)
+def test_the_level_follows_from_the_copies(record: Record, expected: Level) -> None:
+    assert level(record) is expected
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (Record(None), ()),
+        (Record(content(ContentState.OPEN), (copy(),)), ()),
+        (Record(content(ContentState.CLOSED), (copy(),)), (Step.SEAL, Step.WRITE_BACK)),
+        (Record(content(), (copy(),)), (Step.WRITE_BACK,)),
+        (Record(content(), (copy(),), SHOWN), ()),
+        (Record(content(), (copy(), copy(Tier.NVME, CopyState.QUARANTINED)), SHOWN), (Step.REPAIR,)),
+        (Record(content(ContentState.DOOMED), (copy(),)), (Step.DROP,)),
+        (Record(content(ContentState.LOST)), ()),
+    ],
+)
+def test_what_is_to_be_done_next(record: Record, expected: tuple[Step, ...]) -> None:
+    assert next_steps(record, Policy(nvme=True, pfs=True)) == expected
+    without = tuple(step for step in expected if step is not Step.WRITE_BACK)
+    assert next_steps(record, Policy()) == without, "without a PFS nothing is written back"
+
+
+@given(records, st.sampled_from(Tier))
+def test_no_drop_ever_lowers_what_a_file_survives(record: Record, tier: Tier) -> None:
+    """P5, for every record there can be: after the drop the content is still whole somewhere, and nowhere weaker."""
+    if not may_drop(record, tier) or (record.content and record.content.state is ContentState.DOOMED):
+        return
+    assert record.handles == 0
+    left = Record(record.content, tuple(found for found in record.copies if found.tier is not tier), record.published)
+    assert level(left) is not Level.NONE
+    assert level(left) is level(record)
+    order = list(Tier)
+    assert published_whole(left) or any(
+        found.state is CopyState.GOOD and found.verified_ns and order.index(found.tier) > order.index(tier) for found in left.copies
+    )
+
+
+@given(records)
+def test_two_drops_one_after_the_other_are_judged_one_by_one(record: Record) -> None:
+    """Whatever is dropped in whatever order, a sealed content that had a good copy keeps one."""
+    if record.content is None or record.content.state is not ContentState.SEALED or level(record) is Level.NONE:
+        return
+    for tier in Tier:
+        if may_drop(record, tier):
+            record = Record(
+                record.content, tuple(found for found in record.copies if found.tier is not tier), record.published, record.handles
+            )
+    assert level(record) is not Level.NONE
+
+
+def test_a_copy_in_ram_is_no_reason_to_drop_the_one_on_nvme() -> None:
+    both = Record(content(), (copy(), copy(Tier.NVME)))
+    assert may_drop(both, Tier.RAM) and not may_drop(both, Tier.NVME)
+    assert not may_drop(Record(content(), (copy(), copy(Tier.NVME, verified_ns=0))), Tier.RAM), "not verified, so it does not count"
