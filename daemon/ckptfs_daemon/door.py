@@ -38,6 +38,10 @@ FOPEN_PARALLEL_DIRECT_WRITES = 1 << 6
 
 NOTIFY_RESEND = 7
 
+WORKERS_IDLE = 8
+WORKERS_MAX = 256
+"""How many requests may wait for something (the PFS) at once; one more is served all the same when one of them is answered."""
+
 _unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
 _kill_privileges = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")
 _open_flags = ctypes.c_uint32.in_dll(_shim, "shim_open_flags")
@@ -47,10 +51,11 @@ _I, _U, _Q, _R = ctypes.c_int, ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p
 FALLOCATE = ctypes.PYFUNCTYPE(None, _R, _U, _I, _Q, _Q, _U)
 COPY_FILE_RANGE = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _U, _U, _Q, _U, _U, _I)
 LSEEK = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _I, _U)
+RELEASE = ctypes.PYFUNCTYPE(None, _R, _U, _U)
 
 
 class _Extra(ctypes.Structure):
-    _fields_ = [("fallocate", FALLOCATE), ("copy_file_range", COPY_FILE_RANGE), ("lseek", LSEEK)]
+    _fields_ = [("fallocate", FALLOCATE), ("copy_file_range", COPY_FILE_RANGE), ("lseek", LSEEK), ("release", RELEASE)]
 
 
 class _Caller(ctypes.Structure):
@@ -101,17 +106,20 @@ def on_extra(
     fallocate: Callable[[int, int, int, int, int, int], None],
     copy_file_range: Callable[[int, int, int, int, int, int, int, int, int], None],
     lseek: Callable[[int, int, int, int, int], None],
+    release: Callable[[int, int, int], None],
 ) -> None:
-    """Set who serves FALLOCATE, COPY_FILE_RANGE and LSEEK; before `open_session`.
+    """Set who serves FALLOCATE, COPY_FILE_RANGE, LSEEK and RELEASE; before `open_session`.
 
     They are plain functions, called where a handler would begin (`current()` is right in them), and answer, at once or later from a
     task, with exactly one `reply_*`:
     fallocate(req, inode, mode, offset, length, fh);
-    copy_file_range(req, inode_in, offset_in, fh_in, inode_out, offset_out, fh_out, length, flags); lseek(req, inode, offset, whence, fh).
+    copy_file_range(req, inode_in, offset_in, fh_in, inode_out, offset_out, fh_out, length, flags); lseek(req, inode, offset, whence, fh);
+    release(req, inode, fh): pyfuse3 has a handler for it, but one that waits for company would hold a task of pyfuse3's.
     """
     _extra.fallocate = FALLOCATE(_guarded(fallocate))
     _extra.copy_file_range = COPY_FILE_RANGE(_guarded(copy_file_range))
     _extra.lseek = LSEEK(_guarded(lseek))
+    _extra.release = RELEASE(_guarded(release))
     _shim.shim_set_extra(ctypes.byref(_extra))
 
 
@@ -172,7 +180,7 @@ def ask_to_resend(fuse_fd: int) -> None:
 
 async def serve() -> None:
     """Answer requests until the filesystem is unmounted, or until `stop`."""
-    await pyfuse3.main(min_tasks=1, max_tasks=256)
+    await pyfuse3.main(min_tasks=WORKERS_IDLE, max_tasks=WORKERS_MAX)
 
 
 def stop() -> None:

@@ -24,6 +24,7 @@ class Lock:
 
     def __init__(self) -> None:
         self._held = False
+        self._woken = False
         self._waiting: deque[trio.lowlevel.Task] = deque()
 
     async def __aenter__(self) -> None:
@@ -33,7 +34,9 @@ class Lock:
 
     async def __aexit__(self, *_: object) -> None:
         self._held = False
-        if self._waiting:
+        # One is enough: it runs when this task yields, and parks again if the lock is taken by then.
+        if self._waiting and not self._woken:
+            self._woken = True
             trio.lowlevel.reschedule(self._waiting.popleft())
 
     async def _park(self) -> None:
@@ -45,6 +48,7 @@ class Lock:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(abort)
+        self._woken = False
 
 
 class Lowlevel:
