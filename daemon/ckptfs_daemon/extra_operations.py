@@ -1,6 +1,7 @@
-"""Owns fallocate, copy_file_range and lseek, for which pyfuse3 has no handlers: they come through the door and are answered through it.
+"""Owns fallocate, copy_file_range and lseek, for which pyfuse3 has no handlers, and release, whose answer waits for a commit: they come
+through the door and are answered through it.
 
-The door calls plain functions and wants one reply; each starts a task in the nursery that `start` was given.
+The door calls plain functions and wants one reply; the first three start a task in the nursery that `start` was given.
 If we die here: the kernel sends the request again, and each of these may be done twice.
 """
 
@@ -17,6 +18,7 @@ from ckptfs.model import DataPath
 from ckptfs_daemon import door, edge
 from ckptfs_daemon.handler import Handler
 from ckptfs_daemon.open_file import OpenFile
+from ckptfs_daemon.open_files import HANDLE_MASK
 
 import pyfuse3  # isort: skip
 
@@ -43,6 +45,7 @@ class ExtraOperations(Handler):
     def start(self, nursery: trio.Nursery) -> None:
         """Where the tasks of these operations run; before the first request is read."""
         self._nursery = nursery
+        nursery.start_soon(self.context.open_files.commit_ended, name="releases")
 
     def _begin(self, name: str, req: int, answer: Callable[[], Awaitable[None]]) -> None:
         async def run() -> None:
@@ -68,7 +71,11 @@ class ExtraOperations(Handler):
         def lseek(req: int, inode: int, offset: int, whence: int, fh: int) -> None:
             begin("lseek", req, lambda: self._lseek(req, offset, whence, fh))
 
-        door.on_extra(fallocate=fallocate, copy_file_range=copy_file_range, lseek=lseek)
+        door.on_extra(fallocate=fallocate, copy_file_range=copy_file_range, lseek=lseek, release=self._release)
+
+    def _release(self, req: int, inode: int, fh: int) -> None:
+        """The last descriptor of a handle is closed. Answered when that is committed."""
+        self.context.open_files.end(fh & HANDLE_MASK, lambda: door.reply_err(req, 0))
 
     async def _fallocate(self, req: int, mode: int, offset: int, length: int, fh: int) -> None:
         if mode not in MODES:

@@ -10,13 +10,14 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import answers, contents, handles, settling
+from ckptfs.catalog import answers as told
+from ckptfs.catalog import contents, handles, settling
 from ckptfs.catalog.database import Database
 from ckptfs.errors import refused
 from ckptfs.model import CopyState, Handle, Inode, Tier
@@ -45,7 +46,8 @@ class OpenFiles:
         self._passthrough = passthrough
         self._bell = bell
         self._ending: dict[OpenFile, None] = {}
-        self._flushed = trio.Event()
+        self._answers: list[Callable[[], None]] = []
+        self._some_ended = trio.Event()
         self._expected: dict[bytes, int] = {}
         self._refused: set[Tier | None] = set()
         self._internal = 0
@@ -118,22 +120,27 @@ class OpenFiles:
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
-    def end(self, handle: int) -> bool:
-        """A handle is closed; to be committed with the next change. False when it is not known: a release that came twice."""
+    def end(self, handle: int, answer: Callable[[], None] = lambda: None) -> None:
+        """A handle is closed. That is committed with the next change, or soon; then `answer` is called."""
         file = self.by_handle.pop(handle, None)
         if file is None:
-            return False
+            answer()  # It was committed before a crash, and is told again.
+            return
         file.ended.append((handle, file.handles.pop(handle)))
         self._ending[file] = None
-        return True
+        self._answers.append(answer)
+        self._some_ended.set()
 
-    async def ended(self) -> None:
-        """Return once everything that ended so far is committed."""
-        flushed = self._flushed
-        with trio.move_on_after(limits.RELEASE_GATHER_S):
-            await flushed.wait()
-        if self._flushed is flushed and self._ending:
-            self.flush()
+    async def commit_ended(self) -> None:
+        """The task: commit what ended and found no company."""
+        while True:
+            await self._some_ended.wait()
+            await trio.sleep(limits.RELEASE_GATHER_S)
+            try:
+                self.flush()
+            except Exception:
+                log.exception("closed files cannot be recorded; trying again")
+                await trio.sleep(limits.RETRY_LAST_S)
 
     def flush(self) -> None:
         """Commit what ended."""
@@ -153,8 +160,10 @@ class OpenFiles:
             yield db
         for file, gone in zip(ending, doomed, strict=True):
             self._forget(file, gone)
-        self._flushed.set()
-        self._flushed = trio.Event()
+        self._some_ended = trio.Event()
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer()
 
     def _write_end(self, file: OpenFile) -> list[int]:
         """The rows of one file's ended handles; the contents that are not needed any more."""
@@ -220,7 +229,7 @@ class OpenFiles:
         with self.db.change():
             if not resumed:
                 handles.clear(self.db)
-                answers.forget_all(self.db)
+                told.forget_all(self.db)
         for row in handles.every(self.db):
             self._reopen(row)
         for content, inode, tier in contents.abandoned(self.db):

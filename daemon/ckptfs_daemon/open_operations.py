@@ -1,4 +1,4 @@
-"""Owns the handlers of open files' beginning and end: create, open, release. What happens in between the kernel does alone where it can.
+"""Owns the handlers of open files' beginning: create and open. What happens in between the kernel does alone where it can.
 
 If we die here: see opening.py and open_files.py; a request that was committed and not answered gets the answer that was kept.
 """
@@ -13,7 +13,6 @@ from ckptfs.model import DataPath
 from ckptfs_daemon import door, edge
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.handler import VISITS_MAX, Handler
-from ckptfs_daemon.open_files import HANDLE_MASK
 from ckptfs_daemon.opening import Creating, Opened, Opening, Wish
 
 from pyfuse3 import EntryAttributes, FileInfo  # isort: skip
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class OpenOperations(Handler):
-    """Handlers that open and close."""
+    """Handlers that open."""
 
     @answered
     async def create(self, parent: int, name: bytes, mode: int, flags: int, ctx: "RequestContext") -> tuple[FileInfo, EntryAttributes]:
@@ -71,10 +70,3 @@ class OpenOperations(Handler):
             door.set_open_flags(door.FOPEN_NOFLUSH)
         buffered = self.context.data_path is DataPath.BUFFERED
         return FileInfo(fh=opened.fh, direct_io=opened.direct, keep_cache=buffered)
-
-    @answered
-    async def release(self, fh: int) -> None:
-        """The last descriptor of a handle is closed."""
-        files = self.context.open_files
-        if files.end(fh & HANDLE_MASK):
-            await files.ended()

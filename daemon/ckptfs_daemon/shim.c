@@ -5,7 +5,7 @@
  *  - fuse_reply_open and fuse_reply_create carry FOPEN_PASSTHROUGH and the backing id (upper half of fh), and any flag asked for;
  *  - fuse_session_process_buf notes which request is being processed (its number, bit 63: sent again; whether it drops set-id bits);
  *  - fuse_session_receive_buf takes "nothing there after all" for what it is, not for the end of the mount;
- *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers.
+ *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers, and takes release over.
  *
  * Everything runs in the one thread that runs pyfuse3, under the GIL. Nothing here outlives the process.
  */
@@ -35,6 +35,7 @@ struct extra {
     void (*copy_file_range)(fuse_req_t req, uint64_t ino_in, int64_t offset_in, uint64_t fh_in, uint64_t ino_out, int64_t offset_out,
                             uint64_t fh_out, uint64_t length, int flags);
     void (*lseek)(fuse_req_t req, uint64_t ino, int64_t offset, int whence, uint64_t fh);
+    void (*release)(fuse_req_t req, uint64_t ino, uint64_t fh);
 };
 
 /* The request being processed. */
@@ -219,6 +220,11 @@ static void on_lseek(fuse_req_t req, fuse_ino_t ino, off_t offset, int whence, s
     extra.lseek(req, ino, offset, whence, fi->fh);
 }
 
+static void on_release(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
+{
+    extra.release(req, ino, fi->fh);
+}
+
 static void on_ioctl(fuse_req_t req, fuse_ino_t ino, unsigned int cmd, void *arg, struct fuse_file_info *fi, unsigned flags, const void *in,
                      size_t in_size, size_t out_size)
 {
@@ -239,6 +245,8 @@ static void add_operations(struct fuse_lowlevel_ops *ops)
         ops->copy_file_range = on_copy_file_range;
     if (extra.lseek)
         ops->lseek = on_lseek;
+    if (extra.release)
+        ops->release = on_release;
 }
 
 #if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
