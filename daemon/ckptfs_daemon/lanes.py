@@ -9,7 +9,7 @@ If we die here: every step leaves the catalog whole; the next process begins eac
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import trio
 
@@ -30,6 +30,14 @@ class Flow(Protocol):
 
     def due_s(self) -> float | None:
         """Seconds until it wants to run without a hint; None: only after one."""
+
+
+@runtime_checkable
+class Hurried(Protocol):
+    """A flow that puts things off by itself."""
+
+    def hurry(self) -> None:
+        """Put nothing off any more. Called in the trio thread, whatever the flow is doing in its own."""
 
 
 class Lane:
@@ -63,8 +71,10 @@ class Lane:
         self._woken.set()
 
     def hurry(self) -> None:
-        """Run now, and forget every backoff."""
+        """Run now, and forget every backoff, the flow's own too."""
         self._retry_s = 0.0
+        if isinstance(self._flow, Hurried):
+            self._flow.hurry()
         self.urge()
 
     # --- running -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
 from ckptfs.flow.settle import Settle
 from ckptfs.flow.visit import Visit
+from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import Notify, Tier
 from ckptfs.tiers import lease
 from ckptfs.tiers.place import Places
@@ -28,11 +29,6 @@ from ckptfs_daemon import bells, control
 from ckptfs_daemon.inherited import ALIVE, READY, STOP, Inherited
 from ckptfs_daemon.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.probing import Watch
-
-try:
-    from ckptfs.flow.write_back import WriteBack
-except ImportError:
-    WriteBack = None  # type: ignore[assignment,misc]
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +95,7 @@ class _Flows:
             self._lanes += [
                 ("seal pfs", Seal(db, places, config, notify, REMOTE)),
                 ("drop pfs", Drop(db, places, config, notify, REMOTE)),
-                *([("write back", WriteBack(db, places, config, notify))] if WriteBack else []),
+                ("write back", WriteBack(db, places, config, notify)),
                 ("visit", self._visit),
                 *((f"fetch {number}", self._fetch) for number in range(1, FETCHES + 1)),
             ]
