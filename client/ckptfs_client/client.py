@@ -5,6 +5,7 @@ Raises the errors of `ckptfs_client.failures`.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from ckptfs_client.mounts import Mount, find
 
 ANSWER_S = 15.0
 """How long a daemon may be silent before it counts as not answering."""
+AGAIN_S = 0.05
 REMEDY = "ckptfs-remedy-bin"
 OPTIONS = [
     ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
@@ -121,9 +123,7 @@ class Client:
             if left is not None and left <= 0:
                 raise NotInTime(f"not done within {timeout_s:g} s")
             try:
-                # Without a deadline a daemon that never comes back would be waited for without end, so connecting has one.
-                self._connected(self.mount.socket if left is None else None)
-                for message in method()(request, timeout=left, wait_for_ready=True):
+                for message in method()(request, timeout=left):
                     silent_until = time.monotonic() + self._answer_s
                     yield message
                     if message.done:
@@ -131,14 +131,7 @@ class Client:
             except grpc.RpcError as failure:
                 if failure.code() not in GONE or time.monotonic() > silent_until:
                     raise self._error(failure, waited=timeout_s is not None) from failure
-
-    def _connected(self, path: Path | None) -> None:
-        """Wait until somebody listens at `path`. Raises NoMount."""
-        if path is not None:
-            try:
-                grpc.channel_ready_future(self._channel(path)).result(timeout=self._answer_s)
-            except grpc.FutureTimeoutError:
-                raise self._silent() from None
+            threading.Event().wait(AGAIN_S)
 
     def _silent(self) -> NoMount:
         remedy = "its log says why; `ckptfs doctor` may help"

@@ -1,0 +1,329 @@
+"""The control servers with the real catalog and tiers, without FUSE: what they answer, wait for, refuse, and survive. F2, F5, P1, P11."""
+
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trio
+from ckptfs_client.client import Client
+from ckptfs_client.failures import Failed, NoMount, NotInTime, Usage
+from ckptfs_client.mounts import Mount
+from ckptfs_daemon import control
+from daemon_under_test import eventually
+from local_node import Node
+
+from ckptfs import limits, rendezvous
+from ckptfs.catalog import contents, settling, wants
+from ckptfs.errors import TierUnavailable
+from ckptfs.flow.seal import Seal
+from ckptfs.model import ROOT, ContentState, Tier
+from ckptfs.protocol import control_pb2 as pb
+
+
+class Hurried:
+    """Lanes that count."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def hurry(self) -> None:
+        self.times += 1
+
+
+class Served:
+    """A node whose control servers run in a thread of their own, and a client of them."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.lanes = Hurried()
+        self.mount = Mount("test", node.config.mountpoint, os.geteuid(), 0)
+        self.client = Client(self.mount, answer_s=20.0)
+        self._scope = trio.CancelScope()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        async def serve() -> None:
+            with self._scope:
+                await control.serve(SimpleNamespace(config=self.node.config), self.node.db, self.node.places, self.lanes)
+
+        self._scope = trio.CancelScope()
+        self._token: trio.lowlevel.TrioToken | None = None
+
+        async def main() -> None:
+            self._token = trio.lowlevel.current_trio_token()
+            await serve()
+
+        self._thread = threading.Thread(target=trio.run, args=(main,), daemon=True)
+        self._thread.start()
+        eventually(lambda: self.mount.socket.exists() and self.mount.admin_socket.exists(), what="the control sockets are there")
+
+    def stop(self) -> None:
+        assert self._thread is not None and self._token is not None
+        self._token.run_sync_soon(self._scope.cancel)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def seal(self) -> None:
+        while Seal(self.node.db, self.node.places, self.node.config, self.node.told).step():
+            pass
+
+
+@contextmanager
+def serving(node: Node) -> Iterator[Served]:
+    served = Served(node)
+    served.start()
+    try:
+        yield served
+    finally:
+        served.client.close()
+        served.stop()
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    with serving(Node(tmp_path)) as served:
+        yield served
+
+
+def later(act: object, delay_s: float = 0.1) -> threading.Timer:
+    timer = threading.Timer(delay_s, act)  # type: ignore[arg-type]
+    timer.start()
+    return timer
+
+
+def test_only_the_owner_may_give_orders(served: Served) -> None:
+    """F6: the sockets' own permissions decide."""
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (served.mount.socket, served.mount.admin_socket, rendezvous.directory())]
+    assert modes == [0o666, 0o600, 0o755]
+
+
+def test_status_says_what_there_is(served: Served) -> None:
+    served.node.make(b"sealed", b"x" * 5000)
+    served.seal()
+    served.node.make(b"closed", b"y" * 300)
+    served.node.hold(served.node.make(b"open", b"", closed=False), writer=True)
+    processes = {"supervisor": {"pid": os.getpid()}, "mount": {"pid": 1, "restarts": 3}}
+    words = {"data_path": "buffered", "data_path_reason": "asked for"}
+    (served.node.config.state / "processes.json").write_text(json.dumps(processes | words))
+    found = served.client.status()
+    assert (found.name, found.health, found.data_path, found.data_path_reason) == ("test", "ok", "buffered", "asked for")
+    assert dict(found.counts.by_level) == {"local": 3} and found.counts.writers == 1 and found.counts.directories == 1
+    assert {tier.name: tier.contents for tier in found.tiers} == {"ram": 3, "nvme": 0, "pfs": 0}
+    assert found.tiers[0].budget_bytes == 64 << 20
+    assert (found.write_back.dirty_files, found.write_back.dirty_bytes, found.write_back.unsealed_files) == (2, 5300, 1)
+    assert found.write_back.lag_s > 0 and found.write_back.changes >= 3
+    assert [(process.role, process.restarts) for process in found.processes] == [("supervisor", 0), ("mount", 3)]
+    assert found.processes[0].pid == os.getpid() and found.processes[0].rss_bytes > 1 << 20
+
+
+def test_troubles_are_shown_with_path_and_remedy(served: Served) -> None:
+    settling.report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
+    found = served.client.status()
+    assert found.health == "degraded"
+    trouble = found.troubles[0]
+    assert (trouble.where, trouble.what, trouble.path, trouble.remedy) == ("write_back", "EACCES: no", "a/b", "chmod it")
+    settling.report(served.node.db, "trouble:write_back", None)
+    assert not served.client.status().troubles
+
+
+def test_a_tier_that_is_gone_is_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise TierUnavailable("gone")
+
+    monkeypatch.setattr(served.node.places[Tier.NVME], "room", gone)
+    found = served.client.status()
+    assert {tier.name: tier.health for tier in found.tiers}["nvme"] == "down" and found.health == "degraded"
+
+
+def test_status_and_ls_do_not_touch_the_pfs(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: while the PFS hangs, questions are answered."""
+    touched = threading.Event()
+
+    def hang(*_: object) -> None:
+        touched.set()
+        raise AssertionError("the PFS was touched")
+
+    for name in ("room", "open", "stat"):
+        monkeypatch.setattr(served.node.places[Tier.PFS], name, hang)
+    inode = served.node.inode(served.node.make(b"a", b"x"))
+    assert served.client.status().pfs and served.client.records([inode])[0].known
+    assert not touched.is_set()
+
+
+def test_records(served: Served) -> None:
+    content = served.node.make(b"file", b"z" * 1234)
+    served.seal()
+    inode = served.node.inode(content)
+    file, directory, unknown = served.client.records([inode, ROOT, 999])
+    assert (file.kind, file.size, file.level, file.state, file.waiting, file.progress) == ("file", 1234, "local", "sealed", True, 0.0)
+    assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good")] and file.copies[0].verified_age_s >= 0
+    assert (directory.kind, directory.level) == ("directory", "") and not unknown.known
+    served.node.publish(content)
+    with served.node.db.change():
+        served.node.db.run("DELETE FROM journal")
+    file = served.client.records([inode])[0]
+    assert (file.level, file.waiting, file.progress) == ("pfs", False, 1.0)
+    assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good"), ("pfs", "published")]
+
+
+def test_more_records_than_one_message_holds(served: Served) -> None:
+    numbers = list(range(1, 2 * limits.CONTROL_LIST_MAX + 50))
+    assert [record.inode for record in served.client.records(numbers)] == numbers
+
+
+def test_waiting_for_local(served: Served) -> None:
+    content = served.node.make(b"file", b"x" * 100, closed=False)
+    inode = served.node.inode(content)
+    with pytest.raises(NotInTime):
+        list(served.client.wait(inode, "local", 0.3))
+    first = next(served.client.wait(inode, "local", 5.0))
+    assert not first.done and first.files_left == 1 and first.obstacle == "a file is still open for writing"
+
+    def close() -> None:
+        with served.node.db.change():
+            contents.close(served.node.db, inode, content, 100, 1, 2)
+
+    timer = later(close)
+    *_, last = served.client.wait(inode, "local", 60.0)
+    timer.join()
+    assert last.done and last.files_left == 0
+
+
+def test_waiting_for_the_pfs_follows_the_journal(served: Served) -> None:
+    """F2: not before everything about the file, its directory's entries included, was told to the PFS."""
+    content = served.node.make(b"file", b"x" * 100)
+    served.seal()
+    messages = served.client.wait(ROOT, "pfs", 60.0)
+    assert next(messages).files_left == 1
+    served.node.publish(content)
+    with pytest.raises(NotInTime):
+        list(served.client.wait(ROOT, "pfs", 0.5))
+    with served.node.db.change():
+        served.node.db.run("DELETE FROM journal")
+    assert list(messages)[-1].done
+
+
+def test_a_wait_that_can_never_end_is_refused(served: Served) -> None:
+    content = served.node.make(b"lost", b"x")
+    inode = served.node.inode(content)
+    with served.node.db.change():
+        settling.set_state(served.node.db, content, ContentState.LOST)
+    with pytest.raises(Failed, match="lost is lost: no place holds its content") as failure:
+        list(served.client.wait(inode, "local"))
+    assert failure.value.remedy == "write it again, or delete it"
+    with pytest.raises(Usage, match="is not a level that can be waited for; accepted: local, pfs"):
+        list(served.client.wait(inode, "clique"))
+    with pytest.raises(Failed, match="No such file"):
+        list(served.client.wait(4711, "local"))
+    assert served.client.status().counts.lost == 1
+
+
+def test_waiting_for_a_pfs_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    node = Node(tmp_path)
+    node.configure(pfs=None)
+    with serving(node) as served:
+        with pytest.raises(Usage, match="has no PFS") as failure:
+            list(served.client.wait(ROOT, "pfs"))
+        assert failure.value.exit_code == 2 and "pfs=DIRECTORY" in failure.value.remedy
+        with pytest.raises(Usage, match="has no PFS"):
+            served.client.refresh(ROOT)
+
+
+def test_drain_hurries_the_lanes_and_ends_with_the_journal(served: Served) -> None:
+    """G1: drain forgets backoffs, and says what holds it up."""
+    served.node.make(b"file", b"x" * 100)
+    settling.report(served.node.db, "trouble:write_back", {"what": "ENOSPC: full", "path": "", "remedy": "make room"})
+    with pytest.raises(NotInTime):
+        list(served.client.drain(0.5))
+    assert served.lanes.times >= 1
+    messages = served.client.drain(60.0)
+    first = next(messages)
+    assert (first.files_left, first.obstacle, first.remedy) == (1, "ENOSPC: full", "make room")
+    served.seal()
+    with served.node.db.change():
+        served.node.db.run("DELETE FROM journal")
+    assert list(messages)[-1].done
+
+
+def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:
+    """X2: the stream that breaks is taken up again."""
+    inode = served.node.inode(served.node.make(b"file", b"x", closed=False))
+    messages = served.client.wait(inode, "local", 60.0)
+    assert not next(messages).done
+    served.stop()
+    served.start()
+    with served.node.db.change():
+        served.node.db.run("UPDATE content SET state = 1")
+    assert list(messages)[-1].done
+    assert served.client.status().name == "test"
+
+
+def test_a_deleted_socket_comes_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SOCKET_LOOK_S", 0.05)
+    served.stop()
+    served.start()
+    served.mount.socket.unlink()
+    eventually(served.mount.socket.exists, what="a new socket")
+    assert Client(served.mount).status().name == "test"
+
+
+def test_refresh_asks_for_a_visit_and_tells_its_end(served: Served) -> None:
+    def answer(error: int) -> None:
+        want = eventually(lambda: wants.wanted(served.node.db, wants.VISIT))[0]
+        assert (want.inode, want.argument) == (ROOT, wants.AGAIN if error else wants.TREE)
+        if error:
+            wants.failed(served.node.db, want.id, error)
+        else:
+            wants.done(served.node.db, want.id)
+
+    thread = threading.Thread(target=answer, args=(0,))
+    thread.start()
+    served.client.refresh(ROOT, recursive=True)
+    thread.join()
+    thread = threading.Thread(target=answer, args=(5,))
+    thread.start()
+    with pytest.raises(Failed, match="Input/output error"):
+        served.client.refresh(ROOT)
+    thread.join()
+    with pytest.raises(NotInTime):
+        served.client.refresh(ROOT, timeout_s=0.3)
+
+
+def test_verify_finds_the_bad_copy(served: Served) -> None:
+    """P4, H8."""
+    good, bad = served.node.make(b"good", b"g" * 100), served.node.make(b"bad", b"b" * 100)
+    served.seal()
+    served.node.make(b"unsealed", b"u")
+    served.node.spoil(bad, Tier.RAM)
+    findings = [finding for message in served.client.verify(ROOT) for finding in message.findings]
+    assert {(finding.path, finding.tier, finding.verdict) for finding in findings} == {
+        ("good", "ram", "good"), ("bad", "ram", "bad"), ("unsealed", "", "unknown"),
+    }  # fmt: skip
+    *_, last = served.client.verify(served.node.inode(good))
+    assert last.done and (last.files, last.files_total, last.bytes) == (1, 1, 100)
+
+
+def test_too_many_questions_at_once_are_refused(served: Served) -> None:
+    too_many = pb.ListRequest(inodes=range(1, limits.CONTROL_LIST_MAX + 2))
+    with pytest.raises(Usage, match="accepted: up to"):
+        served.client._call(served.client._questions().List, too_many)
+
+
+def test_nobody_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
+    client = Client(Mount("gone", Path("/mnt"), os.geteuid(), 0), answer_s=0.3)
+    begun = time.monotonic()
+    with pytest.raises(NoMount, match="does not answer") as failure:
+        client.status()
+    with pytest.raises(NoMount):
+        list(client.wait(1, "local"))
+    assert failure.value.exit_code == 3 and time.monotonic() - begun < 60
