@@ -17,7 +17,8 @@ from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, inode_of
 from ckptfs.model import ContentState, Inode, Tier
 
 _WRITTEN = (
-    "UPDATE inode SET size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, ?2) END, mtime_ns = ?2 WHERE id = ?3"
+    "UPDATE inode SET size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, ?2) END, mtime_ns = ?2,"
+    " atime_ns = ?3 WHERE id = ?4"
 )
 
 
@@ -100,14 +101,13 @@ def close(db: Database, inode: int, content: int, size: int, atime_ns: int, mtim
         time.time_ns(),
         content,
     )
-    db.run(_WRITTEN, size, mtime_ns, inode)
-    accessed(db, inode, atime_ns)
+    db.run(_WRITTEN, size, mtime_ns, atime_ns, inode)
     journal.append(db, "content", inode, content=content)
 
 
-def synced(db: Database, inode: int, content: int, size: int, mtime_ns: int) -> None:
+def synced(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int) -> None:
     """An open file was fsynced: the PFS shall be told what it holds so far."""
-    db.run(_WRITTEN, size, mtime_ns, inode)
+    db.run(_WRITTEN, size, mtime_ns, atime_ns, inode)
     journal.append(db, "synced", inode, content=content)
 
 

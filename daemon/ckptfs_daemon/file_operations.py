@@ -157,7 +157,7 @@ class FileOperations(OpenOperations, ExtraOperations):
         status = os.fstat(file.fd)
         with self.context.open_files.change() as db:
             if contents.has_name(db, file.inode):
-                contents.synced(db, file.inode, file.content, status.st_size, status.st_mtime_ns)
+                contents.synced(db, file.inode, file.content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
         self.context.bell.ring(bells.WORK)
 
     async def _settled(self, inode: int) -> None:

@@ -39,8 +39,12 @@ class Handler:
 
     def reply(self, inode: Inode) -> EntryAttributes:
         """The attributes of `inode` as they are now, an open file's from its backing file."""
+        return self.reply_new(self.context.open_files.attributes(inode))
+
+    def reply_new(self, inode: Inode) -> EntryAttributes:
+        """The attributes of `inode`, which was made just now and knows all of them."""
         gather = replies.GATHER_BYTES if self.context.data_path is DataPath.PASSTHROUGH else replies.BLOCK_BYTES
-        return replies.attributes(self.context.open_files.attributes(inode), gather)
+        return replies.attributes(inode, gather)
 
     def told(self, request: Request) -> bytes | None:
         """The answer that this request got before a crash; None when it is new or was not answered."""

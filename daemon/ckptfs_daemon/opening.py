@@ -174,6 +174,7 @@ class Opening:
         expected = max(held.inode.size, self._files.expected_bytes(kind) if kind else 0)
         tier = self._context.places.choose(expected)
         place = self._context.places[tier]
+        served = self._served(tier, expected)
         changed_ns = None if kind is not None else time.time_ns()
         if tier is Tier.PFS:
             content, fd = self._made_on_pfs(place)
@@ -182,12 +183,12 @@ class Opening:
             self._made = None
         else:
             content = contents.begin(self._context.db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = _create(place, content, os.O_RDWR if self._served(tier, expected) else os.O_RDONLY)
+            fd = _create(place, content, os.O_RDWR if served else os.O_RDONLY)
             undo.callback(place.remove, content)
             undo.callback(os.close, fd)
         mtime_ns = held.inode.mtime_ns if changed_ns is None else changed_ns
         os.utime(fd, ns=(held.inode.atime_ns, mtime_ns))
-        return self._file(held, content, place, fd, undo, served=self._served(tier, expected), kind=kind)
+        return self._file(held, content, place, fd, undo, served=served, kind=kind)
 
     def _served(self, tier: Tier, expected: int) -> bool:
         """Whether a writer's bytes shall pass through us although the kernel could do it alone: where a tier is nearly full."""
