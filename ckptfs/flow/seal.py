@@ -125,6 +125,8 @@ class Seal:
         if failure.errno == errno.ENOENT and self._lost(content, tier):
             log.error("%s is lost: its file in %s is gone before it was sealed", self._name(content), tier)
             return
+        if self._state(content.id) is not ContentState.CLOSED:
+            return  # It was deleted or opened again while we reached for it.
         delay_s = self._later(content.id)
         log.warning("%s cannot be read in %s for its digest (%s); again in %.1f s", self._name(content), tier, failure, delay_s)
 
