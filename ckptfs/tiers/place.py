@@ -130,9 +130,10 @@ class Place:
         if self._budget is not None and self._budget < total:
             total = self._budget
             free = max(0, min(free, total - self._measured()))
+        taken = total - free
         if self.tier is Tier.RAM:
             free = max(0, min(free, _memory_available() - int(limits.MEMORY_RESERVE_RATIO * _memory_total())))
-        return Room(total, free)
+        return Room(total, free, taken)
 
     def _measured(self) -> int:
         """Bytes in our files, not older than `limits.USED_AGE_S`."""

@@ -15,14 +15,17 @@ ORDER = (Tier.RAM, Tier.NVME, Tier.PFS)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a tier holds: its budget and what is free of it, in bytes."""
+    """A tier's budget, what can be had of it now, and what its files take, in bytes. The last two need not make the first: memory may be
+    short while the tier in RAM holds nothing.
+    """
 
     total: int
     free: int
+    taken: int | None = None
 
     @property
     def used(self) -> int:
-        return self.total - self.free
+        return self.total - self.free if self.taken is None else self.taken
 
 
 def choose(rooms: Mapping[Tier, Room], expected_bytes: int, high: float) -> Tier | None:
@@ -40,7 +43,7 @@ def choose(rooms: Mapping[Tier, Room], expected_bytes: int, high: float) -> Tier
 
 def fits(room: Room, expected_bytes: int, high: float) -> bool:
     """Whether a content of `expected_bytes` leaves the tier below `high` (a ratio of its budget)."""
-    return room.free > 0 and room.used + expected_bytes < high * room.total
+    return room.free > expected_bytes and room.used + expected_bytes < high * room.total
 
 
 def watched(room: Room, expected_bytes: int) -> bool:
