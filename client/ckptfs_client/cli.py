@@ -153,9 +153,9 @@ def verify(paths: Paths, json: Json = False) -> None:
     else:
         if bad:
             show.console().print(show.findings(bad))
-        verdict = f"{len(bad)} copies are not good" if bad else "no bad copy"
+        verdict = f"bad: {show.counted(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
         without = f"; {len(unknown)} could not be compared: not sealed yet, or written by others" if unknown else ""
-        print(f"{total['files']} files, {show.size(total['bytes'])} read: {verdict}{without}")
+        print(f"{show.counted(total['files'], 'file')}, {show.size(total['bytes'])} read: {verdict}{without}")
     if bad:
         raise typer.Exit(1)
 

@@ -121,7 +121,7 @@ class Client:
         while True:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
-                raise NotInTime(f"not done within {timeout_s:g} s")
+                raise NotInTime("not done in time")
             try:
                 for message in method()(request, timeout=left):
                     silent_until = time.monotonic() + self._answer_s

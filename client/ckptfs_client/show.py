@@ -21,6 +21,11 @@ def size(count: float) -> str:
     return f"{count:.0f} {UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.1f} {UNITS[unit]}"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number and its noun: "1 file", "3 files"."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def duration(seconds: float) -> str:
     """Seconds for people: "3.2 s", "5 min", "2 h 10 min"."""
     if seconds < 60:
@@ -71,11 +76,11 @@ def status(answer: "pb.Status") -> "RenderableType":
         f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_styled(answer.health)}   (ckptfs {answer.version})",
         f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
         f"  fsync       returns at the level {answer.fsync}",
-        f"  files       {counts.files} in {counts.directories} directories; by level: {levels or 'none'}; lost: {counts.lost}",
-        f"  open        {counts.open_handles} handles, {counts.writers} for writing; {behind.unsealed_files} closed files await their seal",
+        f"  files       {counts.files} in {counted(counts.directories, 'directory', 'directories')}; by level: {levels or 'none'}; lost: {counts.lost}",
+        f"  open        {counted(counts.open_handles, 'handle')}, {counts.writers} for writing; awaiting their seal: {behind.unsealed_files}",
     ]
     if answer.pfs:
-        changes = f"{behind.dirty_files} files ({size(behind.dirty_bytes)}) and {behind.changes} other changes behind"
+        changes = f"{counted(behind.dirty_files, 'file')} ({size(behind.dirty_bytes)}) and {counted(behind.changes, 'other change')} behind"
         lag = f", the oldest for {duration(behind.lag_s)}" if behind.lag_s else ""
         lines.append(f"  write-back  {changes}{lag}, to {escape(answer.pfs)}")
     else:

@@ -70,20 +70,21 @@ def verified(messages: Iterator["pb.VerifyProgress"], what: str) -> dict[str, An
     with Bar(f"verifying {what}") as bar:
         for last in messages:
             findings.extend(show.plain(finding) for finding in last.findings)
-            bar.show(max(0, last.files_total - last.files), f"{last.files} of {last.files_total} files, {show.size(last.bytes)}")
+            bar.show(max(0, last.files_total - last.files), f"{last.files} of {show.counted(last.files_total, 'file')}, {show.size(last.bytes)}")
     return {"files": last.files if last else 0, "bytes": last.bytes if last else 0, "findings": findings}
 
 
 def behind(status: "pb.Status") -> str:
     """What the PFS lacks, in words."""
     figures = status.write_back
-    return f"{figures.dirty_files} files ({show.size(figures.dirty_bytes)}), {figures.changes} other changes"
+    files = show.counted(figures.dirty_files, "file")
+    return f"{files} ({show.size(figures.dirty_bytes)}), {show.counted(figures.changes, 'other change')}"
 
 
 def _words(progress: "pb.Progress") -> str:
-    words = [f"{progress.files_left} files ({show.size(progress.bytes_left)})"]
+    words = [f"{show.counted(progress.files_left, 'file')} ({show.size(progress.bytes_left)})"]
     if progress.changes_left:
-        words.append(f"{progress.changes_left} other changes")
+        words.append(show.counted(progress.changes_left, "other change"))
     text = ", ".join(words)
     return f"{text}; held up: {progress.obstacle}" if progress.obstacle else text
 

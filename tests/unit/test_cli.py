@@ -1,0 +1,163 @@
+"""The command `ckptfs`: its words, its JSON and its exit codes, before control servers without FUSE. F5, P11."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ckptfs_client import cli, doctor, mounts, show
+from ckptfs_client.failures import NoMount
+from ckptfs_client.mounts import Mount
+from control_served import Served, serving
+from daemon_under_test import environment
+from local_node import Node
+
+from ckptfs.catalog import settling
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A node that seems to be mounted at tmp_path/mnt: the files there have the inode numbers of the catalog's."""
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    (tmp_path / "mnt").mkdir()
+    with serving(Node(tmp_path)) as served:
+        mount = Mount("test", tmp_path / "mnt", os.geteuid(), os.stat(tmp_path).st_dev)
+        monkeypatch.setattr(mounts, "mounted", lambda: [mount])
+        yield served
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ckptfs", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+            raise SystemExit(0)
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+def test_status(served: Served, run: Run, tmp_path: Path) -> None:
+    served.node.make(b"file", b"x" * 2048)
+    settling.report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a [b]", "remedy": "chmod it"})
+    code, out, err = run("status", tmp_path / "mnt")
+    assert (code, err) == (0, "")
+    assert f"test on {tmp_path}/mnt: degraded" in out and "1 file (2.0 KiB)" in out and "a [b]: EACCES: no; chmod it" in out
+    code, out, _ = run("status", "--json")
+    found = json.loads(out)
+    assert found["name"] == "test" and found["write_back"]["dirty_bytes"] == 2048 and found["counts"]["by_level"] == {"local": 1}
+    assert {tier["name"] for tier in found["tiers"]} == {"ram", "nvme", "pfs"} and found["troubles"][0]["path"] == "a [b]"
+
+
+def test_drain_in_time_and_not(served: Served, run: Run, tmp_path: Path) -> None:
+    assert run("drain") == (0, "", "")
+    served.node.make(b"file", b"x" * 2048)
+    code, _, err = run("drain", tmp_path / "mnt", "--deadline", "300ms")
+    assert code == 4
+    assert err == f"ckptfs: draining {tmp_path}/mnt: not done in time; left: 1 file (2.0 KiB), 1 other change\n"
+
+
+def test_outside_of_a_mount(served: Served, run: Run, tmp_path: Path) -> None:
+    for command in (["ls", "/"], ["wait", "/", "--level", "local"], ["verify", "/"], ["drain", "/"], ["status", "/"], ["refresh", "/"]):
+        code, out, err = run(*command)
+        assert (code, out) == (3, "") and err == f"ckptfs: / does not lie in a ckptfs mount; ckptfs is mounted at: {tmp_path}/mnt\n"
+
+
+def test_a_missing_path(served: Served, run: Run, tmp_path: Path) -> None:
+    for command in ("ls", "wait", "verify"):
+        assert run(command, tmp_path / "mnt" / "none") == (1, "", f"ckptfs: {tmp_path}/mnt/none: No such file or directory\n")
+
+
+def test_bad_usage(served: Served, run: Run, tmp_path: Path) -> None:
+    """P11: exit code 2, and the words say what is accepted."""
+    assert run("wait", tmp_path / "mnt", "--timeout", "soon")[0] == 2
+    code, _, err = run("wait", tmp_path / "mnt", "--level", "clique")
+    # tmp_path/mnt has no inode of the catalog, but the level is looked at first.
+    assert code == 2 and "accepted: local, pfs" in err
+    code, _, err = run("wait", "--bogus")
+    assert code == 2 and "--bogus" in err
+    assert run("frobnicate")[0] == 2
+
+
+def test_only_the_owner_gives_orders(served: Served, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    code, _, err = run("drain")
+    assert code == 5 and err.startswith("ckptfs: draining") and "only the owner of the mount test may do this; do it as root, or as the user who mounted it\n" in err
+
+
+def test_help_documents_the_exit_codes(run: Run) -> None:
+    for arguments in (["--help"], ["wait", "--help"]):
+        code, out, _ = run(*arguments)
+        assert code == 0 and "4 not done in time" in " ".join(out.split())
+
+
+def test_a_mount_that_does_not_answer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptfs_client import client
+
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(client.Client.__init__, "__kwdefaults__", {"answer_s": 0.2})
+    monkeypatch.setattr(mounts, "mounted", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
+    code, out, err = run("status")
+    assert (code, out) == (3, "") and f"the daemon of gone ({tmp_path}) does not answer; its log says why" in err
+
+
+def test_version_is_quick() -> None:
+    """The heavy packages are imported where they are used, and not for this."""
+    program = (
+        "import sys; sys.argv = ['ckptfs', 'version']\n"
+        "from ckptfs_client import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
+        "assert not {'grpc', 'rich', 'google.protobuf', 'trio'} & set(sys.modules), sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("ckptfs "), done.stderr
+
+
+def test_mountinfo_is_understood(tmp_path: Path) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        "40 22 0:44 / /ckpt\\040one rw shared:2 master:3 - fuse.ckptfs job rw,user_id=1000,group_id=1000,allow_other\n"
+        "41 22 0:45 / /other rw - fuse.sshfs host: rw,user_id=0\n"
+    )
+    assert mounts.mounted(str(table)) == [Mount("job", Path("/ckpt one"), 1000, os.makedev(0, 44))]
+
+
+def test_the_deepest_and_latest_mount_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, inner, over = (Mount(name, tmp_path / path, 0, 1) for name, path in (("o", "a"), ("i", "a/b"), ("v", "a/b")))
+    monkeypatch.setattr(mounts, "mounted", lambda: [inner, over, outer])
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    assert mounts.find(tmp_path / "a" / "b" / "c") is over and mounts.find(tmp_path / "a" / "x") is outer
+    assert mounts.find(tmp_path / "link" / "c") is over
+    with pytest.raises(NoMount, match="several ckptfs are mounted"):
+        mounts.chosen(None)
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (150 << 20, "150 MiB")])
+def test_sizes_for_people(count: int, words: str) -> None:
+    assert show.size(count) == words
+
+
+def test_doctor_looks_at_everything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "mounted", list)
+    names = {finding.name for finding in doctor.examine()}
+    assert {"kernel", "/dev/fuse", "libfuse", "permissions", "daemon", "leases", "memory", "space", "clock"} <= names
+    monkeypatch.setattr(doctor, "CLOCK_MIN", 2**40)
+    code, out, _ = run("doctor", "--json")
+    clock = next(finding for finding in json.loads(out) if finding["check"] == "clock")
+    assert code == 1 and clock["verdict"] == "bad" and clock["remedy"]
+
+
+def test_doctor_finds_a_mount_without_a_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(mounts, "mounted", lambda: [Mount("dead", tmp_path, 0, 0)])
+    found = next(finding for finding in doctor.examine() if finding.name == "dead")
+    assert found.verdict == doctor.BAD and "no daemon serves it" in found.what and f"umount -l {tmp_path}" in found.remedy
