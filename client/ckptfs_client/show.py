@@ -72,12 +72,13 @@ def status(answer: "pb.Status") -> "RenderableType":
 
     counts, behind = answer.counts, answer.write_back
     levels = ", ".join(f"{count} {level}" for level, count in sorted(counts.by_level.items()))
+    directories, handles = counted(counts.directories, "directory", "directories"), counted(counts.open_handles, "handle")
     lines = [
         f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_styled(answer.health)}   (ckptfs {answer.version})",
         f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
         f"  fsync       returns at the level {answer.fsync}",
-        f"  files       {counts.files} in {counted(counts.directories, 'directory', 'directories')}; by level: {levels or 'none'}; lost: {counts.lost}",
-        f"  open        {counted(counts.open_handles, 'handle')}, {counts.writers} for writing; awaiting their seal: {behind.unsealed_files}",
+        f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}",
+        f"  open        {handles}, {counts.writers} for writing; awaiting their seal: {behind.unsealed_files}",
     ]
     if answer.pfs:
         changes = f"{counted(behind.dirty_files, 'file')} ({size(behind.dirty_bytes)}) and {counted(behind.changes, 'other change')} behind"

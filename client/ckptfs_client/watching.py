@@ -70,7 +70,8 @@ def verified(messages: Iterator["pb.VerifyProgress"], what: str) -> dict[str, An
     with Bar(f"verifying {what}") as bar:
         for last in messages:
             findings.extend(show.plain(finding) for finding in last.findings)
-            bar.show(max(0, last.files_total - last.files), f"{last.files} of {show.counted(last.files_total, 'file')}, {show.size(last.bytes)}")
+            words = f"{last.files} of {show.counted(last.files_total, 'file')}, {show.size(last.bytes)}"
+            bar.show(max(0, last.files_total - last.files), words)
     return {"files": last.files if last else 0, "bytes": last.bytes if last else 0, "findings": findings}
 
 

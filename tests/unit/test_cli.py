@@ -91,7 +91,8 @@ def test_bad_usage(served: Served, run: Run, tmp_path: Path) -> None:
 def test_only_the_owner_gives_orders(served: Served, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     code, _, err = run("drain")
-    assert code == 5 and err.startswith("ckptfs: draining") and "only the owner of the mount test may do this; do it as root, or as the user who mounted it\n" in err
+    assert code == 5 and err.startswith("ckptfs: draining")
+    assert "only the owner of the mount test may do this; do it as root, or as the user who mounted it\n" in err
 
 
 def test_help_documents_the_exit_codes(run: Run) -> None:
