@@ -18,6 +18,7 @@ from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, Notify, Tier
 from ckptfs.tiers import duplicate, health, ram_limit, space
 from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.space import Room
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Evict:
         """Drop or move one batch out of `tier`. True: it is still too full, and something could be done about it."""
         high, low = self._marks[tier]
         place = self._places[tier]
-        excess = space.excess(place.room(), low if tier in self._relieving else high, low)
+        room = place.room()
+        excess = max(space.excess(room, low if tier in self._relieving else high, low), _memory_short(room) if tier is Tier.RAM else 0)
         if not excess:
             self._relieving.discard(tier)
             self._stuck.discard(tier)
@@ -82,7 +84,7 @@ class Evict:
             return True
         if tier not in self._stuck:
             self._stuck.add(tier)
-            log.info("%s is above its high watermark and nothing may leave it now; %d MiB too much", tier, excess // limits.MIB)
+            log.info("%s is too full and nothing may leave it now; %d MiB too much", tier, excess // limits.MIB)
         return False
 
     def _drop_spare(self, place: Place, excess: int) -> int:
@@ -163,3 +165,9 @@ class Evict:
         if larger > total:
             ram_limit.raise_to(root, larger)
             log.info("the RAM tier was enlarged from %d to %d MiB", total // limits.MIB, larger // limits.MIB)
+
+
+def _memory_short(room: Room) -> int:
+    """How many bytes RAM should give back because the machine runs out of memory, however little of its budget is used."""
+    headroom = min(limits.RAM_HEADROOM_BYTES_MIN, room.total // 10)
+    return min(max(0, headroom - room.free), room.used)

@@ -14,6 +14,7 @@ from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import ram_limit
 from ckptfs.tiers.health import describe
+from ckptfs.tiers.space import Room
 
 SIZE = 100_000
 
@@ -160,6 +161,17 @@ def test_a_full_nvme_lets_go_what_is_on_the_pfs_only(node: Node) -> None:
         node.db.run("UPDATE copy SET used_ns = -1 WHERE content = ?", contents[9])
     settle(evict(node))
     assert node.files(Tier.NVME) == set(contents[1:])
+
+
+def test_short_memory_takes_from_ram_what_is_safe(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = filled(node, 5)
+    for content in contents[:2]:
+        node.publish(content)
+    roomy = node.places[Tier.RAM].room()
+    monkeypatch.setattr(node.places[Tier.RAM], "room", lambda: Room(roomy.total, 0, roomy.used))
+    evict(node).step()
+    assert node.files(Tier.RAM) == set(contents[1:]), "as much as gives some headroom, and no more"
+    assert node.files(Tier.NVME) == set()
 
 
 def test_nobody_looks_while_nobody_writes(node: Node) -> None:
