@@ -1,0 +1,166 @@
+"""A content's life in the catalog, from its first byte to its close, and the handles that outlive the mount process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptfs.catalog import contents, database, handles, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.flow import read, write
+from ckptfs.model import ROOT, ContentState, Tier
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[Database]:
+    database.create(tmp_path / "catalog.db")
+    opened = Database(tmp_path / "catalog.db", journalled=True)
+    yield opened
+    opened.close()
+
+
+def _file(db: Database, name: bytes = b"file") -> int:
+    with db.change():
+        return namespace.make(db, ROOT, name, 0o100644, uid=1, gid=2).id
+
+
+def _begun(db: Database, inode: int, tier: Tier = Tier.RAM) -> int:
+    with db.change():
+        return contents.begin(db, inode, tier)
+
+
+def _held(db: Database, inode: int) -> contents.Held:
+    held = contents.held(db, inode)
+    assert held is not None
+    return held
+
+
+def test_a_new_file_has_an_open_content_in_one_tier(db: Database) -> None:
+    inode = _file(db)
+    content = _begun(db, inode, Tier.NVME)
+    held = _held(db, inode)
+    assert (held.content, held.state, held.tiers, held.published) == (content, ContentState.OPEN, (Tier.NVME,), False)
+    assert held.inode.generation == 1
+
+
+def test_closing_records_size_and_times_and_tells_the_pfs(db: Database) -> None:
+    inode = _file(db)
+    content = _begun(db, inode)
+    row = _held(db, inode).inode
+    with db.change():
+        contents.close(db, inode, content, 42, row.atime_ns + 1, row.mtime_ns + 5)
+    held = _held(db, inode)
+    assert held.state is ContentState.CLOSED
+    assert (held.inode.size, held.inode.atime_ns, held.inode.mtime_ns) == (42, row.atime_ns + 1, row.mtime_ns + 5)
+    assert held.inode.ctime_ns == row.mtime_ns + 5, "bytes that change move ctime along"
+    assert [row[0] for row in db.rows("SELECT op FROM journal ORDER BY seq")] == ["make", "content"]
+
+
+def test_a_close_without_a_write_leaves_ctime_alone(db: Database) -> None:
+    inode = _file(db)
+    content = _begun(db, inode)
+    row = _held(db, inode).inode
+    with db.change():
+        contents.close(db, inode, content, 0, row.atime_ns, row.mtime_ns)
+    assert _held(db, inode).inode.ctime_ns == row.ctime_ns
+
+
+def test_writing_in_place_begins_a_generation_and_leaves_one_copy(db: Database) -> None:
+    inode = _file(db)
+    content = _begun(db, inode)
+    with db.change():
+        contents.close(db, inode, content, 1, 1, 1)
+        db.run("UPDATE content SET state = 2, digest = x'00', blocks = x'00' WHERE id = ?", content)
+        db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'nvme', 1)", content)
+    before = db.value("SELECT change FROM content WHERE id = ?", content)
+    with db.change():
+        contents.reopen(db, inode, content, Tier.RAM)
+    assert db.row("SELECT state, generation, digest, blocks FROM content WHERE id = ?", content) == (0, 2, None, None)
+    assert db.value("SELECT change FROM content WHERE id = ?", content) > before
+    assert _held(db, inode).tiers == (Tier.RAM,)
+    assert _held(db, inode).inode.generation == 2
+
+
+def test_a_content_begun_anew_leaves_the_former_one_until_it_is_sealed(db: Database) -> None:
+    inode = _file(db)
+    old = _begun(db, inode)
+    with db.change():
+        contents.close(db, inode, old, 1, 1, 1)
+    new = _begun(db, inode)
+    assert _held(db, inode).content == new
+    assert db.value("SELECT state FROM content WHERE id = ?", old) == ContentState.CLOSED
+    assert contents.is_current(db, inode, new)
+    assert not contents.is_current(db, inode, old)
+
+
+def test_what_no_writer_has_open_is_abandoned(db: Database) -> None:
+    kept, left = _file(db, b"kept"), _file(db, b"left")
+    written, abandoned = _begun(db, kept), _begun(db, left)
+    with db.change():
+        handles.add(db, kept, written, writer=True, backing=3)
+        handles.add(db, left, abandoned, writer=False, backing=4)
+        reserved = contents.reserve(db, Tier.PFS)
+    assert set(contents.abandoned(db)) == {(abandoned, left, Tier.RAM), (reserved, 0, Tier.PFS)}
+
+
+def test_handles_outlive_the_process_until_a_new_connection_begins(db: Database) -> None:
+    inode = _file(db)
+    content = _begun(db, inode)
+    with db.change():
+        first = handles.add(db, inode, content, writer=True, backing=3)
+        second = handles.add(db, inode, content, writer=False, backing=3)
+        assert handles.remove(db, first)
+        assert not handles.remove(db, first), "a release that is told twice"
+    other = Database(db.path, journalled=True)
+    (handle,) = handles.every(other)
+    assert (handle.id, handle.inode, handle.content, handle.writer, handle.backing) == (second, inode, content, False, 3)
+    with other.change():
+        assert handles.clear(other) == 1
+    other.close()
+    assert handles.every(db) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "tiers", "published", "truncate", "shared", "way"),
+    [
+        (None, (), False, False, False, write.Way.NEW),
+        (None, (), True, False, False, write.Way.FETCH),
+        (None, (), True, True, False, write.Way.NEW),
+        (ContentState.SEALED, (Tier.RAM,), True, False, False, write.Way.IN_PLACE),
+        (ContentState.SEALED, (Tier.RAM,), True, True, False, write.Way.NEW),
+        (ContentState.SEALED, (Tier.RAM,), True, True, True, write.Way.IN_PLACE),
+        (ContentState.OPEN, (Tier.NVME,), False, True, True, write.Way.IN_PLACE),
+        (ContentState.SEALED, (), True, False, False, write.Way.FETCH),
+        (ContentState.LOST, (), False, False, False, write.Way.LOST),
+        (ContentState.LOST, (), False, True, False, write.Way.NEW),
+        (ContentState.CLOSED, (), False, False, False, write.Way.LOST),
+    ],
+)
+def test_the_way_of_a_writer(
+    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, shared: bool, way: write.Way
+) -> None:
+    held = contents.Held(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
+    assert write.way(held, truncate=truncate, shared=shared) is way
+
+
+@pytest.mark.parametrize(
+    ("state", "tiers", "published", "way"),
+    [
+        (None, (), False, read.Way.EMPTY),
+        (None, (), True, read.Way.FETCH),
+        (ContentState.OPEN, (Tier.RAM,), False, read.Way.HERE),
+        (ContentState.SEALED, (Tier.NVME,), True, read.Way.HERE),
+        (ContentState.SEALED, (), True, read.Way.FETCH),
+        (ContentState.CLOSED, (), True, read.Way.LOST),
+        (ContentState.LOST, (), False, read.Way.LOST),
+    ],
+)
+def test_the_way_of_a_reader(
+    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: read.Way
+) -> None:
+    held = contents.Held(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
+    assert read.way(held) is way
+
+
+def test_files_of_one_series_are_of_one_kind() -> None:
+    assert write.kind_of(b"step_0001.pt") == write.kind_of(b"step_0120.pt") != write.kind_of(b"optimizer_0001.pt")

@@ -1,0 +1,49 @@
+"""Where a content goes (P10, T2): pure decisions about room."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfs import limits
+from ckptfs.model import Tier
+from ckptfs.tiers import space
+from ckptfs.tiers.space import Room
+
+MIB = limits.MIB
+
+
+def test_ram_while_it_is_below_its_watermark_then_nvme_then_the_pfs() -> None:
+    nvme, pfs = Room(100 * MIB, 50 * MIB), Room(10**12, 10**12)
+    assert space.choose({Tier.RAM: Room(100 * MIB, 21 * MIB), Tier.NVME: nvme, Tier.PFS: pfs}, 0, 0.8) is Tier.RAM
+    assert space.choose({Tier.RAM: Room(100 * MIB, 20 * MIB), Tier.NVME: nvme, Tier.PFS: pfs}, 0, 0.8) is Tier.NVME
+    assert space.choose({Tier.RAM: Room(100 * MIB, 20 * MIB), Tier.NVME: Room(100 * MIB, 0), Tier.PFS: pfs}, 0, 0.8) is Tier.PFS
+
+
+def test_what_is_expected_not_to_fit_goes_where_it_fits() -> None:
+    rooms = {Tier.RAM: Room(100 * MIB, 100 * MIB), Tier.NVME: Room(1000 * MIB, 1000 * MIB)}
+    assert space.choose(rooms, 79 * MIB, 0.8) is Tier.RAM
+    assert space.choose(rooms, 81 * MIB, 0.8) is Tier.NVME
+    assert space.choose(rooms, 5000 * MIB, 0.8) is Tier.RAM, "it fits nowhere: where there is any room it may at least begin"
+
+
+@given(st.dictionaries(st.sampled_from(list(Tier)), st.integers(0, 1000), min_size=1), st.integers(0, 2000))
+def test_nothing_is_found_only_when_all_are_full(free: dict[Tier, int], expected: int) -> None:
+    tier = space.choose({tier: Room(1000, count) for tier, count in free.items()}, expected, 0.8)
+    assert (tier is None) == (not any(free.values()))
+    assert tier is None or free[tier] > 0
+
+
+@pytest.mark.parametrize(("taken", "leaves"), [(79, 0), (81, 21), (100, 40)])
+def test_above_the_high_watermark_the_tier_is_brought_down_to_the_low_one(taken: int, leaves: int) -> None:
+    assert space.excess(Room(100, 100 - taken), 0.8, 0.6) == leaves
+
+
+def test_short_memory_is_not_a_full_tier() -> None:
+    assert space.excess(Room(100, 0, taken=0), 0.8, 0.6) == 0
+    assert space.choose({Tier.RAM: Room(100, 0, taken=0), Tier.NVME: Room(100, 100)}, 0, 0.8) is Tier.NVME
+
+
+def test_writes_are_watched_where_a_surprise_could_fill_the_tier() -> None:
+    assert space.watched(Room(10**12, limits.UNWATCHED_ROOM_BYTES_MIN - 1), 0)
+    assert not space.watched(Room(10**12, limits.UNWATCHED_ROOM_BYTES_MIN), 0)
+    assert space.watched(Room(10**12, 10**9), 6 * 10**8)
