@@ -1,0 +1,221 @@
+"""What an open file does with its bytes, on both data paths (F4): seek and overwrite, append, truncate, O_DIRECT, unlink and rename while open."""
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from daemon_under_test import Area, environment
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+
+MIB = 1 << 20
+
+
+def _write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def test_bytes_come_back_and_stat_knows_their_number(mount: Area) -> None:
+    data = os.urandom(3 * MIB + 17)
+    path = _write(mount.path / "file", data)
+    assert path.read_bytes() == data
+    assert path.stat().st_size == len(data)
+
+
+def test_seek_and_overwrite(mount: Area) -> None:
+    path = _write(mount.path / "file", b"a" * 100_000)
+    with open(path, "r+b") as file:
+        file.seek(50_000)
+        file.write(b"bbb")
+        file.seek(-3, os.SEEK_END)
+        file.write(b"ccccc")
+    assert path.read_bytes() == b"a" * 50_000 + b"bbb" + b"a" * 49_994 + b"ccccc"
+
+
+def test_what_one_writes_another_reads_at_once(mount: Area) -> None:
+    path = mount.path / "file"
+    with open(path, "wb", buffering=0) as writer, open(path, "rb", buffering=0) as reader:
+        for number in range(50):
+            writer.write(b"%06d\n" % number)
+            assert reader.read() == b"%06d\n" % number
+            assert os.fstat(reader.fileno()).st_size == 7 * (number + 1)
+
+
+def test_appenders_in_several_processes_lose_nothing(mount: Area) -> None:
+    path = mount.path / "log"
+    program = "import os, sys\nfd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
+    program += "for n in range(200): os.write(fd, b'%s %03d\\n' % (sys.argv[2].encode(), n))\n"
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in ("x", "y", "z")]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    lines = path.read_text().splitlines()
+    assert sorted(lines) == sorted(f"{name} {number:03d}" for name in "xyz" for number in range(200))
+
+
+def test_truncate_by_name_and_by_descriptor(mount: Area) -> None:
+    path = _write(mount.path / "file", b"x" * 10_000)
+    os.truncate(path, 3)
+    assert path.read_bytes() == b"xxx"
+    os.truncate(path, 6)
+    assert path.read_bytes() == b"xxx\0\0\0"
+    with open(path, "r+b", buffering=0) as file, open(path, "rb", buffering=0) as reader:
+        file.truncate(20_000)
+        assert os.fstat(reader.fileno()).st_size == 20_000
+        assert reader.read(20_001) == b"xxx" + bytes(19_997)
+        file.truncate(1)
+        assert os.fstat(reader.fileno()).st_size == 1
+        assert os.pread(reader.fileno(), 10, 0) == b"x"
+    os.truncate(path, 0)
+    assert path.read_bytes() == b""
+
+
+def test_truncating_a_sealed_file_makes_a_new_generation(mount: Area) -> None:
+    path = _write(mount.path / "file", b"x" * 100_000)
+    mount.settle()
+    os.truncate(path, 50_000)
+    assert path.read_bytes() == b"x" * 50_000
+    mount.settle()
+    assert (mount.pfs / "file").read_bytes() == b"x" * 50_000
+
+
+def test_opening_with_o_trunc_empties_also_what_others_have_open(mount: Area) -> None:
+    path = _write(mount.path / "file", b"old" * 1000)
+    with open(path, "rb", buffering=0) as reader:
+        assert reader.read(3) == b"old"
+        with open(path, "wb", buffering=0) as writer:
+            assert os.fstat(reader.fileno()).st_size == 0
+            writer.write(b"new")
+            assert os.pread(reader.fileno(), 100, 0) == b"new"
+    assert path.read_bytes() == b"new"
+
+
+def test_rewriting_a_sealed_file_in_place(mount: Area) -> None:
+    path = _write(mount.path / "file", b"1" * MIB)
+    mount.settle()
+    with open(path, "r+b") as file:
+        file.write(b"2")
+    assert path.read_bytes() == b"2" + b"1" * (MIB - 1)
+    mount.settle()
+    assert (mount.pfs / "file").read_bytes() == b"2" + b"1" * (MIB - 1)
+
+
+def test_o_direct(mount: Area) -> None:
+    path = mount.path / "file"
+    buffer = mmap.mmap(-1, 64 * 1024)
+    buffer[:] = os.urandom(64 * 1024)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    try:
+        assert os.pwritev(fd, [buffer], 4096) == 64 * 1024
+        back = mmap.mmap(-1, 64 * 1024)
+        assert os.preadv(fd, [back], 4096) == 64 * 1024
+        assert back[:] == buffer[:]
+    finally:
+        os.close(fd)
+    assert path.read_bytes() == bytes(4096) + buffer[:]
+
+
+def test_an_unlinked_file_lives_as_long_as_it_is_open(mount: Area) -> None:
+    path = _write(mount.path / "file", b"still here")
+    fd = os.open(path, os.O_RDWR)
+    os.unlink(path)
+    assert os.pread(fd, 100, 0) == b"still here"
+    assert os.pwrite(fd, b"and written", 10) == 11
+    status = os.fstat(fd)
+    assert (status.st_nlink, status.st_size) == (0, 21)
+    os.ftruncate(fd, 5)
+    assert os.pread(fd, 100, 0) == b"still"
+    path.write_bytes(b"another")
+    assert os.pread(fd, 100, 0) == b"still"
+    os.close(fd)
+    assert path.read_bytes() == b"another"
+
+
+def test_renaming_over_an_open_file_leaves_it_to_its_readers(mount: Area) -> None:
+    path = _write(mount.path / "file", b"old")
+    with open(path, "rb") as reader:
+        os.rename(_write(mount.path / "next", b"new"), path)
+        assert reader.read() == b"old"
+        assert path.read_bytes() == b"new"
+        assert os.fstat(reader.fileno()).st_nlink == 0
+
+
+def test_o_excl_and_flags_that_files_refuse(mount: Area) -> None:
+    path = _write(mount.path / "file", b"")
+    with pytest.raises(FileExistsError):
+        os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    with pytest.raises(NotADirectoryError):
+        os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with pytest.raises(IsADirectoryError):
+        os.open(mount.path, os.O_WRONLY)
+    reading, writing = os.open(path, os.O_RDONLY), os.open(path, os.O_WRONLY)
+    for act in (lambda: os.write(reading, b"x"), lambda: os.read(writing, 1)):
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+            act()
+    os.close(reading)
+    os.close(writing)
+
+
+def test_mknod_makes_an_empty_file_that_can_be_read_and_written(mount: Area) -> None:
+    path = mount.path / "file"
+    os.mknod(path, 0o100644)
+    assert path.read_bytes() == b""
+    assert path.stat().st_size == 0
+    path.write_bytes(b"now")
+    assert path.read_bytes() == b"now"
+
+
+def test_fsync_fdatasync_and_fsync_of_directories(mount: Area) -> None:
+    with open(mount.path / "file", "wb", buffering=0) as file:
+        file.write(b"x" * 10_000)
+        os.fsync(file.fileno())
+        file.write(b"y" * 10_000)
+        os.fdatasync(file.fileno())
+    fd = os.open(mount.path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    assert (mount.path / "file").stat().st_size == 20_000
+
+
+def test_times_follow_writes_and_utimens_even_while_open(mount: Area) -> None:
+    path = mount.path / "file"
+    with open(path, "wb", buffering=0) as file:
+        file.write(b"x")
+        os.utime(path, ns=(1_000_000_007, 2_000_000_009))
+        assert path.stat().st_mtime_ns == 2_000_000_009
+    status = path.stat()
+    assert (status.st_atime_ns, status.st_mtime_ns) == (1_000_000_007, 2_000_000_009)
+    with open(path, "ab") as file:
+        file.write(b"y")
+    assert path.stat().st_mtime_ns > 2_000_000_009
+    assert path.stat().st_ctime_ns >= path.stat().st_mtime_ns - 50_000_000
+
+
+def test_a_stranger_who_writes_clears_set_id_bits(mount: Area) -> None:
+    path = _write(mount.path / "file", b"x")
+    os.chmod(mount.path, 0o755)
+    program = "import os, sys\nfd = os.open(sys.argv[1], os.O_WRONLY)\nos.write(fd, b'y')\nprint(oct(os.fstat(fd).st_mode))"
+    os.chmod(path, 0o6777)
+    nobody = {"user": 65534, "group": 65534, "extra_groups": []}
+    shown = subprocess.run(
+        ["python3", "-c", program, str(path)], capture_output=True, text=True, check=True, env=environment(), timeout=60, **nobody
+    )
+    assert shown.stdout.strip() == oct(0o100777)
+    assert path.stat().st_mode == 0o100777
+    assert path.read_bytes() == b"y"
+    os.chmod(path, 0o6777)
+    path.write_bytes(b"root keeps them")
+    assert path.stat().st_mode == 0o106777
+
+
+def test_many_files_with_many_handles_each(mount: Area) -> None:
+    files = [open(mount.path / f"file{number % 20}", "a+b", buffering=0) for number in range(200)]  # noqa: SIM115
+    for number, file in enumerate(files):
+        file.write(b"%d " % number)
+    for file in files:
+        file.close()
+    for number in range(20):
+        assert (mount.path / f"file{number}").read_bytes() == b"".join(b"%d " % n for n in range(number, 200, 20))
