@@ -14,9 +14,8 @@ from ckptfs.errors import ConfigError
 from ckptfs.model import ROOT
 
 
-def belongs(db: Database) -> bool:
-    """Whether this catalog has a PFS."""
-    return db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None
+UNIDENTIFIED = "unidentified"
+"""The uuid of a PFS on which we may not make a work area; once we may, it is the same one."""
 
 
 def instance(db: Database) -> str:
@@ -26,9 +25,16 @@ def instance(db: Database) -> str:
 
 def adopt(db: Database, uuid: str) -> bool:
     """Belong to the PFS `uuid` from now on; whether that is news. Raises ConfigError when files would be lost by it."""
-    if db.value("SELECT value FROM meta WHERE key = 'pfs'") == uuid:
+    known = db.value("SELECT value FROM meta WHERE key = 'pfs'")
+    if uuid in (known, UNIDENTIFIED) and known is not None:
+        return False
+    if known == UNIDENTIFIED:
+        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs', ?)", uuid)
         return False
     with db.change():
+        if known is None and not _untold(db):
+            db.run("INSERT INTO meta (key, value) VALUES ('pfs', ?)", uuid)
+            return False
         only_there = db.value(
             "SELECT count(*) FROM published p JOIN inode i ON i.id = p.inode WHERE i.nlink > 0"
             " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = i.content AND c.state = 1)"
@@ -43,6 +49,15 @@ def adopt(db: Database, uuid: str) -> bool:
         again(db, ROOT)
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs', ?)", uuid)
     return True
+
+
+def _untold(db: Database) -> bool:
+    """Whether anything exists that neither the journal nor the PFS knows: it was made while there was no PFS."""
+    untold = (
+        "SELECT 1 FROM inode i WHERE i.id <> ? AND i.nlink > 0 AND NOT EXISTS (SELECT 1 FROM pfs_entry WHERE inode = i.id)"
+        " AND NOT EXISTS (SELECT 1 FROM journal WHERE inode = i.id AND op = 'make') LIMIT 1"
+    )
+    return db.value(untold, ROOT) is not None
 
 
 def again(db: Database, inode: int) -> int:

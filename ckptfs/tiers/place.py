@@ -24,6 +24,7 @@ from ckptfs.tiers.space import Room
 disk.labels("place:create", "place:open", "place:remove")
 
 PFS_WORK_DIRECTORY = ".ckptfs"
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -74,8 +75,12 @@ class Place:
             os.link(mine, path)
         except FileExistsError:
             pass
+        except OSError as failure:
+            if failure.errno not in _NO_LINKS:
+                raise
+            mine.rename(path)
         finally:
-            mine.unlink()
+            mine.unlink(missing_ok=True)
         _persist(self.root)
         return path.read_text(encoding="ascii").strip()
 

@@ -85,6 +85,7 @@ class _Flows:
         self._recover = Recover(db, places, config, notify)
         self._visit = Visit(db, places, config, notify)
         self._fetch = Fetch(db, places, config, notify)
+        self._write_back = WriteBack(db, places, config, notify)
         self._lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, places, config, notify, LOCAL)),
             ("evict", Evict(db, places, config, notify)),
@@ -95,7 +96,7 @@ class _Flows:
             self._lanes += [
                 ("seal pfs", Seal(db, places, config, notify, REMOTE)),
                 ("drop pfs", Drop(db, places, config, notify, REMOTE)),
-                ("write back", WriteBack(db, places, config, notify)),
+                ("write back", self._write_back),
                 ("visit", self._visit),
                 *((f"fetch {number}", self._fetch) for number in range(1, FETCHES + 1)),
             ]
@@ -108,6 +109,7 @@ class _Flows:
         """What must be so before the mount asks anything. Asks nothing of the PFS, which may hang."""
         settling.forget_reports(self._db)
         self._recover.step()
+        self._write_back.prepare()
         self._fetch.prepare()
         self._visit.prepare()
 

@@ -69,8 +69,14 @@ class WriteBack:
         self._facts = _Facts(db)
         self._fence: int | None = None
         self._waiting = False
+        self._begun = False
         self._reported_s = 0.0
         self._reporting = False
+
+    def prepare(self) -> None:
+        """Once, before the mover is ready: what was made while there was no PFS is told to the journal. Asks nothing of the PFS."""
+        if self._tree is not None and settling.tier_uuid(self._db, Tier.PFS) is None:
+            adoption.adopt(self._db, adoption.UNIDENTIFIED)
 
     def step(self) -> bool:
         """Write back one batch. True: there may be more at once. Raises TierUnavailable: nothing is lost, it is to be tried again."""
@@ -97,10 +103,11 @@ class WriteBack:
     # --- one batch ------------------------------------------------------------------------------------------------------
 
     def _step(self, tree: PfsTree) -> bool:
-        if adoption.belongs(self._db) and not pfs_batch.in_hand(self._db):
+        if self._begun and not pfs_batch.in_hand(self._db):
             self._waiting = False
             return False
         tree.check(self._adopted())
+        self._begun = True
         found = pfs_batch.read(self._db)
         if found is not None:
             self._recover(tree, *found)
@@ -110,13 +117,16 @@ class WriteBack:
             return self._set_times(tree)
         return self._write_back(tree, rows)
 
-    def _adopted(self) -> str:
-        """The uuid of our PFS; at the first meeting all that exists is told to the journal."""
+    def _adopted(self) -> str | None:
+        """The uuid of our PFS, None where we may not leave one; at the first meeting all that exists is told to the journal."""
         uuid = settling.tier_uuid(self._db, Tier.PFS)
         if uuid is None:
-            uuid = self._places[Tier.PFS].uuid
-            settling.adopt(self._db, Tier.PFS, uuid)
-        if adoption.adopt(self._db, uuid):
+            try:
+                uuid = self._places[Tier.PFS].uuid
+                settling.adopt(self._db, Tier.PFS, uuid)
+            except (PermissionError, TierUnavailable):
+                log.debug("%s goes without a work area of ours", self._config.pfs)
+        if adoption.adopt(self._db, uuid or adoption.UNIDENTIFIED):
             log.info("the PFS at %s is new to this catalog; everything is written back to it", self._config.pfs)
         return uuid
 

@@ -1,0 +1,350 @@
+"""P6: write-back puts plain files on the PFS under their ordinary names, whole, verified, in the order of the journal (F2, F3, H1)."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from write_back_world import Mount
+
+from ckptfs import disk
+from ckptfs.catalog import namespace, pfs_view, renaming, report, settling
+from ckptfs.errors import TierUnavailable
+from ckptfs.flow.write_back import apply
+from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Mount:
+    return Mount(tmp_path)
+
+
+def test_everything_there_is_appears_on_the_pfs(mount: Mount) -> None:
+    mount.mkdir(b"run", 0o750)
+    mount.put(b"run/model.pt", b"weights" * 1000)
+    mount.symlink(b"latest", b"run/model.pt")
+    mount.mknod(b"fifo", stat.S_IFIFO | 0o600)
+    mount.mknod(b"empty", stat.S_IFREG | 0o640)
+    mount.put(b"b\xff\n", b"a name of any bytes")
+    mount.settle()
+    mount.exact()
+    assert report.level(mount.db, mount.number(b"run/model.pt")) is Level.PFS
+    assert mount.told.works > 0
+
+
+def test_attributes_follow(mount: Mount) -> None:
+    mount.put(b"file", b"data")
+    mount.chmod(b"file", 0o604)
+    mount.setxattr(b"file", b"user.step", b"7")
+    mount.settle()
+    path = mount.pfs / "file"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604 and os.getxattr(path, "user.step") == b"7"
+    assert path.stat().st_mtime_ns == mount.db.value("SELECT mtime_ns FROM inode WHERE id = ?", mount.number(b"file"))
+    before = path.stat().st_ino
+    mount.chmod(b"file", 0o4755)
+    mount.settle()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o4755 and path.stat().st_ino == before, "only the attributes changed"
+    mount.exact()
+
+
+def test_a_directory_keeps_its_times(mount: Mount) -> None:
+    mount.mkdir(b"d")
+    mount.put(b"d/file", b"data")
+    mount.settle()
+    assert (mount.pfs / "d").stat().st_mtime_ns == mount.db.value("SELECT mtime_ns FROM inode WHERE id = ?", mount.number(b"d"))
+
+
+def test_a_renamed_directory_is_one_rename_there(mount: Mount) -> None:
+    mount.mkdir(b"a")
+    for number in range(20):
+        mount.put(b"a/%d" % number, b"%d" % number)
+    mount.settle()
+    numbers = {path.name: path.stat().st_ino for path in (mount.pfs / "a").iterdir()}
+    mount.mkdir(b"x")
+    mount.rename(b"a", b"x/b")
+    mount.settle()
+    mount.exact()
+    assert {path.name: path.stat().st_ino for path in (mount.pfs / "x" / "b").iterdir()} == numbers
+
+
+def test_what_is_made_and_removed_again_never_appears(mount: Mount) -> None:
+    """Coalescing: nothing of it is copied."""
+    mount.put(b"lock", b"x")
+    mount.put(b"step_1.tmp", b"weights")
+    mount.unlink(b"lock")
+    mount.rename(b"step_1.tmp", b"step_1")
+    mount.settle()
+    mount.exact()
+    assert mount.db.value("SELECT count(*) FROM published") == 1
+
+
+def test_the_old_file_stays_until_the_new_one_is_whole(mount: Mount) -> None:
+    """P5: a file that is renamed over another one before its seal does not take that away."""
+    mount.put(b"state.cpt", b"old")
+    mount.settle()
+    mount.seal_at_once = False
+    content = mount.put(b"step.cpt", b"new")
+    mount.rename(b"step.cpt", b"state.cpt")
+    mount.put(b"later", b"must not overtake")
+    flow = mount.write_back()
+    while flow.step():
+        pass
+    assert flow.due_s() is not None
+    assert mount.on_pfs() == {b"state.cpt": ("file", b"old", 0o644)}
+    mount.seal(content)
+    mount.seal(content + 1)
+    mount.settle(flow)
+    mount.exact()
+
+
+def test_an_open_file_renamed_over_another_one(mount: Mount) -> None:
+    mount.put(b"final", b"old")
+    mount.settle()
+    content = mount.put(b"tmp", b"new", closed=False)
+    mount.rename(b"tmp", b"final")
+    mount.settle()
+    assert mount.on_pfs() == {b"final": ("file", b"old", 0o644)}
+    mount.close(content, 3)
+    mount.settle()
+    mount.exact()
+
+
+def test_a_file_that_covers_another_one_and_goes_takes_it_along(mount: Mount) -> None:
+    mount.put(b"final", b"old")
+    mount.settle()
+    content = mount.put(b"tmp", b"new", closed=False)
+    mount.rename(b"tmp", b"final")
+    mount.rename(b"final", b"elsewhere")
+    mount.settle()
+    assert mount.on_pfs() == {}
+    mount.close(content, 3)
+    mount.settle()
+    mount.exact()
+
+
+def test_a_reopened_content_is_left_to_its_next_close(mount: Mount) -> None:
+    content = mount.put(b"log", b"one\n")
+    mount.append(b"log", b"two\n", closed=False)
+    mount.settle()
+    assert mount.on_pfs() == {}
+    mount.close(content, 8)
+    mount.settle()
+    mount.exact()
+    mount.append(b"log", b"three\n")
+    mount.settle()
+    mount.exact()
+
+
+def test_every_name_of_a_file_shows_its_new_bytes(mount: Mount) -> None:
+    mount.put(b"a", b"first")
+    mount.link(b"a", b"b")
+    mount.mkdir(b"d")
+    mount.link(b"b", b"d/c")
+    mount.settle()
+    mount.exact()
+    assert len({(mount.pfs / name).stat().st_ino for name in ("a", "b", "d/c")}) == 1, "they are links"
+    mount.put(b"b", b"second")
+    mount.settle()
+    mount.exact()
+    assert len({(mount.pfs / name).stat().st_ino for name in ("a", "b", "d/c")}) == 1
+    mount.unlink(b"a")
+    mount.settle()
+    mount.exact()
+    assert report.level(mount.db, mount.number(b"b")) is Level.PFS
+
+
+def test_a_pfs_without_links_gets_copies(mount: Mount, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(95, "no links here")
+
+    mount.put(b"a", b"bytes")
+    mount.settle()
+    mount.link(b"a", b"b")
+    monkeypatch.setattr(os, "link", refuse)
+    mount.settle()
+    assert mount.on_pfs() == mount.tree() and "gets a copy" in caplog.text
+
+
+def test_exchange(mount: Mount) -> None:
+    mount.put(b"file", b"data")
+    mount.mkdir(b"d")
+    mount.put(b"d/inside", b"more")
+    mount.settle()
+    mount.rename(b"file", b"d", renaming.EXCHANGE)
+    mount.settle()
+    mount.exact()
+    content = mount.put(b"open", b"not yet", closed=False)
+    mount.rename(b"open", b"d", renaming.EXCHANGE)
+    mount.settle()
+    assert mount.on_pfs()[b"open"] == ("file", b"data", 0o644)
+    mount.close(content, 7)
+    mount.settle()
+    mount.exact()
+
+
+def test_exchange_where_the_pfs_cannot(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(22, "not here")
+
+    monkeypatch.setattr(apply, "exchange", refuse)
+    mount.put(b"a", b"1")
+    mount.put(b"b", b"2")
+    mount.settle()
+    mount.rename(b"a", b"b", renaming.EXCHANGE)
+    mount.settle()
+    mount.exact()
+
+
+def test_holes_stay_holes(mount: Mount) -> None:
+    content = mount.put(b"sparse", b"", closed=False)
+    path = mount.places[Tier.RAM].root / "contents" / f"{content:016x}"
+    with open(path, "r+b") as file:
+        file.truncate(64 * 1024 * 1024)
+        file.seek(32 * 1024 * 1024)
+        file.write(b"island")
+    mount.close(content, 64 * 1024 * 1024)
+    mount.settle()
+    found = (mount.pfs / "sparse").stat()
+    assert found.st_size == 64 * 1024 * 1024 and found.st_blocks * 512 < 1024 * 1024
+    assert (mount.pfs / "sparse").read_bytes() == path.read_bytes()
+
+
+def test_an_fsynced_open_file_is_published_as_it_is(mount: Mount) -> None:
+    """H1: what mdrun has fsynced survives although the file stays open; its close replaces it."""
+    content = mount.put(b"md.log", b"step 1\n", closed=False)
+    mount.synced(content)
+    mount.settle()
+    row = pfs_view.published(mount.db, mount.number(b"md.log"))
+    assert mount.on_pfs() == {b"md.log": ("file", b"step 1\n", 0o644)} and row is not None and row.complete is False
+    assert report.level(mount.db, mount.number(b"md.log")) is Level.LOCAL
+    mount.close(content, 7)
+    mount.settle()
+    row = pfs_view.published(mount.db, mount.number(b"md.log"))
+    assert row is not None and row.complete is True
+    mount.exact()
+
+
+def test_a_mapped_file_does_not_hold_up_the_others_for_ever(mount: Mount) -> None:
+    mount.seal_at_once = False
+    mapped = mount.put(b"mapped", b"m")
+    other = mount.put(b"other", b"o")
+    mount.seal(other)
+    with mount.db.change():
+        mount.db.run("UPDATE content SET closed_ns = 1")
+        mount.db.run("UPDATE journal SET at_ns = 1")
+    flow = mount.write_back()
+    while flow.step():
+        pass
+    assert mount.on_pfs() == {b"mapped": ("file", b"m", 0o644), b"other": ("file", b"o", 0o644)}
+    row = pfs_view.published(mount.db, mount.number(b"mapped"))
+    assert row is not None and row.complete is False, "its seal is still to come"
+    mount.seal(mapped)
+    mount.settle(flow)
+    mount.exact()
+
+
+def test_a_bad_copy_is_quarantined_and_another_one_used(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    """P4."""
+    content = mount.put(b"file", b"x" * 10_000)
+    with mount.db.change():
+        mount.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'nvme', 1, 1)", content)
+    (mount.places[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(b"x" * 10_000)
+    mount.spoil(content, Tier.RAM)
+    mount.settle()
+    assert (mount.pfs / "file").read_bytes() == b"x" * 10_000
+    assert mount.copies(content) == {Tier.RAM: CopyState.QUARANTINED, Tier.NVME: CopyState.GOOD}
+    assert "does not have its digest" in caplog.text
+
+
+def test_a_file_whose_last_copy_is_bad_is_lost_and_never_published(mount: Mount) -> None:
+    content = mount.put(b"file", b"x" * 10_000)
+    mount.spoil(content, Tier.RAM)
+    mount.put(b"next", b"goes on")
+    mount.settle()
+    assert mount.on_pfs() == {b"next": ("file", b"goes on", 0o644)}
+    assert mount.state(content) is ContentState.LOST
+
+
+@pytest.mark.parametrize("tier", [Tier.NVME, Tier.PFS])
+def test_other_tiers_are_sources_too(mount: Mount, tier: Tier) -> None:
+    mount.put(b"file", b"data" * 1000, tier=tier)
+    mount.settle()
+    assert mount.on_pfs()[b"file"][1] == b"data" * 1000
+
+
+def test_a_catalog_that_meets_a_pfs_tells_it_everything(tmp_path: Path) -> None:
+    mount = Mount(tmp_path)
+    mount.db.journalled = False
+    mount.mkdir(b"d")
+    mount.put(b"d/f", b"data")
+    mount.link(b"d/f", b"g")
+    mount.symlink(b"s", b"d")
+    mount.db.journalled = True
+    mount.settle()
+    mount.exact()
+
+
+def test_what_lies_only_on_another_pfs_is_not_given_up(mount: Mount) -> None:
+    """P11."""
+    content = mount.put(b"file", b"data")
+    mount.settle()
+    with mount.db.change():
+        settling.forget_copy(mount.db, content, Tier.RAM)
+        mount.db.run("DELETE FROM tier WHERE name = 'pfs'")
+        mount.db.run("UPDATE meta SET value = 'another' WHERE key = 'pfs'")
+    with pytest.raises(Exception, match="only on another PFS"):
+        mount.write_back().step()
+    assert pfs_view.published(mount.db, mount.number(b"file")) is not None
+
+
+def test_a_pfs_that_is_not_mounted_is_not_taken_for_an_empty_one(mount: Mount) -> None:
+    mount.put(b"file", b"data")
+    mount.settle()
+    mount.put(b"more", b"data")
+    os.rename(mount.pfs, mount.pfs.with_name("away"))
+    mount.pfs.mkdir()
+    with pytest.raises(TierUnavailable, match="not the directory"):
+        mount.write_back().step()
+    assert list(mount.pfs.iterdir()) == []
+    mount.pfs.rmdir()
+    os.rename(mount.pfs.with_name("away"), mount.pfs)
+    mount.settle()
+    mount.exact()
+
+
+def test_what_fails_first_does_not_hold_back_what_came_before(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (b"a", b"b", b"c", b"d"):
+        mount.put(name, name)
+    monkeypatch.setattr(disk, "_fault", "write_back:create=EDQUOT@3")
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    flow = mount.write_back()
+    assert flow.step() is True
+    assert set(mount.on_pfs()) == {b"a", b"b"}
+    monkeypatch.setattr(disk, "_fault", "write_back:create=EDQUOT@*")
+    with pytest.raises(TierUnavailable, match="write-back of c to the PFS failed") as failure:
+        flow.step()
+    assert "quota" in failure.value.remedy and failure.value.errno == 122
+    monkeypatch.setattr(disk, "_fault", "")
+    mount.settle(flow)
+    mount.exact()
+
+
+def test_a_long_name_and_a_deep_path(mount: Mount) -> None:
+    parent = ROOT
+    for _ in range(300):
+        with mount.db.change():
+            parent = namespace.make(mount.db, parent, b"d" * 12, stat.S_IFDIR | 0o755, uid=0, gid=0).id
+    mount.put(b"n" * 255, b"long")
+    mount.settle(steps=20_000)
+    assert (mount.pfs / ("n" * 255)).read_bytes() == b"long"
+    fd, depth = os.open(mount.pfs, os.O_RDONLY), 0
+    while True:
+        try:
+            below = os.open("d" * 12, os.O_RDONLY, dir_fd=fd)
+        except FileNotFoundError:
+            break
+        os.close(fd)
+        fd, depth = below, depth + 1
+    os.close(fd)
+    assert depth == 300
+    assert mount.db.value("SELECT count(*) FROM pfs_entry WHERE parent = ?", ROOT) == 2

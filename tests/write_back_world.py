@@ -1,0 +1,263 @@
+"""A node without FUSE whose files are made, changed and removed by path as the mount would do it, and its PFS; used by the tests of write-back."""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from local_node import Node
+
+from ckptfs import disk
+from ckptfs.catalog import attributes, contents, namespace, renaming, report, settling
+from ckptfs.digest import Running
+from ckptfs.flow.write_back import WriteBack
+from ckptfs.model import ROOT, ContentState, Tier
+
+Tree = dict[bytes, tuple[Any, ...]]
+CHANGES = ("put", "link", "move", "swap", "unlink", "rmdir", "aside")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: from then on no disk operation happens."""
+
+
+class Mount(Node):
+    """The acts of an application, each with what the mount does about it. Paths are bytes, relative to the mount."""
+
+    def __init__(self, root: Path, *, seal_at_once: bool = True) -> None:
+        super().__init__(root)
+        self.seal_at_once = seal_at_once
+        self.pfs = root / "pfs"
+
+    def at(self, path: bytes) -> tuple[int, bytes]:
+        head, _, name = path.rpartition(b"/")
+        return report.resolve(self.db, head), name
+
+    def number(self, path: bytes) -> int:
+        return report.resolve(self.db, path)
+
+    def mkdir(self, path: bytes, mode: int = 0o755) -> None:
+        with self.db.change():
+            namespace.make(self.db, *self.at(path), stat.S_IFDIR | mode, uid=0, gid=0)
+
+    def symlink(self, path: bytes, target: bytes) -> None:
+        with self.db.change():
+            namespace.make(self.db, *self.at(path), stat.S_IFLNK | 0o777, uid=0, gid=0, target=target)
+
+    def mknod(self, path: bytes, mode: int, rdev: int = 0) -> None:
+        with self.db.change():
+            namespace.make(self.db, *self.at(path), mode, uid=0, gid=0, rdev=rdev)
+
+    def put(self, path: bytes, data: bytes, *, closed: bool = True, tier: Tier = Tier.RAM) -> int:
+        """creat, write, close; the content."""
+        with self.db.change():
+            found = namespace.find(self.db, *self.at(path))
+            inode = namespace.make(self.db, *self.at(path), 0o100644, uid=0, gid=0).id if found is None else found.id
+            content = contents.begin(self.db, inode, tier)
+            with os.fdopen(self.places[tier].create(content), "wb") as file:
+                file.write(data)
+        if closed:
+            self.close(content, len(data))
+        return content
+
+    def append(self, path: bytes, data: bytes, *, closed: bool = True) -> int:
+        """Open in place, write at the end, close; the content."""
+        content = self.shown(self.number(path))
+        assert content is not None
+        with self.db.change():
+            contents.reopen(self.db, self.inode(content), content, Tier.RAM)
+        with os.fdopen(self.places[Tier.RAM].open(content, os.O_RDWR), "r+b") as file:
+            file.seek(0, os.SEEK_END)
+            file.write(data)
+            size = file.tell()
+        if closed:
+            self.close(content, size)
+        return content
+
+    def close(self, content: int, size: int) -> None:
+        found = os.stat(self.places[Tier.RAM].root / "contents" / f"{content:016x}") if self.copies(content).get(Tier.RAM) else None
+        with self.db.change():
+            when = 1 if found is None else found.st_mtime_ns
+            contents.close(self.db, self.inode(content), content, size, when, when)
+        if self.seal_at_once:
+            self.seal(content)
+
+    def seal(self, content: int) -> None:
+        row = settling.content(self.db, content)
+        assert row is not None
+        tier = next(iter(self.copies(content)))
+        running = Running()
+        running.update(self.data(content, tier))
+        whole, blocks = running.finish()
+        with self.db.change():
+            settling.seal(self.db, [settling.Seal(content, row.inode, row.change, tier, running.size, whole, blocks)])
+
+    def synced(self, content: int) -> None:
+        """fsync while open."""
+        size = len(self.data(content))
+        with self.db.change():
+            contents.synced(self.db, self.inode(content), content, size, 5, 5)
+
+    def link(self, old: bytes, new: bytes) -> None:
+        with self.db.change():
+            namespace.link(self.db, self.number(old), *self.at(new))
+
+    def rename(self, old: bytes, new: bytes, flags: int = 0) -> None:
+        with self.db.change():
+            replaced = renaming.rename(self.db, *self.at(old), *self.at(new), flags)
+            self._reap(None if replaced is None else replaced.id)
+
+    def unlink(self, path: bytes) -> None:
+        with self.db.change():
+            self._reap(namespace.unlink(self.db, *self.at(path)).id)
+
+    def rmdir(self, path: bytes) -> None:
+        with self.db.change():
+            self._reap(namespace.rmdir(self.db, *self.at(path)).id)
+
+    def chmod(self, path: bytes, mode: int) -> None:
+        with self.db.change():
+            attributes.set_attributes(self.db, self.number(path), mode=mode)
+
+    def setxattr(self, path: bytes, name: bytes, value: bytes) -> None:
+        with self.db.change():
+            attributes.set_xattr(self.db, self.number(path), name, value)
+
+    def _reap(self, inode: int | None) -> None:
+        if inode is not None:
+            for content in namespace.reap(self.db, inode) or []:
+                self.places[Tier.RAM].remove(content)
+
+    # --- trees --------------------------------------------------------------------------------------------------------
+
+    def tree(self) -> Tree:
+        """What the mount shows, of files those whose bytes were closed."""
+        found: Tree = {}
+        todo = [(ROOT, b"")]
+        while todo:
+            parent, path = todo.pop()
+            for name, child in self.db.rows("SELECT name, child FROM entry WHERE parent = ?", parent):
+                inode = namespace.get(self.db, child)
+                here = path + b"/" + name if path else bytes(name)
+                if inode.is_directory:
+                    found[here] = ("directory", stat.S_IMODE(inode.mode))
+                    todo.append((child, here))
+                elif stat.S_ISLNK(inode.mode):
+                    found[here] = ("symlink", inode.target)
+                elif inode.is_file:
+                    data = b"" if inode.content is None else self._bytes(inode.content)
+                    if data is not None:
+                        found[here] = ("file", data, stat.S_IMODE(inode.mode))
+                else:
+                    found[here] = ("other", inode.mode)
+        return found
+
+    def _bytes(self, content: int) -> bytes | None:
+        if self.state(content) is ContentState.OPEN:
+            return None
+        return self.data(content, next(iter(self.copies(content))))
+
+    def on_pfs(self) -> Tree:
+        """What the PFS shows to people: temporary names and our work area left out."""
+        return pfs_tree(self.pfs)
+
+    def temporaries(self) -> list[str]:
+        return [str(path) for path in self.pfs.rglob(".ckptfs.*")]
+
+    # --- write-back ---------------------------------------------------------------------------------------------------
+
+    def write_back(self) -> WriteBack:
+        return WriteBack(self.db, self.places, self.config, self.told)
+
+    def settle(self, flow: WriteBack | None = None, steps: int = 400) -> None:
+        """Write back until there is nothing to do."""
+        flow = flow or self.write_back()
+        for _ in range(steps):
+            if not flow.step():
+                break
+        assert self.db.value("SELECT count(*) FROM journal") == 0, "the journal is empty when write-back rests"
+
+    def exact(self) -> None:
+        """The PFS shows the mount's tree, the catalog knows it, and nothing is left over."""
+        assert self.on_pfs() == self.tree()
+        assert self.temporaries() == []
+        for table in ("journal", "pfs_batch", "pfs_pending", "pfs_times"):
+            assert self.db.rows(f"SELECT * FROM {table}") == [], table
+        shown = {self._path(parent, bytes(name)): inode for parent, name, inode in self.db.rows("SELECT parent, name, inode FROM pfs_entry")}
+        assert shown == {path: self.number(path) for path in self.tree()}
+        for inode, size, mtime_ns, pfs_inode in self.db.rows("SELECT inode, size, mtime_ns, pfs_inode FROM published"):
+            path = next(path for path, number in shown.items() if number == inode)
+            found = os.lstat(os.path.join(os.fsencode(self.pfs), path))
+            assert (found.st_size, found.st_mtime_ns, found.st_ino) == (size, mtime_ns, pfs_inode)
+
+    def _path(self, parent: int, name: bytes) -> bytes:
+        above = report.path_of(self.db, parent)
+        return above + b"/" + name if above else name
+
+
+def pfs_tree(root: Path) -> Tree:
+    found: Tree = {}
+    top = os.fsencode(root)
+    for base, directories, files in os.walk(top):
+        if base == top and b".ckptfs" in directories:
+            directories.remove(b".ckptfs")
+        for name in directories + files:
+            if name.startswith(b".ckptfs."):
+                continue
+            path = os.path.join(base, name)
+            here = os.path.relpath(path, top)
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
+                found[here] = ("symlink", os.readlink(path))
+            elif stat.S_ISDIR(status.st_mode):
+                found[here] = ("directory", stat.S_IMODE(status.st_mode))
+            elif stat.S_ISREG(status.st_mode):
+                with open(path, "rb") as file:
+                    found[here] = ("file", file.read(), stat.S_IMODE(status.st_mode))
+            else:
+                found[here] = ("other", status.st_mode)
+    return found
+
+
+@contextmanager
+def intercepted(before: Callable[[str], None], after: Callable[[str], None] = lambda label: None) -> Iterator[None]:
+    """Let `before` and `after` see the label of every disk operation; either may raise."""
+    original = disk.act
+
+    def act(label: str, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        assert label in disk.LABELS, label
+        before(label)
+        result = call(*values, **named)
+        after(label)
+        return result
+
+    disk.act = act
+    try:
+        yield
+    finally:
+        disk.act = original
+
+
+@contextmanager
+def killed_at(number: int, *, after: bool) -> Iterator[list[str]]:
+    """Kill the mover before or after its `number`-th disk operation (from 0); the labels that it came to."""
+    seen: list[str] = []
+    dead = False
+
+    def strike(label: str) -> None:
+        nonlocal dead
+        if dead or len(seen) == number + 1:
+            dead = True
+            raise Killed
+
+    def count(label: str) -> None:
+        if dead:
+            raise Killed
+        seen.append(label)
+        if not after:
+            strike(label)
+
+    with intercepted(count, strike if after else lambda label: None):
+        yield seen
