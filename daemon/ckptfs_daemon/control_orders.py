@@ -95,7 +95,8 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
         """Compare a directory on the PFS again, with all below when asked."""
         if self._config.pfs is None:
             raise Refused("this mount has no PFS, so there is nothing to compare with", remedy="mount it with pfs=DIRECTORY")
-        wait_s = min(context.time_remaining() or REFRESH_WAIT_S, REFRESH_WAIT_S)
+        # A little less than the client waits, so that it is told why it waited in vain.
+        wait_s = min(0.95 * (context.time_remaining() or REFRESH_WAIT_S), REFRESH_WAIT_S)
         argument = wants.TREE if request.recursive else wants.AGAIN
         want = wants.ask(self._db, wants.VISIT, request.inode, argument, wait_s=wait_s)
         self._hurry()
@@ -107,4 +108,5 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
             if row.state == wants.FAILED:
                 raise OSError(row.error, os.strerror(row.error or errno.EIO))
             threading.Event().wait(LOOK_S)
-        raise TimedOut("the PFS was not compared in time; it goes on in the background", remedy="see `ckptfs status`")
+        what, remedy = self._figures.obstacle()
+        raise TimedOut(f"the PFS was not compared in time{f': {what}' if what else ''}", remedy=remedy or "it goes on in the background")

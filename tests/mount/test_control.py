@@ -1,0 +1,140 @@
+"""`ckptfs` on a real mount: files, levels, drains, verification, and waits that outlive the mover. F2, F5, P8."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_under_test import Area, DaemonUnderTest, eventually
+
+from ckptfs import rendezvous
+
+MIB = 1 << 20
+ORDINARY = 65534
+
+
+def listed(mount: Area | DaemonUnderTest, *arguments: str | Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(mount.command("ls", "--json", *arguments).stdout)
+    return found
+
+
+def test_a_file_on_its_way(mount: Area) -> None:
+    """F2: open, local, on the PFS: what `ls` says of it at each point."""
+    path = mount.path / "model.pt"
+    with open(path, "wb") as file:
+        file.write(os.urandom(MIB))
+        file.flush()
+        row = listed(mount, path)[0]
+        assert (row["state"], row["kind"], row["inode"]) == ("open", "file", os.stat(path).st_ino)
+        assert mount.command("wait", path, "--level", "local", "--timeout", "300ms", check=False).returncode == 4
+    mount.command("wait", path, "--level", "local", "--timeout", "60s")
+    mount.command("wait", path, "--timeout", "120s")
+    row = listed(mount, path)[0]
+    assert (row["level"], row["state"], row["size"], row["waiting"], row["progress"]) == ("pfs", "sealed", MIB, False, 1.0)
+    assert {"pfs": "published", "ram": "good"}.items() <= {copy["tier"]: copy["state"] for copy in row["copies"]}.items()
+    assert row["digest"] == os.getxattr(path, "user.ckptfs.digest").decode() and len(row["digest"]) == 32
+    assert (mount.pfs / "model.pt").read_bytes() == path.read_bytes()
+
+
+def test_a_directory_with_all_below(mount: Area) -> None:
+    (mount.path / "a" / "b").mkdir(parents=True)
+    for number in range(20):
+        (mount.path / "a" / "b" / f"shard{number}").write_bytes(b"x" * 1000 * number)
+    (mount.path / "a" / "link").symlink_to("b")
+    mount.command("wait", mount.path / "a", "--timeout", "120s")
+    assert {row["level"] for row in listed(mount, mount.path / "a" / "b")} == {"pfs"}
+    assert [row["name"] for row in listed(mount, mount.path / "a")] == ["b", "link"]
+    assert len(list((mount.pfs / "a" / "b").iterdir())) == 20 and os.readlink(mount.pfs / "a" / "link") == "b"
+
+
+def test_odd_names(mount: Area) -> None:
+    name = b"caf\xe9 \n [red]x"
+    (mount.path / os.fsdecode(name)).write_bytes(b"1")
+    assert os.fsencode(listed(mount, mount.path)[0]["name"]) == name
+    assert "caf\\udce9" in mount.command("ls", mount.path).stdout
+
+
+def test_status_names_the_processes(mount: Area) -> None:
+    """The roles, their pids, memory and restarts; the data path and why."""
+    found = json.loads(mount.command("status", mount.path, "--json").stdout)
+    assert found["health"] == "ok" and found["mountpoint"] == str(mount.daemon.path)
+    assert found["data_path"] == mount.daemon.options["data_path"] and found["data_path_reason"]
+    processes = {process["role"]: process for process in found["processes"]}
+    assert {"supervisor", "mount", "mover"} <= set(processes)
+    assert all(process["pid"] > 0 and process["rss_bytes"] > MIB for process in processes.values())
+    assert {tier["name"] for tier in found["tiers"]} == {"ram", "nvme", "pfs"}
+    assert f"{mount.daemon.name} on {mount.daemon.path}: ok" in mount.command("status", mount.path).stdout
+
+
+def test_verify_on_a_mount(mount: Area) -> None:
+    """H8: the copies in the tiers and the file on the PFS, both read."""
+    path = mount.path / "file"
+    path.write_bytes(os.urandom(100_000))
+    mount.command("wait", path, "--timeout", "120s")
+    found = json.loads(mount.command("verify", path, "--json").stdout)
+    assert {(finding["tier"], finding["verdict"]) for finding in found["findings"]} == {("ram", "good"), ("pfs", "good")}
+    on_pfs = mount.pfs / "file"
+    times = os.stat(on_pfs)
+    with open(on_pfs, "r+b") as file:
+        file.write(b"rotten bits")
+    os.utime(on_pfs, ns=(times.st_atime_ns, times.st_mtime_ns))
+    result = mount.command("verify", path, check=False)
+    assert result.returncode == 1 and "bad: 1 copy" in result.stdout and "digest differs" in result.stdout
+
+
+def test_refresh_finds_what_others_wrote(mount: Area) -> None:
+    os.mkdir(mount.path / "d")
+    mount.command("wait", mount.path, "--timeout", "120s")
+    (mount.pfs / "d" / "sub").mkdir()
+    (mount.pfs / "d" / "sub" / "theirs").write_bytes(b"hello")
+    mount.command("refresh", mount.path / "d", "--recursive", "--timeout", "60s")
+    assert (mount.path / "d" / "sub" / "theirs").read_bytes() == b"hello"
+    row = listed(mount, mount.path / "d" / "sub" / "theirs")[0]
+    assert row["level"] == "pfs"
+
+
+def test_drain_brings_everything_to_the_pfs(mount: Area) -> None:
+    """G1."""
+    for number in range(10):
+        (mount.path / f"f{number}").write_bytes(b"y" * 10_000)
+    mount.command("drain", mount.path, "--deadline", "120s")
+    assert len(list(mount.pfs.iterdir())) == 10
+
+
+@pytest.mark.crash
+def test_a_wait_outlives_the_mover(make_daemon: Any) -> None:
+    """X2, P8: the mover is killed under a waiting client, which only sees a pause."""
+    daemon: DaemonUnderTest = make_daemon()
+    path = daemon.path / "file"
+    results: list[subprocess.CompletedProcess[str]] = []
+    waiting = threading.Thread(target=lambda: results.append(daemon.command("wait", path, "--timeout", "110s", check=False)))
+    with open(path, "wb") as file:
+        waiting.start()
+        eventually(lambda: json.loads(daemon.command("status", daemon.path, "--json").stdout)["counts"]["writers"] == 1)
+        daemon.kill("mover")
+        file.write(b"z" * MIB)
+    waiting.join(120)
+    assert results and results[0].returncode == 0, results
+    restarts = {one["role"]: one["restarts"] for one in json.loads(daemon.command("status", "--json", daemon.path).stdout)["processes"]}
+    assert restarts["mover"] == 1 and restarts["mount"] == 0
+
+
+def test_strangers_ask_but_do_not_order(mount: Area) -> None:
+    """F6: the sockets' permissions, tried as another user."""
+    name = mount.daemon.name
+    program = f"""
+import os, socket, sys
+os.setgid({ORDINARY}); os.setuid({ORDINARY})
+with socket.socket(socket.AF_UNIX) as questions:
+    questions.connect({str(rendezvous.socket_path(name))!r})
+try:
+    with socket.socket(socket.AF_UNIX) as orders:
+        orders.connect({str(rendezvous.admin_socket_path(name))!r})
+except PermissionError:
+    sys.exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 7
