@@ -147,7 +147,6 @@ class Seen:
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
-    blocks: int
     target: bytes | None = None
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
 

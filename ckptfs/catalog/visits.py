@@ -264,10 +264,10 @@ def _new(db: Database, directory: int, found: Seen) -> None:
 def _insert(db: Database, directory: int, found: Seen) -> int:
     links, home, size = (2, directory, 0) if found.is_directory else (1, 0, found.size)
     inode = db.insert(
-        "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, blocks, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
-        " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        found.mode, found.uid, found.gid, found.rdev, links, size, found.blocks if found.is_file else None, found.atime_ns,
-         found.mtime_ns, found.ctime_ns, found.ctime_ns, found.target, home, not found.is_directory,
+        "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
+        " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        found.mode, found.uid, found.gid, found.rdev, links, size, found.atime_ns, found.mtime_ns, found.ctime_ns, found.ctime_ns,
+        found.target, home, not found.is_directory,
     )  # fmt: skip
     for name, value in found.xattrs:
         db.run("INSERT INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
@@ -311,8 +311,8 @@ def _changed(db: Database, inode: int, found: Seen) -> None:
     generation = 1 + int(db.value(newest, inode))
     db.run("UPDATE content SET state = 3 WHERE inode = ? AND state <> 3", inode)
     db.run(
-        "UPDATE inode SET content = NULL, generation = ?, size = ?, blocks = ?, mtime_ns = ?, ctime_ns = ? WHERE id = ?",
-        generation, found.size, found.blocks, found.mtime_ns, found.ctime_ns, inode,
+        "UPDATE inode SET content = NULL, generation = ?, size = ?, mtime_ns = ?, ctime_ns = ? WHERE id = ?",
+        generation, found.size, found.mtime_ns, found.ctime_ns, inode,
     )  # fmt: skip
     _publish(db, inode, generation, found)
 

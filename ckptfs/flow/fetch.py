@@ -96,6 +96,9 @@ class Fetch:
             code = failure.errno or errno.EIO
             self._failed(want, code if code in {errno.ESTALE, errno.ENOSPC, errno.EACCES} else errno.EIO)
             log.warning("%s cannot be fetched from the PFS: %s", self._name(want.inode), failure)
+        except Exception:
+            self._failed(want, errno.EIO)
+            raise
         else:
             disk.act("fetch:answered", wants.done, self._db, want.id, result)
             self._notify.wants()
@@ -170,9 +173,9 @@ class Fetch:
 
     def _bring(self, want: wants.Want, found: Fetchable, tier: Tier, source: int) -> None:
         number = self._announce(found, tier)
-        disk.act("fetch:reserved", lambda: None)
         place = self._places[tier]
         try:
+            disk.act("fetch:reserved", lambda: None)
             place.remove(number)
             what = self._copy(want, found, place, number, source)
             self._compare(found, what.size, what.digest, source)

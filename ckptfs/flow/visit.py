@@ -19,7 +19,7 @@ from ckptfs.catalog import pfs_paths, settling, visits, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.visits import Pending, Verdict
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, TierUnavailable
+from ckptfs.errors import TierUnavailable
 from ckptfs.model import ROOT, Notify, Seen, Tier
 from ckptfs.tiers import health, pfs_listing
 from ckptfs.tiers.place import Places
@@ -93,18 +93,18 @@ class Visit:
         try:
             if want.argument == wants.AGAIN or not visits.complete(self._db, want.inode):
                 self._visit_undisturbed(want.inode)
-        except (OSError, CkptfsError) as failure:
+        except Exception as failure:
             if self._failed(want.id, want.inode, failure):
                 return
             raise
         wants.done(self._db, want.id)
         self._notify.wants()
 
-    def _failed(self, want: int, inode: int, failure: OSError | CkptfsError) -> bool:
+    def _failed(self, want: int, inode: int, failure: Exception) -> bool:
         """Answer with what went wrong; whether that is the asker's business only, and no trouble of the PFS."""
-        code = failure.errno or errno.EIO
-        theirs = isinstance(failure, OSError) and code in THEIRS
-        wants.failed(self._db, want, code if theirs else errno.EIO)
+        theirs = isinstance(failure, OSError) and failure.errno in THEIRS
+        code = failure.errno if isinstance(failure, OSError) and theirs else errno.EIO
+        wants.failed(self._db, want, code or errno.EIO)
         self._notify.wants()
         log.debug("visit of inode %d: %s", inode, failure)
         return theirs
@@ -115,7 +115,7 @@ class Visit:
         directory = queue.popleft()
         try:
             self._visit(directory)
-        except (OSError, CkptfsError) as failure:
+        except Exception as failure:
             del self._trees[want]
             if self._failed(want, directory, failure):
                 return
@@ -138,7 +138,7 @@ class Visit:
         started_s = time.monotonic()
         try:
             self._visit(found[0])
-        except (OSError, CkptfsError):
+        except Exception:
             visits.postpone(self._db, found[0])
             raise
         finally:

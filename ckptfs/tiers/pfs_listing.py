@@ -106,7 +106,7 @@ def look_at(fd: int, name: bytes = b"") -> Seen:
 def _seen(name: bytes, found: os.stat_result) -> Seen:
     return Seen(
         name, found.st_mode, found.st_uid, found.st_gid, found.st_rdev, found.st_nlink, found.st_size, found.st_ino,
-        found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns, found.st_blocks,
+        found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns,
     )  # fmt: skip
 
 

@@ -1,0 +1,274 @@
+"""P4, P7, P10: a file on the PFS comes here with the digest that is known of it, or not at all."""
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from pfs_world import World, wants
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import settling
+from ckptfs.flow import fetch
+from ckptfs.model import ContentState, Tier
+
+MIB = limits.MIB
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path)
+    (world.pfs / "d").mkdir()
+    (world.pfs / "d" / "file").write_bytes(os.urandom(5 * MIB + 7))
+    world.look(again=False)
+    world.look("d", again=False)
+    return world
+
+
+def bytes_here(world: World, path: str) -> tuple[Tier, bytes]:
+    """What a tier holds of a file."""
+    content = int(str(world.column(path, "content")))
+    (copy,) = settling.copies(world.db, content)
+    assert copy.state == 1 and copy.verified_ns > 0
+    with os.fdopen(world.places[copy.tier].open(content), "rb") as file:
+        return copy.tier, file.read()
+
+
+def lose_copies(world: World, path: str) -> None:
+    """As eviction does."""
+    content = int(str(world.column(path, "content")))
+    for copy in settling.copies(world.db, content):
+        settling.forget_copy(world.db, content, copy.tier)
+        world.places[copy.tier].remove(content)
+
+
+def test_an_imported_file_arrives_sealed_and_its_digest_is_kept(world: World) -> None:
+    answer = world.bring("d/file")
+    assert (answer.state, answer.result) == (wants.DONE, wants.HERE)
+    data = (world.pfs / "d" / "file").read_bytes()
+    assert bytes_here(world, "d/file") == (Tier.RAM, data)
+    content = settling.content(world.db, int(str(world.column("d/file", "content"))))
+    assert content is not None and content.state is ContentState.SEALED
+    running = digest.Running()
+    running.update(data)
+    assert (content.digest, content.blocks) == running.finish()
+    assert world.published("d/file", "digest") == content.digest and content.generation == world.published("d/file", "generation")
+    assert world.bring("d/file").result == wants.HERE
+    world.check()
+
+
+def test_an_evicted_file_comes_back_into_the_same_content(world: World) -> None:
+    world.bring("d/file")
+    content = world.column("d/file", "content")
+    lose_copies(world, "d/file")
+    assert world.bring("d/file").result == wants.HERE
+    assert world.column("d/file", "content") == content
+    assert bytes_here(world, "d/file")[1] == (world.pfs / "d" / "file").read_bytes()
+    world.check()
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+@pytest.mark.parametrize("argument", ["", wants.FOR_WRITING])
+def test_a_byte_that_changed_under_the_same_size_and_mtime_is_found(
+    world: World, evicted: bool, argument: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.bring("d/file")
+    lose_copies(world, "d/file")
+    if not evicted:
+        world.db.run("UPDATE inode SET content = NULL WHERE id = ?", world.inode("d/file"))
+        world.db.run("DELETE FROM content")
+    corrupt(world.pfs / "d" / "file")
+    answer = world.bring("d/file", argument)
+    assert (answer.state, answer.error) == (wants.FAILED, 5)
+    assert "d/file cannot be read" in caplog.text
+    assert world.db.rows("SELECT * FROM copy") == [] and list(world.places[Tier.RAM].contents()) == []
+    world.check()
+
+
+def corrupt(path: Path) -> None:
+    """Change one byte, and nothing else that can be seen."""
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(4 * MIB + 1)
+        byte = file.read(1)
+        file.seek(4 * MIB + 1)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.bring("d/file")
+    lose_copies(world, "d/file")
+    monkeypatch.setattr(world.places, "choose", lambda expected_bytes=0: Tier.PFS)
+    world.db.run("UPDATE published SET checked_ns = 0")
+    assert world.bring("d/file").result == wants.DIRECT
+    assert int(str(world.published("d/file", "checked_ns"))) > 0
+    world.db.run("UPDATE published SET checked_ns = 0")
+    corrupt(world.pfs / "d" / "file")
+    assert world.bring("d/file").error == 5
+
+
+def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.places, "choose", lambda expected_bytes=0: Tier.PFS)
+    assert world.bring("d/file", wants.FOR_WRITING).result == wants.HERE
+    assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
+
+
+def test_a_large_file_of_a_stranger_s_is_read_in_place_where_room_is_scarce(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FETCH_WHOLE_BYTES", MIB)
+    asked: list[int] = []
+    monkeypatch.setattr(world.places, "choose", lambda expected_bytes=0: asked.append(expected_bytes) or Tier.PFS)
+    assert world.bring("d/file").result == wants.DIRECT
+    assert asked == [limits.FETCH_ROOM_RATIO * (5 * MIB + 7)]
+
+
+def test_a_stranger_s_newer_file_is_fetched_instead(world: World) -> None:
+    world.bring("d/file")
+    lose_copies(world, "d/file")
+    (world.pfs / "d" / "file").write_bytes(b"newer")
+    assert world.bring("d/file").result == wants.HERE
+    assert bytes_here(world, "d/file")[1] == b"newer" and world.column("d/file", "size") == 5
+    world.check()
+
+
+def test_a_file_that_a_stranger_removed(world: World) -> None:
+    (world.pfs / "d" / "file").unlink()
+    inode = world.inode("d/file")
+    answer = world.run(world.fetch, wants.ask(world.db, wants.FETCH, inode))
+    assert (answer.state, answer.error) == (wants.FAILED, 116)
+    assert world.names("d") == set()
+    world.check()
+
+
+def test_a_file_that_is_rewritten_while_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fetch.transfer.copy
+    times = 0
+
+    def disturbed(source: int, target: int, **named: object) -> object:
+        nonlocal times
+        result = real(source, target, **named)  # type: ignore[arg-type]
+        times += 1
+        if times == 1:
+            (world.pfs / "d" / "file").write_bytes(b"newer")
+        return result
+
+    monkeypatch.setattr(fetch.transfer, "copy", disturbed)
+    assert world.bring("d/file").result == wants.HERE
+    assert bytes_here(world, "d/file")[1] == b"newer"
+    world.check()
+
+
+def test_a_file_that_is_written_here_while_it_is_fetched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new content wins, and what was fetched goes."""
+    inode = world.inode("d/file")
+    real = fetch.transfer.copy
+
+    def disturbed(source: int, target: int, **named: object) -> object:
+        result = real(source, target, **named)  # type: ignore[arg-type]
+        if world.column("d/file", "content") is None:
+            mine = world.db.insert("INSERT INTO content (inode, generation, state) VALUES (?, 1, 0)", inode)
+            world.db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 1)", mine)
+            world.db.run("UPDATE inode SET content = ?, generation = 1 WHERE id = ?", mine, inode)
+        return result
+
+    monkeypatch.setattr(fetch.transfer, "copy", disturbed)
+    assert world.bring("d/file").result == wants.HERE
+    assert world.db.value("SELECT state FROM content WHERE id = ?", world.column("d/file", "content")) == 0
+    assert list(world.places[Tier.RAM].contents()) == []
+
+
+def test_an_empty_file_that_was_never_anywhere(world: World) -> None:
+    world.db.run("DELETE FROM published")
+    assert world.bring("d/file").result == wants.HERE
+    assert world.column("d/file", "content") is None
+
+
+def test_a_sealed_generation_that_the_pfs_does_not_show_is_not_replaced_by_an_older_one(world: World) -> None:
+    world.bring("d/file")
+    lose_copies(world, "d/file")
+    world.db.run("UPDATE content SET generation = generation + 1")
+    assert world.bring("d/file").error == 5
+
+
+def test_owner_and_holes(world: World) -> None:
+    with open(world.pfs / "d" / "sparse", "wb") as file:
+        file.truncate(64 * MIB)
+        file.seek(32 * MIB)
+        file.write(b"island")
+    os.chmod(world.pfs / "d" / "sparse", stat.S_IRUSR)
+    world.look("d")
+    assert world.bring("d/sparse").result == wants.HERE
+    content = int(str(world.column("d/sparse", "content")))
+    found = world.places[Tier.RAM].stat(content)
+    assert found is not None and found.st_size == 64 * MIB and found.st_blocks * 512 < 8 * MIB
+
+
+def test_several_at_once_and_askers_share(world: World) -> None:
+    for number in range(6):
+        (world.pfs / "d" / f"f{number}").write_bytes(os.urandom(MIB))
+    world.look("d")
+    asked = [wants.ask(world.db, wants.FETCH, world.inode(f"d/f{number}")) for number in range(6)]
+    assert asked == [wants.ask(world.db, wants.FETCH, world.inode(f"d/f{number}")) for number in range(6)]
+
+    def work() -> None:
+        while world.fetch.step():
+            pass
+
+    threads = [threading.Thread(target=work) for _ in range(limits.FETCHES_MAX)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for number in range(6):
+        assert bytes_here(world, f"d/f{number}")[1] == (world.pfs / "d" / f"f{number}").read_bytes()
+    world.check()
+
+
+LABELS = [
+    "place:create", "pfs:open", "fetch:reserved", "fetch:read", "fetch:write", "fetch:truncate", "fetch:arrived", "fetch:answered",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("label", [label for label in LABELS if label != "fetch:answered"])
+@pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
+def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_fault", f"{label}={code}@*")
+    assert world.bring("d/file").state == wants.FAILED
+    monkeypatch.setattr(disk, "_fault", "")
+    assert list(world.places[Tier.RAM].contents()) == []
+    world.check()
+    assert world.bring("d/file").result == wants.HERE
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("when", ["kill", "kill-after"])
+@pytest.mark.parametrize("evicted", [True, False])
+def test_killed_anywhere_the_next_one_brings_it(world: World, label: str, when: str, evicted: bool) -> None:
+    if evicted:
+        world.bring("d/file")
+        lose_copies(world, "d/file")
+    world.db.close()
+    assert world.in_a_process("w.bring('d/file')", f"{label}={when}") == -9
+    after = world.reborn()
+    after.check()
+    assert after.bring("d/file").result == wants.HERE
+    assert bytes_here(after, "d/file")[1] == (after.pfs / "d" / "file").read_bytes()
+    assert list(after.places[Tier.RAM].contents()) == [after.column("d/file", "content")]
+
+
+@pytest.mark.parametrize("label", ["fetch:fsync", "fetch:directory", "fetch:check:read"])
+def test_an_error_of_the_disk_below_nvme(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvme").mkdir()
+    world = World(tmp_path, nvme=tmp_path / "nvme")
+    (world.pfs / "file").write_bytes(b"data" * 1000)
+    world.look(again=False)
+    monkeypatch.setattr(world.places, "choose", lambda expected_bytes=0: Tier.NVME)
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
+    monkeypatch.setattr(disk, "_calls", disk.Counter())
+    assert world.bring("file").state == wants.FAILED
+    monkeypatch.setattr(disk, "_fault", "")
+    world.check()
+    assert world.bring("file").result == wants.HERE
+    assert bytes_here(world, "file") == (Tier.NVME, b"data" * 1000)

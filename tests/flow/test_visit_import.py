@@ -1,0 +1,186 @@
+"""P1, P2, P8: what lies on the PFS appears in the catalog at its first visit, lazily, whole, and killed anywhere it can start over."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from pfs_world import ROOT, World, wants
+
+from ckptfs import disk, limits
+from ckptfs.catalog import journal, namespace
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_root_awaits_its_visit_and_then_has_the_pfs_root_s_attributes(world: World) -> None:
+    os.chmod(world.pfs, 0o2750)
+    assert world.column("", "complete") == 0
+    world.look(again=False)
+    assert world.column("", "complete") == 1
+    assert stat.S_IMODE(int(str(world.column("", "mode")))) == 0o2750
+    os.chmod(world.pfs, 0o755)
+    world.look()
+    assert stat.S_IMODE(int(str(world.column("", "mode")))) == 0o2750
+
+
+def test_all_kinds_with_their_attributes(world: World) -> None:
+    (world.pfs / "file").write_bytes(b"x" * 1000)
+    os.utime(world.pfs / "file", ns=(1_000_000_001, 2_000_000_002))
+    os.chmod(world.pfs / "file", 0o640)
+    os.setxattr(world.pfs / "file", "user.colour", b"green")
+    (world.pfs / "link").symlink_to("nowhere/at all")
+    os.mkfifo(world.pfs / "fifo", 0o600)
+    (world.pfs / "directory").mkdir()
+    (world.pfs / "directory" / "below").write_bytes(b"1")
+    (Path(os.fsdecode(os.path.join(os.fsencode(world.pfs), b"\xff\xfe name")))).write_bytes(b"")
+    world.look(again=False)
+    assert world.names() == {"file", "link", "fifo", "directory", os.fsdecode(b"\xff\xfe name")}
+    assert (world.column("file", "size"), world.column("file", "mtime_ns"), world.column("file", "mode")) == (1000, 2_000_000_002, 0o100640)
+    assert world.column("link", "target") == b"nowhere/at all"
+    assert stat.S_ISFIFO(int(str(world.column("fifo", "mode"))))
+    assert world.db.rows("SELECT name, value FROM xattr") == [(b"user.colour", b"green")]
+    assert (world.published("file", "complete"), world.published("file", "digest"), world.published("file", "generation")) == (1, None, 0)
+    assert world.column("directory", "complete") == 0 and world.names("directory") == set()
+    world.look("directory", again=False)
+    assert world.names("directory") == {"below"} and world.column("directory", "complete") == 1
+    world.check()
+
+
+def test_our_own_names_are_hidden(world: World) -> None:
+    (world.pfs / ".ckptfs").mkdir(exist_ok=True)
+    (world.pfs / ".ckptfs.12345678.0000").write_bytes(b"unfinished")
+    (world.pfs / "deep").mkdir()
+    (world.pfs / "deep" / ".ckptfs").write_bytes(b"not ours here")
+    world.look(again=False)
+    world.look("deep", again=False)
+    assert world.names() == {"deep"} and world.names("deep") == {".ckptfs"}
+
+
+def test_hard_links_become_one_inode(world: World) -> None:
+    (world.pfs / "a").write_bytes(b"same")
+    os.link(world.pfs / "a", world.pfs / "b")
+    (world.pfs / "d").mkdir()
+    os.link(world.pfs / "a", world.pfs / "d" / "c")
+    world.look(again=False)
+    world.look("d", again=False)
+    assert world.inode("a") == world.inode("b") == world.inode("d/c")
+    assert world.column("a", "nlink") == 3
+    world.check()
+
+
+def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 3000
+    for number in range(count):
+        os.close(os.open(world.pfs / f"f{number}", os.O_CREAT))
+    rows: list[int] = []
+    from ckptfs.flow import visit
+
+    apply = visit.visits.importing
+
+    def counted(db: object, directory: int) -> object:
+        rows.append(0)
+        return apply(world.db, directory)
+
+    monkeypatch.setattr(visit.visits, "importing", counted)
+    world.look(again=False)
+    assert len(world.names()) == count
+    assert visit.IMPORTED_TOGETHER * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / visit.IMPORTED_TOGETHER
+
+
+def test_a_first_visit_tells_nobody_and_a_later_one_tells_of_each_new_name(world: World) -> None:
+    (world.pfs / "old").write_bytes(b"")
+    world.look(again=False)
+    assert world.told.entries == []
+    (world.pfs / "new").write_bytes(b"")
+    world.look()
+    assert world.told.entries == [(ROOT, b"new")] and ROOT in world.told.inodes
+
+
+def test_what_was_made_blindly_stays_and_directories_are_joined(world: World) -> None:
+    (world.pfs / "both").mkdir()
+    (world.pfs / "both" / "theirs").write_bytes(b"1")
+    (world.pfs / "file").write_bytes(b"theirs")
+    with world.db.change():
+        ours = namespace.make(world.db, ROOT, b"both", stat.S_IFDIR | 0o755, uid=0, gid=0, blind=True).id
+        namespace.make(world.db, ours, b"mine", stat.S_IFREG | 0o644, uid=0, gid=0)
+        mine = namespace.make(world.db, ROOT, b"file", stat.S_IFREG | 0o644, uid=0, gid=0, blind=True).id
+    world.db.run("DELETE FROM journal")
+    world.look(again=False)
+    assert world.inode("both") == ours and world.inode("file") == mine
+    assert world.column("both", "complete") == 0
+    world.look("both", again=False)
+    assert world.names("both") == {"mine", "theirs"}
+    assert (ours, b"theirs") in world.told.entries, "the kernel may know the name as absent"
+    world.check()
+
+
+def test_a_pending_name_is_left_alone(world: World) -> None:
+    (world.pfs / "gone").write_bytes(b"1")
+    world.look(again=False)
+    with world.db.change():
+        namespace.unlink(world.db, ROOT, b"gone")
+    world.look()
+    assert world.names() == set(), "it is on the PFS still, but we have removed it"
+    world.db.run("DELETE FROM journal")
+    with world.db.change():
+        journal.append(world.db, "rename", 77, parent=5, name=b"x", new_parent=ROOT, new_name=b"new")
+    (world.pfs / "new").write_bytes(b"1")
+    world.look()
+    assert "new" not in world.names()
+
+
+def test_a_pfs_that_is_not_mounted_is_not_an_empty_one(world: World) -> None:
+    (world.pfs / "kept").write_bytes(b"1")
+    world.look(again=False)
+    world.pfs.rename(world.root / "elsewhere")
+    assert world.look().state == wants.FAILED
+    world.pfs.mkdir()
+    answer = world.look()
+    assert answer.state == wants.FAILED and "tier-id" in str(world.failure)
+    assert world.names() == {"kept"}
+    world.pfs.rmdir()
+    (world.root / "elsewhere").rename(world.pfs)
+    assert world.look().state == wants.DONE
+    world.check()
+
+
+@pytest.mark.parametrize("label", ["visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readlink", "visit:xattrs"])
+def test_an_error_of_the_pfs_is_answered_and_leaves_the_directory_unvisited(
+    world: World, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _furnish(world)
+    world.look(again=False)
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO@*")
+    answer = world.look("d", again=False)
+    assert (answer.state, answer.error) == (wants.FAILED, 5)
+    monkeypatch.setattr(disk, "_fault", "")
+    assert world.column("d", "complete") == 0
+    assert world.look("d", again=False).state == wants.DONE
+    assert world.names("d") == {"file", "link", "below"}
+    world.check()
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("label", ["visit:begin", "visit:list", "visit:stat", "visit:xattrs", "visit:import", "visit:end"])
+@pytest.mark.parametrize("when", ["kill", "kill-after"])
+def test_killed_anywhere_it_starts_over(world: World, label: str, when: str) -> None:
+    _furnish(world)
+    world.look(again=False)
+    world.db.close()
+    code = world.in_a_process("w.look('d', again=False)", f"{label}={when}")
+    assert code == -9
+    after = world.reborn()
+    assert after.column("d", "complete") == (1 if (label, when) == ("visit:end", "kill-after") else 0)
+    assert after.look("d", again=False).state == wants.DONE
+    assert after.names("d") == {"file", "link", "below"}
+    after.check()
+
+
+def _furnish(world: World) -> None:
+    (world.pfs / "d" / "below").mkdir(parents=True)
+    (world.pfs / "d" / "file").write_bytes(b"1")
+    (world.pfs / "d" / "link").symlink_to("file")

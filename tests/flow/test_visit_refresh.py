@@ -1,0 +1,256 @@
+"""P5, P7, F4: what strangers change on the PFS is taken over, unless ours is newer; what write-back does is not taken for a stranger's."""
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from pfs_world import ROOT, World, wants
+
+from ckptfs.catalog import contents, fetching, handles, namespace, visits
+from ckptfs.flow import visit
+from ckptfs.model import Tier
+from ckptfs.tiers import pfs_listing
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path)
+    (world.pfs / "file").write_bytes(b"first")
+    (world.pfs / "d" / "deep").mkdir(parents=True)
+    (world.pfs / "d" / "deep" / "x").write_bytes(b"x")
+    (world.pfs / "d" / "y").write_bytes(b"y")
+    world.look(again=False)
+    world.look("d", again=False)
+    world.look("d/deep", again=False)
+    return world
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    os.utime(path, ns=(time.time_ns(), time.time_ns()))
+
+
+def write_here(world: World, path: str) -> int:
+    """As the mount does: a writer truncates and writes a file; the content, still open."""
+    with world.db.change():
+        content = contents.begin(world.db, world.inode(path), Tier.RAM)
+        handles.add(world.db, world.inode(path), content, writer=True, backing=0)
+    os.close(world.places[Tier.RAM].create(content))
+    return content
+
+
+def test_nothing_changed_changes_nothing(world: World) -> None:
+    before = world.db.rows("SELECT id, mode, size, mtime_ns, ctime_ns, nlink, generation FROM inode")
+    assert world.look(tree=True).state == wants.DONE
+    assert world.db.rows("SELECT id, mode, size, mtime_ns, ctime_ns, nlink, generation FROM inode") == before
+    assert world.told.entries == [] and [inode for inode in world.told.inodes if inode != ROOT] == []
+    world.check()
+
+
+def test_new_changed_vanished_and_other_attributes(world: World) -> None:
+    assert world.bring("file").result == wants.HERE
+    first = world.column("file", "content")
+    rewrite(world.pfs / "file", b"second, longer")
+    (world.pfs / "new").write_bytes(b"n")
+    os.chmod(world.pfs / "d" / "y", 0o600)
+    (world.pfs / "d" / "deep" / "x").unlink()
+    world.look(tree=True)
+    assert world.names() == {"file", "new", "d"} and world.names("d/deep") == set()
+    assert (world.column("file", "content"), world.column("file", "size"), world.column("file", "generation")) == (None, 14, 1)
+    assert world.published("file", "digest") is None and world.published("file", "generation") == 1
+    assert world.db.value("SELECT state FROM content WHERE id = ?", first) == 3
+    assert stat.S_IMODE(int(str(world.column("d/y", "mode")))) == 0o600
+    assert world.inode("file") in world.told.inodes and (world.inode("d/deep"), b"x") in world.told.entries
+    world.check()
+
+
+def test_a_tree_that_vanished(world: World) -> None:
+    (world.pfs / "d" / "deep" / "x").unlink()
+    (world.pfs / "d" / "deep").rmdir()
+    (world.pfs / "d" / "y").unlink()
+    (world.pfs / "d").rmdir()
+    world.look()
+    assert world.names() == {"file"} and world.column("", "nlink") == 2
+    assert world.db.rows("SELECT name FROM pfs_entry") == [(b"file",)]
+    world.check()
+
+
+def test_a_renamed_directory_is_a_new_one(world: World) -> None:
+    (world.pfs / "d").rename(world.pfs / "e")
+    world.look()
+    assert world.names() == {"file", "e"} and world.column("e", "complete") == 0
+    world.look("e", again=False)
+    assert world.names("e") == {"deep", "y"}
+    world.check()
+
+
+def test_a_directory_that_is_gone_is_found_by_its_own_visit(world: World) -> None:
+    (world.pfs / "d" / "fresh").mkdir()
+    world.look("d")
+    (world.pfs / "d" / "fresh").rmdir()
+    answer = world.look("d/fresh", again=False)
+    assert (answer.state, answer.error) == (wants.FAILED, 2)
+    assert world.names("d") == {"deep", "y"}
+    world.check()
+
+
+@pytest.mark.parametrize("swap", ["file for directory", "directory for file", "symlink for file"])
+def test_something_else_under_the_same_name(world: World, swap: str) -> None:
+    if swap == "directory for file":
+        (world.pfs / "file").unlink()
+        (world.pfs / "file").mkdir()
+        (world.pfs / "file" / "in").write_bytes(b"")
+        world.look()
+        world.look("file", again=False)
+        assert world.names("file") == {"in"}
+    elif swap == "symlink for file":
+        (world.pfs / "file").unlink()
+        (world.pfs / "file").symlink_to("d")
+        world.look()
+        assert world.column("file", "target") == b"d"
+    else:
+        os.rename(world.pfs / "d", world.root / "away")
+        (world.pfs / "d").write_bytes(b"now a file")
+        world.look()
+        assert world.column("d", "size") == 10
+    world.check()
+
+
+def test_a_symlink_with_another_target(world: World) -> None:
+    (world.pfs / "link").symlink_to("a")
+    world.look()
+    (world.pfs / "other").symlink_to("b")
+    (world.pfs / "other").rename(world.pfs / "link")
+    world.look()
+    assert world.column("link", "target") == b"b"
+    world.check()
+
+
+@pytest.mark.parametrize("how", ["changed", "vanished"])
+def test_what_is_newer_here_stays(world: World, how: str) -> None:
+    content = write_here(world, "file")
+    if how == "changed":
+        rewrite(world.pfs / "file", b"a stranger's")
+    else:
+        (world.pfs / "file").unlink()
+    world.look()
+    assert "file" in world.names() and world.column("file", "content") == content
+    assert world.db.value("SELECT state FROM content WHERE id = ?", content) == 0
+
+
+def test_an_open_file_waits(world: World) -> None:
+    with world.db.change():
+        handle = handles.add(world.db, world.inode("file"), None, writer=False, backing=0)
+    rewrite(world.pfs / "file", b"a stranger's")
+    world.look()
+    assert world.column("file", "size") == 5
+    with world.db.change():
+        handles.remove(world.db, handle)
+    world.look()
+    assert world.column("file", "size") == 12
+
+
+def test_a_vanished_directory_with_something_newer_in_it_stays(world: World) -> None:
+    with world.db.change():
+        namespace.make(world.db, world.inode("d/deep"), b"ours", stat.S_IFREG | 0o644, uid=0, gid=0)
+    world.db.run("DELETE FROM journal")
+    os.rename(world.pfs / "d", world.root / "away")
+    world.look()
+    assert world.names() == {"file", "d"} and world.names("d") == {"deep"} and world.names("d/deep") == {"ours"}
+    world.check()
+
+
+def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listing is older than the transaction that uses it: what write-back did in between is not a stranger's work."""
+    real = pfs_listing.listing
+
+    def late(fd: int, *, root: bool) -> object:
+        seen = list(real(fd, root=root))
+        (world.pfs / "published").write_bytes(b"by write-back")
+        (world.pfs / "file").write_bytes(b"by write-back too")
+        found = pfs_listing.look(fd, b"published")
+        with world.db.change():
+            one = namespace.make(world.db, ROOT, b"published", stat.S_IFREG | 0o644, uid=0, gid=0).id
+            world.db.run("DELETE FROM journal")
+            world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"published", one)
+            world.db.run("INSERT INTO published VALUES (?,1,1,?,?,?,NULL,NULL,0)", one, found.size, found.mtime_ns, found.ino)
+            changed = pfs_listing.look(fd, b"file")
+            world.db.run(
+                "UPDATE published SET size = ?, mtime_ns = ?, digest = x'00' WHERE inode = ?",
+                changed.size,
+                changed.mtime_ns,
+                world.inode("file"),
+            )
+            world.db.run("DELETE FROM pfs_entry WHERE name = ?", b"link")
+            world.db.run("DELETE FROM entry WHERE name = ?", b"link")
+        return iter(seen)
+
+    (world.pfs / "link").symlink_to("a")
+    world.look()
+    monkeypatch.setattr(visit.pfs_listing, "listing", late)
+    world.look()
+    assert world.names() == {"file", "d", "published"}, "published is kept although the listing lacks it; link is not imported again"
+    assert world.published("file", "digest") == b"\0", "what write-back said of the file was not overwritten"
+
+
+def test_a_directory_that_write_back_is_moving(world: World) -> None:
+    """On the PFS two directories were exchanged, which the catalog does not say yet: neither may be taken for the other."""
+    (world.pfs / "e").mkdir()
+    (world.pfs / "e" / "only in e").write_bytes(b"")
+    world.look()
+    world.db.run(
+        "INSERT INTO journal (op, inode, parent, name, new_parent, new_name, at_ns) VALUES ('exchange', 9, 1, ?, 1, ?, 0)", b"d", b"e"
+    )
+    for old, new in (("d", "t"), ("e", "d"), ("t", "e")):
+        (world.pfs / old).rename(world.pfs / new)
+    answer = world.look("e", again=False)
+    assert (answer.state, answer.error) == (wants.FAILED, 16)
+    assert world.names("e") == set() and world.column("e", "complete") == 0
+    world.check()
+
+
+def test_refresh_comes_by_the_timer(world: World) -> None:
+    due = world.visit.due_s()
+    assert due is not None and due > 0
+    (world.pfs / "new").write_bytes(b"")
+    world.visit.step()
+    assert "new" not in world.names()
+    world.db.run("UPDATE inode SET visited_ns = 1 WHERE id = 1")
+    world.visit._not_before_s = 0.0
+    world.visit.step()
+    assert "new" in world.names()
+
+
+def test_directories_of_ours_are_compared_once_they_are_on_the_pfs(world: World) -> None:
+    with world.db.change():
+        mine = namespace.make(world.db, ROOT, b"mine", stat.S_IFDIR | 0o755, uid=0, gid=0).id
+    world.db.run("DELETE FROM journal")
+    due = visits.due(world.db, time.time_ns())
+    assert due is not None and due[0] != mine
+    (world.pfs / "mine").mkdir()
+    world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"mine", mine)
+    assert visits.due(world.db, time.time_ns()) == (mine, 0)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("when", ["kill", "kill-after"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_killed_while_a_tree_is_removed(world: World, when: str, number: int) -> None:
+    os.rename(world.pfs / "d", world.root / "away")
+    world.db.close()
+    assert world.in_a_process("w.look()", f"visit:vanish={when}@{number}") == -9
+    after = world.reborn()
+    after.look()
+    assert after.names() == {"file"}
+    after.check()
+
+
+def test_evicted_files_are_dropped_like_others(world: World) -> None:
+    world.bring("file")
+    world.db.run("DELETE FROM copy")
+    rewrite(world.pfs / "file", b"changed after it was evicted")
+    world.look()
+    found = fetching.look(world.db, world.inode("file"))
+    assert found is not None and found.content is None

@@ -1,0 +1,126 @@
+"""A catalog, tiers and a PFS in plain directories, with the flows that meet the PFS; no mount and no mover beside them."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptfs.catalog import database, report, visits, wants
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.recover import Recover
+from ckptfs.flow.visit import Visit
+from ckptfs.model import ROOT
+from ckptfs.tiers.place import Places
+
+
+@dataclass
+class Told:
+    """A Notify that remembers."""
+
+    entries: list[tuple[int, bytes]] = field(default_factory=list)
+    inodes: list[int] = field(default_factory=list)
+
+    def entry(self, parent: int, name: bytes) -> None:
+        self.entries.append((parent, name))
+
+    def inode(self, inode: int) -> None:
+        self.inodes.append(inode)
+
+    def wants(self) -> None:
+        pass
+
+    def work(self) -> None:
+        pass
+
+
+class World:
+    """One node as the flows see it."""
+
+    def __init__(self, root: Path, **options: object) -> None:
+        self.root = root
+        self.pfs = root / "pfs"
+        self.state = root / "state"
+        for directory in (self.pfs, self.state, root / "mnt"):
+            directory.mkdir(exist_ok=True)
+        self.config = Config("test", root / "mnt", self.state, pfs=self.pfs, ram_bytes=2**30, **options)  # type: ignore[arg-type]
+        database.create(self.state / "catalog.db")
+        self.db = Database(self.state / "catalog.db", journalled=True)
+        self.places = Places.adopt(self.config)
+        self.told = Told()
+        self.visit = Visit(self.db, self.places, self.config, self.told)
+        self.fetch = Fetch(self.db, self.places, self.config, self.told)
+        Recover(self.db, self.places, self.config, self.told).step()
+        self.visit.prepare()
+        self.fetch.prepare()
+
+    def look(self, path: str = "", *, again: bool = True, tree: bool = False) -> wants.Want:
+        """Have a directory visited; the answered want."""
+        want = wants.ask(self.db, wants.VISIT, self.inode(path), wants.TREE if tree else wants.AGAIN if again else "")
+        return self.run(self.visit, want)
+
+    def bring(self, path: str, argument: str = "") -> wants.Want:
+        """Have a file fetched; the answered want."""
+        return self.run(self.fetch, wants.ask(self.db, wants.FETCH, self.inode(path), argument))
+
+    def run(self, flow: Visit | Fetch, want: int) -> wants.Want:
+        """Steps until a want is answered."""
+        pause, end = threading.Event(), time.monotonic() + 60
+        while time.monotonic() < end:
+            row = wants.get(self.db, want)
+            assert row is not None, "nobody answered in time"
+            if row.state != wants.WANTED:
+                return row
+            try:
+                self.visit.step()
+                flow.step()
+            except Exception as failure:
+                self.failure = failure
+            pause.wait(0.001)
+        raise AssertionError("never answered")
+
+    def inode(self, path: str) -> int:
+        return report.resolve(self.db, os.fsencode(path))
+
+    def names(self, path: str = "") -> set[str]:
+        """What the catalog shows in a directory."""
+        return {os.fsdecode(row[0]) for row in self.db.rows("SELECT name FROM entry WHERE parent = ?", self.inode(path))}
+
+    def column(self, path: str, name: str) -> object:
+        """A column of the file's inode."""
+        return self.db.value(f"SELECT {name} FROM inode WHERE id = ?", self.inode(path))
+
+    def published(self, path: str, name: str) -> object:
+        return self.db.value(f"SELECT {name} FROM published WHERE inode = ?", self.inode(path))
+
+    def check(self) -> None:
+        """What must hold whenever nothing is under way."""
+        assert self.db.rows("SELECT * FROM visiting") == self.db.rows("SELECT * FROM touched") == []
+        assert self.db.rows("SELECT * FROM copy WHERE state = 0") == []
+        links = self.db.rows(
+            "SELECT i.id FROM inode i WHERE i.mode & 61440 = 16384 AND i.nlink > 0 AND i.nlink <> 2 + (SELECT count(*) FROM entry e"
+            " JOIN inode c ON c.id = e.child WHERE e.parent = i.id AND c.mode & 61440 = 16384)"
+        )
+        assert links == [], "a directory's nlink is 2 plus its subdirectories"
+        wrong = self.db.rows(
+            "SELECT i.id FROM inode i WHERE i.mode & 61440 <> 16384 AND i.nlink <> (SELECT count(*) FROM entry WHERE child = i.id)"
+        )
+        assert wrong == [], "a file's nlink is the number of its names"
+
+    def in_a_process(self, code: str, fault: str) -> int:
+        """Run `code` on this world in a process of its own under a fault; its exit code. `w` is the world there."""
+        start = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nfrom pfs_world import World\n"
+        text = f"{start}w = World(Path({str(self.root)!r}))\n{code}"
+        return subprocess.run([sys.executable, "-c", text], env={**os.environ, "CKPTFS_FAULT": fault}, timeout=120, check=False).returncode
+
+    def reborn(self) -> "World":
+        """The same node after its mover died and the next one has recovered."""
+        self.db.close()
+        return World(self.root)
+
+
+__all__ = ["ROOT", "Told", "World", "visits", "wants"]
