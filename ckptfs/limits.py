@@ -15,6 +15,8 @@ XATTR_LIST_BYTES_MAX = 64 * KIB
 # --- content ---------------------------------------------------------------------------------------------------------
 BLOCK_BYTES = 4 * MIB
 COPY_CHUNK_BYTES = 4 * MIB
+# The blocks' digests of larger files (16 TiB, mostly holes) are not kept: 64 MiB of them.
+BLOCK_DIGESTS_MAX = 4 * MIB
 FILE_BYTES_MAX = 2**63 - 1
 
 # --- FUSE ------------------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class OpenFiles:
         status = os.fstat(file.fd)
         if file.closing:
             contents.close(self.db, file.inode, content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
-            self._remember(file.kind, status.st_size)
+            self._remember(file.kind, min(status.st_size, status.st_blocks * 512))
             return
         if status.st_atime_ns != file.atime_ns:
             contents.accessed(self.db, file.inode, status.st_atime_ns)
