@@ -1,4 +1,4 @@
-"""What an open file does with its bytes, on both data paths (F4): seek and overwrite, append, truncate, O_DIRECT, unlink and rename while open."""
+"""What open files do with their bytes, on both data paths (F4): overwrite, append, truncate, O_DIRECT, unlink and rename while open."""
 
 import errno
 import mmap
