@@ -102,11 +102,19 @@ install() {
   say "installed; next: ckptfs doctor, then mount -t ckptfs NAME DIR -o pfs=DIR, or $SAMPLE and systemctl start ckptfs@NAME"
 }
 
+# serving: the processes of daemons that run from PREFIX.
+serving() {
+  local file
+  for file in /proc/[0-9]*/cmdline; do
+    { tr '\0' ' ' < "$file"; } 2> /dev/null | grep -qE "^$PREFIX/bin/python[^ ]* .*ckptfs(_daemon|d)" && basename "$(dirname "$file")"
+  done | tr '\n' ' '
+}
+
 uninstall() {
   local file
-  if [ -z "$DESTDIR" ] && grep -q ' fuse\.ckptfs ' /proc/mounts; then
-    fail "ckptfs is mounted at $(awk '$3 == "fuse.ckptfs" {print $2}' /proc/mounts | tr '\n' ' '); umount it first"
-  fi
+  local running
+  running=$(serving)
+  [ -n "$DESTDIR" ] || [ -z "$running" ] || fail "daemons of this installation serve mounts (processes $running); umount them first"
   if [ -e "$MARK" ]; then
     while read -r file; do
       # Another installation may have taken a link over; that one is not ours any more.

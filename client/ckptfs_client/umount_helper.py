@@ -84,7 +84,7 @@ def _drained(client: "Client", status: "pb.Status") -> None:
     pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)
     until = time.monotonic() + status.drain_deadline_s + GRACE_S
     with Bar(f"writing back {status.name}") as bar:
-        while pid and _runs(pid):
+        while pid and runs(pid):
             # While it drains it answers; when it no longer does, it is about to end.
             status = _figures(client) or status
             bar.show(status.write_back.dirty_bytes, behind(status))
@@ -96,7 +96,7 @@ def _drained(client: "Client", status: "pb.Status") -> None:
         print(f"umount.ckptfs: not everything was written back ({behind(status)}); it goes on at the next mount", file=sys.stderr)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     """Whether the process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,160 @@
+"""mount.ckptfs and umount.ckptfs, called as mount(8) and umount(8) do: exit codes, sentences, and nothing left behind. P11, F2."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ckptfs_client.mount_helper import LOG
+from ckptfs_client.umount_helper import runs
+from daemon_under_test import DaemonUnderTest, environment, eventually
+
+Result = subprocess.CompletedProcess[str]
+MakeDaemon = Callable[..., DaemonUnderTest]
+
+
+def helper(name: str, *arguments: str | Path) -> Result:
+    command = [sys.executable, "-P", "-m", f"ckptfs_client.{name}_helper", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment(), check=False)
+
+
+@pytest.fixture
+def place(make_daemon: MakeDaemon) -> Iterator[DaemonUnderTest]:
+    """Directories for a mount that the helper makes; whatever the helper left is ended afterwards."""
+    place = make_daemon(start=False)
+    yield place
+    for pid in {int(one.get("pid") or 0) for one in place.processes().values() if isinstance(one, dict)} - {0}:
+        place.abort()
+        subprocess.run(["umount", "-l", str(place.path)], check=False, capture_output=True)
+        eventually(lambda pid=pid: not runs(pid), what=f"process {pid} has ended")
+
+
+def options(place: DaemonUnderTest, *more: str) -> str:
+    return ",".join(["rw", *(f"{key}={value}" for key, value in place.options.items()), *more])
+
+
+def mount(place: DaemonUnderTest, *more: str) -> Result:
+    result = helper("mount", place.name, place.path, "-o", options(place, *more))
+    if result.returncode == 0:
+        place.device = os.stat(place.path).st_dev
+    return result
+
+
+def test_mount_use_and_unmount(place: DaemonUnderTest) -> None:
+    """mount returns when it answers; umount when everything is on the PFS and the daemon has ended."""
+    passed = options(place, "noatime", "nosuid", "_netdev", "x-systemd.automount")
+    result = helper("mount", place.name, place.path, "-v", "-n", "-o", passed)
+    assert result.returncode == 0 and f"{place.name} mounted on {place.path} by process" in result.stdout, result.stderr
+    place.device = os.stat(place.path).st_dev
+    line = next(line for line in Path("/proc/mounts").read_text().splitlines() if f" {place.path} " in line)
+    assert line.startswith(f"{place.name} {place.path} fuse.ckptfs ") and "noatime" in line and "nosuid" in line
+    assert stat.S_IMODE(os.stat(place.state / LOG).st_mode) == 0o600 and "is mounted at" in (place.state / LOG).read_text()
+    for number in range(30):
+        (place.path / f"shard{number}").write_bytes(os.urandom(10_000))
+    supervisor = place.pid("supervisor")
+    assert os.getpgid(supervisor) == supervisor != os.getpgid(0)
+    result = helper("umount", place.path, "-n", "-v")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert not os.path.ismount(place.path) and not runs(supervisor)
+    assert len([name for name in os.listdir(place.pfs) if name.startswith("shard")]) == 30
+
+
+def test_a_second_mount_is_refused(place: DaemonUnderTest) -> None:
+    assert mount(place).returncode == 0
+    result = mount(place)
+    assert result.returncode == 32
+    assert result.stderr.startswith("mount.ckptfs: another ckptfsd (pid ") and str(place.state) in result.stderr
+    with open(place.path / "busy", "wb"):
+        result = helper("umount", place.path)
+        assert result.returncode == 32 and "busy" in result.stderr
+    assert helper("umount", place.path).returncode == 0
+
+
+def test_bad_options_are_refused_by_name(place: DaemonUnderTest) -> None:
+    """P11, with mount(8)'s exit code for usage; nothing is left behind."""
+    result = mount(place, "pfss=/x")
+    assert result.returncode == 1 and "mount.ckptfs: unknown option 'pfss'; accepted: mountpoint, state, ram" in result.stderr
+    result = helper("mount", place.name, place.root / "none", "-o", options(place))
+    assert result.returncode == 1 and "No such file or directory" in result.stderr
+    assert helper("mount", place.name).returncode == 1
+    assert helper("mount", place.name, place.path, "-o", options(place, "pfss=/x"), "-s", "-f").returncode == 0
+    assert not os.path.ismount(place.path) and list(place.state.iterdir()) == []
+
+
+def test_what_the_daemon_says_is_shown(place: DaemonUnderTest) -> None:
+    (place.state / "catalog.db").write_bytes(b"no catalog at all" * 100)
+    result = mount(place)
+    assert result.returncode == 32 and str(place.state / "catalog.db") in result.stderr and "nothing was changed" in result.stderr
+    assert not os.path.ismount(place.path)
+
+
+def test_unmounting_what_is_not_there(tmp_path: Path) -> None:
+    result = helper("umount", tmp_path)
+    assert result.returncode == 32 and "does not lie in a ckptfs mount" in result.stderr
+    assert helper("umount").returncode == 1
+
+
+def test_umount_says_what_was_not_written_back(place: DaemonUnderTest) -> None:
+    """F2: with a PFS that refuses, the deadline passes, and the words say what is left; the next mount has it."""
+    assert mount(place, "drain_deadline=1s").returncode == 0
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place.pfs)], check=True)
+    try:
+        (place.path / "kept").write_bytes(b"x" * 1000)
+        result = helper("umount", place.path)
+    finally:
+        subprocess.run(["umount", "-l", str(place.pfs)], check=True)
+    assert result.returncode == 0 and "not everything was written back (1 file (1000 B)" in result.stderr, result.stderr
+    assert mount(place).returncode == 0
+    assert (place.path / "kept").read_bytes() == b"x" * 1000
+    assert helper("umount", place.path).returncode == 0
+    assert (place.pfs / "kept").read_bytes() == b"x" * 1000
+
+
+def test_mount_umount_and_fstab(place: DaemonUnderTest) -> None:
+    """Through the real mount(8) and umount(8), with an fstab, in a mount namespace in which /usr/sbin holds our helpers only."""
+    sbin = place.root / "sbin"
+    sbin.mkdir()
+    for kind in ("mount", "umount"):
+        for suffix in ("ckptfs", "fuse.ckptfs"):
+            script = sbin / f"{kind}.{suffix}"
+            script.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m ckptfs_client.{kind}_helper "$@"\n')
+            script.chmod(0o755)
+    fstab = place.root / "fstab"
+    fstab.write_text(f"{place.name} {place.path} ckptfs {options(place, 'nofail', '_netdev')} 0 0\n")
+    script = f"""set -e
+mount --bind {sbin} $(readlink -f /sbin)
+mount -T {fstab} {place.path}
+findmnt -n -o FSTYPE,SOURCE {place.path}
+echo hello > {place.path}/file
+umount {place.path}
+cat {place.pfs}/file
+mount -t ckptfs -o {options(place)} {place.name} {place.path}
+cat {place.path}/file
+umount {place.path}
+! mount -t ckptfs -o bogus {place.name} {place.path} || exit 9
+"""
+    command = ["unshare", "-m", "sh", "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment(), check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["fuse.ckptfs", place.name, "hello", "hello"]
+    assert "unknown option 'bogus'" in result.stderr
+
+
+def test_the_daemon_finds_its_mountpoint_in_the_configuration(place: DaemonUnderTest) -> None:
+    """As ckptfs@.service starts it: `ckptfsd NAME -o config=FILE`."""
+    file = place.root / "job.toml"
+    lines = {"mountpoint": place.path, "state": place.state, "pfs": place.pfs, "ram": "64M"}
+    file.write_text("".join(f"{key} = {json.dumps(str(value))}\n" for key, value in lines.items()))
+    ready, theirs = os.pipe()
+    with open(place.log_file, "ab") as log:
+        command = [sys.executable, "-P", "-m", "ckptfs_daemon", place.name, "-o", f"config={file}", "--ready-fd", str(theirs)]
+        daemon = subprocess.Popen(command, stdout=log, stderr=log, pass_fds=[theirs], env=environment(), start_new_session=True)
+    os.close(theirs)
+    with os.fdopen(ready) as pipe:
+        assert pipe.readline() == "ok\n"
+    daemon.terminate()
+    assert daemon.wait(90) == 0 and not os.path.ismount(place.path)
