@@ -95,6 +95,9 @@ LEASE_POLL_S = 0.002
 # The kernel waits 45 s (fs.lease-break-time) for the mover to give up a lease; it does within one block.
 LEASE_WAIT_S = 50.0
 EXPECTED_NAMES_MAX = 4096
+# Before ENOSPC is answered: what was unlinked just now is on its way out.
+NO_ROOM_WAIT_S = 1.0
+NO_ROOM_LOOK_S = 0.025
 COPY_RANGE_BYTES_MAX = 64 * MIB
 
 assert BLOCK_BYTES % COPY_CHUNK_BYTES == 0 or COPY_CHUNK_BYTES % BLOCK_BYTES == 0

@@ -57,7 +57,8 @@ class FileOperations(OpenOperations, ExtraOperations):
         return len(buf)
 
     async def _roomy(self, file: OpenFile, act: Callable[[int], T]) -> T:
-        """Run `act(fd)` on a descriptor for writing, on the next tier when this one is full."""
+        """Run `act(fd)` on a descriptor for writing, on the next tier when this one is full. Raises NoRoom when all are."""
+        full_until_s = trio.current_time() + limits.NO_ROOM_WAIT_S
         while True:
             fd, ours = await file.writable_fd()
             try:
@@ -68,7 +69,11 @@ class FileOperations(OpenOperations, ExtraOperations):
             finally:
                 if ours:
                     os.close(fd)
-            await self._move_on(file)
+            if not await self._move_on(file):
+                if trio.current_time() > full_until_s:
+                    raise NoRoom("every tier is full", remedy="remove files, or configure a larger tier")
+                self.context.bell.ring(bells.WORK)
+                await trio.sleep(limits.NO_ROOM_LOOK_S)
 
     async def _on(self, file: OpenFile, act: Callable[[], T]) -> T:
         """Run `act` where it cannot hold up everybody else."""
@@ -91,21 +96,21 @@ class FileOperations(OpenOperations, ExtraOperations):
 
     # --- a full tier --------------------------------------------------------------------------------------------------
 
-    async def _move_on(self, file: OpenFile) -> None:
-        """Move an open content to the next tier that has room for it. Raises NoRoom."""
+    async def _move_on(self, file: OpenFile) -> bool:
+        """Move an open content to the next tier that has room for it. False when none has."""
         if file.moving is not None:
             await file.settled()
-            return
+            return True
         assert file.place is not None and file.content is not None
         file.moving = trio.Event()
         try:
             for tier in self.context.places.after(file.place.tier):
                 if await self._moved(file, file.place, file.content, self.context.places[tier]):
-                    return
+                    return True
         finally:
             file.moving.set()
             file.moving = None
-        raise NoRoom("every tier is full", remedy="remove files, or configure a larger tier")
+        return False
 
     async def _moved(self, file: OpenFile, source: Place, content: int, target: Place) -> bool:
         try:

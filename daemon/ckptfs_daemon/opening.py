@@ -21,11 +21,12 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import answers, attributes, contents, handles, namespace, report, settling, wants
 from ckptfs.catalog.contents import Held
-from ckptfs.errors import ContentLost, TimedOut, refused
+from ckptfs.errors import ContentLost, NoRoom, TimedOut, refused
 from ckptfs.flow import read, write
 from ckptfs.model import ContentState, DataPath, Inode, Tier
 from ckptfs.tiers import pfs_open, space
 from ckptfs.tiers.place import Place
+from ckptfs_daemon import bells
 from ckptfs_daemon.edge import Request
 from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, same_times
 
@@ -96,12 +97,18 @@ class Opening:
 
     async def run(self) -> Opened:
         """Open. Raises OSError, ContentLost, NoRoom, TimedOut."""
+        full_until_s = trio.current_time() + limits.NO_ROOM_WAIT_S
         try:
             while True:
                 try:
                     return self._attempt()
                 except Later as later:
                     await later.wait()
+                except NoRoom:
+                    if trio.current_time() > full_until_s:
+                        raise
+                    self._context.bell.ring(bells.WORK)
+                    await trio.sleep(limits.NO_ROOM_LOOK_S)
         finally:
             if self._own >= 0:
                 os.close(self._own)
