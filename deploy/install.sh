@@ -104,10 +104,11 @@ install() {
 
 # serving: the processes of daemons that run from PREFIX.
 serving() {
-  local file
+  local file line
   for file in /proc/[0-9]*/cmdline; do
-    { tr '\0' ' ' < "$file"; } 2> /dev/null | grep -qE "^$PREFIX/bin/python[^ ]* .*ckptfs(_daemon|d)" && basename "$(dirname "$file")"
-  done | tr '\n' ' '
+    line=$({ tr '\0' ' ' < "$file"; } 2> /dev/null) || continue # It has ended meanwhile.
+    case $line in "$PREFIX/bin/python"*ckptfsd* | "$PREFIX/bin/python"*ckptfs_daemon*) printf '%s ' "${file//[!0-9]/}" ;; esac
+  done
 }
 
 uninstall() {
