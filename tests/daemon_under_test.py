@@ -158,8 +158,8 @@ class DaemonUnderTest:
         return {}
 
     def pid(self, role: str) -> int:
-        """The process that has this role now: supervisor, mount, mover or spare."""
-        return int(self.processes()[role]["pid"])
+        """The process that has this role, as soon as there is one (0 stands for none, and kill(2) takes that for ourselves)."""
+        return int(eventually(lambda: self.processes().get(role, {}).get("pid"), what=f"a {role} process"))
 
     def kill(self, role: str, *, wait: bool = True) -> None:
         """SIGKILL the process of that role; returns when another one has taken its place (and, for the mount, answers)."""
