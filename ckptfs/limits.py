@@ -86,6 +86,8 @@ RAM_HEADROOM_BYTES_MIN = 64 * MIB
 MEMORY_RESERVE_RATIO = 0.10
 # With less free than this, writes into a tier pass through the mount process, which can move a file on when the tier is full.
 UNWATCHED_ROOM_BYTES_MIN = 512 * MIB
+# The same for a file of whose kind none was seen yet.
+UNWATCHED_ROOM_UNKNOWN_BYTES_MIN = 1792 * MIB
 # How long a figure about a tier's room may be believed.
 ROOM_AGE_S = 0.02
 USED_AGE_S = 1.0

@@ -63,7 +63,7 @@ class DaemonUnderTest:
         for directory in (self.path, self.pfs, self.nvme, self.state):
             directory.mkdir()
         self.options: dict[str, str | Path | None] = {
-            "state": self.state, "pfs": self.pfs, "nvme": self.nvme, "ram": "1G", "data_path": data_path, **options,
+            "state": self.state, "pfs": self.pfs, "nvme": self.nvme, "ram": "3G", "data_path": data_path, **options,
         }
         self.env = env or {}
         self.log_file = self.root / "log"

@@ -49,9 +49,11 @@ def fits(room: Room, expected_bytes: int, high: float) -> bool:
 def watched(room: Room, expected_bytes: int) -> bool:
     """Whether writes into this tier must pass through us, so that a full tier can be answered by moving on to the next one (P10).
 
-    The kernel writes to a backing file without asking; we let it while there is room for anything but a surprise.
+    The kernel writes to a backing file without asking; we let it while there is room for twice what is expected, or for any surprise
+    where nothing is (`expected_bytes` 0).
     """
-    return room.free < max(limits.UNWATCHED_ROOM_BYTES_MIN, 2 * expected_bytes)
+    known = max(limits.UNWATCHED_ROOM_BYTES_MIN, 2 * expected_bytes)
+    return room.free < (known if expected_bytes else limits.UNWATCHED_ROOM_UNKNOWN_BYTES_MIN)
 
 
 def excess(room: Room, high: float, low: float) -> int:

@@ -44,6 +44,9 @@ def test_short_memory_is_not_a_full_tier() -> None:
 
 
 def test_writes_are_watched_where_a_surprise_could_fill_the_tier() -> None:
-    assert space.watched(Room(10**12, limits.UNWATCHED_ROOM_BYTES_MIN - 1), 0)
-    assert not space.watched(Room(10**12, limits.UNWATCHED_ROOM_BYTES_MIN), 0)
-    assert space.watched(Room(10**12, 10**9), 6 * 10**8)
+    known, unknown = limits.UNWATCHED_ROOM_BYTES_MIN, limits.UNWATCHED_ROOM_UNKNOWN_BYTES_MIN
+    assert space.watched(Room(10**12, known - 1), 1)
+    assert not space.watched(Room(10**12, known), 1)
+    assert space.watched(Room(10**12, known), 0)
+    assert not space.watched(Room(10**12, unknown), 0)
+    assert space.watched(Room(10**12, 10**10), 6 * 10**9)
