@@ -138,6 +138,11 @@ def cached(db: Database, directory: int) -> bool:
     return db.row("SELECT 1 FROM inode WHERE id = ? AND (complete = 1 OR visited_ns = ?)", directory, _ADOPTED) is not None
 
 
+def names_of(db: Database, inode: int) -> list[tuple[int, bytes]]:
+    """(parent, name) of every name that leads to `inode`."""
+    return [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
+
+
 def is_directory(db: Database, inode: int | None) -> bool:
     """Whether this inode is a directory."""
     return stat.S_ISDIR(int(db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0))

@@ -327,7 +327,10 @@ class _Comparison:
                 self._notify.entry(self._directory, seen.name)
         if verdict in {Verdict.ATTRIBUTES, Verdict.CONTENT, Verdict.ADOPT} and inode is not None:
             self._notify.inode(inode)
-        if verdict is Verdict.CONTENT:
+        if verdict is Verdict.CONTENT and inode is not None:
+            # A kernel that caches writes believes its own size and times for as long as it knows the inode: it must forget its names.
+            for parent, name in visits.names_of(self._db, inode):
+                self._notify.entry(parent, name)
             log.info("%s was changed on the PFS by somebody else", os.fsdecode(seen.name))
 
     def _forget(self, candidates: Iterable[bytes]) -> None:
