@@ -1,5 +1,8 @@
 """A node without FUSE: a catalog and tiers in a temporary directory, and the acts of the mount that the mover's steps depend on."""
 
+import atexit
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -56,7 +59,7 @@ class Node:
     def make(self, name: bytes, data: bytes, *, tier: Tier = Tier.RAM, closed: bool = True) -> int:
         """Create a file, write it, close it; its content."""
         with self.db.change():
-            inode = namespace.make(self.db, ROOT, name, 0o100644, uid=0, gid=0).id
+            inode = namespace.make(self.db, ROOT, name, 0o100644, uid=0, gid=0, blind=True).id
         return self.write(inode, data, tier=tier, closed=closed)
 
     def write(self, inode: int, data: bytes, *, tier: Tier = Tier.RAM, closed: bool = True) -> int:
@@ -144,11 +147,43 @@ class Squeezed(Place):
         return Room(self._total, max(0, self._total - used))
 
 
+_FORKER = """
+import json, os, sys
+from pathlib import Path
+from local_node import *
+from ckptfs import disk
+from ckptfs.flow import drop, evict, recover, seal, verify
+for line in sys.stdin:
+    root, script, fault = json.loads(line)
+    child = os.fork()
+    if not child:
+        try:
+            disk._fault = fault
+            exec(script, {**globals(), "node": Node(Path(root))})
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def _forker() -> "subprocess.Popen[str]":
+    """A process that has imported everything, has no catalog open, and forks for each script: new interpreters would take minutes."""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(place for place in sys.path if place))
+    command = [sys.executable, "-c", _FORKER]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.kill)
+    return process
+
+
 def in_process(root: Path, script: str, *, fault: str = "") -> int:
     """Run `script` in a process of its own, with `node` made and a fault asked for; its exit code (negative: the signal)."""
-    program = f"from pathlib import Path\nfrom local_node import *\nnode = Node(Path({str(root)!r}))\n{script}"
-    places = [str(Path(__file__).parent), *(place for place in sys.path if place)]
-    environment = dict(os.environ, CKPTFS_FAULT=fault, PYTHONPATH=os.pathsep.join(places))
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in {0, -9}, done.stderr
-    return done.returncode
+    process = _forker()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([str(root), script, fault]) + "\n")
+    process.stdin.flush()
+    code = int(process.stdout.readline())
+    assert code in {0, -9}, "the script failed; its traceback is above"
+    return code

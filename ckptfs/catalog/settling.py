@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptfs import lifecycle
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import Published, Record
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
@@ -290,6 +291,16 @@ def fall_back(db: Database, lost: Content) -> str:
             return ""
         set_state(db, lost.id, ContentState.DOOMED)
         return "its former generation" if older is not None else "what is on the PFS"
+
+
+def lose(db: Database, seen: Content) -> bool:
+    """Make a content LOST when no good copy of it is left in any tier and the PFS does not show it; whether it is."""
+    with db.change():
+        found = record(db, seen.id)
+        if not unchanged(db, seen) or any(map(lifecycle.good, found.copies)) or lifecycle.published_whole(found):
+            return False
+        set_state(db, seen.id, ContentState.LOST)
+        return True
 
 
 def set_state(db: Database, number: int, state: ContentState) -> None:

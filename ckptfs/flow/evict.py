@@ -132,6 +132,8 @@ class Evict:
             self._demote_wait_s = min(max(2 * self._demote_wait_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
             self._demote_at_s = time.monotonic() + self._demote_wait_s
             self._tell(content, failure)
+            if settling.lose(self._db, content):
+                log.error("%s is lost: its only copy is not what was sealed; it gives EIO", self._name(content))
             return False
         self._untell()
         self._drop(self._places[Tier.RAM], [content])

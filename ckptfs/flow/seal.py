@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs import disk, lifecycle, limits
+from ckptfs import disk, limits
 from ckptfs.catalog import report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -136,10 +136,7 @@ class Seal:
             if not settling.unchanged(self._db, content):
                 return False
             settling.forget_copy(self._db, content.id, tier)
-            if any(map(lifecycle.good, settling.copies(self._db, content.id))):
-                return False
-            settling.set_state(self._db, content.id, ContentState.LOST)
-            return True
+            return settling.lose(self._db, content)
 
     def _later(self, number: int) -> float:
         """Try this content again after a while, each time a longer one."""

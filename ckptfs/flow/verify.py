@@ -43,6 +43,8 @@ def verify(db: Database, places: Places, number: int) -> list[Checked]:
     found = [_check(db, places, content, copy) for copy in copies]
     good = [checked.tier for checked in found if checked.ok]
     if not good:
+        if found and content.state is ContentState.SEALED and settling.lose(db, content):
+            log.error("%s is lost: no copy is what was sealed; it gives EIO", _name(db, content))
         return found
     if content.state is ContentState.LOST:
         settling.set_state(db, number, ContentState.SEALED)

@@ -132,6 +132,7 @@ def test_a_bad_copy_in_ram_is_not_carried_on(node: Node) -> None:
     step.step()
     assert node.copies(contents[0]) == {Tier.RAM: CopyState.QUARANTINED}
     assert contents[0] not in node.files(Tier.NVME) and contents[0] in node.files(Tier.RAM)
+    assert node.state(contents[0]) is ContentState.LOST
     step._demote_at_s = 0.0
     settle(step)
     assert node.files(Tier.NVME) == set(contents[1:5])

@@ -66,6 +66,16 @@ def test_the_last_copy_is_quarantined_and_kept(node: Node) -> None:
     (found,) = verify(node.db, node.places, content)
     assert not found.ok and not found.repaired
     assert node.copies(content) == {Tier.RAM: CopyState.QUARANTINED} and node.files(Tier.RAM) == {content}
+    assert node.state(content) is ContentState.LOST
+
+
+def test_what_the_pfs_shows_is_not_lost(node: Node) -> None:
+    content = node.make(b"file", b"data")
+    Seal(node.db, node.places, node.config, node.told).step()
+    node.publish(content)
+    node.spoil(content, Tier.RAM)
+    assert not verify(node.db, node.places, content)[0].ok
+    assert node.state(content) is ContentState.SEALED, "the next open fetches it"
 
 
 def test_a_copy_that_came_right_again_counts_again(node: Node) -> None:
@@ -73,8 +83,7 @@ def test_a_copy_that_came_right_again_counts_again(node: Node) -> None:
     Seal(node.db, node.places, node.config, node.told).step()
     node.spoil(content, Tier.RAM)
     verify(node.db, node.places, content)
-    with node.db.change():
-        settling.set_state(node.db, content, ContentState.LOST)
+    assert node.state(content) is ContentState.LOST
     node.spoil(content, Tier.RAM)
     assert verify(node.db, node.places, content) == [Checked(Tier.RAM, True)]
     assert node.state(content) is ContentState.SEALED and node.copies(content) == {Tier.RAM: CopyState.GOOD}

@@ -1,0 +1,131 @@
+"""The watch over a tier: errors, silence and a wrong filesystem are seen and said; a tier that is well again wakes the lanes (P1)."""
+
+import errno
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from ckptfs_daemon import probing
+from ckptfs_daemon.probing import Watch
+from local_node import Node
+from trio.testing import MockClock
+
+from ckptfs.catalog import settling
+from ckptfs.errors import TierUnavailable
+from ckptfs.model import Tier
+from ckptfs.tiers import health
+
+
+class Hanging(Exception):
+    """What a test throws in place of a call that does not come back."""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    async def call(function: Callable[..., Any], *values: Any, **_: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        try:
+            return function(*values)
+        except Hanging:
+            await trio.sleep_forever()
+
+    monkeypatch.setattr(probing.trio.to_thread, "run_sync", call)
+    yield
+
+
+def watch(node: Node, scenario: Callable[[list[int]], Awaitable[None]]) -> list[int]:
+    """Run the watch over the PFS while `scenario` plays; how often the lanes were told that it is well again."""
+    assert node.config.pfs is not None
+    recovered: list[int] = []
+    watching = Watch(node.db, node.places[Tier.PFS], node.config.pfs, lambda: recovered.append(1))
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watching.run)
+            await scenario(recovered)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    return recovered
+
+
+def told(node: Node) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(node.db.value("SELECT value FROM report WHERE key = 'tier:pfs'"))
+    return found
+
+
+def test_a_well_tier_is_said_once_with_its_room(node: Node) -> None:
+    async def scenario(_: list[int]) -> None:
+        await trio.sleep(1)
+        before = node.db.value("SELECT total_changes()")
+        await trio.sleep(600)
+        assert node.db.value("SELECT total_changes()") <= before + 3, "an idle node writes nothing to its catalog"
+
+    watch(node, scenario)
+    assert told(node)["state"] == "normal" and told(node)["total"] > 0
+
+
+def test_errors_are_said_and_the_end_of_them_wakes_the_lanes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = health.probe
+    wrong: list[Exception] = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def probe(root: Path) -> tuple[int, int]:
+        if wrong:
+            raise wrong[0]
+        return real(root)
+
+    monkeypatch.setattr(health, "probe", probe)
+
+    async def scenario(recovered: list[int]) -> None:
+        await trio.sleep(1)
+        assert told(node)["state"] == "suspect"
+        await trio.sleep(30)
+        assert told(node)["state"] == "down" and "ESTALE" in told(node)["error"] and told(node)["remedy"] and not recovered
+        wrong.clear()
+        await trio.sleep(30)
+
+    assert watch(node, scenario) == [1]
+    assert told(node)["state"] == "normal" and told(node)["error"] == ""
+
+
+def test_silence_is_said_while_it_lasts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(_: Path) -> tuple[int, int]:
+        raise Hanging
+
+    monkeypatch.setattr(health, "probe", probe)
+
+    async def scenario(_: list[int]) -> None:
+        await trio.sleep(health.SUSPECT_S + 3)
+        assert told(node)["state"] == "suspect"
+        await trio.sleep(health.DOWN_S)
+        assert told(node)["state"] == "down" and "does not answer" in told(node)["error"]
+
+    watch(node, scenario)
+
+
+def test_the_pfs_is_identified_and_another_one_is_not_taken_for_it(node: Node) -> None:
+    """An unmounted PFS looks like an empty directory: nobody may think that all files there were deleted."""
+    place = node.places[Tier.PFS]
+    probing.identify(node.db, place)
+    assert settling.tier_uuid(node.db, Tier.PFS) == place.uuid
+    probing.identify(node.db, place)
+    shutil.rmtree(place.root)
+    with pytest.raises(TierUnavailable, match="not the directory"):
+        probing.identify(node.db, place)
+    assert not place.root.exists(), "nothing may be made there"
+    assert node.config.pfs is not None
+
+    async def scenario(_: list[int]) -> None:
+        await trio.sleep(1)
+
+    watch(node, scenario)
+    assert told(node)["state"] == "down" and str(node.config.pfs) in told(node)["remedy"]
