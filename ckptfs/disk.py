@@ -1,7 +1,7 @@
 """Labelled disk operations: each takes a label first, so that a test can break exactly one, and loop over all of them.
 
 `CKPTFS_FAULT` holds comma-separated `LABEL=ACTION[@N]`: at the N-th call with that label (default 1; `*` for every call) the action
-happens instead: an errno name (`ENOSPC`), `kill` (SIGKILL to this process before the call) or `kill-after` (after it). The variable
+happens instead: an errno name (`ENOSPC`), `kill` (SIGKILL to this process before the call), `kill-after` (after it) or `hang` (before it, until the file below says otherwise). The variable
 may also name a file (`@/path`), read at each call, so that a test can change its mind while the process runs.
 Labels are `step:act`, listed in `LABELS` by the modules that use them.
 """
@@ -9,12 +9,14 @@ Labels are `step:act`, listed in `LABELS` by the modules that use them.
 import errno
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+HANG_LOOK_S = 0.02
 LABELS: set[str] = set()
 _calls: Counter[str] = Counter()
 _fault = os.environ.get("CKPTFS_FAULT", "")
@@ -30,6 +32,9 @@ def act(label: str, call: Callable[..., Result], *values: Any, **named: Any) -> 
     if not _fault:
         return call(*values, **named)
     action = _asked(label)
+    while action == "hang":
+        time.sleep(HANG_LOOK_S)
+        action = _named(label)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if action and action != "kill-after":
@@ -44,6 +49,10 @@ def _asked(label: str) -> str:
     """The action that the fault specification asks for at this call of `label`; empty for none."""
     assert label in LABELS, f"undeclared disk label {label}"
     _calls[label] += 1
+    return _named(label)
+
+
+def _named(label: str) -> str:
     text = _fault
     if text.startswith("@"):
         try:
