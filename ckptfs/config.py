@@ -295,9 +295,6 @@ def default_state(name: str) -> Path:
     return Path(home) / "ckptfs" / name
 
 
-# --- checking --------------------------------------------------------------------------------------------------------
-
-
 def _checked(config: Config) -> Config:
     """`config` with its paths resolved, if its values fit one another."""
     if config.ram_low >= config.ram_high:
@@ -308,7 +305,8 @@ def _checked(config: Config) -> Config:
         raise ConfigError("nvme_size was given without nvme", remedy="give nvme=DIRECTORY")
     # A mountpoint left by a crash answers "not connected"; its parent still does, so only that is resolved.
     mountpoint = Path(os.path.realpath(config.mountpoint.parent)) / config.mountpoint.name
-    _check_directory("the mountpoint", mountpoint)
+    if not _has_ckptfs(mountpoint):
+        _check_directory("the mountpoint", mountpoint)
     resolved: dict[str, Path | None] = {"mountpoint": mountpoint, "state": Path(os.path.realpath(config.state))}
     resolved["nvme"] = _directory("nvme", config.nvme)
     resolved["pfs"] = _directory("pfs", config.pfs)
@@ -354,6 +352,13 @@ def _check_directory(key: str, path: Path) -> None:
         raise ConfigError(f"{key} {path} is not a directory", remedy="name a directory")
 
 
+def _has_ckptfs(mountpoint: Path) -> bool:
+    """Whether a ckptfs is mounted there: then it is a directory, and asking it would wait for a daemon that may not run yet."""
+    escaped = "".join(f"\\{ord(letter):03o}" if letter in " \t\n\\" else letter for letter in str(mountpoint))
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        return any(line.split(" ", 5)[4] == escaped and " - fuse.ckptfs " in line for line in file)
+
+
 def _check_apart(paths: Mapping[str, Path]) -> None:
     """Refuse directories that lie inside one another where that would make one tier swallow another."""
     for inner, outer in (
@@ -366,9 +371,6 @@ def _check_apart(paths: Mapping[str, Path]) -> None:
             same = "is the same directory as" if paths[inner] == paths[outer] else "lies inside"
             remedy = "choose directories that do not contain one another"
             raise ConfigError(f"{inner} {paths[inner]} {same} {outer} {paths[outer]}", remedy=remedy)
-
-
-# --- passing on ------------------------------------------------------------------------------------------------------
 
 
 def to_json(config: Config) -> str:

@@ -63,18 +63,24 @@ class TierStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., contents: _Optional[int] = ..., health: _Optional[str] = ...) -> None: ...
 
 class WriteBack(_message.Message):
-    __slots__ = ("dirty_bytes", "dirty_files", "changes", "lag_s", "unsealed_files")
+    __slots__ = ("dirty_bytes", "dirty_files", "changes", "lag_s", "unsealed_files", "now_path", "now_copied_bytes", "now_size_bytes")
     DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIRTY_FILES_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     LAG_S_FIELD_NUMBER: _ClassVar[int]
     UNSEALED_FILES_FIELD_NUMBER: _ClassVar[int]
+    NOW_PATH_FIELD_NUMBER: _ClassVar[int]
+    NOW_COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NOW_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     dirty_bytes: int
     dirty_files: int
     changes: int
     lag_s: float
     unsealed_files: int
-    def __init__(self, dirty_bytes: _Optional[int] = ..., dirty_files: _Optional[int] = ..., changes: _Optional[int] = ..., lag_s: _Optional[float] = ..., unsealed_files: _Optional[int] = ...) -> None: ...
+    now_path: str
+    now_copied_bytes: int
+    now_size_bytes: int
+    def __init__(self, dirty_bytes: _Optional[int] = ..., dirty_files: _Optional[int] = ..., changes: _Optional[int] = ..., lag_s: _Optional[float] = ..., unsealed_files: _Optional[int] = ..., now_path: _Optional[str] = ..., now_copied_bytes: _Optional[int] = ..., now_size_bytes: _Optional[int] = ...) -> None: ...
 
 class Counts(_message.Message):
     __slots__ = ("files", "directories", "by_level", "open_handles", "writers", "lost")

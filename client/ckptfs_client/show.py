@@ -84,6 +84,8 @@ def status(answer: "pb.Status") -> "RenderableType":
         changes = f"{counted(behind.dirty_files, 'file')} ({size(behind.dirty_bytes)}) and {counted(behind.changes, 'other change')} behind"
         lag = f", the oldest for {duration(behind.lag_s)}" if behind.lag_s else ""
         lines.append(f"  write-back  {changes}{lag}, to {escape(answer.pfs)}")
+        if behind.now_path:
+            lines.append(f"              now {escape(behind.now_path)}: {size(behind.now_copied_bytes)} of {size(behind.now_size_bytes)}")
     else:
         lines.append("  write-back  none: this mount has no PFS")
     troubles = []

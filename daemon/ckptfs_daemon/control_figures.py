@@ -69,6 +69,10 @@ class Figures:
             return (f"{trouble.path}: {trouble.what}" if trouble.path else trouble.what), trouble.remedy
         return "", ""
 
+    def under_way(self) -> dict[str, Any]:
+        """The large file that is being written back: inode, path, copied_bytes, size_bytes; empty when there is none."""
+        return next((_read(text) for key, text, _ in report.reports(self._db, "write_back") if key == "write_back"), {})
+
     def _processes(self) -> dict[str, Any]:
         """What the supervisor says about the processes; empty while it has said nothing."""
         with contextlib.suppress(OSError):
@@ -76,10 +80,11 @@ class Figures:
         return {}
 
     def _write_back(self) -> pb.WriteBack:
-        found = report.write_back_figures(self._db)
+        found, now = report.write_back_figures(self._db), self.under_way()
         return pb.WriteBack(
             dirty_bytes=found.dirty_bytes, dirty_files=found.dirty_files, changes=found.changes,
-            lag_s=found.lag_s, unsealed_files=found.unsealed_files,
+            lag_s=found.lag_s, unsealed_files=found.unsealed_files, now_path=str(now.get("path", "")),
+            now_copied_bytes=int(now.get("copied_bytes", 0)), now_size_bytes=int(now.get("size_bytes", 0)),
         )  # fmt: skip
 
     def _counted(self) -> pb.Counts:

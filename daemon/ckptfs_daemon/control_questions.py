@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 
@@ -51,9 +52,10 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         """What is known of each inode."""
         if len(request.inodes) > limits.CONTROL_LIST_MAX:
             raise Refused(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
-        return pb.ListReply(records=[self._record(inode) for inode in request.inodes])
+        under_way = self._figures.under_way()
+        return pb.ListReply(records=[self._record(inode, under_way) for inode in request.inodes])
 
-    def _record(self, inode: int) -> pb.Record:
+    def _record(self, inode: int, under_way: dict[str, Any]) -> pb.Record:
         found = report.listed(self._db, inode) if 0 < inode < 2**63 else None
         if found is None:
             return pb.Record(inode=inode, known=False)
@@ -63,7 +65,7 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value
             answer.state = _state(found)
-            answer.progress = 1.0 if self._arrived(found) else 0.0
+            answer.progress = 1.0 if self._arrived(found) else _share(under_way) if under_way.get("inode") == inode else 0.0
             now = time.time_ns()
             for tier, state, verified_ns in report.places(self._db, inode, found.record):
                 answer.copies.add(tier=tier, state=state, verified_age_s=(now - verified_ns) / 1e9 if verified_ns else -1.0)
@@ -109,6 +111,11 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
             # A wait has no end of its own: the client's deadline, or its departure, ends it. Looking is cheap, and gets rarer.
             threading.Event().wait(pause)
             pause = min(2 * pause, LOOK_LAST_S)
+
+
+def _share(under_way: dict[str, Any]) -> float:
+    """How much of the file that is being written back is there; 1 only when it is published."""
+    return min(0.99, float(under_way.get("copied_bytes", 0)) / max(1, int(under_way.get("size_bytes", 0))))
 
 
 def _kind(mode: int) -> str:

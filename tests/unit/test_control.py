@@ -39,8 +39,8 @@ def later(act: object, delay_s: float = 0.1) -> threading.Timer:
 
 def test_only_the_owner_may_give_orders(served: Served) -> None:
     """F6: the sockets' own permissions decide."""
-    modes = [stat.S_IMODE(path.stat().st_mode) for path in (served.mount.socket, served.mount.admin_socket, rendezvous.directory())]
-    assert modes == [0o666, 0o600, 0o755]
+    paths = (served.mount.socket, served.mount.admin_socket, rendezvous.directory())
+    eventually(lambda: [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o666, 0o600, 0o755], what="modes of the sockets")
 
 
 def test_status_says_what_there_is(served: Served) -> None:
@@ -110,6 +110,19 @@ def test_records(served: Served) -> None:
     file = served.client.records([inode])[0]
     assert (file.level, file.waiting, file.progress) == ("pfs", False, 1.0)
     assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good"), ("pfs", "published")]
+
+
+def test_progress_of_a_large_file(served: Served) -> None:
+    """F2: what write-back reports of the file in hand is shown with the file, and in status."""
+    inode = served.node.inode(served.node.make(b"large", b"x" * 1000))
+    served.seal()
+    value = {"inode": inode, "path": "large", "copied_bytes": 250, "size_bytes": 1000}
+    settling.report(served.node.db, "write_back", value)
+    assert served.client.records([inode])[0].progress == 0.25
+    behind = served.client.status().write_back
+    assert (behind.now_path, behind.now_copied_bytes, behind.now_size_bytes) == ("large", 250, 1000)
+    settling.report(served.node.db, "write_back", None)
+    assert served.client.records([inode])[0].progress == 0.0 and not served.client.status().write_back.now_path
 
 
 def test_more_records_than_one_message_holds(served: Served) -> None:

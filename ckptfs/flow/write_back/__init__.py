@@ -269,7 +269,8 @@ class WriteBack:
         now = time.monotonic()
         if now - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s, self._reporting = now, True
-            settling.report(self._db, "write_back", {"path": self._path(inode), "copied_bytes": copied, "size_bytes": size})
+            value = {"inode": inode, "path": self._path(inode), "copied_bytes": copied, "size_bytes": size}
+            settling.report(self._db, "write_back", value)
 
     def _no_progress(self) -> None:
         if self._reporting:
