@@ -1,7 +1,8 @@
-"""A node without FUSE whose files are made, changed and removed by path as the mount would do it, and its PFS; used by the tests of write-back."""
+"""A node without FUSE whose files are made, changed and removed by path as the mount would do it, and its PFS: for tests of write-back."""
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,11 @@ from ckptfs.model import ROOT, ContentState, Tier
 
 Tree = dict[bytes, tuple[Any, ...]]
 CHANGES = ("put", "link", "move", "swap", "unlink", "rmdir", "aside")
+
+
+def memory() -> Path:
+    """A new directory in memory where there is one: hundreds of small trees wait for no disk there."""
+    return Path(tempfile.mkdtemp(prefix="ckptfs-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
 
 
 class Killed(BaseException):
@@ -185,7 +191,8 @@ class Mount(Node):
         assert self.temporaries() == []
         for table in ("journal", "pfs_batch", "pfs_pending", "pfs_times"):
             assert self.db.rows(f"SELECT * FROM {table}") == [], table
-        shown = {self._path(parent, bytes(name)): inode for parent, name, inode in self.db.rows("SELECT parent, name, inode FROM pfs_entry")}
+        entries = self.db.rows("SELECT parent, name, inode FROM pfs_entry")
+        shown = {self._path(parent, bytes(name)): inode for parent, name, inode in entries}
         assert shown == {path: self.number(path) for path in self.tree()}
         for inode, size, mtime_ns, pfs_inode in self.db.rows("SELECT inode, size, mtime_ns, pfs_inode FROM published"):
             path = next(path for path, number in shown.items() if number == inode)
@@ -248,7 +255,7 @@ def killed_at(number: int, *, after: bool) -> Iterator[list[str]]:
 
     def strike(label: str) -> None:
         nonlocal dead
-        if dead or len(seen) == number + 1:
+        if dead or len(seen) > number:
             dead = True
             raise Killed
 

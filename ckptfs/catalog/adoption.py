@@ -13,7 +13,6 @@ from ckptfs.catalog.database import Database
 from ckptfs.errors import ConfigError
 from ckptfs.model import ROOT
 
-
 UNIDENTIFIED = "unidentified"
 """The uuid of a PFS on which we may not make a work area; once we may, it is the same one."""
 

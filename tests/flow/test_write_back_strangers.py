@@ -1,0 +1,144 @@
+"""Somebody else works on the PFS, too: ours wins under its name, theirs is kept beside it; what they took away is made again."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from write_back_world import Mount, intercepted
+
+from ckptfs.catalog import settling
+from ckptfs.model import Tier
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Mount:
+    made = Mount(tmp_path)
+    made.mkdir(b"run")
+    made.put(b"run/a", b"ours 1")
+    made.settle()
+    return made
+
+
+def test_what_a_stranger_wrote_into_our_file_is_kept_beside_it(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    (mount.pfs / "run" / "a").write_bytes(b"theirs")
+    mount.put(b"run/a", b"ours 2")
+    mount.settle()
+    assert (mount.pfs / "run" / "a").read_bytes() == b"ours 2"
+    assert (mount.pfs / "run" / "a.ckptfs-conflict-1").read_bytes() == b"theirs"
+    assert "kept there as a.ckptfs-conflict-1" in caplog.text
+
+
+def test_another_file_under_our_name(mount: Mount) -> None:
+    for number in (1, 2):
+        (mount.pfs / "theirs").write_bytes(b"theirs %d" % number)
+        os.rename(mount.pfs / "theirs", mount.pfs / "run" / "a")
+        mount.put(b"run/a", b"ours again %d" % number)
+        mount.settle()
+        assert (mount.pfs / "run" / "a").read_bytes() == b"ours again %d" % number
+        assert (mount.pfs / "run" / f"a.ckptfs-conflict-{number}").read_bytes() == b"theirs %d" % number
+
+
+def test_a_name_that_a_stranger_took_first(mount: Mount) -> None:
+    (mount.pfs / "run" / ("n" * 255)).write_bytes(b"theirs")
+    (mount.pfs / "run" / "d").mkdir()
+    (mount.pfs / "run" / "d" / "inside").write_bytes(b"theirs")
+    mount.put(b"run/" + b"n" * 255, b"ours")
+    mount.put(b"run/d", b"a file where they have a directory")
+    mount.settle()
+    assert (mount.pfs / "run" / ("n" * 255)).read_bytes() == b"ours"
+    assert sorted(path.read_bytes() for path in (mount.pfs / "run").glob("n*")) == [b"ours", b"theirs"]
+    assert (mount.pfs / "run" / "d").read_bytes() == b"a file where they have a directory"
+    assert (mount.pfs / "run" / "d.ckptfs-conflict-1" / "inside").read_bytes() == b"theirs"
+
+
+def test_a_directory_that_both_made_is_one(mount: Mount) -> None:
+    (mount.pfs / "shared").mkdir()
+    (mount.pfs / "shared" / "theirs").write_bytes(b"theirs")
+    mount.mkdir(b"shared")
+    mount.put(b"shared/ours", b"ours")
+    mount.settle()
+    assert sorted(os.listdir(mount.pfs / "shared")) == ["ours", "theirs"]
+    assert mount.db.value("SELECT complete FROM inode WHERE id = ?", mount.number(b"shared")) == 0, "theirs is imported at the next visit"
+    assert mount.temporaries() == []
+
+
+def test_what_is_renamed_here_and_removed_there_is_written_again(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    os.unlink(mount.pfs / "run" / "a")
+    mount.rename(b"run/a", b"run/b")
+    mount.settle()
+    mount.exact()
+    assert "run/b is not on the PFS any more" in caplog.text
+
+
+def test_a_directory_that_they_removed_is_made_again(mount: Mount) -> None:
+    mount.mkdir(b"run/deep")
+    mount.put(b"run/deep/x", b"x")
+    mount.settle()
+    shutil.rmtree(mount.pfs / "run")
+    mount.put(b"run/deep/new", b"new")
+    mount.settle()
+    mount.exact()
+
+
+def test_a_directory_that_they_removed_and_we_rename(mount: Mount) -> None:
+    shutil.rmtree(mount.pfs / "run")
+    mount.rename(b"run", b"walk")
+    mount.settle()
+    mount.exact()
+
+
+def test_a_directory_that_they_replaced_by_a_symlink_is_not_followed(mount: Mount, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    os.rename(mount.pfs / "run", mount.pfs / "moved")
+    os.symlink(elsewhere, mount.pfs / "run")
+    mount.put(b"run/new", b"new")
+    mount.settle()
+    assert list(elsewhere.iterdir()) == []
+    assert (mount.pfs / "run" / "new").read_bytes() == b"new" and not (mount.pfs / "run").is_symlink()
+
+
+def test_unlink_leaves_what_is_not_ours(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    os.unlink(mount.pfs / "run" / "a")
+    (mount.pfs / "keep-the-number").write_bytes(b"")
+    (mount.pfs / "run" / "a").write_bytes(b"theirs, another file")
+    mount.unlink(b"run/a")
+    mount.settle()
+    assert (mount.pfs / "run" / "a").read_bytes() == b"theirs, another file"
+    assert "somebody else's" in caplog.text
+
+
+def test_rmdir_leaves_a_directory_that_holds_theirs(mount: Mount) -> None:
+    (mount.pfs / "run" / "theirs").write_bytes(b"theirs")
+    mount.unlink(b"run/a")
+    mount.rmdir(b"run")
+    mount.settle()
+    assert os.listdir(mount.pfs / "run") == ["theirs"]
+
+
+def test_a_file_whose_only_copy_they_removed_is_never_shown_as_empty(mount: Mount) -> None:
+    content = mount.shown(mount.number(b"run/a"))
+    assert content is not None
+    with mount.db.change():
+        settling.forget_copy(mount.db, content, Tier.RAM)
+    os.unlink(mount.pfs / "run" / "a")
+    mount.rename(b"run/a", b"run/b")
+    mount.settle()
+    assert mount.on_pfs() == {b"run": ("directory", 0o755)}
+    assert mount.db.value("SELECT count(*) FROM published") == 1, "a visit finds out what became of it"
+
+
+def test_somebody_removes_our_temporary_file(mount: Mount) -> None:
+    """Site purges do."""
+    def purge(label: str) -> None:
+        if label == "write_back:written_down":
+            for path in (mount.pfs / "run").glob(".ckptfs.*"):
+                path.unlink()
+
+    mount.put(b"run/new", b"new")
+    flow = mount.write_back()
+    with intercepted(purge):
+        flow.step()
+    mount.settle(flow)
+    mount.exact()
