@@ -144,8 +144,8 @@ def orphans(db: Database) -> set[int]:
 
 
 def reap(db: Database, inode: int) -> list[int] | None:
-    """The kernel forgot an unlinked inode: delete it, doom its contents. The contents' ids; None when it is in use or still has names."""
-    if db.value("SELECT nlink FROM inode WHERE id=?", inode) != 0 or db.row("SELECT 1 FROM handle WHERE inode=? LIMIT 1", inode):
+    """The kernel forgot an unlinked inode: delete it, doom its contents. The contents' ids; None when it is open or has a name."""
+    if db.value("SELECT nlink FROM inode WHERE id=?", inode) or db.row("SELECT 1 FROM handle WHERE inode=? LIMIT 1", inode):
         return None
     doomed = [row[0] for row in db.rows("SELECT id FROM content WHERE inode=?", inode)]
     if doomed:

@@ -6,7 +6,6 @@ dead mount process had read is not sent again: whatever is left over is looked a
 If we die here: the rows with nlink 0 are found again by the next mount process.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
@@ -14,7 +13,8 @@ import trio
 
 from ckptfs import limits
 from ckptfs.catalog import namespace
-from ckptfs.model import Inode, Tier
+from ckptfs.model import Inode
+from ckptfs_daemon import bells
 from ckptfs_daemon.handler import Handler
 
 import pyfuse3  # isort: skip
@@ -56,42 +56,31 @@ class OrphanOperations(Handler):
     async def reap_forgotten(self, knows: Callable[[int], bool] = kernel_knows) -> None:
         """The task: delete what the kernel forgot, soon after it did; and look at everything without a name from time to time."""
         while True:
-            self._orphans = await self._reaped(namespace.orphans(self.context.db), knows)
+            self._orphans |= namespace.orphans(self.context.db)
+            await self._reap_unknown(set(self._orphans), knows)
             with trio.move_on_after(limits.ORPHANS_INTERVAL_S):
                 while True:
                     await self._wake.wait()
                     await trio.sleep(limits.ORPHANS_GATHER_S)
                     self._wake = trio.Event()
                     forgotten, self._forgotten = self._forgotten, set()
-                    self._orphans |= await self._reaped(forgotten, knows)
+                    await self._reap_unknown(forgotten, knows)
 
-    async def _reaped(self, candidates: set[int], knows: Callable[[int], bool]) -> set[int]:
-        """Delete those of `candidates` that the kernel does not know; the others."""
+    async def _reap_unknown(self, candidates: set[int], knows: Callable[[int], bool]) -> None:
+        """Delete those of `candidates` that the kernel does not know."""
         if not candidates:
-            return set()
-        known = await trio.to_thread.run_sync(lambda: {inode for inode in candidates if knows(inode)})
-        kept = set(known)
-        waiting = sorted(candidates - known)
-        for start in range(0, len(waiting), limits.CHANGE_ROWS_MAX):
-            kept |= self._reap(waiting[start : start + limits.CHANGE_ROWS_MAX])
+            return
+        unknown = await trio.to_thread.run_sync(lambda: sorted(inode for inode in candidates if not knows(inode)))
+        for start in range(0, len(unknown), limits.CHANGE_ROWS_MAX):
+            self._reap(unknown[start : start + limits.CHANGE_ROWS_MAX])
             await trio.lowlevel.checkpoint()
-        return kept
 
-    def _reap(self, inodes: list[int]) -> set[int]:
-        """Delete these inodes in one change, and their bytes in RAM at once; those that are still in use."""
-        kept: set[int] = set()
-        doomed: list[int] = []
+    def _reap(self, inodes: list[int]) -> None:
+        """Delete these inodes in one change, and their bytes in RAM at once. What is still open stays an orphan."""
         with self.context.db.change() as db:
-            for inode in inodes:
-                contents = namespace.reap(db, inode)
-                if contents is None:
-                    kept.add(inode)
-                else:
-                    doomed += contents
-        self._orphans.difference_update(inodes)
-        for content in doomed:
-            with contextlib.suppress(OSError):
-                self.context.places[Tier.RAM].remove(content)
+            reaped = {inode: contents for inode in inodes if (contents := namespace.reap(db, inode)) is not None}
+        self._orphans.difference_update(reaped)
+        doomed = [content for contents in reaped.values() for content in contents]
+        self.context.open_files.discard(doomed)
         if doomed:
-            self.context.bell.ring(b".")
-        return kept
+            self.context.bell.ring(bells.WORK)

@@ -1,0 +1,150 @@
+"""What has no name left goes when the kernel forgets it, not before and not never (P2, P5)."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import trio
+from ckptfs_daemon.orphans import OrphanOperations
+
+from ckptfs import limits
+from ckptfs.catalog import database, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.model import ROOT
+
+
+class World:
+    """A catalog, the kernel's memory, and a list of what was deleted."""
+
+    def __init__(self, path: Path) -> None:
+        database.create(path / "catalog.db")
+        self.db = Database(path / "catalog.db", journalled=False)
+        self.kernel: set[int] = set()
+        self.removed: list[int] = []
+        self.operations = OrphanOperations()
+        self.operations.context = SimpleNamespace(  # type: ignore[assignment]
+            db=self.db, open_files=SimpleNamespace(discard=self.removed.extend), bell=SimpleNamespace(ring=lambda _: True)
+        )
+
+    def file(self, name: bytes) -> tuple[int, int]:
+        """(inode, content) of a new file that the kernel knows."""
+        with self.db.change():
+            inode = namespace.make(self.db, ROOT, name, 0o100644, uid=0, gid=0).id
+            content = self.db.insert("INSERT INTO content (inode, generation, state) VALUES (?, 1, 2)", inode)
+        self.kernel.add(inode)
+        return inode, content
+
+    def unlink(self, name: bytes) -> None:
+        with self.db.change():
+            inode = namespace.unlink(self.db, ROOT, name)
+        self.operations.unnamed(inode)
+
+    async def forget(self, *inodes: int) -> None:
+        self.kernel.difference_update(inodes)
+        await self.operations.forget([(inode, 1) for inode in inodes])
+
+    def knows(self, inode: int) -> bool:
+        return inode in self.kernel
+
+    def exists(self, inode: int) -> bool:
+        return self.db.row("SELECT 1 FROM inode WHERE id=?", inode) is not None
+
+
+def run(world: World, story: Any) -> None:
+    """Run `story` beside the reaper; `story` waits with `until`."""
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.operations.reap_forgotten, world.knows)
+            with trio.fail_after(60):
+                await story()
+            nursery.cancel_scope.cancel()
+
+    try:
+        trio.run(main)
+    finally:
+        world.db.close()
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await trio.sleep(0.001)
+
+
+def test_what_is_forgotten_goes_and_its_bytes_in_ram_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    inode, content = world.file(b"a")
+    other, _ = world.file(b"b")
+
+    async def story() -> None:
+        world.unlink(b"a")
+        await world.forget(inode, other)
+        await until(lambda: not world.exists(inode))
+
+    run(world, story)
+    assert world.removed == [content]
+
+
+def test_what_still_has_a_name_stays_when_it_is_forgotten(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    inode, _ = world.file(b"a")
+    gone, _ = world.file(b"b")
+
+    async def story() -> None:
+        world.unlink(b"b")
+        await world.forget(inode, gone)
+        await until(lambda: not world.exists(gone))
+        assert world.exists(inode)
+
+    run(world, story)
+
+
+def test_a_forget_that_is_older_than_a_lookup_takes_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    inode, _ = world.file(b"a")
+    marker, _ = world.file(b"b")
+
+    async def story() -> None:
+        world.unlink(b"a")
+        world.unlink(b"b")
+        await world.operations.forget([(inode, 1)])  # The kernel knows it still, or again.
+        await world.forget(marker)
+        await until(lambda: not world.exists(marker))
+        assert world.exists(inode)
+        await world.forget(inode)
+        await until(lambda: not world.exists(inode))
+
+    run(world, story)
+
+
+def test_what_a_dead_process_left_is_found_at_start(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    forgotten, _ = world.file(b"a")
+    known, _ = world.file(b"b")
+    for name in (b"a", b"b"):
+        with world.db.change():
+            namespace.unlink(world.db, ROOT, name)
+    world.kernel.discard(forgotten)
+
+    async def story() -> None:
+        await until(lambda: not world.exists(forgotten))
+        assert world.exists(known)
+        await world.forget(known)
+        await until(lambda: not world.exists(known))
+
+    run(world, story)
+
+
+def test_many_go_in_several_changes(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    count = limits.CHANGE_ROWS_MAX + 10
+    inodes = [world.file(b"%d" % number)[0] for number in range(count)]
+
+    async def story() -> None:
+        for number in range(count):
+            world.unlink(b"%d" % number)
+        await world.forget(*inodes)
+        await until(lambda: world.db.value("SELECT count(*) FROM inode") == 1)
+
+    run(world, story)
+    assert len(world.removed) == count
