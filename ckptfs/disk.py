@@ -1,8 +1,9 @@
 """Labelled disk operations: each takes a label first, so that a test can break exactly one, and loop over all of them.
 
 `CKPTFS_FAULT` holds comma-separated `LABEL=ACTION[@N]`: at the N-th call with that label (default 1; `*` for every call) the action
-happens instead: an errno name (`ENOSPC`), `kill` (SIGKILL to this process before the call), `kill-after` (after it) or `hang` (before it, until the file below says otherwise). The variable
-may also name a file (`@/path`), read at each call, so that a test can change its mind while the process runs.
+happens instead: an errno name (`ENOSPC`), `kill` (SIGKILL to this process before the call), `kill-after` (after it) or `hang` (before it,
+until the file says otherwise). The variable may also name a file (`@/path`), read at each call, so that a test can change its mind
+while the process runs.
 Labels are `step:act`, listed in `LABELS` by the modules that use them.
 """
 
