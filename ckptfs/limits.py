@@ -26,6 +26,8 @@ READ_AHEAD_KIB = 1024
 ENTRY_TIMEOUT_S = 300.0
 ATTRIBUTE_TIMEOUT_S = 300.0
 NEGATIVE_TIMEOUT_S = 300.0
+# A mapping on the passthrough path changes a file's time without the kernel's attributes of ours knowing.
+WRITTEN_ATTRIBUTE_TIMEOUT_S = 0.5
 # What lost its last name is deleted so long after the kernel forgot it (several at once), and looked for so often.
 ORPHANS_GATHER_S = 0.005
 ORPHANS_INTERVAL_S = 120.0
@@ -44,6 +46,7 @@ CHANGE_ROWS_MAX = 512
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
 VISIT_WAIT_S = 30.0
+VISIT_WAIT_SLOW_S = 1.0
 FETCH_STALL_S = 60.0
 FSYNC_LEVEL_WAIT_S = 3600.0
 HINT_GATHER_S = 0.02

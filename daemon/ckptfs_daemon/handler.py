@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptfs import limits
-from ckptfs.catalog import answers, namespace
+from ckptfs.catalog import answers, namespace, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.directories import Unvisited
-from ckptfs.errors import CkptfsError, refused
+from ckptfs.errors import CkptfsError, TimedOut, refused
 from ckptfs.model import DataPath, Inode
 from ckptfs_daemon import bells, replies
 from ckptfs_daemon.edge import Request
@@ -36,15 +36,21 @@ class Handler:
     """The base of the mixins; `context` is what the mount process wired."""
 
     context: "Context"
+    _visits_hang = False
 
     def reply(self, inode: Inode) -> EntryAttributes:
         """The attributes of `inode` as they are now, an open file's from its backing file."""
-        return self.reply_new(self.context.open_files.attributes(inode))
+        files = self.context.open_files
+        return self.reply_as_is(files.attributes(inode), files.is_written(inode.id))
 
-    def reply_new(self, inode: Inode) -> EntryAttributes:
-        """The attributes of `inode`, which was made just now and knows all of them."""
-        gather = replies.GATHER_BYTES if self.context.data_path is DataPath.PASSTHROUGH else replies.BLOCK_BYTES
-        return replies.attributes(inode, gather)
+    def reply_as_is(self, inode: Inode, written: bool = False) -> EntryAttributes:
+        """The attributes of `inode`, which says itself all that there is to say; `written`: somebody has it open for writing."""
+        if self.context.data_path is not DataPath.PASSTHROUGH:
+            return replies.attributes(inode)
+        entry = replies.attributes(inode, replies.GATHER_BYTES)
+        if written:
+            entry.attr_timeout = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S
+        return entry
 
     def told(self, request: Request) -> bytes | None:
         """The answer that this request got before a crash; None when it is new or was not answered."""
@@ -71,14 +77,20 @@ class Handler:
         return result
 
     async def visited(self, directory: int, *, must: bool = False) -> bool:
-        """Have a directory of the PFS imported. False when that cannot be done now; with `must` the error is raised."""
+        """Have a directory of the PFS imported. False when that cannot be done now; with `must` the error is raised.
+
+        Where the last visit took too long the next ones are given little time, until one succeeds: what waits here is an application.
+        """
         try:
-            await self.context.asking.ask("visit", directory, timeout_s=limits.VISIT_WAIT_S)
+            timeout_s = limits.VISIT_WAIT_SLOW_S if self._visits_hang else limits.VISIT_WAIT_S
+            await self.context.asking.ask(wants.VISIT, directory, timeout_s=timeout_s)
         except (OSError, CkptfsError) as failure:
+            self._visits_hang = isinstance(failure, TimedOut)
             if must:
                 raise
             log.debug("directory %d could not be visited: %s", directory, failure)
             return False
+        self._visits_hang = False
         return True
 
     def current(self, inode: int) -> Inode:
