@@ -5,6 +5,7 @@ If we die here: files go before their rows, so what was not finished is found ag
 The mount makes a content's file first and commits its row then: an unknown file that is young is not a leftover.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
 
-disk.labels("drop:forget", "drop:quarantined")
+disk.labels("drop:forget", "drop:quarantined", "drop:leftover")
 
 BATCH_CONTENTS = 128
 LEFTOVER_AGE_S = 60.0
@@ -71,15 +72,25 @@ class Drop:
             disk.act("drop:quarantined", place.remove, number)
 
     def _drop_leftovers(self, tier: Tier, place: Place) -> tuple[int, int]:
-        """Remove old files without a row. The files are listed before the rows, so that a row that is made now is seen."""
+        """Remove old files without a row; how many, and their bytes. The files are listed before the rows, so that a row that is made
+        now is seen.
+        """
         files = set(place.contents())
-        count = size = 0
-        for number in sorted(files - settling.copies_in(self._db, tier).keys()):
-            found = place.stat(number)
-            if found is None or time.time() - max(found.st_mtime, found.st_ctime) < LEFTOVER_AGE_S:
-                continue
+        unknown = sorted(files - settling.copies_in(self._db, tier).keys())
+        sizes = [size for number in unknown if (size := self._drop_leftover(tier, place, number)) is not None]
+        return len(sizes), sum(sizes)
+
+    def _drop_leftover(self, tier: Tier, place: Place, number: int) -> int | None:
+        """Remove one file unless it is young or known after all; its size when it went.
+
+        In RAM and on NVMe the mount makes a file within the transaction that makes its row, and may take over a leftover's name.
+        While we hold a transaction none of that can be going on. On the PFS, which may hang, rows come first, so it needs none.
+        """
+        found = place.stat(number)
+        if found is None or time.time() - max(found.st_mtime, found.st_ctime) < LEFTOVER_AGE_S:
+            return None
+        with contextlib.nullcontext() if tier is Tier.PFS else self._db.change():
             if settling.known(self._db, number, tier):
-                continue
-            place.remove(number)
-            count, size = count + 1, size + found.st_size
-        return count, size
+                return None
+            disk.act("drop:leftover", place.remove, number)
+        return found.st_size

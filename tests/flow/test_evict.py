@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,21 @@ for _ in range(10):
     assert {len(node.copies(content)) for content in contents} == {1}
     assert node.files(Tier.NVME) == {content for content in contents if node.copies(content) == {Tier.NVME: CopyState.GOOD}}
     assert len(node.files(Tier.NVME)) == 2
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_tmpfs_is_really_enlarged_and_keeps_what_is_in_it(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64M,nodev,nosuid", "ckptfs-test", str(tmp_path)], check=True)
+    try:
+        (tmp_path / "file").write_bytes(b"x" * MIB)
+        ram_limit.raise_to(tmp_path, 192 * MIB)
+        assert ram_limit.size(tmp_path) == (192 * MIB, MIB)
+        assert os.statvfs(tmp_path).f_flag & os.ST_NODEV
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_an_enlargement_that_is_refused_is_an_error_with_words(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="cannot be enlarged"):
+        ram_limit.raise_to(tmp_path, 192 * MIB)
