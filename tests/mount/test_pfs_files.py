@@ -1,4 +1,4 @@
-"""P1, P2, P6, F4: files that are on the PFS already appear in the mount and can be read, renamed, deleted, overwritten and appended to there."""
+"""P1, P2, P6, F4: what is on the PFS already appears in the mount and can be read, renamed, deleted, overwritten and appended to there."""
 
 import os
 import stat
@@ -119,7 +119,7 @@ def test_strangers_changes_are_found_by_refresh(mount: Area) -> None:
     (mount.pfs / "dir" / "below").write_bytes(b"1")
     refresh(mount, mount.path)
     refresh(mount, mount.path / "dir")
-    eventually(lambda: (mount.path / "new").exists(), what="a new name is seen")
+    eventually((mount.path / "new").exists, what="a new name is seen")
     eventually(lambda: not (mount.path / "doomed").exists(), what="a vanished name is gone")
     eventually(lambda: (mount.path / "file").stat().st_size == 21, what="a changed size is seen")
     assert (mount.path / "file").read_bytes() == b"changed by a stranger" and (mount.path / "new").read_bytes() == b"a stranger's"
@@ -158,7 +158,7 @@ def test_a_user_may_read_what_the_pfs_lets_him_read(mount: Area) -> None:
     (mount.pfs / "closed" / "secret").write_bytes(b"s")
     os.chmod(mount.pfs / "closed", 0o700)
     refresh(mount, mount.path)
-    eventually(lambda: (mount.path / "closed").exists())
+    eventually((mount.path / "closed").exists)
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "ls", str(mount.path / "closed")]
     assert subprocess.run(as_nobody, capture_output=True, check=False, timeout=60).returncode != 0
     assert os.listdir(mount.path / "closed") == ["secret"]

@@ -1,0 +1,210 @@
+"""P1, P4, P7: a PFS that is gone, refuses or hangs costs nothing but what lies on it alone; wrong bytes there are never served."""
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from daemon_under_test import DaemonUnderTest, deadline, eventually
+
+MIB = 1024 * 1024
+Make = Callable[..., DaemonUnderTest]
+
+
+def with_old_files(make_daemon: Make, data_path: str = "auto", **options: object) -> DaemonUnderTest:
+    """A daemon that is not started yet; its PFS holds two directories, old and other."""
+    daemon = make_daemon(data_path, start=False, **options)
+    for name in ("old", "other"):
+        (daemon.pfs / name).mkdir()
+        (daemon.pfs / name / "file").write_bytes(b"o" * MIB)
+    return daemon
+
+
+def works(daemon: DaemonUnderTest, directory: Path, name: str) -> None:
+    """Making, writing, renaming, reading and deleting, as if there were no PFS."""
+    path = directory / name
+    path.write_bytes(b"x" * 10_000)
+    path.rename(directory / f"{name}-renamed")
+    assert (directory / f"{name}-renamed").read_bytes() == b"x" * 10_000
+    (directory / f"{name}-gone").write_bytes(b"y")
+    (directory / f"{name}-gone").unlink()
+    (directory / f"{name}-dir").mkdir()
+    assert not (directory / f"{name}-dir" / "absent").exists()
+    daemon.command("status", daemon.path, timeout=30)
+
+
+def test_gone_and_back(make_daemon: Make, data_path: str) -> None:
+    daemon = with_old_files(make_daemon, data_path)
+    daemon.start()
+    daemon.expect_warning("visit|write back|pfs|tier-id|cannot be")
+    with deadline(daemon, 200):
+        (daemon.path / "work").mkdir()
+        assert os.listdir(daemon.path / "old") == ["file"]
+        daemon.settle()
+        away = daemon.root / "away"
+        daemon.pfs.rename(away)
+        works(daemon, daemon.path / "work", "a")
+        works(daemon, daemon.path / "old", "b")
+        works(daemon, daemon.path, "c")
+        with pytest.raises(OSError) as refusal:
+            os.listdir(daemon.path / "other")
+        assert refusal.value.errno in {errno.EIO, errno.ETIMEDOUT}
+        with pytest.raises(OSError) as refusal:
+            (daemon.path / "old" / "file").read_bytes()
+        assert refusal.value.errno in {errno.EIO, errno.ETIMEDOUT}
+        daemon.pfs.mkdir()
+        with pytest.raises(OSError):
+            os.listdir(daemon.path / "other")
+        assert os.listdir(daemon.path / "old") != [], "an empty mountpoint is not taken for the PFS"
+        daemon.pfs.rmdir()
+        away.rename(daemon.pfs)
+        eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
+        assert os.listdir(daemon.path / "other") == ["file"] and (daemon.path / "old" / "file").read_bytes() == b"o" * MIB
+        daemon.settle()
+        assert (daemon.pfs / "work" / "a-renamed").read_bytes() == b"x" * 10_000
+        assert (daemon.pfs / "old" / "b-renamed").exists() and (daemon.pfs / "c-renamed").exists()
+
+
+def test_out_of_order_when_a_new_catalog_starts(make_daemon: Make) -> None:
+    """Nothing is known of the root then: still everything can be made in it, and what is there joins it later."""
+    daemon = with_old_files(make_daemon)
+    fault = daemon.root / "fault"
+    fault.write_text("visit:root=EIO@*")
+    daemon.env["CKPTFS_FAULT"] = f"@{fault}"
+    daemon.expect_warning("visit|write back|pfs|cannot be")
+    daemon.start()
+    with deadline(daemon, 200):
+        (daemon.path / "old").mkdir()
+        (daemon.path / "old" / "new").write_bytes(b"new")
+        (daemon.path / "fresh").touch()
+        fault.write_text("")
+        eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
+        daemon.settle()
+        assert sorted(os.listdir(daemon.path)) == ["fresh", "old", "other"]
+        assert sorted(os.listdir(daemon.path / "old")) == ["file", "new"]
+        assert (daemon.path / "old" / "file").read_bytes() == b"o" * MIB
+        assert sorted(os.listdir(daemon.pfs / "old")) == ["file", "new"] and (daemon.pfs / "fresh").exists()
+
+
+def test_hanging(make_daemon: Make) -> None:
+    """While every call on the PFS hangs: work in directories that are known goes on, and `status` answers."""
+    daemon = with_old_files(make_daemon)
+    fault = daemon.root / "fault"
+    daemon.env["CKPTFS_FAULT"] = f"@{fault}"
+    daemon.start()
+    daemon.expect_warning("visit|write back|pfs|silent|does not answer|fetch|cannot be")
+    with deadline(daemon, 250):
+        (daemon.path / "work").mkdir()
+        assert os.listdir(daemon.path / "old") == ["file"]
+        daemon.settle()
+        fault.write_text(",".join(f"{label}=hang@*" for label in ("visit:root", "visit:walk", "visit:list", "pfs:open", "pfs:walk")))
+        started: list[object] = []
+        reader = threading.Thread(target=lambda: started.append(_error(lambda: os.listdir(daemon.path / "other"))))
+        opener = threading.Thread(target=lambda: started.append(_error((daemon.path / "old" / "file").read_bytes)))
+        reader.start()
+        opener.start()
+        works(daemon, daemon.path / "work", "a")
+        works(daemon, daemon.path / "old", "b")
+        assert started == [], "both still wait while everything else went on"
+        report = json.loads(daemon.command("status", daemon.path, "--json", timeout=30).stdout)
+        assert report
+        fault.write_text("")
+        reader.join(150)
+        opener.join(150)
+        assert not reader.is_alive() and not opener.is_alive()
+
+
+def _error(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except OSError as failure:
+        return failure.errno
+
+
+@pytest.mark.parametrize("how", ["never read again", "read again before"])
+def test_a_changed_byte_on_the_pfs_is_never_served(make_daemon: Make, how: str) -> None:
+    daemon = make_daemon("auto")
+    daemon.expect_warning("checkpoint cannot be|what was in ram is gone")
+    with deadline(daemon, 200):
+        data = os.urandom(5 * MIB)
+        (daemon.path / "checkpoint").write_bytes(data)
+        (daemon.path / "good").write_bytes(data)
+        daemon.settle()
+        daemon.unmount()
+        daemon.wipe_ram()
+        if how == "read again before":
+            daemon.start()
+            assert (daemon.path / "checkpoint").read_bytes() == data
+            daemon.unmount()
+            daemon.wipe_ram()
+        before = (daemon.pfs / "checkpoint").stat()
+        with open(daemon.pfs / "checkpoint", "r+b") as file:
+            file.seek(4 * MIB + 5)
+            file.write(bytes([data[4 * MIB + 5] ^ 255]))
+        os.utime(daemon.pfs / "checkpoint", ns=(before.st_atime_ns, before.st_mtime_ns))
+        daemon.start()
+        with pytest.raises(OSError) as refusal:
+            (daemon.path / "checkpoint").read_bytes()
+        assert refusal.value.errno == errno.EIO
+        assert (daemon.path / "good").read_bytes() == data
+        assert "checkpoint cannot be read" in daemon.log
+
+
+def test_evicted_files_come_back(make_daemon: Make, data_path: str) -> None:
+    """P10: more than RAM holds is written, and read again, through a RAM tier that is far too small."""
+    daemon = make_daemon(data_path, ram="64M", nvme=None)
+    with deadline(daemon, 200):
+        data = [os.urandom(8 * MIB) for _ in range(16)]
+        for number, one in enumerate(data):
+            (daemon.path / f"step{number}").write_bytes(one)
+        daemon.settle()
+        for number, one in enumerate(data):
+            assert (daemon.path / f"step{number}").read_bytes() == one
+        here = daemon.catalog("SELECT count(*) FROM copy WHERE tier = 'ram' AND state = 1")
+        assert here[0][0] < len(data), "some were evicted"
+        (daemon.path / "step0").write_bytes(b"new")
+        with open(daemon.path / "step1", "ab") as file:
+            file.write(b"appended")
+        daemon.settle()
+        assert (daemon.pfs / "step0").read_bytes() == b"new" and (daemon.pfs / "step1").read_bytes() == data[1] + b"appended"
+
+
+def test_a_file_that_fits_nowhere_is_read_on_the_pfs(make_daemon: Make, data_path: str) -> None:
+    daemon = make_daemon(data_path, start=False, ram="64M", nvme=None)
+    data = os.urandom(MIB) * 100
+    (daemon.pfs / "large").write_bytes(data)
+    daemon.start()
+    with deadline(daemon, 200):
+        assert (daemon.path / "large").read_bytes() == data
+        with open(daemon.path / "large", "rb") as first, open(daemon.path / "large", "rb") as second:
+            assert os.pread(first.fileno(), 100, 70 * MIB) == os.pread(second.fileno(), 100, 70 * MIB) == data[70 * MIB : 70 * MIB + 100]
+            assert daemon.catalog("SELECT content FROM inode WHERE id = ?", os.fstat(first.fileno()).st_ino) == [(None,)]
+        with open(daemon.path / "large", "r+b") as file:
+            file.seek(50 * MIB)
+            file.write(b"changed")
+        daemon.settle()
+        assert (daemon.pfs / "large").read_bytes() == data[: 50 * MIB] + b"changed" + data[50 * MIB + 7 :]
+
+
+def test_the_mover_dies_while_a_file_is_fetched_and_a_directory_visited(make_daemon: Make) -> None:
+    """P8: whoever waits for it notices nothing but a pause."""
+    daemon = with_old_files(make_daemon)
+    fault = daemon.root / "fault"
+    fault.write_text("fetch:read=kill,visit:import=kill@2")
+    daemon.env["CKPTFS_FAULT"] = f"@{fault}"
+    daemon.expect_warning("mover|killed|died|signal")
+    daemon.start()
+    with deadline(daemon, 200):
+        done: list[object] = []
+        reader = threading.Thread(target=lambda: done.append((daemon.path / "old" / "file").read_bytes()))
+        lister = threading.Thread(target=lambda: done.append(os.listdir(daemon.path / "other")))
+        reader.start()
+        lister.start()
+        eventually(lambda: daemon.processes()["mover"]["restarts"] >= 2, what="the mover died twice")
+        fault.write_text("")
+        reader.join(100)
+        lister.join(100)
+        assert sorted(done, key=len) == [["file"], b"o" * MIB]
