@@ -54,13 +54,16 @@ class Figures:
         return status
 
     def troubles(self) -> list[pb.Trouble]:
-        """What the lanes report as failing now."""
+        """What fails now: tiers that are ill, and what the lanes report."""
         found = []
-        for key, text, at_ns in report.reports(self._db, "trouble:"):
-            value = _read(text)
-            if value and value.get("what"):
+        for key, text, at_ns in report.reports(self._db, "tier:") + report.reports(self._db, "trouble:"):
+            value, where = _read(text), key.partition(":")[2]
+            if key.startswith("tier:"):
+                root = next((self._root(tier) for tier in Tier if tier == where), None)
+                value = {"what": value.get("error"), "path": root, "remedy": value.get("remedy")}
+            if value.get("what"):
                 fields = {name: str(value.get(name) or "") for name in ("what", "path", "remedy")}
-                found.append(pb.Trouble(where=key.partition(":")[2], age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
+                found.append(pb.Trouble(where=where, age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
         return found
 
     def obstacle(self) -> tuple[str, str]:
