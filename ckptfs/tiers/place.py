@@ -1,4 +1,4 @@
-"""Owns where contents lie on this node: one directory per tier, with a file `contents/<id in 16 hex digits>` for each content.
+"""Owns where contents lie on this node: one directory per tier, with a file `contents-<catalog>/<id in 16 hex digits>` for each content.
 
 The root of a tier also holds `tier-id`, a uuid: whoever finds another one there than the catalog remembers knows that what was in
 the tier is lost. Everything is done relative to a descriptor of `contents`, which is opened at first use and never follows a symlink.
@@ -36,10 +36,13 @@ def file_name(content: int) -> str:
 class Place:
     """One tier's directory. Methods raise OSError as the filesystem below does."""
 
-    def __init__(self, tier: Tier, root: Path, *, budget_bytes: int | None = None) -> None:
-        """`budget_bytes` bounds what we use where the filesystem below is larger."""
+    def __init__(self, tier: Tier, root: Path, *, budget_bytes: int | None = None, instance: str = "") -> None:
+        """`budget_bytes` bounds what we use where the filesystem below is larger. `instance` sets our contents apart from those of
+        other catalogs, in a root that several of them may share.
+        """
         self.tier = tier
         self.root = root
+        self._contents = f"contents-{instance}" if instance else "contents"
         self._budget = budget_bytes
         self._directory = -1
         self._used = (float("-inf"), 0)
@@ -54,8 +57,8 @@ class Place:
                 if os.fstat(root).st_uid != os.geteuid():
                     raise TierUnavailable(f"{self.root} belongs to another user", remedy="remove it, it is ours to make")
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir("contents", 0o700, dir_fd=root)
-                self._directory = os.open("contents", _DIRECTORY, dir_fd=root)
+                    os.mkdir(self._contents, 0o700, dir_fd=root)
+                self._directory = os.open(self._contents, _DIRECTORY, dir_fd=root)
             finally:
                 os.close(root)
         return self._directory
@@ -167,19 +170,20 @@ class Places(Mapping[Tier, Place]):
         self._rooms: tuple[float, dict[Tier, Room]] = (float("-inf"), {})
 
     @classmethod
-    def adopt(cls, config: Config) -> "Places":
+    def adopt(cls, config: Config, instance: str = "") -> "Places":
         """The places that `config` names; RAM and NVMe are opened, the PFS is touched at its first use only.
 
+        `instance` is the catalog's: other mounts and nodes may use the same directories on NVMe and on the PFS, with ids of their own.
         Raises OSError when one of the first two cannot be used.
         """
         ram = Path(os.path.realpath(config.state / "ram"))  # an ordinary user's is a link into /dev/shm
         places = {Tier.RAM: Place(Tier.RAM, ram, budget_bytes=config.ram_bytes)}
         if config.nvme is not None:
-            places[Tier.NVME] = Place(Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes)
+            places[Tier.NVME] = Place(Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes, instance=instance)
         for place in places.values():
             _ = place.uuid
         if config.pfs is not None:
-            places[Tier.PFS] = Place(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY)
+            places[Tier.PFS] = Place(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance)
         return cls(places, config.ram_high)
 
     def __getitem__(self, tier: Tier) -> Place:

@@ -12,6 +12,7 @@ import socket
 
 import trio
 
+from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.model import DataPath
 from ckptfs.tiers import adoption
@@ -54,7 +55,7 @@ def run(inherited: Inherited) -> int:
 def _wire(inherited: Inherited) -> Context:
     config = inherited.config
     db = Database(config.state / "catalog.db", journalled=config.pfs is not None, patient=True)
-    places = Places.adopt(config)
+    places = Places.adopt(config, instance(db))
     adoption.adopt(db, places)
     bell = Bell(inherited.bell)
     passthrough = Passthrough(inherited.fuse_fd) if inherited.data_path is DataPath.PASSTHROUGH else None

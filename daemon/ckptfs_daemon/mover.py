@@ -12,6 +12,7 @@ import signal
 import trio
 
 from ckptfs.catalog import report, settling
+from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.flow.drop import Drop
@@ -54,7 +55,7 @@ def run(inherited: Inherited) -> int:
 
 async def _serve(inherited: Inherited, db: Database) -> int:
     config = inherited.config
-    places = Places.adopt(config)
+    places = Places.adopt(config, instance(db))
     bell = bells.Bell(inherited.bell)
     token = trio.lowlevel.current_trio_token()
     lanes: Lanes

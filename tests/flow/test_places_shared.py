@@ -1,0 +1,37 @@
+"""P5: two mounts, or two nodes, that are given the same directory on NVMe or on the PFS do not touch each other's contents."""
+
+import os
+from pathlib import Path
+
+import pytest
+from local_node import Node
+
+from ckptfs.catalog import adoption
+from ckptfs.flow.drop import Drop
+from ckptfs.model import Tier
+from ckptfs.tiers.place import Places
+
+
+@pytest.mark.parametrize("tier", [Tier.NVME, Tier.PFS])
+def test_equal_ids_of_two_catalogs_are_two_files(tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [Node(tmp_path / name) for name in ("one", "two")]
+    for node in nodes:
+        node.configure(nvme=tmp_path / "one" / "nvme", pfs=tmp_path / "one" / "pfs")
+        node.places = Places.adopt(node.config, adoption.instance(node.db))
+    first, second = (node.make(b"file", os.urandom(8), tier=tier) for node in nodes)
+    assert first == second, "the ids must be equal for this test to mean anything"
+    assert nodes[0].data(first, tier) != nodes[1].data(second, tier)
+    monkeypatch.setattr("ckptfs.flow.drop.LEFTOVER_AGE_S", -1.0)
+    nodes[1].make(b"later", b"x", tier=tier)
+    sweep = Drop(nodes[0].db, nodes[0].places, nodes[0].config, nodes[0].told)
+    sweep._sweep_s = 0.0
+    sweep.step()
+    assert len(nodes[1].files(tier)) == 2, "the other one's contents are no leftovers of ours"
+
+
+def test_a_shared_directory_has_one_identity(tmp_path: Path) -> None:
+    nodes = [Node(tmp_path / name) for name in ("one", "two")]
+    for node in nodes:
+        node.configure(pfs=tmp_path / "one" / "pfs")
+        node.places = Places.adopt(node.config, adoption.instance(node.db))
+    assert nodes[0].places[Tier.PFS].uuid == nodes[1].places[Tier.PFS].uuid
