@@ -55,6 +55,19 @@ def as_owner(uid: int, gid: int) -> Iterator[None]:
         _thread.acting = False
 
 
+@contextlib.contextmanager
+def as_ourselves() -> Iterator[None]:
+    """Inside a block of `as_owner`: the thread is itself again, for what is ours and nobody else's."""
+    if not getattr(_thread, "acting", False):
+        yield
+        return
+    uid = _libc.setfsuid(ctypes.c_uint32(os.geteuid()))
+    try:
+        yield
+    finally:
+        _libc.setfsuid(ctypes.c_uint32(uid))
+
+
 def attempt(call: Callable[[], Result], owners: Callable[[], Iterable[Owner]]) -> Result:
     """`call()` as we are; where that is refused and we are root, as each of `owners()` in turn. Raises the first refusal."""
     try:

@@ -278,7 +278,7 @@ class WriteBack:
             settling.report(self._db, "write_back", None)
 
     def _path(self, inode: int) -> str:
-        return os.fsdecode(report.path_of(self._db, inode))
+        return os.fsdecode(report.path_of(self._db, inode) or b"/")
 
 
 class _Facts:

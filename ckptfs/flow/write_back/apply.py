@@ -211,8 +211,8 @@ class Applier:
         directory = self._fd(action.at)
         found = look(directory, action.at.name)
         if found is not None and self._is(found, action.mark):
-            disk.act("write_back:attributes", lambda: None)
-            self._as(directory, action.at.name, lambda: self._dress(action.inode, directory, action.at.name))
+            name = action.at.name
+            self._as(directory, name, lambda: disk.act("write_back:attributes", self._dress, action.inode, directory, name))
 
     def _dress(self, number: int, directory: int, name: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):

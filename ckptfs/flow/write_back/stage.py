@@ -189,13 +189,17 @@ class Stager:
     def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.Digested:
         """Copy from one tier. Raises _BadCopy when that does not give the bytes, Busy when the content was opened, OSError of the PFS."""
         try:
-            source = disk.act("write_back:source", self._places[tier].open, content.id)
+            source = self._source(tier, content)
         except OSError as failure:
             raise _BadCopy from failure
         try:
             return transfer.copy(source, fd, label="write_back", before_block=self._hook(fd, content))
         finally:
             os.close(source)
+
+    def _source(self, tier: Tier, content: Content) -> int:
+        with acting.as_ourselves():  # The tiers are closed to everybody else.
+            return disk.act("write_back:source", self._places[tier].open, content.id)
 
     def _hook(self, fd: int, content: Content) -> Callable[[], None]:
         """What happens before each block: the kernel starts to write the former ones, people see progress, and a reopened file ends it."""
@@ -229,7 +233,7 @@ class Stager:
             raise Unstable("the open file has no copy that can be read")
         for _ in range(STABLE_ATTEMPTS):
             os.ftruncate(fd, 0)
-            source = disk.act("write_back:source", self._places[copies[0]].open, content.id)
+            source = self._source(copies[0], content)
             try:
                 copied = transfer.copy(source, fd, label="write_back")
                 if _again(source, copied[0])[:2] == copied[:2]:

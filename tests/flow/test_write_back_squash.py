@@ -1,0 +1,93 @@
+"""Sites squash root on the PFS: what root may not do there is done as the file's owner (acting.py)."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from write_back_world import Mount, intercepted
+
+from ckptfs import disk
+from ckptfs.catalog import attributes
+from ckptfs.errors import TierUnavailable
+from ckptfs.tiers import acting
+
+USER = 4711
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED HERE: acting as somebody else needs root")]
+
+
+def uid_for_files() -> int:
+    with open("/proc/thread-self/status", encoding="ascii") as file:
+        return int(next(line for line in file if line.startswith("Uid:")).split()[4])
+
+
+class Squash:
+    """Refuses every change that root makes below `write_back:` and `pfs:`, as an NFS server with root_squash does."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+
+    def __call__(self, label: str) -> None:
+        changing = label.startswith(("write_back:", "pfs:")) and not label.endswith((":begun", ":written_down", ":finish", ":look"))
+        reading = label in {"write_back:source", "write_back:read", "write_back:write", "write_back:truncate", "write_back:syncfs",
+                            "write_back:fsync", "write_back:directory", "pfs:walk", "write_back:times"}  # fmt: skip
+        if changing and not reading and uid_for_files() == 0:
+            self.refused += 1
+            raise PermissionError(13, "root is nobody here")
+
+
+def test_a_thread_acts_as_somebody_and_is_itself_again(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    groups = os.getgroups()
+    directory = os.open(tmp_path, os.O_RDONLY)
+    (tmp_path / "closed").mkdir(0o755)
+    with acting.as_owner(USER, USER):
+        assert not acting.is_root()
+        os.close(os.open("theirs", os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=directory))
+        with pytest.raises(PermissionError):
+            os.mkdir("closed/inside", dir_fd=directory)
+        with acting.as_ourselves():
+            os.mkdir("closed/ours", dir_fd=directory)
+    os.close(directory)
+    found = (tmp_path / "theirs").stat()
+    assert (found.st_uid, found.st_gid) == (USER, USER) and acting.is_root() and os.getgroups() == groups
+
+
+def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
+    mount = Mount(tmp_path)
+    mount.settle()
+    os.chown(mount.pfs, USER, USER)
+    for path in (b"run", b"run/logs"):
+        mount.mkdir(path)
+    mount.put(b"run/a", b"1")
+    mount.put(b"run/logs/b", b"2")
+    mount.symlink(b"run/latest", b"a")
+    with mount.db.change():
+        for number in [row[0] for row in mount.db.rows("SELECT id FROM inode")]:
+            attributes.set_attributes(mount.db, number, uid=USER, gid=USER)
+    squash = Squash()
+    with intercepted(squash):
+        mount.settle()
+        mount.rename(b"run/a", b"run/c")
+        mount.link(b"run/c", b"run/d")
+        mount.put(b"run/c", b"3")
+        mount.unlink(b"run/logs/b")
+        mount.rmdir(b"run/logs")
+        mount.settle()
+    mount.exact()
+    assert squash.refused > 10 and (mount.pfs / "run" / "c").stat().st_uid == USER
+    assert acting.is_root()
+
+
+def test_a_refusal_that_stays_is_told_and_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = Mount(tmp_path)
+    mount.put(b"file", b"data")
+    monkeypatch.setattr(disk, "_fault", "write_back:create=EACCES@*")
+    with pytest.raises(TierUnavailable, match="write-back of file to the PFS failed: injected") as failure:
+        mount.settle()
+    assert "owner" in failure.value.remedy
+    monkeypatch.setattr(disk, "_fault", "")
+    mount.settle()
+    mount.exact()
+    assert stat.S_IMODE((mount.pfs / "file").stat().st_mode) == 0o644

@@ -1,0 +1,174 @@
+"""P6: what write-back decides for the journal's next rows, without touching anything."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from ckptfs import limits
+from ckptfs.catalog import database
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import Row
+from ckptfs.catalog.pfs_view import Mark, Published, Shown, View
+from ckptfs.flow.write_back.plan import PUTS_MAX, Kind, Planner
+from ckptfs.model import ROOT, Content, ContentState, Inode
+
+FILE, DIRECTORY = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755
+
+
+class Facts:
+    """A catalog made of dictionaries: every inode is a file with one sealed content of the same number, unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, ContentState] = {}
+        self.sizes: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.repeats: set[int] = set()
+        self.late = False
+        self.changing = False
+        self.shows: dict[int, Published] = {}
+
+    def inode(self, inode: int) -> Inode | None:
+        if inode in self.gone:
+            return None
+        return Inode(inode, FILE, 0, 0, 0, 1, 0, 0, 0, 0, None, inode, 1, 0, True)
+
+    def content(self, content: int) -> Content | None:
+        return Content(content, content, 1, self.states.get(content, ContentState.SEALED), self.sizes.get(content, 1), b"d", b"d", 1)
+
+    def published(self, inode: int) -> Published | None:
+        return self.shows.get(inode)
+
+    def repeated(self, row: Row) -> bool:
+        return row.seq in self.repeats
+
+    def overdue(self, row: Row, content: Content) -> bool:
+        return self.late
+
+    def unstable(self, content: Content) -> bool:
+        return self.changing
+
+    def unfit(self, inode: int) -> bool:
+        return False
+
+
+@pytest.fixture
+def facts() -> Facts:
+    return Facts()
+
+
+@pytest.fixture
+def planner(tmp_path: Path, facts: Facts) -> Planner:
+    database.create(tmp_path / "catalog.db")
+    return Planner(View(Database(tmp_path / "catalog.db", journalled=True)), facts, lambda key: b"temporary %d" % key)
+
+
+def acts(planner: Planner) -> list[tuple[str, int, bytes]]:
+    return [(action.act, action.inode, (action.to or action.at).name) for action in planner.actions]
+
+
+def make(seq: int, inode: int, name: bytes, mode: int = FILE, parent: int = ROOT) -> Row:
+    return Row(seq, "make", inode, parent, name, mode=mode)
+
+
+def content(seq: int, inode: int) -> Row:
+    return Row(seq, "content", inode, content=inode, mode=FILE)
+
+
+def rename(seq: int, inode: int, name: bytes, new: bytes, mode: int = FILE) -> Row:
+    return Row(seq, "rename", inode, ROOT, name, ROOT, new, mode=mode)
+
+
+def test_a_file_appears_with_its_content_under_the_name_it_then_has(planner: Planner) -> None:
+    for row in (make(1, 7, b"tmp"), rename(2, 7, b"tmp", b"final"), content(3, 7)):
+        assert planner.take(row)
+    assert acts(planner) == [("put", 7, b"final")] and planner.last == 3
+
+
+def test_made_and_removed_is_nothing(planner: Planner, facts: Facts) -> None:
+    facts.states[7] = ContentState.DOOMED
+    for row in (make(1, 7, b"lock"), content(2, 7), Row(3, "unlink", 7, ROOT, b"lock", mode=FILE)):
+        assert planner.take(row)
+    assert acts(planner) == [] and planner.view.pendings == {(ROOT, b"lock"): None} and planner.last == 3
+
+
+def test_a_content_without_its_seal_stops_the_batch(planner: Planner, facts: Facts) -> None:
+    facts.states[7] = ContentState.CLOSED
+    assert planner.take(make(1, 7, b"a"))
+    assert not planner.take(content(2, 7)) and planner.waiting is not None and planner.last == 1
+
+
+def test_one_that_waits_too_long_is_published_as_it_is_and_comes_again(planner: Planner, facts: Facts) -> None:
+    facts.states[7], facts.late = ContentState.CLOSED, True
+    assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7))
+    assert [put.kind for put in planner.puts.values()] == [Kind.STABLE] and planner.again == [(7, 7)]
+
+
+def test_one_that_changes_all_the_time_only_comes_again(planner: Planner, facts: Facts) -> None:
+    facts.states[7], facts.late, facts.changing = ContentState.CLOSED, True, True
+    assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7))
+    assert acts(planner) == [] and planner.again == [(7, 7)]
+
+
+@pytest.mark.parametrize("state", [ContentState.OPEN, ContentState.DOOMED, ContentState.LOST])
+def test_what_cannot_be_published_is_passed_over(planner: Planner, facts: Facts, state: ContentState) -> None:
+    facts.states[7] = state
+    assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7)) and acts(planner) == []
+
+
+def test_a_later_close_of_the_same_content_counts(planner: Planner, facts: Facts) -> None:
+    facts.repeats = {2}
+    for row in (make(1, 7, b"a"), content(2, 7), make(3, 8, b"b"), content(4, 8), content(5, 7)):
+        assert planner.take(row)
+    assert acts(planner) == [("put", 8, b"b"), ("put", 7, b"a")]
+
+
+def test_what_is_there_already_is_not_written_again(planner: Planner, facts: Facts) -> None:
+    facts.shows[7] = Published(7, 1, True, 1, 1, 99, b"d", b"d")
+    planner.view.show(ROOT, b"a", Shown(7, Mark(99, 1, 1)))
+    assert planner.take(content(1, 7)) and acts(planner) == []
+
+
+def test_an_open_file_over_a_published_one_leaves_it(planner: Planner, facts: Facts) -> None:
+    """P5."""
+    facts.states[8] = ContentState.OPEN
+    for row in (make(1, 7, b"final"), content(2, 7), make(3, 8, b"tmp"), rename(4, 8, b"tmp", b"final"), content(5, 8)):
+        assert planner.take(row)
+    assert acts(planner) == [("put", 7, b"final")]
+    assert planner.view.pending(ROOT, b"final") == 8
+    assert planner.take(Row(6, "unlink", 8, ROOT, b"final", mode=FILE))
+    assert acts(planner)[1:] == [("unlink", 7, b"final")]
+
+
+def test_a_moved_directory_is_a_batch_of_its_own(planner: Planner) -> None:
+    planner.view.show(ROOT, b"d", Shown(5, Mark(50)))
+    assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7))
+    assert not planner.take(rename(3, 5, b"d", b"e", DIRECTORY))
+    assert planner.last == 2
+
+
+def test_what_lies_in_a_directory_of_this_batch_begins_the_next_one(planner: Planner) -> None:
+    assert planner.take(make(1, 5, b"d", DIRECTORY))
+    assert planner.take(make(2, 7, b"inside", parent=5))
+    assert not planner.take(content(3, 7))
+
+
+def test_second_names_are_links_to_what_the_batch_makes(planner: Planner) -> None:
+    for row in (make(1, 7, b"a"), Row(2, "link", 7, ROOT, b"b", mode=FILE), content(3, 7), Row(4, "link", 7, ROOT, b"c", mode=FILE)):
+        assert planner.take(row)
+    assert acts(planner) == [("put", 7, b"a"), ("link", 7, b"b"), ("link", 7, b"c")]
+    assert len({action.mark for action in planner.actions}) == 1
+
+
+def test_batches_are_bounded(planner: Planner, facts: Facts) -> None:
+    taken = 0
+    while planner.take(make(2 * taken + 1, 10 + taken, b"%d" % taken)) and planner.take(content(2 * taken + 2, 10 + taken)):
+        taken += 1
+    assert taken == PUTS_MAX
+
+
+def test_a_large_file_waits_for_the_small_ones_before_it_and_goes_alone(planner: Planner, facts: Facts) -> None:
+    facts.sizes[8] = limits.GIB
+    for row in (make(1, 7, b"small"), content(2, 7), make(3, 8, b"large")):
+        assert planner.take(row)
+    assert not planner.take(content(4, 8))
