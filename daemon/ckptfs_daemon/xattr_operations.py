@@ -16,6 +16,8 @@ from ckptfs_daemon import edge
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.handler import Handler
 
+from pyfuse3 import FUSEError  # isort: skip
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 STORED = (b"user.", b"trusted.")
 OURS = b"user.ckptfs."
+SECURITY = b"security."
 
 
 class XattrOperations(Handler):
@@ -31,6 +34,9 @@ class XattrOperations(Handler):
     @answered
     async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
         """The value of an attribute."""
+        if name.startswith(SECURITY):
+            # Asked for a capability at the first write to each file: answered without a detour.
+            raise FUSEError(errno.ENODATA)
         request = edge.request()
         if self.told(request) is not None:
             # pyfuse3 asks for the value before it creates: this one was created by us for this very request.
@@ -39,7 +45,7 @@ class XattrOperations(Handler):
             return self._virtual(inode, name.removeprefix(OURS))
         if name.startswith(STORED):
             return attributes.get_xattr(self.context.db, inode, name)
-        raise refused(errno.ENODATA if name.startswith(b"security.") else errno.EOPNOTSUPP)
+        raise refused(errno.EOPNOTSUPP)
 
     def _virtual(self, inode: int, name: bytes) -> bytes:
         """What ckptfs says of a regular file."""
