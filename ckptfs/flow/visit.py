@@ -74,7 +74,7 @@ class Visit:
             return True
         self._trees = {want.id: self._trees.get(want.id) or deque([want.inode]) for want in wanted}
         if wanted:
-            self._climb(wanted[0].id)
+            self._climb(wanted[0])
             return True
         return self._refresh_due()
 
@@ -102,30 +102,30 @@ class Visit:
 
     def _failed(self, want: int, inode: int, failure: Exception) -> bool:
         """Answer with what went wrong; whether that is the asker's business only, and no trouble of the PFS."""
-        theirs = isinstance(failure, OSError) and failure.errno in THEIRS
-        code = failure.errno if isinstance(failure, OSError) and theirs else errno.EIO
+        code = failure.errno if isinstance(failure, OSError) and _theirs(failure) else errno.EIO
         wants.failed(self._db, want, code or errno.EIO)
         self._notify.wants()
         log.debug("visit of inode %d: %s", inode, failure)
-        return theirs
+        return _theirs(failure)
 
-    def _climb(self, want: int) -> None:
-        """Visit the next directory of a tree; the want is done with the last one."""
-        queue = self._trees[want]
+    def _climb(self, want: wants.Want) -> None:
+        """Visit the next directory of a tree; the want is done with the last one. One below that cannot be listed is left out."""
+        queue = self._trees[want.id]
         directory = queue.popleft()
         try:
-            self._visit(directory)
+            self._visit_undisturbed(directory)
         except Exception as failure:
-            del self._trees[want]
-            if self._failed(want, directory, failure):
-                return
-            raise
+            if not _theirs(failure) or directory == want.inode:
+                del self._trees[want.id]
+                if self._failed(want.id, directory, failure):
+                    return
+                raise
         queue.extend(visits.directories_in(self._db, directory))
         if queue:
-            wants.progress(self._db, want, wait_s=limits.VISIT_WAIT_S)
+            wants.progress(self._db, want.id, wait_s=limits.VISIT_WAIT_S)
             return
-        del self._trees[want]
-        wants.done(self._db, want)
+        del self._trees[want.id]
+        wants.done(self._db, want.id)
         self._notify.wants()
 
     def _refresh_due(self) -> bool:
@@ -138,9 +138,10 @@ class Visit:
         started_s = time.monotonic()
         try:
             self._visit(found[0])
-        except Exception:
+        except Exception as failure:
             visits.postpone(self._db, found[0])
-            raise
+            if not _theirs(failure):
+                raise
         finally:
             ended_s = time.monotonic()
             self._not_before_s = ended_s + PAUSE_RATIO * (ended_s - started_s)
@@ -228,6 +229,10 @@ class Visit:
                 finally:
                     visits.end(self._db, above, whole=False)
             return
+
+
+def _theirs(failure: Exception) -> bool:
+    return isinstance(failure, OSError) and failure.errno in THEIRS
 
 
 def _disturbed(names: tuple[bytes, ...]) -> OSError:
