@@ -52,6 +52,7 @@ class World:
         self.db = Database(self.state / "catalog.db", journalled=True)
         self.places = Places.adopt(self.config)
         self.told = Told()
+        self.failure: Exception | None = None
         self.visit = Visit(self.db, self.places, self.config, self.told)
         self.fetch = Fetch(self.db, self.places, self.config, self.told)
         Recover(self.db, self.places, self.config, self.told).step()
@@ -111,11 +112,12 @@ class World:
         )
         assert wrong == [], "a file's nlink is the number of its names"
 
-    def in_a_process(self, code: str, fault: str) -> int:
+    def in_a_process(self, code: str, fault: str = "", wrapper: tuple[str, ...] = ()) -> int:
         """Run `code` on this world in a process of its own under a fault; its exit code. `w` is the world there."""
         start = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nfrom pfs_world import World\n"
         text = f"{start}w = World(Path({str(self.root)!r}))\n{code}"
-        return subprocess.run([sys.executable, "-c", text], env={**os.environ, "CKPTFS_FAULT": fault}, timeout=120, check=False).returncode
+        command = [*wrapper, sys.executable, "-c", text]
+        return subprocess.run(command, env={**os.environ, "CKPTFS_FAULT": fault}, timeout=120, check=False).returncode
 
     def reborn(self) -> "World":
         """The same node after its mover died and the next one has recovered."""

@@ -1,6 +1,7 @@
 """P1, P2, P8: what lies on the PFS appears in the catalog at its first visit, lazily, whole, and killed anywhere it can start over."""
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -178,6 +179,31 @@ def test_killed_anywhere_it_starts_over(world: World, label: str, when: str) -> 
     assert after.look("d", again=False).state == wants.DONE
     assert after.names("d") == {"file", "link", "below"}
     after.check()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_where_root_is_squashed_it_is_done_as_the_owner(world: World) -> None:
+    """Root without its capabilities over files stands for a PFS that does not take root for root."""
+    closed = world.pfs / "closed"
+    (closed / "below").mkdir(parents=True)
+    (closed / "file").write_bytes(b"secret")
+    (closed / "link").symlink_to("file")
+    os.setxattr(closed / "file", "user.colour", b"green")
+    for path, mode in ((closed / "file", 0o600), (closed / "below", 0o700), (closed, 0o700)):
+        os.chown(path, 1234, 2345)
+        os.chmod(path, mode)
+    world.db.close()
+    squashed = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search")
+    code = (
+        "import os\ntry: os.listdir(w.pfs / 'closed'); sys.exit(3)\nexcept PermissionError: pass\n"
+        "for path in ('', 'closed', 'closed/below'): assert w.look(path, again=False).state == 1, (path, w.failure)\n"
+        "assert w.names('closed') == {'file', 'link', 'below'}\n"
+        "assert w.bring('closed/file').result == 'here'\nw.check()"
+    )
+    assert world.in_a_process(code, wrapper=squashed) == 0
+    after = world.reborn()
+    assert after.column("closed/link", "target") == b"file" and after.column("closed/file", "uid") == 1234
+    assert after.db.rows("SELECT value FROM xattr") == [(b"green",)]
 
 
 def _furnish(world: World) -> None:
