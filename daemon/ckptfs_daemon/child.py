@@ -3,7 +3,6 @@
 If we die here: the supervisor sees our link's end, and starts another.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -14,7 +13,6 @@ from ckptfs_daemon import inherited, logs
 
 log = logging.getLogger(__name__)
 
-PR_SET_NAME = 15
 
 
 def main(role: str, link_fd: int) -> int:
@@ -22,6 +20,7 @@ def main(role: str, link_fd: int) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logs.start(role, "info")
+    logs.name_process(f"ckptfs-{role}")
     link = socket.socket(fileno=link_fd)
     os.set_inheritable(link_fd, False)
     try:
@@ -30,7 +29,7 @@ def main(role: str, link_fd: int) -> int:
         if given is None:
             return 0
         logs.start(given.role, given.config.log_level)
-        ctypes.CDLL(None).prctl(PR_SET_NAME, f"ckptfs-{given.role}".encode(), 0, 0, 0)
+        logs.name_process(f"ckptfs-{given.role}")
         return _run(given)
     except CkptfsError as failure:
         log.error("%s; %s", failure, failure.remedy)

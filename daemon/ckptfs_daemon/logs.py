@@ -1,9 +1,14 @@
-"""Logging of every process: one line per record on stderr, with role and pid; with journald's priorities when stderr goes there."""
+"""What a process shows of itself: its log, one line per record on stderr with role and pid, and its name in ps.
 
+When stderr goes to journald, its priorities stand before each line.
+"""
+
+import ctypes
 import logging
 import os
 import sys
 
+PR_SET_NAME = 15
 PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
 
@@ -40,3 +45,8 @@ def start(role: str, level: str) -> None:
     # pyfuse3 and trio say at debug level what each request does.
     for name in ("pyfuse3", "trio", "grpc"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def name_process(name: str) -> None:
+    """The name that ps and top show; at most 15 bytes."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)

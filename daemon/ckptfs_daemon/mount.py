@@ -81,6 +81,8 @@ async def _serve(inherited: Inherited, operations: Operations) -> None:
         nursery.start_soon(send_alive, inherited.link, name="alive")
         inherited.link.send(READY)
         await door.serve()
+        # The kernel drops the releases that it had not sent when it was unmounted.
+        context.open_files.end_all()
         nursery.cancel_scope.cancel()
 
 

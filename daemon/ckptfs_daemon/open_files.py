@@ -74,6 +74,11 @@ class OpenFiles:
                 return replace(row, blocks=status.st_blocks)
         return row
 
+    def is_written(self, inode: int) -> bool:
+        """Whether somebody has it open for writing."""
+        file = self.by_inode.get(inode)
+        return file is not None and any(file.handles.values())
+
     def set_times(self, inode: int, atime_ns: int | None, mtime_ns: int | None) -> None:
         """The inode's times were set (None: not this one); an open file's follow."""
         file = self.by_inode.get(inode)
@@ -130,6 +135,12 @@ class OpenFiles:
         self._ending[file] = None
         self._answers.append(answer)
         self._some_ended.set()
+
+    def end_all(self) -> None:
+        """The connection has ended: what is still open is closed, of which the kernel tells nothing any more."""
+        for handle in list(self.by_handle):
+            self.end(handle)
+        self.flush()
 
     async def commit_ended(self) -> None:
         """The task: commit what ended and found no company."""

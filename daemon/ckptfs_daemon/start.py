@@ -29,12 +29,14 @@ def daemon(name: str, mountpoint: Path | None, options: str, ready: ReadyPipe) -
     """Serve until unmounted; the exit code. Raises CkptfsError or OSError when it cannot begin."""
     config = configuration.load(name, mountpoint, configuration.parse_options(options))
     logs.start("supervisor", config.log_level)
+    logs.name_process("ckptfsd")
     systemd = Systemd()
     shim_build.ensure()
     held = _prepare_state(config)
     try:
         served, resumed = _connection(config, notify.handed_over())
-        systemd.store(served.fd, served.saved())
+        if not resumed:
+            systemd.store(served.fd, served.saved())
         _be_spared()
         code = Supervisor(config, served, resumed=resumed, systemd=systemd, ready=ready).run()
         _give_back_memory(config)

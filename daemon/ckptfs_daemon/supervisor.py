@@ -195,7 +195,7 @@ class Supervisor:
 
     def _say_ready(self) -> None:
         """Once the mount answers and the mover does, or has had its time."""
-        if self._said_ready or not self._slots[MOUNT].ever_ready:
+        if self._said_ready or not self._slots[MOUNT].ever_ready or self._phase is Phase.DRAINING:
             return
         if self._slots[MOVER].ever_ready or time.monotonic() >= self._began + MOVER_HOLD_S:
             self._said_ready = True

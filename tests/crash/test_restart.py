@@ -1,0 +1,233 @@
+"""P8 beyond the mount and the mover: the supervisor itself is killed, a stale mount is taken over, and a second daemon is refused."""
+
+import array
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from daemon_under_test import DaemonUnderTest, NotStarted, environment, eventually
+
+pytestmark = [pytest.mark.crash, pytest.mark.fuse, pytest.mark.root]
+
+
+class ServiceManager:
+    """What systemd is to the daemon: listens to its notes, keeps the descriptors it stores, and starts it again with them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "notify"
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(self.path))
+        self.notes: list[str] = []
+        self.kept: dict[str, int] = {}
+
+    def hear(self, wanted: str) -> None:
+        """Read notes until one has the line `wanted`."""
+        self.socket.settimeout(120)
+        while wanted not in "\n".join(self.notes).splitlines():
+            body, ancillary, _flags, _address = self.socket.recvmsg(4096, socket.CMSG_SPACE(16))
+            note = body.decode()
+            self.notes.append(note)
+            lines = dict(line.split("=", 1) for line in note.splitlines())
+            for _level, _kind, data in ancillary:
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self.kept[lines["FDNAME"]] = descriptors[0]
+            if "FDSTOREREMOVE" in lines:
+                os.close(self.kept.pop(lines["FDNAME"]))
+
+    def start_again(self, daemon: DaemonUnderTest) -> "subprocess.Popen[bytes]":
+        """The same command, with what was kept as descriptors 3, 4, ..."""
+        options = ",".join(f"{key}={value}" for key, value in daemon.options.items() if value is not None)
+        launcher = (
+            "import os, sys; fds = [int(fd) for fd in sys.argv[1].split(',')]; high = [os.dup2(fd, 100 + n) for n, fd in enumerate(fds)];"
+            "[os.dup2(fd, 3 + n) for n, fd in enumerate(high)]; os.environ['LISTEN_PID'] = str(os.getpid());"
+            "os.execv(sys.executable, [sys.executable, '-m', 'ckptfs_daemon', *sys.argv[2:]])"
+        )
+        kept = environment(NOTIFY_SOCKET=str(self.path), LISTEN_FDS=str(len(self.kept)), LISTEN_FDNAMES=":".join(self.kept))
+        with open(daemon.log_file, "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", launcher, ",".join(map(str, self.kept.values())), daemon.name, str(daemon.path), "-o", options],
+                stdout=log, stderr=log, env=kept, pass_fds=list(self.kept.values()), start_new_session=True,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        self.socket.close()
+        for fd in self.kept.values():
+            os.close(fd)
+
+
+APPLICATION = """
+import os, sys
+from pathlib import Path
+mount, outside = Path(sys.argv[1]), Path(sys.argv[2])
+with open(mount / "open", "w+b", buffering=0) as file, open(outside / "turns", "wb", buffering=0) as turns:
+    file.write(b"before ")
+    while not (outside / "enough").exists():
+        (mount / f"turn{turns.tell()}").mkdir()
+        (mount / f"turn{turns.tell()}").rmdir()
+        turns.write(b".")
+    file.write(b"after")
+    file.seek(0)
+    print(file.read().decode())
+"""
+
+
+class Program:
+    """An application with an open file, busy in the mount. A process of its own: whoever has the file open waits at every fork."""
+
+    def __init__(self, mount: Path, outside: Path) -> None:
+        self.outside = outside
+        (outside / "turns").touch()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", APPLICATION, mount, outside], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def goes_on(self) -> None:
+        """It makes twenty more turns."""
+        so_far = (self.outside / "turns").stat().st_size
+        eventually(lambda: self.process.poll() is not None or (self.outside / "turns").stat().st_size > so_far + 20)
+        assert self.process.poll() is None, self.process.communicate()[0]
+
+    def end(self) -> str:
+        """What it found in its file, or how it failed."""
+        (self.outside / "enough").touch()
+        return self.process.communicate(timeout=120)[0].strip()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[ServiceManager]:
+    made = ServiceManager(tmp_path)
+    yield made
+    made.close()
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def _kill_supervisor(daemon: DaemonUnderTest) -> None:
+    """kill -9, and wait until the children have followed by themselves."""
+    assert daemon.process is not None
+    daemon.expect_warning("the supervisor is gone")
+    children = [daemon.pid(role) for role in ("mount", "mover", "spare") if daemon.processes()[role]["pid"]]
+    daemon.process.kill()
+    daemon.process.wait(60)
+    eventually(lambda: all(_gone(pid) for pid in children), what="the children end when their supervisor is gone")
+
+
+def test_a_supervisor_that_systemd_starts_again_takes_up_the_same_mount(
+    data_path: str, make_daemon: Callable[..., DaemonUnderTest], manager: ServiceManager, tmp_path: Path
+) -> None:
+    """An open file, and a program in the middle of its work, go on as if nothing had been."""
+    daemon = make_daemon(data_path, env={"NOTIFY_SOCKET": str(manager.path)})
+    manager.hear("READY=1")
+    assert set(manager.kept) == {"ckptfs-fuse", "ckptfs-saved"}
+    device = os.stat(daemon.path).st_dev
+    program = Program(daemon.path, tmp_path)
+    program.goes_on()
+    _kill_supervisor(daemon)
+    daemon.process = manager.start_again(daemon)
+    program.goes_on()
+    assert program.end() == "before after"
+    assert os.stat(daemon.path).st_dev == device, "the same mount, not another one on top"
+    manager.notes.clear()
+    assert daemon.unmount() == 0
+    manager.hear("FDNAME=ckptfs-saved")
+    assert "STOPPING=1" in "\n".join(manager.notes) and manager.kept == {}
+    assert (daemon.pfs / "open").read_bytes() == b"before after"
+
+
+def test_what_a_killed_supervisor_left_is_taken_over(fresh_mount: DaemonUnderTest) -> None:
+    """Without systemd the mount dies with the supervisor; the next start finds a dead mountpoint and every closed file."""
+    daemon = fresh_mount
+    (daemon.path / "closed").write_bytes(b"kept" * 1000)
+    _kill_supervisor(daemon)
+    with pytest.raises(OSError) as refused:
+        os.stat(daemon.path / "closed")
+    assert refused.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    daemon.start()
+    assert (daemon.path / "closed").read_bytes() == b"kept" * 1000
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    assert points.count(str(daemon.path)) == 1
+
+
+def test_a_mount_made_by_a_living_daemon_is_not_taken_over(
+    fresh_mount: DaemonUnderTest, make_daemon: Callable[..., DaemonUnderTest]
+) -> None:
+    other = make_daemon("auto", start=False)
+    other.path = fresh_mount.path
+    with pytest.raises(NotStarted, match="already has a ckptfs mounted"):
+        other.start()
+    assert os.stat(fresh_mount.path).st_dev == fresh_mount.device
+
+
+def test_a_second_daemon_on_the_same_state_directory_is_refused(
+    fresh_mount: DaemonUnderTest, make_daemon: Callable[..., DaemonUnderTest]
+) -> None:
+    second = make_daemon("auto", start=False, state=fresh_mount.state)
+    with pytest.raises(NotStarted, match=rf"another ckptfsd \(pid {fresh_mount.pid('supervisor')}\)"):
+        second.start()
+    (fresh_mount.path / "still").write_text("served")
+
+
+def test_sigterm_unmounts_writes_back_and_ends_with_0(fresh_mount: DaemonUnderTest) -> None:
+    assert fresh_mount.process is not None
+    (fresh_mount.path / "last").write_bytes(b"words" * 1000)
+    fresh_mount.process.send_signal(signal.SIGTERM)
+    assert fresh_mount.process.wait(120) == 0
+    assert not os.path.ismount(fresh_mount.path)
+    assert (fresh_mount.pfs / "last").read_bytes() == b"words" * 1000
+    assert not os.path.ismount(fresh_mount.state / "ram"), "nothing lies only in RAM, so the memory is given back"
+
+
+def test_sigterm_on_a_mount_in_use_lets_open_files_be_finished(fresh_mount: DaemonUnderTest) -> None:
+    assert fresh_mount.process is not None
+    fresh_mount.expect_warning("is in use")
+    with open(fresh_mount.path / "open", "wb", buffering=0) as file:
+        file.write(b"one ")
+        fresh_mount.process.send_signal(signal.SIGTERM)
+        eventually(lambda: not os.path.ismount(fresh_mount.path))
+        file.write(b"two")
+    assert fresh_mount.process.wait(120) == 0
+    assert (fresh_mount.pfs / "open").read_bytes() == b"one two"
+
+
+def test_what_lies_only_in_ram_stays_there_for_the_next_start(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    daemon = make_daemon("auto", pfs=None, nvme=None)
+    (daemon.path / "only").write_bytes(b"here")
+    assert daemon.unmount() == 0
+    assert os.path.ismount(daemon.state / "ram")
+    daemon.start()
+    assert (daemon.path / "only").read_bytes() == b"here"
+
+
+def test_the_processes_of_an_idle_node_are_small_and_idle(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """Together under 200 MB."""
+    daemon = make_daemon("auto")
+    eventually(lambda: daemon.processes()["spare"]["pid"])
+    pids = [daemon.pid(role) for role in ("supervisor", "mount", "mover", "spare")]
+
+    def warm() -> bool:
+        return "ckptfs-spare" in Path(f"/proc/{pids[3]}/comm").read_text() and _resident(pids[3]) > 20_000
+
+    eventually(warm)
+    assert sum(_resident(pid) for pid in pids) < 200_000
+
+
+def _resident(pid: int) -> int:
+    """KiB."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1])
+    return 0
