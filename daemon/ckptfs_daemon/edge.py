@@ -1,6 +1,7 @@
 """The edge between our handlers and pyfuse3: errors become errnos here and nowhere else, and a handler learns which request it serves.
 
 An exception of any other kind than FUSEError that leaves a pyfuse3 handler would end the whole mount; `answered` lets none out.
+If we die here: nothing is kept.
 """
 
 import errno

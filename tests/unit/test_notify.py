@@ -1,4 +1,4 @@
-"""sd_notify and the descriptor store, against a socket of our own (FEATURES F11)."""
+"""sd_notify and the descriptor store, against a socket of our own."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The supervisor with children that only pretend: restarts, the warm spare, giving up, and the order of the end (P8; FEATURES F3)."""
+"""The supervisor with children that only pretend: restarts, the warm spare, giving up, and the order of the end (P8)."""
 
 import json
 import os
