@@ -92,6 +92,10 @@ install() {
     link mount.ckptfs "$SBIN/mount.$kind"
     link umount.ckptfs "$SBIN/umount.$kind"
   done
+  sed "s|/opt/ckptfs|$PREFIX|g" deploy/umount.fuse > "$HOME_OF_ALL/bin/umount.fuse"
+  chmod 755 "$HOME_OF_ALL/bin/umount.fuse"
+  # Another one's stays: umount then returns at once, and the daemon drains in the background.
+  [ -e "$DESTDIR$SBIN/umount.fuse" ] && ! grep -qxF "$SBIN/umount.fuse" "$MARK" || link umount.fuse "$SBIN/umount.fuse"
   for unit in deploy/systemd/*.service; do
     place "$UNITS/${unit##*/}"
     sed "s|/opt/ckptfs|$PREFIX|g" "$unit" > "$DESTDIR$UNITS/${unit##*/}"

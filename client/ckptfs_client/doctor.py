@@ -195,7 +195,7 @@ def _mounts() -> Iterator[Finding]:
             with Client(mount, answer_s=5.0) as client:
                 answer = client.status()
         except ClientError as failure:
-            yield Finding(name, BAD, str(failure.args[0]), failure.remedy)
+            yield Finding(name, BAD, str(failure.args[0]), "look into its log: ckptfsd.log in its state directory, or the journal")
             continue
         verdict = GOOD if answer.health == "ok" else NOTE
         yield Finding(name, verdict, f"{mount.mountpoint}: {answer.health}, data path {answer.data_path} ({answer.data_path_reason})")

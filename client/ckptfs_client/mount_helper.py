@@ -6,10 +6,12 @@ If we die here: the daemon goes on by itself; a second attempt is refused by its
 
 import argparse
 import contextlib
+import fcntl
 import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +20,12 @@ from typing import IO, Any
 from ckptfs import config, limits
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
+from ckptfs_client.mounts import mounted
 
 USAGE, SYSTEM, FAILED = 1, 2, 32
 LOG = "ckptfsd.log"
 LOG_BYTES_MAX = 16 * limits.MIB
+LOOK_S = 0.1
 ANSWER_S = limits.READY_WAIT_S + 30.0
 
 
@@ -38,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.fake:
         return 0
     try:
+        _let_predecessor_end(configured)
         return _mount(configured, options, verbose=asked.verbose)
     except OSError as failure:
         return _complain(f"the daemon cannot be started: {failure}", "", SYSTEM)
@@ -64,6 +69,30 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _known(options: dict[str, str]) -> dict[str, str]:
     """The options that a mount accepts."""
     return {key: value for key, value in options.items() if config.is_known(key)}
+
+
+def _let_predecessor_end(configured: Config) -> None:
+    """Wait while a daemon that was unmounted a moment ago still drains; for a mounted one the daemon's own refusal is the answer."""
+    until = time.monotonic() + ANSWER_S
+    while time.monotonic() < until and _locked(configured.state / "lock"):
+        if any(mount.mountpoint == configured.mountpoint or mount.name == configured.name for mount in mounted()):
+            return
+        threading.Event().wait(LOOK_S)
+
+
+def _locked(path: Path) -> bool:
+    """Whether somebody has the lock of a state directory."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _mount(configured: Config, options: dict[str, str], *, verbose: bool) -> int:

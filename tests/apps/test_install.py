@@ -14,7 +14,8 @@ PREFIX = "/opt/ckptfs-here"
 INSTALL_S = 400
 OUTSIDE = (
     "usr/local/bin/ckptfs", "usr/local/bin/ckptfsd", "sbin/mount.ckptfs", "sbin/mount.fuse.ckptfs", "sbin/umount.ckptfs",
-    "sbin/umount.fuse.ckptfs", "usr/local/lib/systemd/system/ckptfs@.service", "usr/local/share/bash-completion/completions/ckptfs",
+    "sbin/umount.fuse.ckptfs", "sbin/umount.fuse", "usr/local/lib/systemd/system/ckptfs@.service",
+    "usr/local/share/bash-completion/completions/ckptfs",
     "usr/local/share/zsh/site-functions/_ckptfs", "usr/local/share/fish/vendor_completions.d/ckptfs.fish",
 )  # fmt: skip
 

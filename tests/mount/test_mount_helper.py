@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ckptfs_client.mount_helper import LOG
 from ckptfs_client.umount_helper import runs
-from daemon_under_test import DaemonUnderTest, environment, eventually
+from daemon_under_test import REPOSITORY, DaemonUnderTest, environment, eventually
 
 Result = subprocess.CompletedProcess[str]
 MakeDaemon = Callable[..., DaemonUnderTest]
@@ -114,19 +114,35 @@ def test_umount_says_what_was_not_written_back(place: DaemonUnderTest) -> None:
     assert (place.pfs / "kept").read_bytes() == b"x" * 1000
 
 
+def test_a_mount_waits_for_the_daemon_that_still_drains(place: DaemonUnderTest) -> None:
+    """umount without the helper returns at once; what comes next is not refused because the daemon needs a moment more."""
+    assert mount(place, "drain_deadline=2s").returncode == 0
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place.pfs)], check=True)
+    try:
+        (place.path / "kept").write_bytes(b"x" * 1000)
+        subprocess.run(["umount", "-i", str(place.path)], check=True)
+        assert runs(place.pid("supervisor"))
+        assert mount(place, "drain_deadline=1s").returncode == 0
+    finally:
+        subprocess.run(["umount", "-l", str(place.pfs)], check=True)
+    assert helper("umount", place.path).returncode == 0
+
+
 def test_mount_umount_and_fstab(place: DaemonUnderTest) -> None:
     """Through the real mount(8) and umount(8), with an fstab, in a mount namespace in which /usr/sbin holds our helpers only."""
-    sbin = place.root / "sbin"
+    sbin = place.root / "sbin with space"
     sbin.mkdir()
     for kind in ("mount", "umount"):
-        for suffix in ("ckptfs", "fuse.ckptfs"):
-            script = sbin / f"{kind}.{suffix}"
-            script.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m ckptfs_client.{kind}_helper "$@"\n')
-            script.chmod(0o755)
+        script = sbin / f"{kind}.ckptfs"
+        script.write_text(f'#!/bin/sh\necho {kind} was called >&2\nexec {sys.executable} -P -m ckptfs_client.{kind}_helper "$@"\n')
+        script.chmod(0o755)
+    passing = (REPOSITORY / "deploy/umount.fuse").read_text().replace("/opt/ckptfs/bin/umount.ckptfs", "/sbin/umount.ckptfs")
+    (sbin / "umount.fuse").write_text(passing)
+    (sbin / "umount.fuse").chmod(0o755)
     fstab = place.root / "fstab"
     fstab.write_text(f"{place.name} {place.path} ckptfs {options(place, 'nofail', '_netdev')} 0 0\n")
     script = f"""set -e
-mount --bind {sbin} $(readlink -f /sbin)
+mount --bind '{sbin}' $(readlink -f /sbin)
 mount -T {fstab} {place.path}
 findmnt -n -o FSTYPE,SOURCE {place.path}
 echo hello > {place.path}/file
@@ -135,6 +151,9 @@ cat {place.pfs}/file
 mount -t ckptfs -o {options(place)} {place.name} {place.path}
 cat {place.path}/file
 umount {place.path}
+if command -v bindfs > /dev/null; then
+    bindfs {place.nvme} {place.pfs} && umount {place.pfs} && ! mountpoint -q {place.pfs}
+fi
 ! mount -t ckptfs -o bogus {place.name} {place.path} || exit 9
 """
     command = ["unshare", "-m", "sh", "-c", script]
@@ -142,6 +161,7 @@ umount {place.path}
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["fuse.ckptfs", place.name, "hello", "hello"]
     assert "unknown option 'bogus'" in result.stderr
+    assert result.stderr.count("umount was called") == 2
 
 
 def test_the_daemon_finds_its_mountpoint_in_the_configuration(place: DaemonUnderTest) -> None:
