@@ -67,6 +67,18 @@ def test_a_renamed_directory_is_one_rename_there(mount: Mount) -> None:
     assert {path.name: path.stat().st_ino for path in (mount.pfs / "x" / "b").iterdir()} == numbers
 
 
+def test_a_directory_removed_and_made_again_is_the_new_one(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    mount.mkdir(b"d")
+    mount.settle()
+    before = (mount.pfs / "d").stat().st_ino
+    mount.rmdir(b"d")
+    mount.mkdir(b"d", 0o711)
+    mount.settle()
+    mount.exact()
+    assert (mount.pfs / "d").stat().st_ino != before
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_what_is_made_and_removed_again_never_appears(mount: Mount) -> None:
     """Coalescing: nothing of it is copied."""
     mount.put(b"lock", b"x")

@@ -107,7 +107,9 @@ class Stager:
             self._remove(action.at, action.temporary)
         if stat.S_ISDIR(wanted.mode):
             there = look(directory, action.at.name)
-            if there is not None and stat.S_ISDIR(there.st_mode):
+            shown = pfs_view.View(self._db).shown(action.at.parent, action.at.name)
+            # One that is known as another inode is ours, and this batch takes it away first.
+            if there is not None and stat.S_ISDIR(there.st_mode) and (shown is None or shown.inode == put.inode):
                 return Staged(Mark(there.st_ino), merged=True)
         try:
             if stat.S_ISREG(wanted.mode):
