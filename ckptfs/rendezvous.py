@@ -7,7 +7,6 @@ Everything in it is made anew by the next daemon, so dying here leaves at most a
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 
@@ -15,11 +14,12 @@ def directory(uid: int | None = None) -> Path:
     """The runtime directory of `uid` (default: ours). `CKPTFS_RUNTIME_DIR` overrides it, for tests."""
     if override := os.environ.get("CKPTFS_RUNTIME_DIR"):
         return Path(override)
-    uid = os.geteuid() if uid is None else uid
+    ours = os.geteuid()
+    uid = ours if uid is None else uid
     if uid == 0:
         return Path("/run/ckptfs")
-    session = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}")
-    return session / "ckptfs" if _owner(session) == uid else Path(tempfile.gettempdir()) / f"ckptfs-{uid}"
+    session = Path((os.environ.get("XDG_RUNTIME_DIR") if uid == ours else None) or f"/run/user/{uid}")
+    return session / "ckptfs" if _owner(session) == uid else Path(f"/tmp/ckptfs-{uid}")
 
 
 def make_directory() -> Path:
