@@ -14,6 +14,7 @@ import stat
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -29,6 +30,16 @@ PAGE_BYTES = 1024
 """A create touches some 18 pages of as many tables and indices, which all go to the log: small ones halve a commit (31 against 60 us)."""
 
 
+class _Held:
+    """A thread's hold on its connection: closed when the thread ends, without waiting for a garbage collection."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    def __del__(self) -> None:
+        self.connection.close()
+
+
 class Database:
     """One catalog file. Methods may be called from any thread; a transaction stays in the thread that began it."""
 
@@ -42,7 +53,8 @@ class Database:
         self.journalled = journalled
         self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_PATIENCE if patient else 1)
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        # Worker threads come and go, and their connections with them: nothing here may keep those open.
+        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
         self._lock = threading.Lock()
         check(path)
 
@@ -52,8 +64,9 @@ class Database:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = _connect(self.path, self._log_pages)
+            held = self._local.held = _Held(connection)
             with self._lock:
-                self._connections.append(connection)
+                self._held.add(held)
         return connection
 
     @contextlib.contextmanager
@@ -121,9 +134,9 @@ class Database:
     def close(self) -> None:
         """Close every thread's connection. The last process to close checkpoints the log."""
         with self._lock:
-            connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.close()
+            every, self._held = list(self._held), weakref.WeakSet()
+        for held in every:
+            held.connection.close()
         self._local = threading.local()
 
 

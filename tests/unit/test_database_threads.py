@@ -1,0 +1,49 @@
+"""The catalog's connections live and die with the threads that use them: a mover's worker threads come and go for months."""
+
+import os
+import threading
+from pathlib import Path
+
+from ckptfs.catalog import database
+from ckptfs.catalog.database import Database
+
+
+def opened(path: Path) -> int:
+    """How many descriptors of this process lead to `path`."""
+    return sum(os.path.realpath(f"/proc/self/fd/{fd}") == str(path) for fd in os.listdir("/proc/self/fd"))
+
+
+def test_threads_that_end_leave_no_descriptor_behind(tmp_path: Path) -> None:
+    path = tmp_path.resolve() / "catalog.db"
+    database.create(path)
+    db = Database(path, journalled=False)
+    assert db.value("SELECT count(*) FROM inode") == 1
+    before = opened(path)
+    for _ in range(20):
+        thread = threading.Thread(target=db.value, args=("SELECT count(*) FROM inode",))
+        thread.start()
+        thread.join()
+    # SQLite keeps a descriptor until no other connection of this process holds a lock, so one may stay.
+    assert opened(path) <= before + 1
+    db.close()
+    assert opened(path) == 0
+
+
+def test_a_closed_database_closes_the_connections_of_threads_that_live_on(tmp_path: Path) -> None:
+    path = tmp_path.resolve() / "catalog.db"
+    database.create(path)
+    db = Database(path, journalled=False)
+    begun, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        db.value("SELECT count(*) FROM inode")
+        begun.set()
+        ended.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(60)
+    db.close()
+    assert opened(path) == 0
+    ended.set()
+    thread.join()
