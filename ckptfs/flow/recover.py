@@ -40,8 +40,7 @@ class Recover:
             if tier not in self._places:
                 self._unconfigured(tier)
             elif tier is not Tier.PFS:
-                self._remove_unfinished(self._places[tier])
-                self._forget_missing(self._places[tier])
+                self._look_through(self._places[tier])
         for content in settling.without_copy(self._db):
             self._decide(content)
         return False
@@ -57,6 +56,14 @@ class Recover:
         unreachable = len(settling.copies_in(self._db, tier))
         if unreachable:
             log.warning("%d contents in %s cannot be reached: this tier is not configured any more", unreachable, tier)
+
+    def _look_through(self, place: Place) -> None:
+        """A tier that fails now may come back: what is in it is believed until somebody reads it."""
+        try:
+            self._remove_unfinished(place)
+            self._forget_missing(place)
+        except OSError as failure:
+            log.error("%s cannot be looked through (%s); what the catalog says of it is believed", place.root, failure)
 
     def _remove_unfinished(self, place: Place) -> None:
         for number, _ in settling.by_state(self._db, CopyState.FILLING, place.tier):

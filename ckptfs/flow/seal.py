@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 transfer.labels("seal")
 disk.labels("seal:fdatasync", "seal:directory", "seal:persist", "seal:commit")
 
+LEASE_REFUSED_S = 5.0
 BATCH_CONTENTS = 64
 BATCH_BYTES = 256 * limits.MIB
 
@@ -96,7 +97,7 @@ class Seal:
     def _read(self, content: Content, tier: Tier, place: Place) -> settling.Seal:
         fd = place.open(content.id, os.O_RDONLY)
         try:
-            with lease.reading(fd) as check:
+            with lease.reading(fd, insist=self._insists(content, tier)) as check:
                 size, digest, blocks = transfer.read(fd, label="seal", before_block=check)
                 if tier is not Tier.RAM:
                     disk.act("seal:fdatasync", os.fdatasync, fd)
@@ -104,6 +105,11 @@ class Seal:
         finally:
             os.close(fd)
         return settling.Seal(content.id, content.inode, content.change, tier, size, digest, blocks)
+
+    def _insists(self, content: Content, tier: Tier) -> bool:
+        """A PFS may refuse every lease: what was refused for a while is then read without one, and its times compared."""
+        wait = self._waiting.get(content.id)
+        return tier is not Tier.PFS or wait is None or wait.delay_s < LEASE_REFUSED_S
 
     def _commit(self, seals: list[settling.Seal]) -> None:
         if not seals:

@@ -24,17 +24,18 @@ def ignore_signal() -> None:
 
 
 @contextlib.contextmanager
-def reading(fd: int) -> Iterator[Callable[[], None]]:
+def reading(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
     """Hold a read lease on `fd`, which must be open for reading only. Gives `check`, to be called before each block and at the end.
 
-    Both raise Busy when somebody has the file open for writing or is about to.
+    Both raise Busy when somebody has the file open for writing or is about to. Not to `insist` takes a refusal for the filesystem's
+    own: NFS refuses with EAGAIN whatever nobody has open, when its server gave no delegation.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as failure:
-        if failure.errno == errno.EAGAIN:
+        if failure.errno == errno.EAGAIN and insist:
             raise Busy("somebody still has the file open for writing") from failure
-        if failure.errno in WITHOUT_LEASES:
+        if failure.errno in {errno.EAGAIN, *WITHOUT_LEASES}:
             yield _same_times(fd)
             return
         raise

@@ -187,6 +187,20 @@ def test_a_tier_that_is_no_longer_configured_keeps_its_rows(node: Node, caplog: 
     assert node.copies(content) == {Tier.NVME: CopyState.GOOD} and node.state(content) is ContentState.CLOSED
 
 
+def test_a_tier_that_fails_now_is_believed(node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    on_nvme, gone = node.make(b"nvme", b"1", tier=Tier.NVME), node.make(b"gone", b"2")
+    node.places[Tier.RAM].remove(gone)
+
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(node.places[Tier.NVME], "contents", fail)
+    recover(node)
+    assert node.copies(on_nvme) == {Tier.NVME: CopyState.GOOD} and node.state(on_nvme) is ContentState.CLOSED
+    assert node.state(gone) is ContentState.LOST
+    assert "cannot be looked through" in caplog.text
+
+
 @pytest.mark.crash
 @pytest.mark.parametrize("label", ["recover:adopt", "recover:filling", "recover:missing", "recover:fate", "place:remove"])
 @pytest.mark.parametrize("action", ["kill", "kill-after"])

@@ -128,6 +128,19 @@ def test_where_there_are_no_leases_the_times_are_compared(node: Node, monkeypatc
     assert node.state(calm) is ContentState.SEALED and node.state(busy) is ContentState.CLOSED
 
 
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.PFS])
+def test_a_pfs_that_refuses_every_lease_does_not_keep_its_files_unsealed(node: Node, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS does without a delegation. A tmpfs refuses only while somebody may write."""
+    content = node.make(b"file", b"data", tier=tier)
+    monkeypatch.setattr(lease.fcntl, "fcntl", lambda *_: (_ for _ in ()).throw(OSError(errno.EAGAIN, "refused")))
+    step = seal(node)
+    for _ in range(20):
+        step.step()
+        for wait in step._waiting.values():
+            wait.until_s = 0.0
+    assert node.state(content) is (ContentState.SEALED if tier is Tier.PFS else ContentState.CLOSED)
+
+
 def test_a_file_that_is_gone_is_lost_and_named(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     content = node.make(b"gone", b"data")
     node.places[Tier.RAM].remove(content)
