@@ -21,6 +21,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, a line for each change.")]
 Directory = Annotated[Path | None, typer.Argument(help="A path in the mount; may be left out when there is only one mount.")]
 Paths = Annotated[list[Path], typer.Argument(help="Files or directories in a mount.")]
 
@@ -103,6 +104,7 @@ def wait(
     paths: Paths,
     level: Annotated[str, typer.Option(help="local: every ckptfs process may die; pfs: it is on the parallel filesystem.")] = "pfs",
     timeout: Annotated[str | None, typer.Option(help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
+    json: JsonLines = False,
 ) -> None:
     """Wait until files, or directories with all below, have a level."""
     import time
@@ -116,13 +118,14 @@ def wait(
         client, inode = at(path)
         with client:
             left = None if end is None else max(0.001, end - time.monotonic())
-            followed(client.wait(inode, level, left), f"{path} to {level}")
+            followed(client.wait(inode, level, left), f"{path} to {level}", json=json)
 
 
 @app.command(epilog=EPILOG)
 def drain(
     directory: Directory = None,
     deadline: Annotated[str | None, typer.Option(help="Stop waiting (exit code 4) after this time, such as 25s; the rest goes on.")] = None,
+    json: JsonLines = False,
 ) -> None:
     """Bring everything that is closed up to its highest level now."""
     from ckptfs_client import mounts
@@ -130,7 +133,7 @@ def drain(
     from ckptfs_client.watching import followed
 
     with Client(mounts.chosen(directory)) as client:
-        followed(client.drain(_seconds(deadline)), f"draining {client.mount.mountpoint}")
+        followed(client.drain(_seconds(deadline)), f"draining {client.mount.mountpoint}", json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -192,8 +195,8 @@ def doctor(json: Json = False) -> None:
 
 
 @app.command(epilog=EPILOG)
-def version() -> None:
+def version(json: Json = False) -> None:
     """The version of ckptfs."""
     from ckptfs import __version__
 
-    print(f"ckptfs {__version__}")
+    print(f'{{"version": "{__version__}"}}' if json else f"ckptfs {__version__}")

@@ -48,9 +48,9 @@ def plain(message: Any) -> Any:
     return values
 
 
-def emit(value: Any) -> None:
-    """Print JSON: indented for a terminal, a line each otherwise."""
-    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None), flush=True)
+def emit(value: Any, *, lines: bool = False) -> None:
+    """Print JSON: indented for a terminal, on one line otherwise, and when many such `lines` follow one another."""
+    print(json.dumps(value, indent=2 if sys.stdout.isatty() and not lines else None), flush=True)
 
 
 def console() -> "Console":

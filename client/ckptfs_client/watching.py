@@ -38,7 +38,7 @@ def watched(chosen: list[Mount], *, json: bool) -> None:
     if json:
         while True:
             for client in clients:
-                show.emit(show.plain(client.status()))
+                show.emit(show.plain(client.status()), lines=True)
             time.sleep(WATCH_EVERY_S)
     from rich.console import Group
     from rich.live import Live
@@ -49,9 +49,11 @@ def watched(chosen: list[Mount], *, json: bool) -> None:
             time.sleep(WATCH_EVERY_S)
 
 
-def followed(messages: Iterator["pb.Progress"], what: str) -> None:
+def followed(messages: Iterator["pb.Progress"], what: str, *, json: bool = False) -> None:
     """Follow a wait or a drain to its end. Raises NotInTime, which then says what is left and what holds it up."""
     last: pb.Progress | None = None
+    if json:
+        messages = _emitted(messages)
     try:
         with Bar(what) as bar:
             for last in messages:
@@ -61,6 +63,13 @@ def followed(messages: Iterator["pb.Progress"], what: str) -> None:
         raise NotInTime(f"{what}: {failure.args[0]}{left}", remedy=failure.remedy or (last.remedy if last is not None else "")) from None
     except ClientError as failure:
         raise type(failure)(f"{what}: {failure.args[0]}", remedy=failure.remedy) from None
+
+
+def _emitted(messages: Iterator["pb.Progress"]) -> Iterator["pb.Progress"]:
+    """The same messages, each printed as a line of JSON on its way."""
+    for message in messages:
+        show.emit(show.plain(message), lines=True)
+        yield message
 
 
 def verified(messages: Iterator["pb.VerifyProgress"], what: str) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def test_status(served: Served, run: Run, tmp_path: Path) -> None:
 
 def test_drain_in_time_and_not(served: Served, run: Run, tmp_path: Path) -> None:
     assert run("drain") == (0, "", "")
+    code, out, _ = run("drain", "--json")
+    assert code == 0 and json.loads(out)["done"] is True
     served.node.make(b"file", b"x" * 2048)
     code, _, err = run("drain", tmp_path / "mnt", "--deadline", "300ms")
     assert code == 4
