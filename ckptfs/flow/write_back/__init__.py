@@ -45,6 +45,7 @@ SEAL_WAIT_AGAIN_S = 2.0
 SEAL_BYTES_PER_S = 200 * limits.MIB
 PROGRESS_EVERY_S = 0.25
 
+_ASTRAY = {errno.ENOENT, errno.ESTALE}
 _REMEDIES = {
     errno.ENOSPC: "make room on the PFS",
     errno.EDQUOT: "make room within the quota on the PFS, or have it raised",
@@ -70,6 +71,7 @@ class WriteBack:
         self._fence: int | None = None
         self._waiting = False
         self._begun = False
+        self._astray = False
         self._reported_s = 0.0
         self._reporting = False
 
@@ -84,12 +86,17 @@ class WriteBack:
             return False
         tree = self._tree
         try:
-            return self._step(tree)
+            more = self._step(tree)
+            self._astray = False
+            return more
         except NotThere as missing:
             self._make_again(missing)
             return True
         except OSError as failure:
             tree.forget()
+            if failure.errno in _ASTRAY and not self._astray:
+                self._astray = True  # A directory that we had open may have been removed: walk there again, and see.
+                return True
             raise _unavailable(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
 
     def due_s(self) -> float | None:
