@@ -94,7 +94,8 @@ def mount_by_helper(name: str, point: Path, options: list[str]) -> int:
         done = _helper(command, theirs)
         if done.returncode != 0:
             words = done.stderr.decode(errors="replace").strip() or "it gave no reason"
-            raise CannotMount(f"fusermount3 refuses to mount {point}: {words}", remedy="the directory must be yours and be writable")
+            remedy = f"{point} must be yours and writable, and /dev/fuse open to everybody (chmod 666 /dev/fuse)"
+            raise CannotMount(f"an ordinary user cannot mount {point} here: {words}", remedy=remedy)
         if not select.select([ours], [], [], HELPER_WAIT_S)[0]:
             raise CannotMount("fusermount3 did not hand over the connection")
         _body, descriptors, _flags, _address = socket.recv_fds(ours, 16, 1)

@@ -39,11 +39,11 @@ def daemon(name: str, mountpoint: Path | None, options: str, ready: ReadyPipe) -
             systemd.store(served.fd, served.saved())
         _be_spared()
         code = Supervisor(config, served, resumed=resumed, systemd=systemd, ready=ready).run()
-        _give_back_memory(config)
         announce.withdraw(config)
-        log.info("ended")
         return code
     finally:
+        _give_back_memory(config)
+        log.info("ended")
         os.close(held)
 
 

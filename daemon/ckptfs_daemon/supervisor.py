@@ -248,6 +248,8 @@ class Supervisor:
                 self._mount_anew()
         elif role == MOVER and why:
             log.error("the mover does not stay alive: %s; what is written stays in its tier until it does", why)
+            if self._phase is Phase.DRAINING:
+                self._phase = Phase.OVER
         slot.due_at = now + restarts.delay_s(slot.history)
 
     def _mount_anew(self) -> None:
