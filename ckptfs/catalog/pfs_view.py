@@ -66,6 +66,11 @@ def inode_at(db: Database, names: tuple[bytes, ...]) -> int | None:
     return inode
 
 
+def forget(db: Database, inode: int) -> None:
+    """The PFS turned out not to show `inode`."""
+    db.run("DELETE FROM pfs_entry WHERE inode = ?", inode)
+
+
 def xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
     """The extended attributes of an inode."""
     return {bytes(row[0]): bytes(row[1]) for row in db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)}

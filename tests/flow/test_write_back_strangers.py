@@ -142,3 +142,17 @@ def test_somebody_removes_our_temporary_file(mount: Mount) -> None:
         flow.step()
     mount.settle(flow)
     mount.exact()
+
+
+def test_a_directory_that_both_removed_holds_nothing_up(mount: Mount) -> None:
+    mount.mkdir(b"d")
+    mount.put(b"d/first", b"1")
+    mount.settle()
+    shutil.rmtree(mount.pfs / "d")
+    mount.mkdir(b"d/sub")
+    mount.rmdir(b"d/sub")
+    mount.unlink(b"d/first")
+    mount.rmdir(b"d")
+    mount.put(b"after", b"3")
+    mount.settle()
+    mount.exact()

@@ -72,6 +72,7 @@ class WriteBack:
         self._waiting = False
         self._begun = False
         self._astray = False
+        self._missing: tuple[bytes, ...] | None = None
         self._reported_s = 0.0
         self._reporting = False
 
@@ -87,9 +88,12 @@ class WriteBack:
         tree = self._tree
         try:
             more = self._step(tree)
-            self._astray = False
+            self._astray, self._missing = False, None
             return more
         except NotThere as missing:
+            if missing.names == self._missing:
+                raise _unavailable(missing, str(missing.filename)) from missing
+            self._missing = missing.names
             self._make_again(missing)
             return True
         except OSError as failure:
@@ -255,7 +259,8 @@ class WriteBack:
             raise _unavailable(missing, str(missing.filename)) from missing
         log.warning("the directory %s is gone from the PFS; it is made again", missing.filename)
         with self._db.change():
-            adoption.again(self._db, inode)
+            if not adoption.again(self._db, inode):
+                pfs_view.forget(self._db, inode)  # The mount has removed it too: what was to happen in it need not happen.
 
     def _set_times(self, tree: PfsTree) -> bool:
         """Nothing else is to be done: directories get the times that they have in the mount."""
