@@ -38,7 +38,7 @@ class Recover:
         disk.act("recover:adopt", adoption.adopt, self._db, self._places)
         for tier in Tier:
             if tier not in self._places:
-                self._unconfigured(tier)
+                self._unreachable(tier)
             elif tier is not Tier.PFS:
                 self._look_through(self._places[tier])
         for content in settling.without_copy(self._db):
@@ -51,11 +51,11 @@ class Recover:
 
     # --- tiers -------------------------------------------------------------------------------------------------------
 
-    def _unconfigured(self, tier: Tier) -> None:
-        """A tier that the configuration no longer names: what is there waits for it to be named again."""
+    def _unreachable(self, tier: Tier) -> None:
+        """A tier that the configuration no longer names, or that was left out: what is there waits for it to come back."""
         unreachable = len(settling.copies_in(self._db, tier))
         if unreachable:
-            log.warning("%d contents in %s cannot be reached: this tier is not configured any more", unreachable, tier)
+            log.warning("%d contents in %s cannot be reached: there is no such tier now", unreachable, tier)
 
     def _look_through(self, place: Place) -> None:
         """A tier that fails now may come back: what is in it is believed until somebody reads it."""

@@ -1,7 +1,8 @@
 """Owns the moment in which a process takes the tiers that it finds for its own: whether they are those that the catalog remembers.
 
-Whoever puts contents into tiers adopts them first, so that what a new RAM holds is never taken for what the former one held. The PFS
-is not touched: it may hang.
+Whoever puts contents into tiers adopts them first, so that what a new RAM holds is never taken for what the former one held. Another RAM
+than before is a reboot: what was there is gone. Another directory for NVMe may only be one whose device is not mounted: as long as it
+is needed nothing is forgotten, and we go on without it. The PFS is not touched: it may hang.
 If we die here: a tier was adopted in one transaction or not at all.
 """
 
@@ -10,15 +11,38 @@ import logging
 from ckptfs.catalog import settling
 from ckptfs.catalog.database import Database
 from ckptfs.model import Tier
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
 
+GIVEN_UP = "given-up"
+"""A file of this name in NVMe's directory says that what was on the former one will not come back."""
+
 
 def adopt(db: Database, places: Places) -> None:
-    """Remember the uuid of RAM and NVMe; where it is another one than before, forget all copies that were there."""
+    """Remember the uuid of RAM and NVMe; where it is another one than before, forget all copies that were there, or leave NVMe out."""
     for tier in (Tier.RAM, Tier.NVME):
-        if tier in places:
-            lost = settling.adopt(db, tier, places[tier].uuid)
-            if lost:
-                log.warning("what was in %s is gone, this is another one than before; it held %d contents", tier, lost)
+        if tier not in places:
+            continue
+        if tier is Tier.NVME and (needed := _needed(db, places[tier])):
+            _leave_out(db, places, needed)
+            continue
+        lost = settling.adopt(db, tier, places[tier].uuid)
+        if lost:
+            log.warning("what was in %s is gone, this is another one than before; it held %d contents", tier, lost)
+
+
+def _needed(db: Database, place: Place) -> int:
+    """How many files would be lost by taking this directory for the tier's new one."""
+    if settling.tier_uuid(db, place.tier) in (None, place.uuid) or (place.root / GIVEN_UP).exists():
+        return 0
+    return settling.only_in(db, place.tier)
+
+
+def _leave_out(db: Database, places: Places, needed: int) -> None:
+    root = places[Tier.NVME].root
+    error = f"{root} is not the directory that this catalog knows, and {needed} files lie only there"
+    remedy = f"mount the device that belongs at {root} and start again; if it will never come back, make the file {root / GIVEN_UP}"
+    log.error("%s; going on without it (%s)", error, remedy)
+    settling.report(db, f"trouble:{Tier.NVME}", {"what": error, "path": str(root), "remedy": remedy})
+    places.leave_out(Tier.NVME)

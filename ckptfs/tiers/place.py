@@ -186,6 +186,10 @@ class Places(Mapping[Tier, Place]):
             places[Tier.PFS] = Place(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance)
         return cls(places, config.ram_high)
 
+    def leave_out(self, tier: Tier) -> None:
+        """Go on without a tier, as if it were not configured."""
+        self._places.pop(tier).close()
+
     def __getitem__(self, tier: Tier) -> Place:
         return self._places[tier]
 

@@ -11,7 +11,7 @@ import signal
 
 import trio
 
-from ckptfs.catalog import report, settling
+from ckptfs.catalog import report, settling, wants
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -117,14 +117,14 @@ class _Flows:
 
 def _watches(db: Database, places: Places, config: Config, lanes: Lanes) -> list[Watch]:
     roots = {Tier.NVME: config.nvme, Tier.PFS: config.pfs}
-    return [Watch(db, places[tier], root, lanes.hurry) for tier, root in roots.items() if root is not None]
+    return [Watch(db, places[tier], root, lanes.hurry) for tier, root in roots.items() if root is not None and tier in places]
 
 
 async def _listen(bell: bells.Bell, lanes: Lanes) -> None:
     """The mount's hints."""
     async for message in bell.messages():
-        if message == bells.URGENT:
-            lanes.urge()
+        if message[:1] == bells.URGENT:
+            lanes.urge(wants.LANES.get(message[1:].decode(), ""))
         else:
             lanes.hint()
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,53 @@ def test_a_tier_that_is_no_longer_configured_keeps_its_rows(node: Node, caplog: 
     node.configure(nvme=nvme)
     recover(node)
     assert node.copies(content) == {Tier.NVME: CopyState.GOOD} and node.state(content) is ContentState.CLOSED
+
+
+def unmount(node: Node) -> Callable[[], None]:
+    """NVMe's device is not mounted: its mountpoint is an empty directory. Gives the act that mounts it again."""
+    nvme, away = node.root / "nvme", node.root / "device"
+    nvme.rename(away)
+    nvme.mkdir()
+    node.places = Places.adopt(node.config)
+
+    def mount() -> None:
+        shutil.rmtree(nvme)
+        away.rename(nvme)
+        node.places = Places.adopt(node.config)
+
+    return mount
+
+
+def test_an_nvme_that_is_not_mounted_is_left_out_and_comes_back(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    content = node.make(b"file", b"data", tier=Tier.NVME)
+    seal(node)
+    mount = unmount(node)
+    recover(node)
+    assert Tier.NVME not in node.places and "going on without it" in caplog.text
+    assert node.state(content) is ContentState.SEALED, "it is not lost, only not there"
+    assert node.db.value("SELECT value FROM report WHERE key = 'trouble:nvme'")
+    mount()
+    recover(node)
+    assert node.data(content, Tier.NVME) == b"data" and node.copies(content) == {Tier.NVME: CopyState.GOOD}
+
+
+def test_an_nvme_that_was_given_up_is_replaced(node: Node) -> None:
+    content = node.make(b"file", b"data", tier=Tier.NVME)
+    unmount(node)
+    (node.root / "nvme" / adoption.GIVEN_UP).touch()
+    recover(node)
+    assert node.state(content) is ContentState.LOST and Tier.NVME in node.places
+    assert settling.tier_uuid(node.db, Tier.NVME) == node.places[Tier.NVME].uuid
+
+
+def test_another_nvme_is_taken_at_once_when_nothing_lies_only_on_the_former(node: Node) -> None:
+    content = node.make(b"file", b"data")
+    seal(node)
+    second_copy(node, content, Tier.NVME)
+    node.publish(content)
+    unmount(node)
+    recover(node)
+    assert Tier.NVME in node.places and node.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
 def test_a_tier_that_fails_now_is_believed(node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
