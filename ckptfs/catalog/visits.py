@@ -51,7 +51,9 @@ class Known:
 
 @dataclass(slots=True)
 class Pending:
-    """The names in one directory, and the inodes anywhere, of which the PFS has not been told everything. Only grows during a visit."""
+    """The names in one directory, and the inodes anywhere, of which the PFS was not told everything when the visit began, or that it was
+    told of since. Only grows during a visit.
+    """
 
     directory: int
     names: set[bytes] = field(default_factory=set)
@@ -68,12 +70,11 @@ class Pending:
                 self.names.add(bytes(name))
             if new_parent == self.directory and new_name is not None:
                 self.names.add(bytes(new_name))
+        self.names.update(bytes(row[0]) for row in db.rows("SELECT name FROM touched WHERE directory = ?", self.directory))
 
-    def has(self, db: Database, name: bytes, *inodes: int | None) -> bool:
-        """Whether this name must be left alone: by itself, or for one of the inodes it leads to."""
-        if name in self.names or not self.inodes.isdisjoint(inodes):
-            return True
-        return db.value("SELECT 1 FROM touched WHERE directory = ? AND name = ?", self.directory, name) is not None
+    def has(self, name: bytes, *inodes: int | None) -> bool:
+        """Whether this name must be left alone: by itself, or for one of the inodes it leads to. `update` in the same transaction."""
+        return name in self.names or not self.inodes.isdisjoint(inodes)
 
 
 # --- the frame of a visit --------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def prepare(db: Database, pfs: str) -> None:
 
 def root_attributes(db: Database, pending: Pending, seen: Seen) -> bool:
     """At its first visit the mount's root takes the mode and owner of the PFS's root; whether it did."""
-    if pending.has(db, b"", ROOT) or db.row("SELECT complete, visited_ns FROM inode WHERE id = ?", ROOT) != (0, 0):
+    if pending.has(b"", ROOT) or db.row("SELECT complete, visited_ns FROM inode WHERE id = ?", ROOT) != (0, 0):
         return False
     values = (seen.mode, seen.uid, seen.gid, seen.mtime_ns, seen.ctime_ns, ROOT)
     db.run("UPDATE inode SET mode = ?, uid = ?, gid = ?, mtime_ns = max(mtime_ns, ?), ctime_ns = max(ctime_ns, ?) WHERE id = ?", *values)
@@ -222,41 +223,45 @@ def settled(db: Database, inode: int) -> bool:
 # --- changing --------------------------------------------------------------------------------------------------------
 
 
-def apply(db: Database, pending: Pending, found: Seen) -> Verdict:
-    """Take over what the PFS shows under one name; what was done (SAME and LEAVE: nothing).
+def apply(db: Database, pending: Pending, found: Seen) -> tuple[Verdict, int | None]:
+    """Take over what the PFS shows under one name; what was done (SAME and LEAVE: nothing), and the inode that the name leads to now.
 
     A directory that was replaced by something else is only reported: its tree has to be removed first.
     """
     directory = pending.directory
     what = known(db, directory, found.name)
     judged = verdict(found, what)
-    if judged in {Verdict.SAME, Verdict.LEAVE} or pending.has(db, found.name, what.child, what.inode):
-        return judged if judged is Verdict.SAME else Verdict.LEAVE
+    if judged in {Verdict.SAME, Verdict.LEAVE} or pending.has(found.name, what.child, what.inode):
+        return judged if judged is Verdict.SAME else Verdict.LEAVE, what.child
     if judged is Verdict.NEW:
-        _new(db, directory, found)
-        return judged
+        return judged, _new(db, directory, found)
     inode = what.child
     assert inode is not None
+    if judged is Verdict.REPLACED:
+        return _replaced(db, directory, found, what, inode)
+    if judged is Verdict.CONTENT and not settled(db, inode):
+        return Verdict.LEAVE, inode
     if judged is Verdict.ADOPT:
         db.run("UPDATE inode SET complete = 0, visited_ns = ? WHERE id = ?", _ADOPTED, inode)
-    elif judged is Verdict.REPLACED:
-        if stat.S_ISDIR(what.mode) or not settled(db, inode):
-            return judged if stat.S_ISDIR(what.mode) else Verdict.LEAVE
-        _drop_name(db, directory, found.name, inode)
-        _new(db, directory, found)
-        return judged
-    elif judged is Verdict.CONTENT:
-        if not settled(db, inode):
-            return Verdict.LEAVE
+    if judged is Verdict.CONTENT:
         _changed(db, inode, found)
-    if judged is not Verdict.NOTE and judged is not Verdict.ADOPT and what.seen is not None:
+    if judged in {Verdict.CONTENT, Verdict.ATTRIBUTES} and what.seen is not None:
         _attributes(db, inode, what.seen, found)
     _believe(db, directory, found, inode)
-    return judged
+    return judged, inode
 
 
-def _new(db: Database, directory: int, found: Seen) -> None:
-    """A name that the catalog does not have: a new inode, or another name for a file that it knows."""
+def _replaced(db: Database, directory: int, found: Seen, what: Known, inode: int) -> tuple[Verdict, int]:
+    if stat.S_ISDIR(what.mode):
+        return Verdict.REPLACED, inode
+    if not settled(db, inode):
+        return Verdict.LEAVE, inode
+    _drop_name(db, directory, found.name, inode)
+    return Verdict.REPLACED, _new(db, directory, found)
+
+
+def _new(db: Database, directory: int, found: Seen) -> int:
+    """A name that the catalog does not have: a new inode, or another name for a file that it knows. The inode."""
     inode = _same_file(db, found)
     if inode is None:
         inode = _insert(db, directory, found)
@@ -264,6 +269,7 @@ def _new(db: Database, directory: int, found: Seen) -> None:
         db.run("UPDATE inode SET nlink = nlink + 1 WHERE id = ?", inode)
     db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", directory, found.name, inode)
     _believe(db, directory, found, inode)
+    return inode
 
 
 def _insert(db: Database, directory: int, found: Seen) -> int:
@@ -348,7 +354,7 @@ def believed(db: Database, directory: int) -> list[tuple[bytes, int, int]]:
 def vanish(db: Database, pending: Pending, name: bytes) -> bool:
     """A name is gone from the PFS. Forget it, unless ours is newer or a directory that still holds something; whether it is gone."""
     what = known(db, pending.directory, name)
-    if what.inode is None or pending.has(db, name, what.child, what.inode):
+    if what.inode is None or pending.has(name, what.child, what.inode):
         return False
     if what.child == what.inode:
         if stat.S_ISDIR(what.mode):

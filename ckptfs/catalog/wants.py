@@ -18,6 +18,9 @@ VISIT = "visit"
 FETCH = "fetch"
 SETTLE = "settle"
 
+LANES = {VISIT: VISIT, FETCH: FETCH}
+"""Kind -> the beginning of the names of the lanes that answer it alone. What else is wanted needs all of them."""
+
 WANTED, DONE, FAILED = 0, 1, 2
 
 FOR_WRITING = "write"

@@ -16,8 +16,7 @@ from ckptfs import limits
 from ckptfs.catalog import wants
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TimedOut
-
-URGENT = b"!"
+from ckptfs_daemon.bells import URGENT
 
 
 class Ringable(Protocol):
@@ -44,7 +43,7 @@ class Asking:
         want = wants.ask(self._db, kind, inode, argument, wait_s=timeout_s)
         started_ns = time.time_ns()
         while True:
-            self._bell.ring(URGENT)
+            self._bell.ring(URGENT + kind.encode())
             answers = self._answers
             row = wants.get(self._db, want)
             if row is not None and row.state == wants.DONE:

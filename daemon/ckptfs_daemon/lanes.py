@@ -161,7 +161,7 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of the mover; `hint` and the others wake every one of them."""
+    """All lanes of the mover; `hint` and `hurry` wake every one of them."""
 
     def __init__(self, lanes: list[Lane]) -> None:
         self._lanes = lanes
@@ -171,9 +171,9 @@ class Lanes:
         for lane in self._lanes:
             lane.hint()
 
-    def urge(self) -> None:
-        """Somebody waits."""
-        for lane in self._lanes:
+    def urge(self, kind: str = "") -> None:
+        """Somebody waits for a want of this kind. Lanes named after a kind answer it alone; any other needs all of them."""
+        for lane in [lane for lane in self._lanes if kind and lane.name.startswith(kind)] or self._lanes:
             lane.urge()
 
     def hurry(self) -> None:

@@ -78,18 +78,18 @@ def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pyte
     for number in range(count):
         os.close(os.open(world.pfs / f"f{number}", os.O_CREAT))
     rows: list[int] = []
-    from ckptfs.flow import visit
+    from ckptfs.flow.visit import compare
 
-    apply = visit.visits.importing
+    apply = compare.visits.importing
 
     def counted(db: object, directory: int) -> object:
         rows.append(0)
         return apply(world.db, directory)
 
-    monkeypatch.setattr(visit.visits, "importing", counted)
+    monkeypatch.setattr(compare.visits, "importing", counted)
     world.look(again=False)
     assert len(world.names()) == count
-    assert visit.IMPORTED_TOGETHER * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / visit.IMPORTED_TOGETHER
+    assert compare.IMPORTED_TOGETHER * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / compare.IMPORTED_TOGETHER
 
 
 def test_a_first_visit_tells_nobody_and_a_later_one_tells_of_each_new_name(world: World) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pfs_world import ROOT, World, wants
 
 from ckptfs.catalog import contents, fetching, handles, namespace, visits
-from ckptfs.flow import visit
+from ckptfs.flow.visit import compare
 from ckptfs.model import Tier
 from ckptfs.tiers import pfs_listing
 
@@ -189,7 +189,7 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
 
     (world.pfs / "link").symlink_to("a")
     world.look()
-    monkeypatch.setattr(visit.pfs_listing, "listing", late)
+    monkeypatch.setattr(compare.pfs_listing, "listing", late)
     world.look()
     assert world.names() == {"file", "d", "published"}, "published is kept although the listing lacks it; link is not imported again"
     assert world.published("file", "digest") == b"\0", "what write-back said of the file was not overwritten"

@@ -6,33 +6,24 @@ Lists outside of any transaction and takes over in short ones. What was written 
 """
 
 import errno
-import itertools
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 from ckptfs import disk, limits
 from ckptfs.catalog import pfs_paths, settling, visits, wants
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.visits import Pending, Verdict
 from ckptfs.config import Config
 from ckptfs.errors import TierUnavailable
-from ckptfs.model import ROOT, Notify, Seen, Tier
+from ckptfs.flow.visit.compare import Comparison
+from ckptfs.model import ROOT, Notify, Tier
 from ckptfs.tiers import health, pfs_listing
 from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-
-disk.labels("visit:begin", "visit:import", "visit:vanish", "visit:end")
-
-LISTED_TOGETHER = 256
-IMPORTED_TOGETHER = limits.CHANGE_ROWS_MAX // 8
-"""Names in one transaction: each takes four rows, and some more for its xattrs."""
+disk.labels("visit:begin", "visit:end")
 
 # A refresh that took t seconds is followed by a pause of this many times t, so that refreshing never loads the PFS.
 PAUSE_RATIO = 9
@@ -58,6 +49,9 @@ class Visit:
         self._notify = notify
         self._trees: dict[int, deque[int]] = {}
         self._not_before_s = 0.0
+        self._swept_s = 0.0
+        self._told_s = 0.0
+        self._waiter = 0
 
     def prepare(self) -> None:
         """Once, before the mover is ready: forget visits that died. Asks nothing of the PFS."""
@@ -66,7 +60,8 @@ class Visit:
 
     def step(self) -> bool:
         """Visit one directory. True: there may be more at once."""
-        wants.sweep(self._db)
+        self._waiter = 0
+        self._sweep()
         wanted = wants.wanted(self._db, wants.VISIT)
         single = next((want for want in wanted if want.argument != wants.TREE), None)
         if single is not None:
@@ -88,8 +83,20 @@ class Visit:
 
     # --- what is asked --------------------------------------------------------------------------------------------------
 
+    def _sweep(self) -> None:
+        if time.monotonic() - self._swept_s > limits.WANT_SWEEP_S:
+            self._swept_s = time.monotonic()
+            wants.sweep(self._db)
+
+    def _progress(self) -> None:
+        """Whoever waits for a large directory shall know that it is coming."""
+        if self._waiter and time.monotonic() - self._told_s > limits.WANT_LOOK_S:
+            self._told_s = time.monotonic()
+            wants.progress(self._db, self._waiter, wait_s=limits.VISIT_WAIT_S)
+
     def _answer(self, want: wants.Want) -> None:
         """Visit what one want asks for. It fails with the visit, at once: whoever asked may ask again."""
+        self._waiter = want.id
         try:
             if want.argument == wants.AGAIN or not visits.complete(self._db, want.inode):
                 self._visit_undisturbed(want.inode)
@@ -110,6 +117,7 @@ class Visit:
 
     def _climb(self, want: wants.Want) -> None:
         """Visit the next directory of a tree; the want is done with the last one. One below that cannot be listed is left out."""
+        self._waiter = want.id
         queue = self._trees[want.id]
         directory = queue.popleft()
         try:
@@ -170,7 +178,7 @@ class Visit:
                 visits.end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
                 return
             with _closing(self._reach(root_fd, names, directory)) as fd:
-                _Comparison(self._db, self._notify, pending, fd).run()
+                Comparison(self._db, self._notify, pending, fd, self._progress).run()
         except BaseException:
             visits.end(self._db, directory, whole=False)
             raise
@@ -225,7 +233,7 @@ class Visit:
             with _closing(fd):
                 pending = visits.begin(self._db, above)
                 try:
-                    _Comparison(self._db, self._notify, pending, fd).vanished_only(names[depth])
+                    Comparison(self._db, self._notify, pending, fd).vanished_only(names[depth])
                 finally:
                     visits.end(self._db, above, whole=False)
             return
@@ -250,133 +258,3 @@ class _closing:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
-
-
-class _Comparison:
-    """One listed directory and the catalog."""
-
-    def __init__(self, db: Database, notify: Notify, pending: Pending, fd: int) -> None:
-        self._db = db
-        self._notify = notify
-        self._pending = pending
-        self._directory = pending.directory
-        self._fd = fd
-        self._cached = visits.cached(db, pending.directory)
-        self._names_changed = False
-
-    def run(self) -> None:
-        """Take over everything: what is there, then what is not there any more, then what stands where a directory was."""
-        if self._directory == ROOT:
-            self._take_root()
-        names: set[bytes] = set()
-        replaced: list[Seen] = []
-        listing = pfs_listing.listing(self._fd, root=self._directory == ROOT)
-        for batch in _batches(listing, LISTED_TOGETHER):
-            names.update(seen.name for seen in batch)
-            replaced += self._take(self._differing(batch))
-        self._forget(name for name, _, _ in visits.believed(self._db, self._directory) if name not in names)
-        for seen in replaced:
-            self._clear(seen.name)
-            self._take([seen])
-        if self._names_changed:
-            with self._db.change():
-                visits.stranger_was_here(self._db, self._directory, pfs_listing.look_at(self._fd))
-            self._notify.inode(self._directory)
-
-    def _take_root(self) -> None:
-        with visits.importing(self._db, ROOT):
-            taken = visits.root_attributes(self._db, self._pending, pfs_listing.look_at(self._fd))
-        if taken:
-            self._notify.inode(ROOT)
-
-    def vanished_only(self, name: bytes) -> None:
-        """Take over that one name is not there any more."""
-        self._forget([name])
-        if self._names_changed:
-            self._notify.inode(self._directory)
-
-    def _differing(self, batch: list[Seen]) -> list[Seen]:
-        """Those for which there may be something to do; the others cost one query and no transaction."""
-        with self._db.snapshot():
-            return [seen for seen in batch if visits.verdict(seen, visits.known(self._db, self._directory, seen.name)) is not Verdict.SAME]
-
-    def _take(self, batch: list[Seen]) -> list[Seen]:
-        """Take over what differs; what stands where a directory was is left, and returned."""
-        left = []
-        for part in _batches(self._whole(batch), IMPORTED_TOGETHER):
-            done: list[tuple[Seen, Verdict, int | None]] = []
-            with visits.importing(self._db, self._directory):
-                self._pending.update(self._db)
-                for seen in part:
-                    verdict = visits.apply(self._db, self._pending, seen)
-                    done.append((seen, verdict, visits.known(self._db, self._directory, seen.name).child))
-                disk.act("visit:import", lambda: None)
-            for seen, verdict, inode in done:
-                self._tell(seen, verdict, inode)
-                if verdict is Verdict.REPLACED and seen.is_directory != visits.is_directory(self._db, inode):
-                    left.append(seen)
-        return left
-
-    def _whole(self, batch: Iterable[Seen]) -> Iterator[Seen]:
-        for seen in batch:
-            try:
-                yield pfs_listing.whole(self._fd, seen)
-            except FileNotFoundError:
-                continue
-
-    def _tell(self, seen: Seen, verdict: Verdict, inode: int | None) -> None:
-        """Let the mount's kernel forget what is not true any more. Of an unvisited directory it knows no absent names."""
-        if verdict in {Verdict.NEW, Verdict.REPLACED}:
-            self._names_changed = self._names_changed or self._cached
-            if self._cached:
-                self._notify.entry(self._directory, seen.name)
-        if verdict in {Verdict.ATTRIBUTES, Verdict.CONTENT, Verdict.ADOPT} and inode is not None:
-            self._notify.inode(inode)
-        if verdict is Verdict.CONTENT and inode is not None:
-            # A kernel that caches writes believes its own size and times for as long as it knows the inode: it must forget its names.
-            for parent, name in visits.names_of(self._db, inode):
-                self._notify.entry(parent, name)
-            log.info("%s was changed on the PFS by somebody else", os.fsdecode(seen.name))
-
-    def _forget(self, candidates: Iterable[bytes]) -> None:
-        """Take over that these names are gone, once each was looked for by itself."""
-        for name in candidates:
-            if pfs_listing.absent(self._fd, name):
-                self._clear(name)
-
-    def _clear(self, name: bytes) -> None:
-        """Forget a name with all that is below it, from the bottom up; what is newer than the PFS stays, with what holds it."""
-        inode = visits.known(self._db, self._directory, name).inode
-        if inode is None or self._is_pending(name, inode):
-            return
-        for directory, below in visits.tree(self._db, inode):
-            pending = visits.begin(self._db, directory)
-            try:
-                self._drop(pending, below)
-            finally:
-                visits.end(self._db, directory, whole=False)
-        self._names_changed = self._drop(self._pending, [name]) or self._names_changed
-
-    def _is_pending(self, name: bytes, inode: int) -> bool:
-        self._pending.update(self._db)
-        return self._pending.has(self._db, name, inode)
-
-    def _drop(self, pending: Pending, names: list[bytes]) -> bool:
-        """Forget names in one directory; whether any went."""
-        gone: list[bytes] = []
-        for part in _batches(names, IMPORTED_TOGETHER):
-            with visits.importing(self._db, pending.directory):
-                pending.update(self._db)
-                gone += [name for name in part if visits.vanish(self._db, pending, name)]
-                disk.act("visit:vanish", lambda: None)
-        for name in gone:
-            self._notify.entry(pending.directory, name)
-        if gone:
-            self._notify.work()
-        return bool(gone)
-
-
-def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, size)):
-        yield batch

@@ -1,0 +1,162 @@
+"""Takes: one directory that was opened on the PFS, and what is pending in it.
+Leaves: the catalog as the PFS shows this directory, but for what is newer here.
+If we die here: what was taken over stays; the directory counts as unvisited, or as it was compared before, and is compared again.
+
+The catalog is changed in short transactions, each of which looks again before it believes the listing (catalog/visits.py).
+"""
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from ckptfs import disk, limits
+from ckptfs.catalog import visits
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.visits import Pending, Verdict
+from ckptfs.model import ROOT, Notify, Seen
+from ckptfs.tiers import pfs_listing
+
+log = logging.getLogger(__name__)
+
+disk.labels("visit:import", "visit:vanish")
+
+LISTED_TOGETHER = 256
+IMPORTED_TOGETHER = limits.CHANGE_ROWS_MAX // 8
+"""Names in one transaction: each takes four rows, and some more for its xattrs."""
+
+Item = TypeVar("Item")
+
+
+class Comparison:
+    """One listed directory and the catalog."""
+
+    def __init__(self, db: Database, notify: Notify, pending: Pending, fd: int, progress: Callable[[], None] = lambda: None) -> None:
+        self._db = db
+        self._notify = notify
+        self._pending = pending
+        self._directory = pending.directory
+        self._fd = fd
+        self._cached = visits.cached(db, pending.directory)
+        self._blank = not visits.complete(db, pending.directory)
+        self._progress = progress
+        self._names_changed = False
+
+    def run(self) -> None:
+        """Take over everything: what is there, then what is not there any more, then what stands where a directory was."""
+        if self._directory == ROOT:
+            self._take_root()
+        names: set[bytes] = set()
+        replaced: list[Seen] = []
+        listing = pfs_listing.listing(self._fd, root=self._directory == ROOT)
+        for batch in _batches(listing, LISTED_TOGETHER):
+            self._progress()
+            names.update(seen.name for seen in batch)
+            replaced += self._take(self._differing(batch))
+        self._forget(name for name, _, _ in visits.believed(self._db, self._directory) if name not in names)
+        for seen in replaced:
+            self._clear(seen.name)
+            self._take([seen])
+        if self._names_changed:
+            with self._db.change():
+                visits.stranger_was_here(self._db, self._directory, pfs_listing.look_at(self._fd))
+            self._notify.inode(self._directory)
+
+    def _take_root(self) -> None:
+        with visits.importing(self._db, ROOT):
+            taken = visits.root_attributes(self._db, self._pending, pfs_listing.look_at(self._fd))
+        if taken:
+            self._notify.inode(ROOT)
+
+    def vanished_only(self, name: bytes) -> None:
+        """Take over that one name is not there any more."""
+        self._forget([name])
+        if self._names_changed:
+            self._notify.inode(self._directory)
+
+    def _differing(self, batch: list[Seen]) -> list[Seen]:
+        """Those for which there may be something to do; the others cost one query and no transaction."""
+        if self._blank:
+            return batch
+        with self._db.snapshot():
+            return [seen for seen in batch if visits.verdict(seen, visits.known(self._db, self._directory, seen.name)) is not Verdict.SAME]
+
+    def _take(self, batch: list[Seen]) -> list[Seen]:
+        """Take over what differs; what stands where a directory was is left, and returned."""
+        left = []
+        for part in _batches(self._whole(batch), IMPORTED_TOGETHER):
+            done: list[tuple[Seen, Verdict, int | None]] = []
+            with visits.importing(self._db, self._directory):
+                self._pending.update(self._db)
+                done += [(seen, *visits.apply(self._db, self._pending, seen)) for seen in part]
+                disk.act("visit:import", lambda: None)
+            for seen, verdict, inode in done:
+                self._tell(seen, verdict, inode)
+                if verdict is Verdict.REPLACED and seen.is_directory != visits.is_directory(self._db, inode):
+                    left.append(seen)
+        return left
+
+    def _whole(self, batch: Iterable[Seen]) -> Iterator[Seen]:
+        for seen in batch:
+            try:
+                yield pfs_listing.whole(self._fd, seen)
+            except FileNotFoundError:
+                continue
+
+    def _tell(self, seen: Seen, verdict: Verdict, inode: int | None) -> None:
+        """Let the mount's kernel forget what is not true any more. Of an unvisited directory it knows no absent names."""
+        if verdict in {Verdict.NEW, Verdict.REPLACED}:
+            self._names_changed = self._names_changed or self._cached
+            if self._cached:
+                self._notify.entry(self._directory, seen.name)
+        if verdict in {Verdict.ATTRIBUTES, Verdict.CONTENT, Verdict.ADOPT} and inode is not None:
+            self._notify.inode(inode)
+        if verdict is Verdict.CONTENT and inode is not None:
+            # A kernel that caches writes believes its own size and times for as long as it knows the inode: it must forget its names.
+            for parent, name in visits.names_of(self._db, inode):
+                self._notify.entry(parent, name)
+            log.info("%s was changed on the PFS by somebody else", os.fsdecode(seen.name))
+
+    def _forget(self, candidates: Iterable[bytes]) -> None:
+        """Take over that these names are gone, once each was looked for by itself."""
+        for name in candidates:
+            if pfs_listing.absent(self._fd, name):
+                self._clear(name)
+
+    def _clear(self, name: bytes) -> None:
+        """Forget a name with all that is below it, from the bottom up; what is newer than the PFS stays, with what holds it."""
+        inode = visits.known(self._db, self._directory, name).inode
+        if inode is None or self._is_pending(name, inode):
+            return
+        for directory, below in visits.tree(self._db, inode):
+            pending = visits.begin(self._db, directory)
+            try:
+                self._drop(pending, below)
+            finally:
+                visits.end(self._db, directory, whole=False)
+        self._names_changed = self._drop(self._pending, [name]) or self._names_changed
+
+    def _is_pending(self, name: bytes, inode: int) -> bool:
+        self._pending.update(self._db)
+        return self._pending.has(name, inode)
+
+    def _drop(self, pending: Pending, names: list[bytes]) -> bool:
+        """Forget names in one directory; whether any went."""
+        gone: list[bytes] = []
+        for part in _batches(names, IMPORTED_TOGETHER):
+            with visits.importing(self._db, pending.directory):
+                pending.update(self._db)
+                gone += [name for name in part if visits.vanish(self._db, pending, name)]
+                disk.act("visit:vanish", lambda: None)
+        for name in gone:
+            self._notify.entry(pending.directory, name)
+        if gone:
+            self._notify.work()
+        return bool(gone)
+
+
+def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
