@@ -19,10 +19,15 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.directories import Unvisited, demand_empty
 from ckptfs.catalog.rows import INODE_COLUMNS, INODE_COLUMNS_JOINED, inode_of
 from ckptfs.errors import refused
-from ckptfs.model import ContentState, Inode
+from ckptfs.model import ROOT, ContentState, Inode
 
-__all__ = ["Unvisited", "drop_name", "find", "get", "link", "lookup", "make", "name_checked", "orphans", "reap", "rmdir", "unlink"]
+__all__ = [
+    "Unvisited", "demand_free", "drop_name", "find", "get", "link", "lookup", "make", "name_checked", "orphans", "reap", "rmdir", "unlink",
+]  # fmt: skip
 
+
+OURS = b".ckptfs"
+OURS_EVERYWHERE = b".ckptfs."
 
 _GET = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
 _FIND = f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?"
@@ -52,6 +57,12 @@ def lookup(db: Database, parent: int, name: bytes) -> Inode:
     if inode is None:
         raise _missing(db, parent)
     return inode
+
+
+def demand_free(parent: int, name: bytes) -> None:
+    """A new name must not be one that ckptfs uses for itself on the PFS, where it would be taken for ours: EPERM."""
+    if name.startswith(OURS) and (name.startswith(OURS_EVERYWHERE) or (parent == ROOT and name == OURS)):
+        raise refused(errno.EPERM)
 
 
 def name_checked(name: bytes) -> bytes:
@@ -159,8 +170,8 @@ def reap(db: Database, inode: int) -> list[int] | None:
 
 
 def _directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, int]:
-    """(mode, gid, complete, nlink) of the directory that shall hold `name`. Raises ENOENT, ENOTDIR, ENAMETOOLONG."""
-    name_checked(name)
+    """(mode, gid, complete, nlink) of the directory that shall hold `name`. Raises ENOENT, ENOTDIR, ENAMETOOLONG, EPERM."""
+    demand_free(parent, name_checked(name))
     row = db.row("SELECT mode, gid, complete, nlink FROM inode WHERE id=?", parent)
     if row is None:
         raise refused(errno.ENOENT)

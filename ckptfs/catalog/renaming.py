@@ -11,7 +11,7 @@ import time
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.directories import Unvisited, demand_empty, is_inside
-from ckptfs.catalog.namespace import drop_name, find, get, lookup, name_checked
+from ckptfs.catalog.namespace import demand_free, drop_name, find, get, lookup, name_checked
 from ckptfs.errors import refused
 from ckptfs.model import Inode
 
@@ -26,6 +26,7 @@ def rename(
     if flags not in (0, NOREPLACE, EXCHANGE):
         raise refused(errno.EINVAL)
     source = lookup(db, parent, name)
+    demand_free(new_parent, new_name)
     target = find(db, new_parent, name_checked(new_name))
     if target is None:
         _demand_room(db, new_parent, flags, blind=blind)

@@ -72,6 +72,18 @@ def test_errnos_of_make(db: Database) -> None:
     assert make(db, ROOT, b"n" * 255).nlink == 1
 
 
+def test_names_that_ckptfs_uses_on_the_pfs_are_refused(db: Database) -> None:
+    file = make(db, ROOT, b"file")
+    sub = make(db, ROOT, b"sub", DIRECTORY)
+    for parent, name in ((ROOT, b".ckptfs"), (ROOT, b".ckptfs.x"), (sub.id, b".ckptfs.0123.1")):
+        assert code(make, db, parent, name) == errno.EPERM
+        assert code(make, db, parent, name, DIRECTORY) == errno.EPERM
+        assert code(namespace.link, db, file.id, parent, name) == errno.EPERM
+        assert code(renaming.rename, db, ROOT, b"file", parent, name) == errno.EPERM
+    for name in (b".ckptfs", b".ckptfsrc", b".ckptf"):
+        make(db, sub.id, name)
+
+
 def test_a_refused_change_leaves_nothing_behind(db: Database) -> None:
     make(db, ROOT, b"file")
     before = db.rows("SELECT count(*) FROM inode"), ops(db), namespace.get(db, ROOT)
