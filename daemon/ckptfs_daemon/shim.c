@@ -50,6 +50,7 @@ static struct extra extra;
 static struct fuse_session *session;
 static void (*init_of_pyfuse3)(void *userdata, struct fuse_conn_info *conn);
 static void (*opendir_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi);
+static void (*getxattr_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, const char *name, size_t size);
 
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
@@ -204,6 +205,22 @@ static void on_opendir(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi
     opendir_of_pyfuse3(req, ino, fi);
 }
 
+static bool begins(const char *name, const char *with)
+{
+    return strncmp(name, with, strlen(with)) == 0;
+}
+
+/* The kernel asks for security.capability at the first write to each file, ls for ACLs: we have neither, and say so at once. */
+static void on_getxattr(fuse_req_t req, fuse_ino_t ino, const char *name, size_t size)
+{
+    if (begins(name, "security."))
+        fuse_reply_err(req, ENODATA);
+    else if (begins(name, "system."))
+        fuse_reply_err(req, EOPNOTSUPP);
+    else
+        getxattr_of_pyfuse3(req, ino, name, size);
+}
+
 static void on_fallocate(fuse_req_t req, fuse_ino_t ino, int mode, off_t offset, off_t length, struct fuse_file_info *fi)
 {
     extra.fallocate(req, ino, mode, offset, length, fi->fh);
@@ -236,8 +253,10 @@ static void add_operations(struct fuse_lowlevel_ops *ops)
 {
     init_of_pyfuse3 = ops->init;
     opendir_of_pyfuse3 = ops->opendir;
+    getxattr_of_pyfuse3 = ops->getxattr;
     ops->init = on_init;
     ops->opendir = on_opendir;
+    ops->getxattr = on_getxattr;
     ops->ioctl = on_ioctl;
     if (extra.fallocate)
         ops->fallocate = on_fallocate;
