@@ -46,6 +46,17 @@ def append(
     )  # fmt: skip
 
 
+def last(db: Database, inode: int) -> int:
+    """The last row about `inode`; 0 when the PFS has been told everything."""
+    return int(db.value("SELECT max(seq) FROM journal WHERE inode = ?", inode) or 0)
+
+
+def last_in(db: Database, directory: int) -> tuple[int, int]:
+    """(row, inode that it is about) of the last row about a name in `directory`; zeros when the PFS has been told everything."""
+    found = db.row("SELECT seq, inode FROM journal WHERE parent = ?1 OR new_parent = ?1 ORDER BY seq DESC LIMIT 1", directory)
+    return (0, 0) if found is None else (found[0], found[1])
+
+
 def head(db: Database, at_most: int) -> list[Row]:
     """The oldest rows, in order."""
     return [Row(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal ORDER BY seq LIMIT ?", at_most)]

@@ -14,7 +14,7 @@ from typing import TypeVar
 import trio
 
 from ckptfs import disk, limits
-from ckptfs.catalog import attributes, contents, namespace, wants
+from ckptfs.catalog import attributes, contents, journal, namespace, wants
 from ckptfs.errors import NoRoom
 from ckptfs.model import Level, Tier
 from ckptfs.tiers import transfer
@@ -141,7 +141,7 @@ class FileOperations(OpenOperations, ExtraOperations):
             await trio.to_thread.run_sync(self._persist, file)
         self._synced(file)
         if self.context.config.fsync is Level.PFS:
-            await self._settled(file.inode)
+            await self._told(file.inode, journal.last(self.context.db, file.inode))
 
     def _persist(self, file: OpenFile) -> None:
         """Everything about a file on NVMe survives a power cut: its bytes, the name of its file, and the catalog's rows."""
@@ -165,15 +165,18 @@ class FileOperations(OpenOperations, ExtraOperations):
                 contents.synced(db, file.inode, file.content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
         self.context.bell.ring(bells.WORK)
 
-    async def _settled(self, inode: int) -> None:
-        """Wait until the PFS has it."""
-        if self.context.db.journalled:
-            await self.context.asking.ask(wants.SETTLE, inode, Level.PFS, timeout_s=limits.FSYNC_LEVEL_WAIT_S)
+    async def _told(self, inode: int, row: int) -> None:
+        """Wait until the PFS has been told of everything up to this row of the journal."""
+        if row:
+            await self.context.asking.ask(wants.SETTLE, inode, f"journal:{row}", timeout_s=limits.FSYNC_LEVEL_WAIT_S)
 
     @answered
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         """Directories are rows of the catalog."""
         await trio.to_thread.run_sync(self.context.db.persist)
+        if self.context.config.fsync is Level.PFS:
+            row, inode = journal.last_in(self.context.db, fh)
+            await self._told(inode, row)
 
     # --- length -------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class OpenOperations(Handler):
                 raise
             # The kernel knew no such name: let it look again, and open what is there with all its checks.
             raise refused(errno.ESTALE) from None
-        return self._info(opened), self.reply_new(creating.inode)
+        return self._info(opened), self.reply_as_is(creating.inode, written=True)
 
     async def _created(self, creating: Creating) -> Opened:
         """Create, in a directory that was imported where that is possible (P1)."""

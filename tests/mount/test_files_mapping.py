@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon_under_test import Area
+from daemon_under_test import Area, eventually
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -106,3 +106,14 @@ def test_a_mapped_file_grows_and_shrinks(mount: Area) -> None:
             file.truncate(2 * PAGE)
             assert mapping[PAGE - 1 : PAGE + 1] == b"x\0"
     assert path.read_bytes() == b"x" * PAGE + bytes(PAGE)
+
+
+def test_what_a_mapping_writes_moves_the_files_time(mount: Area) -> None:
+    path = _file(mount, bytes(PAGE))
+    os.utime(path, ns=(10**18, 10**18))
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        assert path.stat().st_mtime_ns == 10**18
+        mapping[0] = 1
+        mapping.flush()
+        eventually(lambda: path.stat().st_mtime_ns > 10**18, 30)
+    assert path.stat().st_mtime_ns > 10**18
