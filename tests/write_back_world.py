@@ -127,6 +127,10 @@ class Mount(Node):
         with self.db.change():
             attributes.set_attributes(self.db, self.number(path), mode=mode)
 
+    def chown(self, path: bytes, uid: int) -> None:
+        with self.db.change():
+            attributes.set_attributes(self.db, self.number(path), uid=uid)
+
     def setxattr(self, path: bytes, name: bytes, value: bytes) -> None:
         with self.db.change():
             attributes.set_xattr(self.db, self.number(path), name, value)

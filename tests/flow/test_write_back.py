@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from write_back_world import Mount
+from write_back_world import Mount, intercepted
 
 from ckptfs import disk
 from ckptfs.catalog import namespace, pfs_view, renaming, report, settling
@@ -233,6 +233,58 @@ def test_an_fsynced_open_file_is_published_as_it_is(mount: Mount) -> None:
     mount.settle()
     row = pfs_view.published(mount.db, mount.number(b"md.log"))
     assert row is not None and row.complete is True
+    mount.exact()
+
+
+def test_a_large_open_file_waits_for_its_turn(mount: Mount) -> None:
+    """A copy after each fsync of a file that takes long to copy would leave no time for the others."""
+    content = mount.put(b"traj.trr", b"frame 1", closed=False)
+    flow = mount.write_back()
+    flow._pauses.took(content, 1000.0)
+    mount.synced(content)
+    mount.settle(flow)
+    due_s = flow.due_s()
+    assert mount.on_pfs() == {} and due_s is not None and due_s > 100
+    flow.hurry()
+    assert flow.due_s() == 0.0
+    mount.settle(flow)
+    assert mount.on_pfs() == {b"traj.trr": ("file", b"frame 1", 0o644)} and flow.due_s() is None
+
+
+def test_the_same_bytes_are_not_copied_again(mount: Mount) -> None:
+    """Opened for writing and closed again: the next generation, but nothing to write."""
+    mount.put(b"file", b"data")
+    mount.settle()
+    before = (mount.pfs / "file").stat()
+    mount.append(b"file", b"")
+    mount.settle()
+    mount.exact()
+    assert (mount.pfs / "file").stat().st_ino == before.st_ino
+    assert report.level(mount.db, mount.number(b"file")) is Level.PFS
+    mount.put(b"file", b"data")
+    mount.put(b"file", b"other")
+    mount.put(b"file", b"data")
+    mount.settle()
+    mount.exact()
+    assert report.level(mount.db, mount.number(b"file")) is Level.PFS
+
+
+def test_a_pfs_with_room_for_some_takes_these(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(16):
+        mount.put(b"%02d" % number, b"x")
+    calls = []
+
+    def full(label: str) -> None:
+        if label == "write_back:syncfs":
+            calls.append(label)
+            if len(calls) < 3:
+                raise OSError(28, "no room for all of them")
+
+    flow = mount.write_back()
+    with intercepted(full):
+        assert flow.step() is True
+    assert len(mount.on_pfs()) == 4
+    mount.settle(flow)
     mount.exact()
 
 

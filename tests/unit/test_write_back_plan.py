@@ -26,6 +26,7 @@ class Facts:
         self.repeats: set[int] = set()
         self.late = False
         self.changing = False
+        self.pausing = False
         self.shows: dict[int, Published] = {}
 
     def inode(self, inode: int) -> Inode | None:
@@ -47,6 +48,9 @@ class Facts:
 
     def unstable(self, content: Content) -> bool:
         return self.changing
+
+    def paused(self, content: Content) -> bool:
+        return self.pausing
 
     def unfit(self, inode: int) -> bool:
         return False
@@ -114,6 +118,11 @@ def test_one_that_changes_all_the_time_only_comes_again(planner: Planner, facts:
 def test_what_cannot_be_published_is_passed_over(planner: Planner, facts: Facts, state: ContentState) -> None:
     facts.states[7] = state
     assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7)) and acts(planner) == []
+
+
+def test_an_fsync_that_comes_too_soon_is_passed_over(planner: Planner, facts: Facts) -> None:
+    facts.states[7], facts.pausing = ContentState.OPEN, True
+    assert planner.take(make(1, 7, b"a")) and planner.take(Row(2, "synced", 7, content=7)) and acts(planner) == []
 
 
 def test_a_later_close_of_the_same_content_counts(planner: Planner, facts: Facts) -> None:

@@ -22,9 +22,10 @@ from ckptfs.catalog.pfs_view import Mark, Published, View
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, TierUnavailable
 from ckptfs.flow.write_back.apply import Applier
-from ckptfs.flow.write_back.plan import Planner
+from ckptfs.flow.write_back.pauses import Pauses
+from ckptfs.flow.write_back.plan import KEYS_PER_ROW, Kind, Planner
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unstable
-from ckptfs.model import ROOT, Content, Inode, Notify, Tier
+from ckptfs.model import ROOT, Content, Inode, Level, Notify, Tier
 from ckptfs.tiers import acting
 from ckptfs.tiers.pfs_tree import NotThere, PfsTree, look
 from ckptfs.tiers.place import Places
@@ -43,6 +44,8 @@ WAITING_DUE_S = 0.25
 SEAL_WAIT_S = 10.0
 SEAL_WAIT_AGAIN_S = 2.0
 SEAL_BYTES_PER_S = 200 * limits.MIB
+# An open file that took t seconds to copy after an fsync is copied again at most every so many times t.
+PAUSE_RATIO = 4.0
 PROGRESS_EVERY_S = 0.25
 
 _ASTRAY = {errno.ENOENT, errno.ESTALE}
@@ -67,7 +70,8 @@ class WriteBack:
         self._notify = notify
         self._tree = None if config.pfs is None else PfsTree(config.pfs)
         self._instance = adoption.instance(db)
-        self._facts = _Facts(db)
+        self._pauses = Pauses(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
+        self._facts = _Facts(db, self._pauses)
         self._fence: int | None = None
         self._waiting = False
         self._begun = False
@@ -104,16 +108,21 @@ class WriteBack:
             raise _unavailable(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
 
     def due_s(self) -> float | None:
-        """Until a content that is not sealed yet is looked at again, if one is waited for."""
-        return WAITING_DUE_S if self._waiting else None
+        """Until a content that is not sealed yet, or an open file that had to wait for its turn, is looked at again."""
+        waits = [self._pauses.due_s()] if self._pauses.deferred else []
+        return min(waits + ([WAITING_DUE_S] if self._waiting else []), default=None)
 
     def hurry(self) -> None:
         """Somebody drains: whatever was put off is tried now."""
         self._fence = None
+        self._pauses.over()
 
     # --- one batch ------------------------------------------------------------------------------------------------------
 
     def _step(self, tree: PfsTree) -> bool:
+        for inode, content in self._pauses.resumed():
+            with self._db.change():
+                journal.append(self._db, "synced", inode, content=content)
         if self._begun and not pfs_batch.in_hand(self._db):
             self._waiting = False
             return False
@@ -188,7 +197,7 @@ class WriteBack:
         stager = Stager(self._db, self._places, tree, self._progress)
         try:
             staged = self._put_all(stager, planner)
-            stager.sync()
+            self._sync(stager, planner)
         except BaseException:
             with contextlib.suppress(OSError):
                 stager.discard(batch.actions)
@@ -211,8 +220,11 @@ class WriteBack:
             put = planner.puts.get(action.key)
             if put is None:
                 continue
+            began_s = time.monotonic()
             try:
                 staged[action.key] = stager.put(action, put)
+                if put.kind is Kind.STABLE and put.content is not None:
+                    self._pauses.took(put.content.id, time.monotonic() - began_s)
             except Unfit:
                 log.warning("%s: the PFS cannot hold such a file; it is left out there", self._path(put.inode))
                 self._facts.refused.add(put.inode)
@@ -227,11 +239,22 @@ class WriteBack:
             except OSError as failure:
                 # What comes before this one is written back all the same.
                 first = min(planner.puts) == action.key and planner.actions[0] is action
-                self._fence = action.key >> 20
+                self._fence = action.key // KEYS_PER_ROW
                 if not first:
                     raise Busy(str(failure)) from failure
                 raise OSError(failure.errno, failure.strerror, self._path(put.inode)) from failure
         return staged
+
+    def _sync(self, stager: Stager, planner: Planner) -> None:
+        try:
+            stager.sync()
+        except OSError as failure:
+            # Perhaps there is room for some of them.
+            keys = sorted(planner.puts)
+            if len(keys) > 1:
+                self._fence = keys[len(keys) // 2] // KEYS_PER_ROW
+                raise Busy(str(failure)) from failure
+            raise OSError(failure.errno, failure.strerror, self._path(planner.puts[keys[0]].inode)) from failure
 
     def _apply(self, tree: PfsTree, batch: Batch) -> None:
         """Make the batch true, and tell the catalog."""
@@ -244,7 +267,7 @@ class WriteBack:
             raise
         with self._db.change():
             for inode in pfs_batch.unfinished(batch, found):
-                log.warning("%s is not on the PFS any more; it is written back again", self._path(inode))
+                log.warning("%s is not on the PFS any more; it is written back again if its bytes are here", self._path(inode))
             pfs_batch.finish(self._db, batch, found)
             disk.act("write_back:finish", lambda: None)
         if batch.published:
@@ -296,8 +319,9 @@ class WriteBack:
 class _Facts:
     """What planning asks of the catalog, and what was learned on the PFS."""
 
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: Database, pauses: Pauses) -> None:
         self._db = db
+        self._pauses = pauses
         self.refused: set[int] = set()
         self.changing: set[tuple[int, int]] = set()
 
@@ -323,6 +347,9 @@ class _Facts:
     def unstable(self, content: Content) -> bool:
         return (content.id, content.change) in self.changing
 
+    def paused(self, content: Content) -> bool:
+        return self._pauses.deferring(content.inode, content.id)
+
     def unfit(self, inode: int) -> bool:
         return inode in self.refused
 
@@ -340,7 +367,7 @@ def _resolved(planner: Planner, staged: dict[int, Staged]) -> Batch:
         for one in planner.actions
     ]
     batch.again = planner.again
-    batch.published = [one.published for one in staged.values() if one.published is not None]
+    batch.published = planner.renewed + [one.published for one in staged.values() if one.published is not None]
     batch.merged = [planner.puts[key].inode for key, one in staged.items() if one.merged]
     return batch
 

@@ -10,7 +10,7 @@ beginning to its end, and each change can be told from its own names whether it 
 
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -65,6 +65,9 @@ class Facts(Protocol):
     def unstable(self, content: Content) -> bool:
         """Whether the content changed all the time when it was to be read while open."""
 
+    def paused(self, content: Content) -> bool:
+        """Whether an open file was copied so recently, and that took so long, that this fsync of it has to wait for its turn."""
+
     def unfit(self, inode: int) -> bool:
         """Whether the PFS refused to have such a thing as this inode."""
 
@@ -78,6 +81,7 @@ class Planner:
         self.actions: list[Action] = []
         self.puts: dict[int, Put] = {}
         self.again: list[tuple[int, int]] = []
+        self.renewed: list[Published] = []
         self.last = 0
         self.waiting: Content | None = None
         self._facts = facts
@@ -85,6 +89,7 @@ class Planner:
         self._key = 0
         self._made: set[int] = set()
         self._restamped: set[int] = set()
+        self._rewritten: set[int] = set()
         self._bytes = 0
         self._closed = False
 
@@ -124,6 +129,7 @@ class Planner:
         mark = Mark(-key)
         self.actions.append(Action("put", key, put.inode, spot, mark, other=self._mark(name), temporary=self._temporary(key)))
         self.puts[key] = put
+        self._rewritten.add(put.inode)
         self._bytes += put.content.size if put.content is not None else 0
         self.view.drop(*name)
         self.view.show(*name, Shown(put.inode, mark))
@@ -143,6 +149,14 @@ class Planner:
         assert shown is not None
         self.actions.append(Action(act, self._next_key(), shown.inode, spot, self._mark(name) or Mark()))
         self.view.hide(*name)
+
+    def _dress(self, inode: int, name: Name) -> None:
+        """Plan that what is shown under `name` gets the attributes of `inode`."""
+        shown, spot = self.view.shown(*name), self._spot(name)
+        assert shown is not None and spot is not None
+        self.actions.append(Action("attributes", self._next_key(), inode, spot, Mark(shown.mark.ino)))
+        self._restamped.add(inode)
+        self.view.show(*name, shown)
 
     # --- what the rows mean ---------------------------------------------------------------------------------------------
 
@@ -258,11 +272,7 @@ class Planner:
         name = next((name for name in self.view.names(row.inode) if self._spot(name) is not None), None)
         if name is None:
             return True
-        shown, spot = self.view.shown(*name), self._spot(name)
-        assert shown is not None and spot is not None
-        self.actions.append(Action("attributes", self._next_key(), row.inode, spot, Mark(shown.mark.ino)))
-        self._restamped.add(row.inode)
-        self.view.show(*name, shown)
+        self._dress(row.inode, name)
         return True
 
     def _content(self, row: Row) -> bool:
@@ -284,7 +294,9 @@ class Planner:
 
     def _synced(self, row: Row) -> bool:
         content = self._facts.content(row.content or 0)
-        if content is None or content.state is not ContentState.OPEN or self._facts.unstable(content) or self._facts.repeated(row):
+        if content is None or content.state is not ContentState.OPEN or self._facts.repeated(row):
+            return True
+        if self._facts.unstable(content) or self._facts.paused(content):
             return True
         return self._publish(row, content, Kind.STABLE)
 
@@ -298,10 +310,14 @@ class Planner:
         if any(parent in self._made for parent, _ in shown + waiting):
             return False
         first, *others = shown + waiting
-        if kind is Kind.SEALED and shown and _is_shown(self._facts.published(row.inode), content):
+        published = self._facts.published(row.inode)
+        if kind is Kind.SEALED and shown and published is not None and _is_shown(published, content) and row.inode not in self._rewritten:
             kept = self.view.shown(*first)
             assert kept is not None
             mark, others = kept.mark, [name for name in others if name in waiting]
+            if published.generation != content.generation:
+                self.renewed.append(replace(published, generation=content.generation))
+                self._dress(row.inode, first)
         else:
             if self.puts and self._bytes + content.size > BATCH_BYTES_MAX:
                 return False
@@ -313,11 +329,9 @@ class Planner:
         return True
 
 
-def _is_shown(published: Published | None, content: Content) -> bool:
-    """Whether the PFS shows exactly this sealed content."""
-    if published is None or not published.complete:
-        return False
-    return (published.generation, published.digest) == (content.generation, content.digest)
+def _is_shown(published: Published, content: Content) -> bool:
+    """Whether the PFS shows exactly these bytes, of this or of an earlier generation."""
+    return published.complete and content.digest is not None and (published.size, published.digest) == (content.size, content.digest)
 
 
 def _can_be_made(row: Row, inode: Inode | None) -> bool:

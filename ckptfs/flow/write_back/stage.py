@@ -30,8 +30,11 @@ from ckptfs.tiers.place import Places
 log = logging.getLogger(__name__)
 
 transfer.labels("write_back")
-transfer.labels("write_back:check")
-disk.labels("write_back:source", "write_back:create", "write_back:make", "write_back:fsync", "write_back:syncfs", "write_back:discard")
+
+disk.labels(
+    "write_back:source", "write_back:create", "write_back:make", "write_back:fsync", "write_back:syncfs", "write_back:discard",
+    "write_back:check:read",
+)  # fmt: skip
 
 # From how many files on one syncfs is cheaper than an fsync of each: 64 files of 4 KiB on ext4 took 9 ms with fsync, 1 ms with syncfs.
 SYNC_TOGETHER = 4
