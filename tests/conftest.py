@@ -3,6 +3,7 @@
 A test fails when the daemon's log holds a WARNING, ERROR or Traceback line that it did not announce with `expect_warning`.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -73,10 +74,12 @@ def make_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon
     if reason := _usable():
         pytest.skip(f"NO MOUNT TESTS HERE: {reason}")
     made = request.node.stash[DAEMONS] = []
+    deadlines = contextlib.ExitStack()
 
     def make(data_path: str = "auto", *, start: bool = True, **options: Any) -> DaemonUnderTest:
         daemon = DaemonUnderTest(data_path, **options)
         made.append(daemon)
+        deadlines.enter_context(deadline(daemon, TEST_S))
         return _started(daemon) if start else daemon
 
     try:
@@ -86,14 +89,13 @@ def make_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon
     finally:
         for daemon in made:
             daemon.close()
+        deadlines.close()
 
 
 @pytest.fixture
 def fresh_mount(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> Iterator[DaemonUnderTest]:
     """A daemon of the test's own, once on each data path."""
-    daemon = make_daemon(data_path)
-    with deadline(daemon, TEST_S):
-        yield daemon
+    yield make_daemon(data_path)
 
 
 @pytest.hookimpl(hookwrapper=True)
