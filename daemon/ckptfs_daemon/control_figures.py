@@ -10,8 +10,9 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ckptfs import __version__
 from ckptfs.catalog import report
@@ -22,10 +23,30 @@ from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.tiers.place import Places
 
-COUNTS_KEPT_RATIO = 20
-"""Counting a large catalog takes a while: its result is kept for this many times as long as it took."""
+Value = TypeVar("Value")
+
+KEPT_RATIO = 20
+"""Counting in a large catalog takes a while: a result is kept for this many times as long as it took."""
 ROLES = ("supervisor", "mount", "mover", "spare")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Kept(Generic[Value]):
+    """A figure that is asked for again only when it has become old, as seen from what asking costs. Several threads may ask."""
+
+    def __init__(self, ask: Callable[[], Value]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._value: tuple[Value, float] | None = None
+
+    def now(self) -> Value:
+        """The figure, at most `KEPT_RATIO` times as old as it took to find."""
+        with self._lock:
+            begun = time.monotonic()
+            if self._value is None or begun > self._value[1]:
+                value = self._ask()
+                self._value = (value, time.monotonic() + KEPT_RATIO * (time.monotonic() - begun))
+            return self._value[0]
 
 
 class Figures:
@@ -35,9 +56,10 @@ class Figures:
         self._config = config
         self._db = db
         self._places = places
-        self._lock = threading.Lock()
-        self._counts: report.Counts | None = None
-        self._counts_until = 0.0
+        self._counts = Kept(lambda: report.counts(db))
+        self._behind = Kept(lambda: report.write_back_figures(db))
+        self._copies = Kept(lambda: report.copies_by_tier(db))
+        self._bytes = Kept(lambda: {tier: report.bytes_in(db, tier) for tier in (Tier.RAM, Tier.NVME)})
 
     def status(self) -> pb.Status:
         """Everything `ckptfs status` shows."""
@@ -83,7 +105,7 @@ class Figures:
         return {}
 
     def _write_back(self) -> pb.WriteBack:
-        found, now = report.write_back_figures(self._db), self.under_way()
+        found, now = self._behind.now(), self.under_way()
         return pb.WriteBack(
             dirty_bytes=found.dirty_bytes, dirty_files=found.dirty_files, changes=found.changes,
             lag_s=found.lag_s, unsealed_files=found.unsealed_files, now_path=str(now.get("path", "")),
@@ -91,19 +113,14 @@ class Figures:
         )  # fmt: skip
 
     def _counted(self) -> pb.Counts:
-        with self._lock:
-            begun = time.monotonic()
-            if self._counts is None or begun > self._counts_until:
-                self._counts = report.counts(self._db)
-                self._counts_until = time.monotonic() + COUNTS_KEPT_RATIO * (time.monotonic() - begun)
-            found = self._counts
+        found = self._counts.now()
         return pb.Counts(
             files=found.files, directories=found.directories, by_level={level.value: count for level, count in found.by_level.items()},
             open_handles=found.open_handles, writers=found.writers, lost=found.lost,
         )  # fmt: skip
 
     def _tiers(self) -> list[pb.TierStatus]:
-        copies = report.copies_by_tier(self._db)
+        copies = self._copies.now()
         health = {key.partition(":")[2]: _read(text) for key, text, _ in report.reports(self._db, "tier:")}
         return [self._tier(tier, copies.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
 
@@ -122,7 +139,7 @@ class Figures:
                 answer.path = str(place.root)
                 room = place.room()
                 answer.budget_bytes, answer.free_bytes = room.total, room.free
-                answer.used_bytes = _used(place.root) if os.path.ismount(place.root) else report.bytes_in(self._db, tier)
+                answer.used_bytes = _used(place.root) if os.path.ismount(place.root) else self._bytes.now()[tier]
                 return answer
         answer.health = "down"
         return answer

@@ -25,6 +25,7 @@ from ckptfs_daemon.control_figures import Figures
 from ckptfs_daemon.control_verify import Verification
 
 LOOK_S = 0.05
+REST_RATIO = 20
 HURRY_EVERY_S = 1.0
 KEEPALIVE_S = 2.0
 TELL_EVERY_S = 0.5
@@ -51,13 +52,16 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
             if time.monotonic() - hurried > HURRY_EVERY_S:
                 self._hurry()
                 hurried = time.monotonic()
+            begun = time.monotonic()
             progress = self._left(end)
+            looked_s = time.monotonic() - begun
             if progress != told or time.monotonic() - told_at > KEEPALIVE_S:
                 told, told_at = progress, time.monotonic()
                 yield progress
             if progress.done:
                 return
-            threading.Event().wait(LOOK_S)
+            # With very much to do looking takes a while, and must not take it from those who do it.
+            threading.Event().wait(max(LOOK_S, REST_RATIO * looked_s))
 
     def _left(self, end: int) -> pb.Progress:
         files, size, changes = report.journal_left(self._db, end)

@@ -30,6 +30,7 @@ class Waiting:
         self._end = report.journal_end(db)
         self._left = deque(sorted(report.inodes_below(db, inode)))
         self._bytes: dict[int, int] = {}
+        self._others: set[int] = set()
         self._writers = False
 
     def look(self) -> pb.Progress:
@@ -39,11 +40,12 @@ class Waiting:
             inode = self._left.popleft()
             if self._has(inode):
                 self._bytes.pop(inode, None)
+                self._others.discard(inode)
             else:
                 self._left.append(inode)
-        files = len(self._bytes)
-        size, changes = sum(self._bytes.values()), len(self._left) - files
-        progress = pb.Progress(done=not self._left, files_left=files, bytes_left=size, changes_left=changes)
+        # What was not looked at yet counts as files, whose sizes are not known yet.
+        files, size = len(self._left) - len(self._others), sum(self._bytes.values())
+        progress = pb.Progress(done=not self._left, files_left=files, bytes_left=size, changes_left=len(self._others))
         if self._writers:
             progress.obstacle, progress.remedy = "a file is still open for writing", "close it"
         return progress
@@ -54,6 +56,7 @@ class Waiting:
         if found is None:
             return True
         if not stat.S_ISREG(found.mode):
+            self._others.add(inode)
             return self._wanted is Level.LOCAL or not report.waiting(self._db, inode, self._end)
         content = found.record.content
         if content is not None and content.state is ContentState.LOST and not published_whole(found.record):
