@@ -52,6 +52,7 @@ class Node:
         )
         self.db = Database(root / "state" / "catalog.db", journalled=True)
         self.places = Places.adopt(self.config)
+        _ = self.places[Tier.PFS].uuid
         self.told = Told()
 
     # --- what the mount does -----------------------------------------------------------------------------------------

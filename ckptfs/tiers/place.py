@@ -49,7 +49,15 @@ class Place:
 
     @property
     def directory(self) -> int:
-        """A descriptor of `contents`; made with the root at first use."""
+        """A descriptor of our contents' directory. On the PFS it is there only once `uuid` was asked: the mountpoint of a PFS that
+        is not mounted must not be filled.
+        """
+        if self._directory < 0 and self.tier is Tier.PFS and not (self.root / "tier-id").exists():
+            raise TierUnavailable(f"{self.root.parent} has no work area of ours", remedy="mount the filesystem that belongs there")
+        return self._made_directory()
+
+    def _made_directory(self) -> int:
+        """The same, made with the root when it is not there."""
         if self._directory < 0:
             self.root.mkdir(mode=0o700, parents=self.tier is not Tier.PFS, exist_ok=True)
             root = os.open(self.root, _DIRECTORY)
@@ -67,7 +75,7 @@ class Place:
     def uuid(self) -> str:
         """What identifies this root; written when there is none. Two processes that ask at once get the same."""
         path = self.root / "tier-id"
-        _ = self.directory
+        self._made_directory()
         with contextlib.suppress(FileNotFoundError):
             if text := path.read_text(encoding="ascii").strip():
                 return text

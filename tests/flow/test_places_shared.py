@@ -7,6 +7,7 @@ import pytest
 from local_node import Node
 
 from ckptfs.catalog import adoption
+from ckptfs.errors import TierUnavailable
 from ckptfs.flow.drop import Drop
 from ckptfs.model import Tier
 from ckptfs.tiers.place import Places
@@ -18,6 +19,7 @@ def test_equal_ids_of_two_catalogs_are_two_files(tmp_path: Path, tier: Tier, mon
     for node in nodes:
         node.configure(nvme=tmp_path / "one" / "nvme", pfs=tmp_path / "one" / "pfs")
         node.places = Places.adopt(node.config, adoption.instance(node.db))
+        assert node.places[Tier.PFS].uuid
     first, second = (node.make(b"file", os.urandom(8), tier=tier) for node in nodes)
     assert first == second, "the ids must be equal for this test to mean anything"
     assert nodes[0].data(first, tier) != nodes[1].data(second, tier)
@@ -35,3 +37,13 @@ def test_a_shared_directory_has_one_identity(tmp_path: Path) -> None:
         node.configure(pfs=tmp_path / "one" / "pfs")
         node.places = Places.adopt(node.config, adoption.instance(node.db))
     assert nodes[0].places[Tier.PFS].uuid == nodes[1].places[Tier.PFS].uuid
+
+
+def test_a_pfs_that_is_not_mounted_is_not_filled(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    (tmp_path / "pfs").rename(tmp_path / "away")
+    (tmp_path / "pfs").mkdir()
+    node.places = Places.adopt(node.config)
+    with pytest.raises(TierUnavailable, match="mount"):
+        node.make(b"file", b"data", tier=Tier.PFS)
+    assert list((tmp_path / "pfs").iterdir()) == []
