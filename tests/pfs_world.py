@@ -1,13 +1,17 @@
 """A catalog, tiers and a PFS in plain directories, with the flows that meet the PFS; no mount and no mover beside them."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptfs import disk
 from ckptfs.catalog import database, report, visits, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -112,12 +116,24 @@ class World:
         )
         assert wrong == [], "a file's nlink is the number of its names"
 
-    def in_a_process(self, code: str, fault: str = "", wrapper: tuple[str, ...] = ()) -> int:
-        """Run `code` on this world in a process of its own under a fault; its exit code. `w` is the world there."""
+    def killed_at(self, fault: str, code: Callable[["World"], object]) -> bool:
+        """Run `code` on this world in a fork under a fault; whether it was killed. The world must be used again through `reborn` only."""
+        self.db.close()
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                disk._fault = fault
+                disk._calls.clear()
+                code(World(self.root))
+            os._exit(0)
+        return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+    def in_a_process(self, code: str, wrapper: tuple[str, ...]) -> int:
+        """Run `code` on this world under another command; its exit code. `w` is the world there."""
+        self.db.close()
         start = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nfrom pfs_world import World\n"
-        text = f"{start}w = World(Path({str(self.root)!r}))\n{code}"
-        command = [*wrapper, sys.executable, "-c", text]
-        return subprocess.run(command, env={**os.environ, "CKPTFS_FAULT": fault}, timeout=120, check=False).returncode
+        command = [*wrapper, sys.executable, "-c", f"{start}w = World(Path({str(self.root)!r}))\n{code}"]
+        return subprocess.run(command, timeout=120, check=False).returncode
 
     def reborn(self) -> "World":
         """The same node after its mover died and the next one has recovered."""

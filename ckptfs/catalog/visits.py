@@ -149,13 +149,14 @@ def is_directory(db: Database, inode: int | None) -> bool:
     return stat.S_ISDIR(int(db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0))
 
 
-def due(db: Database, before_ns: int) -> tuple[int, int] | None:
-    """(directory, when it was last visited) of the complete directory on the PFS that was compared longest ago, before `before_ns`."""
-    return db.row(
-        "SELECT id, visited_ns FROM inode WHERE mode & 61440 = 16384 AND visited_ns < ? AND complete = 1 AND nlink > 0"
+def due(db: Database, before_ns: int) -> int | None:
+    """The complete directory on the PFS that was compared longest ago, if neither that nor its making was after `before_ns`."""
+    directory: int | None = db.value(
+        "SELECT id FROM inode WHERE mode & 61440 = 16384 AND visited_ns < ? AND birth_ns < ? AND complete = 1 AND nlink > 0"
         " AND (id = 1 OR EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = inode.id)) ORDER BY visited_ns LIMIT 1",
-        before_ns,
-    )
+        before_ns, before_ns,
+    )  # fmt: skip
+    return directory
 
 
 def postpone(db: Database, directory: int) -> None:

@@ -26,7 +26,7 @@ from ckptfs.tiers.place import Place, Places
 log = logging.getLogger(__name__)
 
 transfer.labels("fetch")
-transfer.labels("fetch:check")
+disk.labels("fetch:check:read")
 disk.labels("fetch:reserved", "fetch:fsync", "fetch:directory", "fetch:arrived", "fetch:answered")
 
 MOVED_ON = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}

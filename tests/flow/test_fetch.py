@@ -249,8 +249,7 @@ def test_killed_anywhere_the_next_one_brings_it(world: World, label: str, when: 
     if evicted:
         world.bring("d/file")
         lose_copies(world, "d/file")
-    world.db.close()
-    assert world.in_a_process("w.bring('d/file')", f"{label}={when}") == -9
+    assert world.killed_at(f"{label}={when}", lambda there: there.bring("d/file"))
     after = world.reborn()
     after.check()
     assert after.bring("d/file").result == wants.HERE

@@ -171,9 +171,7 @@ def test_an_error_of_the_pfs_is_answered_and_leaves_the_directory_unvisited(
 def test_killed_anywhere_it_starts_over(world: World, label: str, when: str) -> None:
     _furnish(world)
     world.look(again=False)
-    world.db.close()
-    code = world.in_a_process("w.look('d', again=False)", f"{label}={when}")
-    assert code == -9
+    assert world.killed_at(f"{label}={when}", lambda there: there.look("d", again=False))
     after = world.reborn()
     assert after.column("d", "complete") == (1 if (label, when) == ("visit:end", "kill-after") else 0)
     assert after.look("d", again=False).state == wants.DONE
@@ -192,7 +190,6 @@ def test_where_root_is_squashed_it_is_done_as_the_owner(world: World) -> None:
     for path, mode in ((closed / "file", 0o600), (closed / "below", 0o700), (closed, 0o700)):
         os.chown(path, 1234, 2345)
         os.chmod(path, mode)
-    world.db.close()
     squashed = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search")
     code = (
         "import os\ntry: os.listdir(w.pfs / 'closed'); sys.exit(3)\nexcept PermissionError: pass\n"

@@ -212,12 +212,13 @@ def test_a_directory_that_write_back_is_moving(world: World) -> None:
 
 
 def test_refresh_comes_by_the_timer(world: World) -> None:
+    world.visit.step()
     due = world.visit.due_s()
     assert due is not None and due > 0
     (world.pfs / "new").write_bytes(b"")
     world.visit.step()
     assert "new" not in world.names()
-    world.db.run("UPDATE inode SET visited_ns = 1 WHERE id = 1")
+    world.db.run("UPDATE inode SET visited_ns = 1, birth_ns = 1 WHERE id = 1")
     world.visit._not_before_s = 0.0
     world.visit.step()
     assert "new" in world.names()
@@ -227,20 +228,20 @@ def test_directories_of_ours_are_compared_once_they_are_on_the_pfs(world: World)
     with world.db.change():
         mine = namespace.make(world.db, ROOT, b"mine", stat.S_IFDIR | 0o755, uid=0, gid=0).id
     world.db.run("DELETE FROM journal")
-    due = visits.due(world.db, time.time_ns())
-    assert due is not None and due[0] != mine
+    assert visits.due(world.db, time.time_ns()) != mine
     (world.pfs / "mine").mkdir()
     world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"mine", mine)
-    assert visits.due(world.db, time.time_ns()) == (mine, 0)
+    assert visits.due(world.db, time.time_ns()) == mine
+    assert visits.due(world.db, time.time_ns() - 10**12) is None, "just made: not its turn yet"
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("when", ["kill", "kill-after"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_killed_while_a_tree_is_removed(world: World, when: str, number: int) -> None:
+@pytest.mark.parametrize("label", ["visit:vanish"])
+def test_killed_while_a_tree_is_removed(world: World, label: str, when: str, number: int) -> None:
     os.rename(world.pfs / "d", world.root / "away")
-    world.db.close()
-    assert world.in_a_process("w.look()", f"visit:vanish={when}@{number}") == -9
+    assert world.killed_at(f"{label}={when}@{number}", lambda there: there.look())
     after = world.reborn()
     after.look()
     assert after.names() == {"file"}

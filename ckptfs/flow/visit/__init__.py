@@ -74,12 +74,8 @@ class Visit:
         return self._refresh_due()
 
     def due_s(self) -> float | None:
-        """Until the next directory is to be compared again."""
-        interval_ns = int(self._config.refresh_interval_s * 1e9)
-        oldest = visits.due(self._db, time.time_ns())
-        if oldest is None:
-            return self._config.refresh_interval_s
-        return max(self._not_before_s - time.monotonic(), (oldest[1] + interval_ns - time.time_ns()) / 1e9, 0.0)
+        """Until directories whose turn it may be are looked for."""
+        return max(0.0, self._not_before_s - time.monotonic())
 
     # --- what is asked --------------------------------------------------------------------------------------------------
 
@@ -140,14 +136,15 @@ class Visit:
         """Compare the directory whose turn it is; never True, so that the pause after it is kept."""
         if time.monotonic() < self._not_before_s:
             return False
+        started_s = time.monotonic()
         found = visits.due(self._db, time.time_ns() - int(self._config.refresh_interval_s * 1e9))
         if found is None:
+            self._not_before_s = started_s + min(self._config.refresh_interval_s, limits.DUE_LOOK_S)
             return False
-        started_s = time.monotonic()
         try:
-            self._visit(found[0])
+            self._visit(found)
         except Exception as failure:
-            visits.postpone(self._db, found[0])
+            visits.postpone(self._db, found)
             if not _theirs(failure):
                 raise
         finally:
