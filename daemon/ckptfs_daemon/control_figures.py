@@ -98,6 +98,11 @@ class Figures:
         """The large file that is being written back: inode, path, copied_bytes, size_bytes; empty when there is none."""
         return next((_read(text) for key, text, _ in report.reports(self._db, "write_back") if key == "write_back"), {})
 
+    def copied(self) -> dict[int, int]:
+        """{inode: bytes already on the PFS} of the file that is being written back."""
+        found = self.under_way()
+        return {int(found["inode"]): int(found.get("copied_bytes", 0))} if "inode" in found else {}
+
     def _processes(self) -> dict[str, Any]:
         """What the supervisor says about the processes; empty while it has said nothing."""
         with contextlib.suppress(OSError):

@@ -65,9 +65,9 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
 
     def _left(self, end: int) -> pb.Progress:
         files, size, changes = report.journal_left(self._db, end)
-        unsealed = report.unsealed(self._db)
+        unsealed, copied = report.unsealed(self._db), sum(self._figures.copied().values())
         left = files or changes or unsealed
-        progress = pb.Progress(done=not left, files_left=max(files, unsealed), bytes_left=size, changes_left=changes)
+        progress = pb.Progress(done=not left, files_left=max(files, unsealed), bytes_left=max(0, size - copied), changes_left=changes)
         if not progress.done:
             progress.obstacle, progress.remedy = self._figures.obstacle()
         return progress

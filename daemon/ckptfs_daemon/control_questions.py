@@ -98,9 +98,9 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
     def _progress(self, inode: int, wanted: Level, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         """A message whenever the figures change, and one now and then to notice a client that went away."""
         waiting = Waiting(self._db, inode, wanted)
-        pause, told, told_at = LOOK_FIRST_S, pb.Progress(), 0.0
+        pause, told, told_at, before = LOOK_FIRST_S, pb.Progress(), 0.0, pb.Progress()
         while context.is_active():
-            progress = waiting.look()
+            progress = waiting.look(self._figures.copied())
             if not progress.done and not progress.obstacle:
                 progress.obstacle, progress.remedy = self._figures.obstacle()
             if progress != told or time.monotonic() - told_at > KEEPALIVE_S:
@@ -110,7 +110,8 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
                 return
             # A wait has no end of its own: the client's deadline, or its departure, ends it. Looking is cheap, and gets rarer.
             threading.Event().wait(pause)
-            pause = min(2 * pause, LOOK_LAST_S)
+            pause = min(2 * pause, LOOK_LAST_S) if progress == before else LOOK_FIRST_S
+            before = progress
 
 
 def _share(under_way: dict[str, Any]) -> float:
@@ -123,8 +124,8 @@ def _kind(mode: int) -> str:
 
 
 def _state(found: Listed) -> str:
-    """The state of the content in one word; a file that was only imported is on the PFS and nowhere else."""
+    """The state of the content in one word; what is on the PFS only has none."""
     content = found.record.content
     if content is None:
-        return "imported" if found.record.published is not None else "empty"
+        return "published" if found.record.published is not None else "empty"
     return content.state.name.lower()

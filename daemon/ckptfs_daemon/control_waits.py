@@ -1,6 +1,6 @@
 """One wait for a level: which inodes lack it still.
 
-It looks at a bounded number of them at a time, so that waiting for a large tree stays cheap.
+It looks at a bounded number of them at a time, fewer while they lack it, so that waiting for a large tree stays cheap.
 
 What was changed after the wait began is not waited for: the journal's last row at the beginning is its end.
 If we die here: the client sees the connection end, and asks again.
@@ -9,14 +9,17 @@ If we die here: the client sees the connection end, and asks again.
 import errno
 import stat
 from collections import deque
+from collections.abc import Mapping
 
-from ckptfs import limits
 from ckptfs.catalog import report
 from ckptfs.catalog.database import Database
 from ckptfs.errors import ContentLost, refused
 from ckptfs.lifecycle import published_whole
 from ckptfs.model import ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
+
+LOOKED_AT_MAX = 4096
+LACKING_MAX = 64
 
 
 class Waiting:
@@ -33,18 +36,22 @@ class Waiting:
         self._others: set[int] = set()
         self._writers = False
 
-    def look(self) -> pb.Progress:
-        """Look at the next ones; what is left. Raises ContentLost when one will never have the level."""
+    def look(self, copied: Mapping[int, int]) -> pb.Progress:
+        """Look at the next ones; what is left, less the bytes already `copied` of files that are on their way. Raises ContentLost when one will never have the level."""
         self._writers = False
-        for _ in range(min(len(self._left), limits.CHANGE_ROWS_MAX)):
+        lacking = 0
+        for _ in range(min(len(self._left), LOOKED_AT_MAX)):
             inode = self._left.popleft()
             if self._has(inode):
                 self._bytes.pop(inode, None)
                 self._others.discard(inode)
-            else:
-                self._left.append(inode)
+                continue
+            self._left.append(inode)
+            lacking += 1
+            if lacking == LACKING_MAX:
+                break
         # What was not looked at yet counts as files, whose sizes are not known yet.
-        files, size = len(self._left) - len(self._others), sum(self._bytes.values())
+        files, size = len(self._left) - len(self._others), sum(max(0, size - copied.get(inode, 0)) for inode, size in self._bytes.items())
         progress = pb.Progress(done=not self._left, files_left=files, bytes_left=size, changes_left=len(self._others))
         if self._writers:
             progress.obstacle, progress.remedy = "a file is still open for writing", "close it"

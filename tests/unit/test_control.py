@@ -119,6 +119,7 @@ def test_progress_of_a_large_file(served: Served) -> None:
     value = {"inode": inode, "path": "large", "copied_bytes": 250, "size_bytes": 1000}
     settling.report(served.node.db, "write_back", value)
     assert served.client.records([inode])[0].progress == 0.25
+    assert next(served.client.wait(inode, "pfs")).bytes_left == next(served.client.drain()).bytes_left == 750
     behind = served.client.status().write_back
     assert (behind.now_path, behind.now_copied_bytes, behind.now_size_bytes) == ("large", 250, 1000)
     settling.report(served.node.db, "write_back", None)
