@@ -98,7 +98,7 @@ def write_all(label: str, fd: int, data: bytes | memoryview, offset: int) -> Non
 
 
 def publish(label: str, fd: int, temporary: str | bytes, final: str | bytes, *, dir_fds: Iterable[int], old_fd: int, new_fd: int) -> None:
-    """Make the file behind `fd`, known as `temporary` in `old_fd`, appear whole as `final` in `new_fd`: fsync, rename, fsync of the directories.
+    """Make the file behind `fd`, `temporary` in `old_fd`, appear whole as `final` in `new_fd`: fsync, rename, fsync of the directories.
 
     The labels are `<label>:fsync`, `<label>:rename` and `<label>:directory`.
     """
