@@ -37,7 +37,10 @@ class Waiting:
         self._writers = False
 
     def look(self, copied: Mapping[int, int]) -> pb.Progress:
-        """Look at the next ones; what is left, less the bytes already `copied` of files that are on their way. Raises ContentLost when one will never have the level."""
+        """Look at the next ones; what is left, less the bytes already `copied` of files that are on their way.
+
+        Raises ContentLost when one will never have the level.
+        """
         self._writers = False
         lacking = 0
         for _ in range(min(len(self._left), LOOKED_AT_MAX)):
