@@ -87,7 +87,7 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
             progress.files += 1
             progress.bytes += size
             progress.findings.extend(findings)
-            if len(progress.findings) >= limits.CHANGE_ROWS_MAX or time.monotonic() - told_at > TELL_EVERY_S:
+            if progress.ByteSize() > limits.CONTROL_MESSAGE_BYTES_MAX // 4 or time.monotonic() - told_at > TELL_EVERY_S:
                 yield progress
                 told_at = time.monotonic()
                 del progress.findings[:]
