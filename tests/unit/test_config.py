@@ -48,7 +48,8 @@ def test_every_option(place: Path) -> None:
     )  # fmt: skip
     assert found == Config(
         "job", place / "mnt", place / "state", ram_bytes=6 * limits.GIB, nvme=place / "nvme", nvme_bytes=1024 * limits.GIB,
-        pfs=place / "pfs", fsync=Level.PFS, data_path=DataPath.BUFFERED, ram_high=0.9, ram_low=0.5, synced_interval_s=90.0, refresh_interval_s=7200.0,
+        pfs=place / "pfs", fsync=Level.PFS, data_path=DataPath.BUFFERED, ram_high=0.9, ram_low=0.5,
+        synced_interval_s=90.0, refresh_interval_s=7200.0,
         drain_deadline_s=1.5, log_level="debug", allow_other=False,
     )  # fmt: skip
     assert config.from_json(config.to_json(found)) == found
