@@ -6,12 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from ckptfs_daemon.inherited import ALIVE, READY, STOP
+from daemon_under_test import eventually
 from local_node import Node
 
 from ckptfs.catalog import wants
@@ -81,13 +81,6 @@ def start(node: Node) -> Iterator[Callable[..., Mover]]:
         mover.process.communicate()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_it_recovers_before_it_is_ready(node: Node, start: Callable[..., Mover]) -> None:
     lost = node.make(b"lost", b"data")
     node.places[Tier.RAM].remove(lost)
@@ -105,7 +98,7 @@ def test_a_hint_takes_a_closed_file_all_the_way_to_the_pfs(node: Node, start: Ca
     mover.hear(READY)
     content = node.make(b"file", b"data")
     mover.bell.send(hint)
-    until((node.root / "pfs" / "file").exists)
+    eventually((node.root / "pfs" / "file").exists)
     assert (node.root / "pfs" / "file").read_bytes() == b"data"
     assert node.state(content) is ContentState.SEALED
 
