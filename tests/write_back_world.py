@@ -131,6 +131,10 @@ class Mount(Node):
         with self.db.change():
             attributes.set_attributes(self.db, self.number(path), uid=uid)
 
+    def utime(self, path: bytes, mtime_ns: int) -> None:
+        with self.db.change():
+            attributes.set_attributes(self.db, self.number(path), atime_ns=mtime_ns, mtime_ns=mtime_ns)
+
     def setxattr(self, path: bytes, name: bytes, value: bytes) -> None:
         with self.db.change():
             attributes.set_xattr(self.db, self.number(path), name, value)

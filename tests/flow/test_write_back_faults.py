@@ -1,11 +1,12 @@
 """P6, P8: write-back is killed before and after each of its disk operations, and each of them fails; the PFS is exact in the end (F2)."""
 
+import contextlib
 import errno
 import os
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,65 @@ class FailOnce:
         if label == self.label and not self.failed:
             self.failed = True
             raise OSError(self.code, "asked for by the test")
+
+
+def names_in_a_circle(mount: Mount) -> None:
+    mount.rename(b"a", b"b")
+    mount.rename(b"b", b"c")
+    mount.put(b"b", b"new")
+    mount.rename(b"c", b"a")
+
+
+def link_and_rename(mount: Mount) -> None:
+    mount.link(b"a", b"b")
+    mount.rename(b"b", b"c")
+
+
+def made_removed_and_made(mount: Mount) -> None:
+    mount.mkdir(b"b")
+    mount.rename(b"a", b"b/a")
+    mount.rename(b"b/a", b"a")
+    mount.rmdir(b"b")
+    mount.put(b"b", b"a file now")
+
+
+def exchanged_twice(mount: Mount) -> None:
+    mount.put(b"b", b"b")
+    mount.rename(b"a", b"b", renaming.EXCHANGE)
+    mount.rename(b"b", b"a", renaming.EXCHANGE)
+    mount.put(b"a", b"again")
+
+
+def twins_exchanged(mount: Mount) -> None:
+    """Of the same size and time, as `cp -p` leaves them."""
+    mount.put(b"b", b"two")
+    for path in (b"a", b"b"):
+        mount.utime(path, 1_700_000_000_000_000_000)
+    mount.settle()
+    mount.rename(b"a", b"b", renaming.EXCHANGE)
+
+
+SEQUENCES = [twins_exchanged, names_in_a_circle, link_and_rename, made_removed_and_made, exchanged_twice]
+
+
+@pytest.mark.parametrize("acts", SEQUENCES, ids=lambda acts: acts.__name__)
+def test_a_batch_that_was_done_is_done_again_without_harm(
+    area: Path, acts: Callable[[Mount], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mover dies when everything is on the PFS and nothing of it in the catalog, again and again."""
+    mount = Mount(area)
+    mount.put(b"a", b"old")
+    mount.settle()
+    acts(mount)
+    for _ in range(8):
+        strike = Strike("write_back:finish", after=False)
+        flow = mount.write_back()
+        with intercepted(strike.before, strike.after), contextlib.suppress(Killed):
+            flow.step()
+        mount.write_back().step()
+    mount.settle()
+    mount.exact()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -2,6 +2,7 @@
 never goes back, and shows the mount's tree in the end.
 """
 
+import contextlib
 import shutil
 
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +23,7 @@ act = st.one_of(
     st.tuples(st.just("unlink"), st.sampled_from(NAMES)),
     st.tuples(st.just("rmdir"), st.sampled_from(NAMES)),
     st.tuples(st.just("chmod"), st.sampled_from(NAMES), st.sampled_from([0o600, 0o755])),
+    st.tuples(st.just("do twice")),
     st.tuples(st.just("write back"), st.sampled_from([0, 1, 2, 3, 5, 8, 13, 21, 34, 1000]), st.booleans()),
 )
 
@@ -46,6 +48,9 @@ class World:
         name, *values = step
         if name == "write back":
             self.write_back(*values)
+            return
+        if name == "do twice":
+            self.do_twice()
             return
         try:
             getattr(self, name)(*values)
@@ -94,6 +99,16 @@ class World:
                 self.mount.settle()
         except Killed:
             pass
+
+    def do_twice(self) -> None:
+        """The mover dies when its batch is on the PFS, but not in the catalog."""
+
+        def strike(label: str) -> None:
+            if label == "write_back:finish":
+                raise Killed
+
+        with self.watched(), intercepted(strike), contextlib.suppress(Killed):
+            self.mount.settle()
 
     def finish(self) -> None:
         with self.watched():
