@@ -176,6 +176,11 @@ _ELSEWHERE = (
 )
 
 
+def recent_size(db: Database, of: int) -> int:
+    """The size of the largest of the `of` contents that were begun last: what may well come next."""
+    return int(db.value("SELECT coalesce(max(size), 0) FROM (SELECT size FROM content ORDER BY id DESC LIMIT ?)", of))
+
+
 def spare(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Content]:
     """Sealed contents with a copy in `tier` that nobody has open, the least recently used first: those that are whole
     `elsewhere` too, or those that are not.

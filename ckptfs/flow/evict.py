@@ -1,4 +1,4 @@
-"""Takes: tiers that are above their high watermark.
+"""Takes: tiers that are above their high watermark, and a RAM in which the next content would not fit.
 Leaves: tiers below their low watermark, as far as P5 lets them: copies that are whole elsewhere went, others moved from RAM to NVMe.
 If we die here: a copy's row goes before its file, which is a leftover then; an unfinished move leaves a FILLING row. No copy is lost.
 
@@ -29,6 +29,8 @@ TROUBLE = "trouble:moving to nvme"
 PAGE_BYTES = 4096
 NVME_HIGH = 0.95
 NVME_LOW = 0.90
+RECENT_CONTENTS = 32
+IDLE_S = 1.0
 LOOK_FIRST_S = 0.25
 LOOK_LAST_S = 5.0
 
@@ -43,6 +45,7 @@ class Evict:
         self._marks = {Tier.RAM: (config.ram_high, config.ram_low), Tier.NVME: (NVME_HIGH, NVME_LOW)}
         self._relieving: set[Tier] = set()
         self._stuck: set[Tier] = set()
+        self._idle_until_s: dict[Tier, float] = {}
         self._look_s = LOOK_FIRST_S
         self._free = -1
         self._demote_at_s = 0.0
@@ -64,28 +67,51 @@ class Evict:
         self._free = free
         return self._look_s
 
+    def hurry(self) -> None:
+        """What could not leave a moment ago may do so now."""
+        self._idle_until_s = {}
+        self._demote_at_s = 0.0
+
     # --- making room -------------------------------------------------------------------------------------------------
 
     def _relieve(self, tier: Tier) -> bool:
-        """Drop or move one batch out of `tier`. True: it is still too full, and something could be done about it."""
-        high, low = self._marks[tier]
-        place = self._places[tier]
-        room = place.room()
-        excess = max(space.excess(room, low if tier in self._relieving else high, low), _memory_short(room) if tier is Tier.RAM else 0)
-        if not excess:
-            self._relieving.discard(tier)
-            self._stuck.discard(tier)
-            if tier is Tier.RAM:
-                self._untell()
+        """Drop or move one batch out of `tier`. True: there is more to do, and something could be done about it."""
+        room = self._places[tier].room()
+        must = self._must_leave(tier, room)
+        better = max(must, self._had_better_leave(room)) if tier is Tier.RAM else must
+        if not must:
+            self._is_well(tier)
+        if not better or time.monotonic() < self._idle_until_s.get(tier, 0.0):
             return False
-        self._relieving.add(tier)
-        if self._drop_spare(place, excess) or (tier is Tier.RAM and self._demote_one()):
+        if self._drop_spare(self._places[tier], better) or (must and tier is Tier.RAM and self._demote_one()):
             self._stuck.discard(tier)
             return True
-        if tier not in self._stuck:
+        self._idle_until_s[tier] = time.monotonic() + IDLE_S
+        if must and tier not in self._stuck:
             self._stuck.add(tier)
-            log.info("%s is too full and nothing may leave it now; %d MiB too much", tier, excess // limits.MIB)
+            log.info("%s is too full and nothing may leave it now; %d MiB too much", tier, must // limits.MIB)
         return False
+
+    def _must_leave(self, tier: Tier, room: Room) -> int:
+        """Bytes that are too much for the tier, or for the machine's memory."""
+        high, low = self._marks[tier]
+        excess = space.excess(room, low if tier in self._relieving else high, low)
+        if tier is Tier.RAM:
+            excess = max(excess, _memory_short(room))
+        if excess:
+            self._relieving.add(tier)
+        return excess
+
+    def _had_better_leave(self, room: Room) -> int:
+        """Bytes in RAM without which the next content would fit: a checkpoint comes again at nearly the same size."""
+        high, low = self._marks[Tier.RAM]
+        return space.excess_for(room, settling.recent_size(self._db, RECENT_CONTENTS), high, low)
+
+    def _is_well(self, tier: Tier) -> None:
+        self._relieving.discard(tier)
+        self._stuck.discard(tier)
+        if tier is Tier.RAM:
+            self._untell()
 
     def _drop_spare(self, place: Place, excess: int) -> int:
         """Drop copies of contents that are whole elsewhere, up to `excess` bytes; how many went."""

@@ -59,3 +59,13 @@ def watched(room: Room, expected_bytes: int) -> bool:
 def excess(room: Room, high: float, low: float) -> int:
     """How many bytes must leave a tier: none below `high`; above it, down to `low`."""
     return max(0, room.used - int(low * room.total)) if room.used > high * room.total else 0
+
+
+def excess_for(room: Room, expected_bytes: int, high: float, low: float) -> int:
+    """How many bytes had better leave a tier, if that costs nothing, so that the next content of about `expected_bytes` fits: down to
+    `low` at least, so that some more of them fit. None for a content that the tier could never take.
+    """
+    bound = int(high * room.total)
+    if expected_bytes >= bound or fits(room, expected_bytes, high):
+        return 0
+    return max(0, room.used - min(int(low * room.total), bound - expected_bytes - 1))

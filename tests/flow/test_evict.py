@@ -13,7 +13,7 @@ from ckptfs.catalog import settling
 from ckptfs.flow.evict import TROUBLE, Evict
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import ram_limit
+from ckptfs.tiers import ram_limit, space
 from ckptfs.tiers.health import describe
 from ckptfs.tiers.space import Room
 
@@ -47,8 +47,27 @@ def settle(step: Evict) -> None:
     raise AssertionError("evict never comes to rest")
 
 
+def test_room_is_made_for_the_next_one_while_that_costs_nothing(node: Node) -> None:
+    """Below the high watermark a file that is whole elsewhere leaves, so that the next checkpoint finds room in RAM, not on NVMe."""
+    contents = filled(node, 8)
+    evict(node).step()
+    assert node.files(Tier.RAM) == set(contents) and node.files(Tier.NVME) == set(), "nothing is moved for it"
+    for content in contents:
+        node.publish(content)
+    settle(evict(node))
+    assert node.files(Tier.RAM) == set(contents[2:])
+
+
+@pytest.mark.parametrize(
+    ("used", "expected", "leaves"),
+    [(50, 20, 0), (59, 20, 0), (60, 20, 1), (61, 20, 2), (79, 1, 19), (50, 70, 41), (50, 79, 50), (50, 80, 0), (50, 500, 0), (0, 79, 0)],
+)
+def test_how_much_had_better_leave(used: int, expected: int, leaves: int) -> None:
+    assert space.excess_for(Room(100, 100 - used, used), expected, 0.8, 0.6) == leaves
+
+
 def test_below_the_watermark_nothing_goes(node: Node) -> None:
-    contents = filled(node, 7)
+    contents = filled(node, 6)
     for content in contents:
         node.publish(content)
     assert evict(node).step() is False
@@ -134,7 +153,7 @@ def test_a_bad_copy_in_ram_is_not_carried_on(node: Node) -> None:
     assert node.copies(contents[0]) == {Tier.RAM: CopyState.QUARANTINED}
     assert contents[0] not in node.files(Tier.NVME) and contents[0] in node.files(Tier.RAM)
     assert node.state(contents[0]) is ContentState.LOST
-    step._demote_at_s = 0.0
+    step.hurry()
     settle(step)
     assert node.files(Tier.NVME) == set(contents[1:5])
 
@@ -149,6 +168,7 @@ def test_trouble_with_nvme_is_reported_and_does_not_stop_dropping(node: Node, fa
     assert node.copies(contents[0]) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
     for content in contents:
         node.publish(content)
+    step.hurry()
     settle(step)
     assert node.files(Tier.RAM) == set(contents[4:])
     assert node.db.value("SELECT value FROM report WHERE key = ?", TROUBLE) is None
