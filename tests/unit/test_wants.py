@@ -1,0 +1,143 @@
+"""P1, P8: wants: shared, bounded, surviving either side; and how the mount waits for them."""
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+from ckptfs_daemon.asking import Asking
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from ckptfs import limits
+from ckptfs.catalog import database, journal, wants
+from ckptfs.catalog.database import Database
+from ckptfs.errors import TimedOut
+
+
+class Rung:
+    """A bell that remembers, and lets a test answer."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+
+    def ring(self, message: bytes) -> None:
+        self.messages.append(message)
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Database:
+    database.create(tmp_path / "catalog.db")
+    return Database(tmp_path / "catalog.db", journalled=True)
+
+
+def test_who_asks_the_same_shares_a_row(db: Database) -> None:
+    first = wants.ask(db, wants.FETCH, 7)
+    assert wants.ask(db, wants.FETCH, 7) == first
+    assert len({first, wants.ask(db, wants.FETCH, 8), wants.ask(db, wants.VISIT, 7), wants.ask(db, wants.FETCH, 7, wants.FOR_WRITING)}) == 4
+    assert [want.id for want in wants.wanted(db, wants.FETCH)] == sorted(want.id for want in wants.wanted(db, wants.FETCH))
+    wants.done(db, first, wants.HERE)
+    assert wants.ask(db, wants.FETCH, 7) != first, "an answer belongs to those who asked before it"
+
+
+def test_an_answer_is_given_once(db: Database) -> None:
+    want = wants.ask(db, wants.FETCH, 7)
+    wants.failed(db, want, errno.EIO)
+    wants.done(db, want, wants.HERE)
+    row = wants.get(db, want)
+    assert row is not None and (row.state, row.error, row.result) == (wants.FAILED, errno.EIO, "")
+
+
+def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long, answered = (wants.ask(db, wants.VISIT, inode, wait_s=wait_s) for inode, wait_s in ((1, 1.0), (2, 1000.0), (3, 1000.0)))
+    wants.done(db, answered)
+    assert wants.sweep(db) == 0
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now + 2 * 10**9)
+    assert wants.sweep(db) == 1 and wants.get(db, short) is None
+    wants.progress(db, long, wait_s=5000.0)
+    monkeypatch.setattr(time, "time_ns", lambda: now + 2000 * 10**9)
+    assert wants.sweep(db) == 1 and wants.get(db, answered) is None and wants.get(db, long) is not None
+
+
+def test_until_recorded(db: Database) -> None:
+    with db.change():
+        journal.append(db, "attributes", 7)
+    _, _, seq = wants.until_recorded(db, 7).partition(":")
+    with db.change():
+        journal.append(db, "attributes", 7)
+    assert wants.recorded(db, 7, int(seq))
+    db.run("DELETE FROM journal WHERE seq = ?", int(seq))
+    assert not wants.recorded(db, 7, int(seq)), "what was recorded later is not waited for"
+    assert wants.until_recorded(db, 8) == "journal:0" and not wants.recorded(db, 8, 0)
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def asked(db: Database, answer: Callable[[Asking, int], None] | None, *, timeout_s: float = 20.0) -> tuple[str, Rung]:
+    """The answer of one want that `answer` gives once somebody waits for it, and what was rung."""
+    bell = Rung()
+    asking = Asking(db, bell)
+    results: list[str] = []
+
+    async def main() -> None:
+        async def ask() -> None:
+            results.append(await asking.ask(wants.FETCH, 7, timeout_s=timeout_s))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await wait_all_tasks_blocked()
+            if answer is not None:
+                answer(asking, wants.wanted(db, wants.FETCH)[0].id)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0.01))
+    return results[0], bell
+
+
+def test_the_answer_wakes_who_waits(db: Database) -> None:
+    def answer(asking: Asking, want: int) -> None:
+        wants.done(db, want, wants.DIRECT)
+        asking.answered()
+
+    result, bell = asked(db, answer)
+    assert result == wants.DIRECT and bell.messages[0] == b"!fetch"
+
+
+def test_a_lost_answer_is_found_by_looking(db: Database) -> None:
+    result, bell = asked(db, lambda asking, want: wants.done(db, want, wants.HERE))
+    assert result == wants.HERE and len(bell.messages) == 2, "rung again: the mover may be a new one"
+
+
+def test_a_failure_is_raised(db: Database) -> None:
+    with pytest.raises(ExceptionGroup) as failures:
+        asked(db, lambda asking, want: wants.failed(db, want, errno.ESTALE))
+    assert failures.group_contains(OSError, match=r"Stale")
+
+
+def test_a_row_that_was_swept_is_asked_again(db: Database) -> None:
+    def answer(asking: Asking, want: int) -> None:
+        db.run("DELETE FROM want")
+        db.run("CREATE TRIGGER answer_at_once AFTER INSERT ON want BEGIN UPDATE want SET state = 1, result = 'here' WHERE id = NEW.id; END")
+        asking.answered()
+
+    assert asked(db, answer)[0] == wants.HERE
+
+
+def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines are kept on the wall clock, which both processes read; here it jumps with each look."""
+    clock = [time.time_ns()]
+    rings = []
+
+    class Clock(Rung):
+        def ring(self, message: bytes) -> None:
+            rings.append(message)
+            clock[0] += int(limits.WANT_LOOK_S * 1e9)
+            if len(rings) == 5:
+                wants.progress(db, wants.wanted(db, wants.FETCH)[0].id)
+
+    monkeypatch.setattr(time, "time_ns", lambda: clock[0])
+    with pytest.raises(TimedOut):
+        trio.run(lambda: Asking(db, Clock()).ask(wants.FETCH, 7, timeout_s=10.0), clock=MockClock(autojump_threshold=0))
+    assert 13 <= len(rings) <= 16
