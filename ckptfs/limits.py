@@ -105,6 +105,8 @@ EXPECTED_NAMES_MAX = 4096
 # Before ENOSPC is answered: what was unlinked just now is on its way out.
 NO_ROOM_WAIT_S = 1.0
 NO_ROOM_LOOK_S = 0.025
+# Threads of the mount process that may wait for the PFS at once.
+PFS_THREADS_MAX = 24
 COPY_RANGE_BYTES_MAX = 64 * MIB
 
 assert BLOCK_BYTES % COPY_CHUNK_BYTES == 0 or COPY_CHUNK_BYTES % BLOCK_BYTES == 0

@@ -42,6 +42,10 @@ class ExtraOperations(Handler):
         """See FileOperations."""
         raise NotImplementedError
 
+    async def _present(self, file: OpenFile) -> None:
+        """See FileOperations."""
+        raise NotImplementedError
+
     def start(self, nursery: trio.Nursery) -> None:
         """Where the tasks of these operations run; before the first request is read."""
         self._nursery = nursery
@@ -86,14 +90,14 @@ class ExtraOperations(Handler):
 
     async def _copy_range(self, req: int, fh_in: int, offset_in: int, fh_out: int, offset_out: int, length: int) -> None:
         source, target = self.context.open_files.of(fh_in), self.context.open_files.of(fh_out)
-        await source.settled()
+        await self._present(source)
         length = min(length, limits.COPY_RANGE_BYTES_MAX)
         count = await self._roomy(target, lambda fd: os.copy_file_range(source.fd, fd, length, offset_in, offset_out))
         door.reply_write(req, count)
 
     async def _lseek(self, req: int, offset: int, whence: int, fh: int) -> None:
         file = self.context.open_files.of(fh)
-        await file.settled()
+        await self._present(file)
         if self.context.data_path is DataPath.BUFFERED and file.writers:
             # The kernel asks without having written what it keeps: make it.
             await trio.to_thread.run_sync(pyfuse3.invalidate_inode, pyfuse3.InodeT(file.inode))

@@ -22,9 +22,10 @@ from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells, edge
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.extra_operations import ExtraOperations
-from ckptfs_daemon.open_file import OpenFile
+from ckptfs_daemon.open_file import OpenFile, on_pfs
 from ckptfs_daemon.open_operations import OpenOperations
-from ckptfs_daemon.opening import SET_ID, Opening, Wish, pfs_descriptor
+from ckptfs_daemon.opening import SET_ID, Opening, pfs_descriptor
+from ckptfs_daemon.wishes import Wish
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class FileOperations(OpenOperations, ExtraOperations):
         """Run `act` where it cannot hold up everybody else."""
         if file.tier is Tier.RAM:
             return act()
-        return await trio.to_thread.run_sync(act)
+        return await (trio.to_thread.run_sync(act) if file.tier is Tier.NVME else on_pfs(act))
 
     async def _present(self, file: OpenFile) -> None:
         """After a restart the PFS's own file is opened again when somebody reads it."""

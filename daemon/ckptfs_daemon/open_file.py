@@ -8,7 +8,9 @@ If we die here: the handle table tells the next process how to build this again.
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import trio
 
@@ -16,6 +18,10 @@ from ckptfs import limits
 from ckptfs.errors import TimedOut
 from ckptfs.model import Inode, Tier
 from ckptfs.tiers.place import Place
+
+T = TypeVar("T")
+
+_PFS_THREADS = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
 
 WRITE_NOW = os.O_RDWR | os.O_NONBLOCK
 """How a descriptor for writing is opened here: without waiting for the mover to give up its lease, which is then asked of it."""
@@ -110,3 +116,8 @@ def same_times(fd: int, row: Inode) -> None:
     status = os.fstat(fd)
     if (status.st_atime_ns, status.st_mtime_ns) != (row.atime_ns, row.mtime_ns):
         os.utime(fd, ns=(row.atime_ns, row.mtime_ns))
+
+
+async def on_pfs(act: Callable[[], T]) -> T:
+    """Run `act` in a thread that may hang as long as the PFS does. There are few of those, so that they never take all threads."""
+    return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)

@@ -13,7 +13,8 @@ from ckptfs.model import DataPath
 from ckptfs_daemon import door, edge
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.handler import VISITS_MAX, Handler
-from ckptfs_daemon.opening import Creating, Opened, Opening, Wish
+from ckptfs_daemon.opening import Creating, Opening
+from ckptfs_daemon.wishes import Opened, Wish
 
 from pyfuse3 import EntryAttributes, FileInfo  # isort: skip
 
@@ -61,7 +62,8 @@ class OpenOperations(Handler):
             return self._info(Opened.unpack(body))
         truncate = bool(flags & os.O_TRUNC)
         writer = truncate or flags & os.O_ACCMODE != os.O_RDONLY
-        return self._info(await Opening(self.context, Wish(inode, writer, truncate, request, ctx.uid == 0)).run())
+        wish = Wish(inode, writer, truncate, request, root=ctx.uid == 0, hasty=bool(flags & os.O_NONBLOCK))
+        return self._info(await Opening(self.context, wish).run())
 
     def _info(self, opened: Opened) -> FileInfo:
         """The reply. Nothing may be awaited after it."""

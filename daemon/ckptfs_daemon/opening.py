@@ -10,10 +10,8 @@ import errno
 import logging
 import os
 import stat
-import struct
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -21,55 +19,22 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import answers, attributes, contents, handles, namespace, report, settling, wants
 from ckptfs.catalog.contents import Held
-from ckptfs.errors import ContentLost, NoRoom, TimedOut, refused
+from ckptfs.errors import CkptfsError, ContentLost, NoRoom, TimedOut, refused
 from ckptfs.flow import read, write
 from ckptfs.model import ContentState, DataPath, Inode, Tier
 from ckptfs.tiers import pfs_open, space
 from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells
 from ckptfs_daemon.edge import Request
-from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, same_times
+from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, on_pfs, same_times
+from ckptfs_daemon.wishes import Opened, Wish
 
 if TYPE_CHECKING:
     from ckptfs_daemon.context import Context
 
 log = logging.getLogger(__name__)
 
-_OPENED = struct.Struct("<QQI?")
 SET_ID = stat.S_ISUID | stat.S_ISGID
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What somebody asks for. `request` is None for ourselves: such a handle is not recorded. `root`: writes keep set-id bits."""
-
-    inode: int
-    writer: bool
-    truncate: bool
-    request: Request | None
-    root: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """What came of it. `direct`: reads and writes come to us even on the passthrough path."""
-
-    inode: int
-    handle: int
-    backing: int
-    direct: bool
-
-    @property
-    def fh(self) -> int:
-        """What the kernel gets: the handle, and the backing id in the upper half."""
-        return self.handle | self.backing << 32
-
-    def pack(self) -> bytes:
-        return _OPENED.pack(self.inode, self.handle, self.backing, self.direct)
-
-    @classmethod
-    def unpack(cls, body: bytes) -> "Opened":
-        return cls(*_OPENED.unpack(body))
 
 
 class Later(Exception):
@@ -190,7 +155,7 @@ class Opening:
             self._made = None
         else:
             content = contents.begin(self._context.db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = _create(place, content, os.O_RDWR if served else os.O_RDONLY)
+            fd = place.create(content, os.O_RDWR if served else os.O_RDONLY)
             undo.callback(place.remove, content)
             undo.callback(os.close, fd)
         mtime_ns = held.inode.mtime_ns if changed_ns is None else changed_ns
@@ -225,7 +190,7 @@ class Opening:
             raise Later(lambda: self._miss(content, tier)) from failure
         undo.callback(os.close, fd)
         if wish.writer:
-            self._reopen(held, content, tier)
+            self._reopen(held, content, place)
         if tier is not Tier.PFS:
             same_times(fd, held.inode)
         return self._file(held, content, place, fd, undo, served=served)
@@ -264,7 +229,7 @@ class Opening:
             file.fd, file.writable = writing, True
         if self._wish.truncate:
             self._cut(file, content)
-        self._reopen(held, content, tier)
+        self._reopen(held, content, file.place)
 
     def _cut(self, file: OpenFile, content: int) -> None:
         assert file.place is not None
@@ -279,11 +244,13 @@ class Opening:
         with self._context.db.change() as db:
             contents.reopen(db, held.inode.id, content, tier)
 
-    def _reopen(self, held: Held, content: int, tier: Tier) -> None:
+    def _reopen(self, held: Held, content: int, place: Place) -> None:
         if held.state is ContentState.OPEN:
             contents.touch(self._context.db, content)
-        else:
-            contents.reopen(self._context.db, held.inode.id, content, tier)
+            return
+        if self._wish.hasty and place.tier is not Tier.PFS:
+            os.close(self._taken(place, content, WRITE_NOW))
+        contents.reopen(self._context.db, held.inode.id, content, place.tier)
 
     def _leave_pfs_file(self, file: OpenFile, held: Held) -> None:
         """Readers have the PFS's own file open and somebody wants to write: from now on their reads come to us as well."""
@@ -328,7 +295,7 @@ class Opening:
         return fd
 
     async def _open_on_pfs(self, place: Place, content: int, flags: int) -> None:
-        self._own = await trio.to_thread.run_sync(place.open, content, flags & ~os.O_NONBLOCK)
+        self._own = await on_pfs(lambda: place.open(content, flags & ~os.O_NONBLOCK))
 
     def _made_on_pfs(self, place: Place) -> tuple[int, int]:
         if self._made is None:
@@ -339,10 +306,12 @@ class Opening:
         with self._context.db.change() as db:
             content = contents.reserve(db, Tier.PFS)
         try:
-            self._made = content, await trio.to_thread.run_sync(place.create, content)
-        except BaseException:
+            self._made = content, await on_pfs(lambda: place.create(content))
+        except BaseException as failure:
             with self._context.db.change() as db:
                 contents.doom(db, content)
+            if isinstance(failure, (OSError, CkptfsError)):
+                raise NoRoom(f"RAM and NVMe are full, and the PFS cannot take a file: {failure}") from failure
             raise
 
     def _pfs_file(self, held: Held, undo: Undo) -> OpenFile:
@@ -395,13 +364,4 @@ async def pfs_descriptor(context: "Context", inode: int) -> int:
     """A descriptor of the PFS's own file, which may hang as long as the PFS does. Raises ESTALE when it is another one by now."""
     pfs = context.config.pfs
     assert pfs is not None
-    return await trio.to_thread.run_sync(pfs_open.open_inode, context.db, pfs, inode)
-
-
-def _create(place: Place, content: int, flags: int) -> int:
-    """A new file for an id that this transaction was just given: what already lies there was left by one that never committed."""
-    try:
-        return place.create(content, flags)
-    except FileExistsError:
-        place.remove(content)
-        return place.create(content, flags)
+    return await on_pfs(lambda: pfs_open.open_inode(context.db, pfs, inode))
