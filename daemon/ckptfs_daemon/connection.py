@@ -28,6 +28,7 @@ from ckptfs_daemon.passthrough import Passthrough
 log = logging.getLogger(__name__)
 
 DEVICE = "/dev/fuse"
+CONTROL = Path("/sys/fs/fuse/connections")
 INIT_WAIT_S = 10.0
 INIT_BYTES_MAX = 65536
 LOOK_WAIT_S = 5.0
@@ -242,8 +243,12 @@ def unmount(connection: Connection) -> None:
 
 def abort(connection: Connection) -> None:
     """End the connection whatever waits on it: every request that is open fails in the application."""
+    if CONTROL.is_dir() and not os.listdir(CONTROL):
+        # Nobody mounted the kernel's control files: containers often lack them.
+        with contextlib.suppress(OSError):
+            mounting.mount("fusectl", CONTROL, "fusectl", mounting.MS_NOSUID | mounting.MS_NODEV | mounting.MS_NOEXEC, "")
     try:
-        Path(f"/sys/fs/fuse/connections/{connection.number}/abort").write_text("1")
+        (CONTROL / str(connection.number) / "abort").write_text("1")
     except OSError:
         with contextlib.suppress(OSError):
             mounting.umount(connection.mountpoint, mounting.MNT_FORCE | mounting.MNT_DETACH)

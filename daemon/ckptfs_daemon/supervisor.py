@@ -105,11 +105,11 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def _asked_to_end(self) -> None:
-        """The first time: unmount and drain. Once more while draining: what is not written back by now stays in its tier."""
+        """The first time: unmount and drain. Once more: files that are still open fail, or the drain is cut short."""
         if self._phase is Phase.RUNNING:
             log.info("asked to end: unmounting %s", self._config.mountpoint)
             self._unmount()
-        elif self._phase is Phase.DRAINING:
+        else:
             self._deadline = time.monotonic()
 
     def _wait(self) -> None:
@@ -296,7 +296,7 @@ class Supervisor:
         if now < self._deadline:
             return
         if self._phase is Phase.UNMOUNTING:
-            log.warning("files on %s are still open after %g s; they fail from now on", self._config.mountpoint, limits.STOP_WAIT_S)
+            log.warning("files on %s are still open; they fail from now on", self._config.mountpoint)
             self._deadline = now + REAP_WAIT_S
             connection.abort(self._connection)
         elif self._phase is Phase.DRAINING:
