@@ -114,6 +114,7 @@ class DaemonUnderTest:
     def crash(self) -> None:
         """SIGKILL every process of the daemon, as a node's death would, and take away the dead mount."""
         assert self.process is not None
+        self.expect_warning("the supervisor is gone")
         processes = self.processes()
         self.process.kill()
         self.process.wait(END_S)
