@@ -117,3 +117,19 @@ def _outlasts(other: Tier, tier: Tier) -> bool:
     """Whether `other` survives all that `tier` survives, and more: a copy in RAM is no reason to drop one on NVMe."""
     order = list(Tier)
     return order.index(other) > order.index(tier)
+
+
+# What filesystems keep of a time that they were given, in ns: all of it, the steps of NTFS, microseconds, milliseconds, seconds.
+_TIME_STEPS = (100, 1_000, 1_000_000, 1_000_000_000)
+
+
+def same_time(known_ns: int, seen_ns: int) -> bool:
+    """Whether a file's time that is seen now may be the one that is known: some filesystems show the whole time until they forget
+    what is behind the point.
+    """
+    return known_ns == seen_ns or any(known_ns - known_ns % step == seen_ns for step in _TIME_STEPS)
+
+
+def same_file(known: tuple[int, int, int], seen: tuple[int, int, int]) -> bool:
+    """Whether (size, mtime in ns, st_ino) that are seen on the PFS are those of the state that is known."""
+    return known[0] == seen[0] and known[2] == seen[2] and same_time(known[1], seen[1])

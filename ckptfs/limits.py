@@ -58,7 +58,7 @@ WANT_KEPT_S = 120.0
 WANT_LOOK_S = 1.0
 WANT_SWEEP_S = 10.0
 DUE_LOOK_S = 10.0
-FETCHES_MAX = 3
+FETCHES_MAX = 2
 # A file of a stranger is brought here at its first opening up to this size, or where the room is this many times as large.
 FETCH_WHOLE_BYTES = 64 * MIB
 FETCH_ROOM_RATIO = 4

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ckptfs.catalog.database import Database
+from ckptfs.lifecycle import same_file
 from ckptfs.model import ROOT, Seen
 
 _ADOPTED = -1
@@ -199,7 +200,7 @@ def verdict(found: Seen, what: Known) -> Verdict:
         return Verdict.LEAVE
     if stat.S_IFMT(found.mode) != stat.S_IFMT(what.mode):
         return Verdict.REPLACED
-    if found.is_file and what.published != (found.size, found.mtime_ns, found.ino):
+    if found.is_file and not (what.published and same_file(what.published, (found.size, found.mtime_ns, found.ino))):
         return Verdict.CONTENT
     if what.seen is None:
         return Verdict.NOTE

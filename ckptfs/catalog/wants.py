@@ -70,8 +70,9 @@ def get(db: Database, want: int) -> Want | None:
 
 
 def wanted(db: Database, kind: str, *, at_most: int = limits.CHANGE_ROWS_MAX) -> list[Want]:
-    """The open wants of one kind, oldest first."""
-    return [Want(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM want WHERE state = 0 AND kind = ? ORDER BY id LIMIT ?", kind, at_most)]
+    """The open wants of one kind for which somebody still waits, oldest first."""
+    sql = f"SELECT {_COLUMNS} FROM want WHERE state = 0 AND kind = ? AND until_ns >= ? ORDER BY id LIMIT ?"
+    return [Want(*row) for row in db.rows(sql, kind, time.time_ns(), at_most)]
 
 
 def done(db: Database, want: int, result: str = "") -> None:

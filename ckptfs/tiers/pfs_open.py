@@ -12,6 +12,7 @@ from ckptfs.catalog import fetching, pfs_paths, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import OnPfs
 from ckptfs.errors import refused
+from ckptfs.lifecycle import same_file
 from ckptfs.model import Tier
 from ckptfs.tiers import acting, pfs_listing
 
@@ -63,4 +64,4 @@ def _open(directory_fd: int, name: bytes, flags: int) -> int:
 def same(fd: int, known: OnPfs) -> bool:
     """Whether an open file is in the state that the catalog knows."""
     found = os.fstat(fd)
-    return (found.st_size, found.st_mtime_ns, found.st_ino) == (known.size, known.mtime_ns, known.pfs_inode)
+    return same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))

@@ -11,6 +11,7 @@ import signal
 
 import trio
 
+from ckptfs import limits
 from ckptfs.catalog import report, settling, wants
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
@@ -40,7 +41,6 @@ DRAIN_LOOK_S = 0.05
 DRAIN_HURRY_S = 1.0
 LOCAL = (Tier.RAM, Tier.NVME)
 REMOTE = (Tier.PFS,)
-FETCHES = 2
 
 
 def run(inherited: Inherited) -> int:
@@ -99,7 +99,7 @@ class _Flows:
                 ("drop pfs", Drop(db, places, config, notify, REMOTE)),
                 ("write back", self._write_back),
                 ("visit", self._visit),
-                *((f"fetch {number}", self._fetch) for number in range(1, FETCHES + 1)),
+                *((f"fetch {number}", self._fetch) for number in range(1, limits.FETCHES_MAX + 1)),
             ]
 
     def lanes(self) -> list[tuple[str, Flow]]:

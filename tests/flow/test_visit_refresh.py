@@ -211,6 +211,19 @@ def test_a_directory_that_write_back_is_moving(world: World) -> None:
     world.check()
 
 
+def test_a_pfs_that_keeps_no_fractions_of_seconds(world: World) -> None:
+    """It may show the whole time at first and a part of it later: nobody has changed the file."""
+    world.bring("file")
+    content, second = world.column("file", "content"), 1_700_000_000
+    world.db.run("UPDATE published SET mtime_ns = ? WHERE inode = ?", second * 10**9 + 123_456_789, world.inode("file"))
+    os.utime(world.pfs / "file", ns=(0, second * 10**9))
+    world.look()
+    assert world.column("file", "content") == content
+    os.utime(world.pfs / "file", ns=(0, (second + 1) * 10**9))
+    world.look()
+    assert world.column("file", "content") is None
+
+
 def test_refresh_comes_by_the_timer(world: World) -> None:
     world.visit.step()
     due = world.visit.due_s()

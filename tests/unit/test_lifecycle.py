@@ -108,3 +108,13 @@ def test_a_copy_in_ram_is_no_reason_to_drop_the_one_on_nvme() -> None:
     both = Record(content(), (copy(), copy(Tier.NVME)))
     assert may_drop(both, Tier.RAM) and not may_drop(both, Tier.NVME)
     assert not may_drop(Record(content(), (copy(), copy(Tier.NVME, verified_ns=0))), Tier.RAM), "not verified, so it does not count"
+
+
+def test_a_file_on_the_pfs_is_the_same_when_only_fractions_of_its_time_are_gone() -> None:
+    """P7: what a filesystem forgets is no stranger's change; everything else is."""
+    known = (10, 1_700_000_000_123_456_789, 42)
+    for mtime_ns in (known[1], 1_700_000_000_123_456_700, 1_700_000_000_123_456_000, 1_700_000_000_123_000_000, 1_700_000_000_000_000_000):
+        assert lifecycle.same_file(known, (10, mtime_ns, 42))
+        assert not lifecycle.same_file(known, (11, mtime_ns, 42)) and not lifecycle.same_file(known, (10, mtime_ns, 43))
+    for mtime_ns in (1_700_000_000_123_456_788, 1_700_000_001_000_000_000, 1_699_999_999_000_000_000):
+        assert not lifecycle.same_file(known, (10, mtime_ns, 42))
