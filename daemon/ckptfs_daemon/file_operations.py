@@ -15,7 +15,7 @@ import trio
 
 from ckptfs import disk, limits
 from ckptfs.catalog import attributes, contents, journal, namespace, wants
-from ckptfs.errors import NoRoom
+from ckptfs.errors import ContentLost, NoRoom
 from ckptfs.model import Level, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place
@@ -85,6 +85,8 @@ class FileOperations(OpenOperations, ExtraOperations):
     async def _present(self, file: OpenFile) -> None:
         """After a restart the PFS's own file is opened again when somebody reads it."""
         await file.settled()
+        if file.fd < 0 and file.content is not None:
+            raise ContentLost(f"inode {file.inode}: content {file.content} cannot be found again")
         if file.fd < 0:
             file.fd = await pfs_descriptor(self.context, file.inode)
 

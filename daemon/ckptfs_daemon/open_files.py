@@ -9,7 +9,6 @@ import contextlib
 import errno
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -19,12 +18,12 @@ from ckptfs import limits
 from ckptfs.catalog import answers as told
 from ckptfs.catalog import contents, handles, settling
 from ckptfs.catalog.database import Database
-from ckptfs.errors import refused
+from ckptfs.errors import CkptfsError, refused
 from ckptfs.model import CopyState, Handle, Inode, Tier
 from ckptfs.tiers.place import Place, Places
 from ckptfs_daemon import bells
 from ckptfs_daemon.bells import Bell
-from ckptfs_daemon.open_file import WRITE_NOW, OpenFile
+from ckptfs_daemon.open_file import OpenFile, on_pfs, open_for_writing
 from ckptfs_daemon.passthrough import Passthrough
 
 log = logging.getLogger(__name__)
@@ -242,48 +241,46 @@ class OpenFiles:
                 handles.clear(self.db)
                 told.forget_all(self.db)
         for row in handles.every(self.db):
-            self._reopen(row)
+            await self._reopen(row)
         for content, inode, tier in contents.abandoned(self.db):
             if tier in self.places:
                 await self._close_abandoned(content, inode, self.places[tier])
 
-    def _reopen(self, row: Handle) -> None:
-        """One handle of the process before us."""
+    async def _reopen(self, row: Handle) -> None:
+        """One handle of the process before us. Where its file cannot be opened its handle is there all the same, and reads fail."""
         file = self.by_inode.get(row.inode)
         if file is None:
-            place = self._place_of(row.content)
-            file = OpenFile(row.inode, row.content, place, -1, backing=row.backing)
-            if place is not None and row.content is not None:
-                file.fd = place.open(row.content)
-                file.atime_ns = os.fstat(file.fd).st_atime_ns
-        if row.writer and not file.backing and not file.writable and file.place is not None and row.content is not None:
-            writing = _insist(file.place, row.content)
+            file = OpenFile(row.inode, row.content, self._place_of(row.content), -1, backing=row.backing)
+            await self._look_again(file)
+        if row.writer and not file.backing and not file.writable and file.fd >= 0 and file.place is not None and row.content is not None:
+            writing = await open_for_writing(file.place, row.content)
             file.close()
             file.fd, file.writable = writing, True
         self.add(file, row.id, row.writer)
+
+    async def _look_again(self, file: OpenFile) -> None:
+        place, content = file.place, file.content
+        if place is None or content is None:
+            return
+        try:
+            with trio.move_on_after(limits.PFS_ACT_WAIT_S):
+                file.fd = place.open(content) if place.tier is not Tier.PFS else await on_pfs(lambda: place.open(content))
+                file.atime_ns = os.fstat(file.fd).st_atime_ns
+        except (OSError, CkptfsError) as failure:
+            log.error("the open file with content %d cannot be found again in %s: %s", content, place.tier, failure)
 
     def _place_of(self, content: int | None) -> Place | None:
         if content is None:
             return None
         good = (copy.tier for copy in settling.copies(self.db, content) if copy.state is CopyState.GOOD)
-        return next((self.places[tier] for tier in good if tier in self.places and self.places[tier].exists(content)), None)
+        return next((self.places[tier] for tier in good if tier in self.places), None)
 
     async def _close_abandoned(self, content: int, inode: int, place: Place) -> None:
-        status = await trio.to_thread.run_sync(place.stat, content) if place.tier is Tier.PFS else place.stat(content)
+        status = None
+        with trio.move_on_after(limits.PFS_ACT_WAIT_S):
+            status = place.stat(content) if place.tier is not Tier.PFS else await on_pfs(lambda: place.stat(content))
         with self.db.change():
             if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
                 contents.doom(self.db, content)
             elif status is not None:
                 contents.close(self.db, inode, content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
-
-
-def _insist(place: Place, content: int) -> int:
-    """A descriptor for writing at start, when nothing else runs here: the mover gives up its lease within a block."""
-    deadline_s = time.monotonic() + limits.LEASE_WAIT_S
-    while True:
-        try:
-            return place.open(content, WRITE_NOW)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(limits.LEASE_POLL_S)

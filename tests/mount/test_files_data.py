@@ -219,3 +219,27 @@ def test_many_files_with_many_handles_each(mount: Area) -> None:
         file.close()
     for number in range(20):
         assert (mount.path / f"file{number}").read_bytes() == b"".join(b"%d " % n for n in range(number, 200, 20))
+
+
+def test_o_nonblock_never_meets_the_movers_lease(mount: Area) -> None:
+    path = mount.path / "file"
+    for number in range(30):
+        path.write_bytes(b"x" * 200_000)  # Closed just now: the mover is about to seal it.
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fd, b"%02d" % number)
+        os.close(fd)
+        assert path.read_bytes()[:3] == b"%02dx" % number
+
+
+def test_programs_run_from_the_mount(mount: Area) -> None:
+    program = mount.path / "true"
+    program.write_bytes(Path("/bin/true").read_bytes())
+    program.chmod(0o755)
+    script = mount.path / "script"
+    script.write_text("#!/bin/sh\necho ran\n")
+    script.chmod(0o755)
+    assert subprocess.run([program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([script], capture_output=True, text=True, check=True, timeout=60).stdout == "ran\n"
+    with open(program, "r+b") as file, pytest.raises(OSError, match=os.strerror(errno.ETXTBSY)):
+        subprocess.run([program], check=False, timeout=60)
+        file.close()
