@@ -40,6 +40,13 @@ def test_the_readme_names_only_features_and_tests_that_exist() -> None:
     assert [path for path in sorted(paths) if not (REPOSITORY / path).exists()] == []
 
 
+def test_every_feature_that_the_readme_claims_is_named_by_a_test() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    tests = "\n".join(path.read_text() for path in (REPOSITORY / "tests").rglob("*.py") if path != Path(__file__))
+    docstrings = "\n".join(re.findall(r'"""(.*?)"""', tests, re.DOTALL))
+    assert named(text) - named(docstrings) - {"P9"} == set()
+
+
 def test_the_architecture_names_only_files_that_exist() -> None:
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
     paths = set(re.findall(r"`((?:tests|bench|demo|deploy|ckptfs|daemon|client)/[\w./-]+)`", text))
