@@ -7,6 +7,7 @@ If we die here: SQLite undoes the unfinished change, and the adoption begins ane
 
 import stat
 from collections import deque
+from pathlib import Path
 
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
@@ -20,6 +21,15 @@ UNIDENTIFIED = "unidentified"
 def instance(db: Database) -> str:
     """What tells this catalog's temporary names from those of all others on the same PFS: 8 hex digits."""
     return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))[:8]
+
+
+def demand_none(db: Database, state: Path) -> None:
+    """Refuse to go on without the PFS that this catalog, in the directory `state`, belongs to. Raises ConfigError."""
+    if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None:
+        raise ConfigError(
+            f"the files in {state} belong to a PFS, and none is configured",
+            remedy="give pfs=DIRECTORY as before, or state=DIRECTORY with an empty one",
+        )
 
 
 def adopt(db: Database, uuid: str) -> bool:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from ckptfs import config as configuration
-from ckptfs.catalog import database, settling
+from ckptfs.catalog import adoption, database, settling
 from ckptfs.config import Config
 from ckptfs.errors import Refused
 from ckptfs.model import Tier
@@ -58,8 +58,19 @@ def _prepare_state(config: Config) -> int:
     lock.end_leftovers(config.state / "processes.json")
     database.create(config.state / "catalog.db")
     database.check(config.state / "catalog.db")
+    if config.pfs is None:
+        _demand_pfs(config)
     ram_mount.prepare(config)
     return held
+
+
+def _demand_pfs(config: Config) -> None:
+    """A catalog that has a PFS needs it: what lies only there could not be read, and what changes meanwhile would never be told to it."""
+    db = database.Database(config.state / "catalog.db", journalled=False)
+    try:
+        adoption.demand_none(db, config.state)
+    finally:
+        db.close()
 
 
 def _connection(config: Config, handed_over: tuple[int, bytes] | None) -> tuple[Connection, bool]:
@@ -86,9 +97,9 @@ def _give_back_memory(config: Config) -> None:
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
         only_here = settling.only_in(db, Tier.RAM)
+        if only_here:
+            log.info("%d files have their only copy in RAM: the RAM tier stays mounted at %s", only_here, config.state / "ram")
+        elif ram_mount.release(config):
+            settling.forget_tier(db, Tier.RAM)
     finally:
         db.close()
-    if only_here:
-        log.info("%d files have their only copy in RAM: the RAM tier stays mounted at %s", only_here, config.state / "ram")
-    else:
-        ram_mount.release(config)

@@ -8,8 +8,8 @@ import pytest
 from write_back_world import Mount, intercepted
 
 from ckptfs import disk
-from ckptfs.catalog import namespace, pfs_view, renaming, report, settling
-from ckptfs.errors import TierUnavailable
+from ckptfs.catalog import adoption, namespace, pfs_view, renaming, report, settling
+from ckptfs.errors import ConfigError, TierUnavailable
 from ckptfs.flow.write_back import apply
 from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
 
@@ -359,6 +359,15 @@ def test_what_lies_only_on_another_pfs_is_not_given_up(mount: Mount) -> None:
     with pytest.raises(Exception, match="only on another PFS"):
         mount.write_back().step()
     assert pfs_view.published(mount.db, mount.number(b"file")) is not None
+
+
+def test_a_catalog_does_not_go_on_without_its_pfs(mount: Mount) -> None:
+    """P11: what changes meanwhile would never be told to it."""
+    adoption.demand_none(mount.db, mount.root)
+    mount.write_back().prepare()
+    with pytest.raises(ConfigError, match="belong to a PFS") as refusal:
+        adoption.demand_none(mount.db, mount.root)
+    assert "pfs=" in refusal.value.remedy
 
 
 def test_a_pfs_that_is_not_mounted_is_not_taken_for_an_empty_one(mount: Mount) -> None:
