@@ -203,6 +203,13 @@ def only_in(db: Database, tier: Tier) -> int:
     )
 
 
+def forget_tier(db: Database, tier: Tier) -> None:
+    """This tier was given up in order: its copies are gone, and nobody needs to be warned of it."""
+    with db.change():
+        db.run("DELETE FROM copy WHERE tier = ?", tier)
+        db.run("DELETE FROM tier WHERE name = ?", tier)
+
+
 # --- drop ------------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ import stat
 from hashlib import sha256
 from pathlib import Path
 
-from ckptfs import limits
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, Refused
 from ckptfs_daemon import mounting
@@ -97,8 +96,8 @@ def _below_shared_memory(config: Config, point: Path) -> Path:
     return directory
 
 
-def release(config: Config) -> None:
-    """Give the memory back. Called when nothing in it is the only copy of anything."""
+def release(config: Config) -> bool:
+    """Give the memory back; whether that could be. Called when nothing in it is the only copy of anything."""
     point = config.state / "ram"
     if point.is_symlink():
         target = Path(os.readlink(point))
@@ -109,6 +108,5 @@ def release(config: Config) -> None:
             mounting.umount(point)
         except OSError as failure:
             log.warning("the RAM tier stays mounted at %s: %s", point, failure.strerror)
-
-
-assert limits.RAM_HEADROOM_BYTES_MIN > SIZE_STEP_BYTES
+            return False
+    return True
