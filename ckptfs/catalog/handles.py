@@ -37,5 +37,6 @@ def point(db: Database, inode: int, content: int) -> None:
 
 
 def clear(db: Database) -> int:
-    """A new FUSE connection begins: nothing is open. How many handles the former one left."""
+    """A new FUSE connection begins: nothing is open, and ids, of which the kernel keeps 32 bits, start anew. How many were left."""
+    db.run("DELETE FROM sqlite_sequence WHERE name = 'handle'")
     return db.run("DELETE FROM handle")

@@ -164,8 +164,20 @@ def test_mknod_makes_an_empty_file_that_can_be_read_and_written(mount: Area) -> 
     os.mknod(path, 0o100644)
     assert path.read_bytes() == b""
     assert path.stat().st_size == 0
+    os.mknod(mount.path / "never opened", 0o100600)
+    mount.settle()
+    assert (mount.pfs / "never opened").read_bytes() == b""
     path.write_bytes(b"now")
     assert path.read_bytes() == b"now"
+
+
+def test_truncating_to_the_same_length_begins_no_generation(mount: Area) -> None:
+    path = _write(mount.path / "file", b"x" * 1000)
+    mount.settle()
+    os.truncate(path, 1000)
+    assert path.read_bytes() == b"x" * 1000
+    inode = path.stat().st_ino
+    assert mount.catalog("SELECT generation FROM inode WHERE id = ?", inode) == [(1,)]
 
 
 def test_fsync_fdatasync_and_fsync_of_directories(mount: Area) -> None:
