@@ -188,9 +188,8 @@ class WriteBack:
 
     def _stage(self, tree: PfsTree, planner: Planner) -> Batch:
         """Make the temporary files, and write the batch down."""
-        batch = pfs_batch.batch_of(planner.view, planner.last)
-        batch.actions, batch.again = planner.actions, planner.again
-        if planner.puts:
+        batch = Batch(planner.last, [action for action in planner.actions if action.key in planner.puts])
+        if batch.actions:
             with self._db.change():
                 pfs_batch.write(self._db, batch, ready=False)
             disk.act("write_back:begun", lambda: None)
