@@ -63,14 +63,16 @@ def area() -> Iterator[Path]:
 def seen() -> Iterator[list[str]]:
     """The labels of all operations, in order."""
     root = memory()
-    mount = Mount(root)
-    checkpoints(mount)
-    with killed_at(10_000, after=False) as labels:
-        mount.settle()
-    mount.exact()
-    yield labels
-    mount.db.close()
-    shutil.rmtree(root)
+    try:
+        mount = Mount(root)
+        checkpoints(mount)
+        with killed_at(10_000, after=False) as labels:
+            mount.settle()
+        mount.exact()
+        yield labels
+        mount.db.close()
+    finally:
+        shutil.rmtree(root)
 
 
 def moments(seen: list[str], at_most: int) -> list[int]:
