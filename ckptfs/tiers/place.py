@@ -25,6 +25,7 @@ disk.labels("place:create", "place:open", "place:remove")
 
 PFS_WORK_DIRECTORY = ".ckptfs"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_NOTHING: Mapping[Tier, int] = {}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -207,12 +208,15 @@ class Places(Mapping[Tier, Place]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def choose(self, expected_bytes: int = 0) -> Tier:
+    def choose(self, expected_bytes: int = 0, promised: Mapping[Tier, int] = _NOTHING) -> Tier:
         """Where a new content of about `expected_bytes` goes (0: unknown). Raises NoRoom when every tier is full (P10).
 
-        The PFS counts as having room: whoever creates there finds out, in a thread that may hang.
+        `promised`: what writers are still expected to write in a tier. The PFS counts as having room: whoever creates there finds
+        out, in a thread that may hang.
         """
         rooms = self.local_rooms()
+        if promised:
+            rooms = {tier: space.without(room, promised.get(tier, 0)) for tier, room in rooms.items()}
         if Tier.PFS in self:
             rooms = rooms | {Tier.PFS: Room(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
         tier = space.choose(rooms, expected_bytes, self._ram_high)

@@ -46,14 +46,20 @@ def fits(room: Room, expected_bytes: int, high: float) -> bool:
     return room.free > expected_bytes and room.used + expected_bytes < high * room.total
 
 
-def watched(room: Room, expected_bytes: int) -> bool:
+def without(room: Room, promised_bytes: int) -> Room:
+    """`room` as it will be when writers have written what is expected of them."""
+    return Room(room.total, max(0, room.free - promised_bytes), room.used + promised_bytes)
+
+
+def watched(room: Room, expected_bytes: int | None) -> bool:
     """Whether writes into this tier must pass through us, so that a full tier can be answered by moving on to the next one (P10).
 
-    The kernel writes to a backing file without asking; we let it while there is room for twice what is expected, or for any surprise
-    where nothing is (`expected_bytes` 0).
+    The kernel writes to a backing file without asking; we let it while there is room for half as much again as is expected, or for
+    any surprise where nothing is known (None).
     """
-    known = max(limits.UNWATCHED_ROOM_BYTES_MIN, 2 * expected_bytes)
-    return room.free < (known if expected_bytes else limits.UNWATCHED_ROOM_UNKNOWN_BYTES_MIN)
+    if expected_bytes is None:
+        return room.free < limits.UNWATCHED_ROOM_UNKNOWN_BYTES_MIN
+    return room.free < max(limits.UNWATCHED_ROOM_BYTES_MIN, expected_bytes + expected_bytes // 2)
 
 
 def excess(room: Room, high: float, low: float) -> int:

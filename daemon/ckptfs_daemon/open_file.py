@@ -39,6 +39,7 @@ class OpenFile:
     writable: bool = False
     direct: bool = False
     kind: bytes | None = None
+    expected: int = 0
     handles: dict[int, bool] = field(default_factory=dict)
     ended: list[tuple[int, bool]] = field(default_factory=list)
     atime_ns: int = 0
@@ -58,6 +59,11 @@ class OpenFile:
     def closing(self) -> bool:
         """Whether the last writer's release waits to be committed."""
         return self.content is not None and any(writer for _, writer in self.ended) and not self.writers
+
+    @property
+    def promised(self) -> int:
+        """Bytes that its writer is still expected to write."""
+        return max(0, self.expected - os.fstat(self.fd).st_blocks * 512) if self.fd >= 0 else 0
 
     def attributes(self, row: Inode) -> Inode:
         """`row` with what its open file knows better."""

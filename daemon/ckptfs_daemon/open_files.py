@@ -48,6 +48,7 @@ class OpenFiles:
         self._answers: list[Callable[[], None]] = []
         self._some_ended = trio.Event()
         self._expected: dict[bytes, int] = {}
+        self._promising: dict[OpenFile, None] = {}
         self._refused: set[Tier | None] = set()
         self._internal = 0
 
@@ -88,6 +89,14 @@ class OpenFiles:
         """How large a new file of this kind will probably be: as the last one; 0 when there was none."""
         return self._expected.get(kind, 0)
 
+    def promised(self) -> dict[Tier, int]:
+        """What writers are still expected to write, by tier."""
+        sums: dict[Tier, int] = {}
+        for file in self._promising:
+            if file.tier is not None and file.tier is not Tier.PFS:
+                sums[file.tier] = sums.get(file.tier, 0) + file.promised
+        return sums
+
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def register(self, fd: int, tier: Tier | None) -> int:
@@ -121,6 +130,8 @@ class OpenFiles:
         self.by_inode[file.inode] = file
         self.by_handle[handle] = file
         file.handles[handle] = writer
+        if file.expected:
+            self._promising[file] = None
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -209,6 +220,9 @@ class OpenFiles:
     def _forget(self, file: OpenFile, doomed: list[int]) -> None:
         """The rows are committed: now the descriptors, the backing id, and what was unlinked."""
         closed = file.closing
+        if closed:
+            self._promising.pop(file, None)
+            file.expected = 0
         file.ended.clear()
         del self._ending[file]
         if not file.handles:

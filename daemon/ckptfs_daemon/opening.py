@@ -144,9 +144,10 @@ class Opening:
     def begin(self, held: Held, undo: Undo, kind: bytes | None = None) -> OpenFile:
         """A new content."""
         expected = max(held.inode.size, self._files.expected_bytes(kind) if kind else 0)
-        tier = self._context.places.choose(expected)
+        promised = self._files.promised()
+        tier = self._context.places.choose(expected, promised)
         place = self._context.places[tier]
-        served = self._served(tier, expected)
+        served = self._served(tier, expected or None, promised.get(tier, 0))
         changed_ns = None if kind is not None else time.time_ns()
         if tier is Tier.PFS:
             content, fd = self._made_on_pfs(place)
@@ -160,14 +161,18 @@ class Opening:
             undo.callback(os.close, fd)
         mtime_ns = held.inode.mtime_ns if changed_ns is None else changed_ns
         os.utime(fd, ns=(held.inode.atime_ns, mtime_ns))
-        return self._file(held, content, place, fd, undo, served=served, kind=kind)
+        file = self._file(held, content, place, fd, undo, served=served, kind=kind)
+        file.expected = expected
+        return file
 
-    def _served(self, tier: Tier, expected: int) -> bool:
+    def _served(self, tier: Tier, expected: int | None, promised: int) -> bool:
         """Whether a writer's bytes shall pass through us although the kernel could do it alone: where a tier is nearly full."""
         if self._context.data_path is not DataPath.PASSTHROUGH:
             return True
         places = self._context.places
-        return tier is not Tier.PFS and any(places.after(tier)) and space.watched(places.room(tier), expected)
+        if tier is Tier.PFS or not any(places.after(tier)):
+            return False
+        return space.watched(space.without(places.room(tier), promised), expected)
 
     def _empty(self, held: Held, undo: Undo) -> OpenFile:
         """A file that was made by mknod and never written: it gets a content now, closed at once with this handle."""
@@ -183,7 +188,7 @@ class Opening:
         if tier not in self._context.places:
             raise self._lost(f"its content lies in {tier}, which is not configured")
         place = self._context.places[tier]
-        served = wish.writer and self._served(tier, held.inode.size)
+        served = wish.writer and self._served(tier, 0, self._files.promised().get(tier, 0))
         try:
             fd = self._taken(place, content, WRITE_NOW if served else os.O_RDONLY)
         except FileNotFoundError as failure:

@@ -45,8 +45,14 @@ def test_short_memory_is_not_a_full_tier() -> None:
 
 def test_writes_are_watched_where_a_surprise_could_fill_the_tier() -> None:
     known, unknown = limits.UNWATCHED_ROOM_BYTES_MIN, limits.UNWATCHED_ROOM_UNKNOWN_BYTES_MIN
-    assert space.watched(Room(10**12, known - 1), 1)
-    assert not space.watched(Room(10**12, known), 1)
-    assert space.watched(Room(10**12, known), 0)
-    assert not space.watched(Room(10**12, unknown), 0)
-    assert space.watched(Room(10**12, 10**10), 6 * 10**9)
+    assert space.watched(Room(10**12, known - 1), 0)
+    assert not space.watched(Room(10**12, known), 0)
+    assert space.watched(Room(10**12, known), None)
+    assert not space.watched(Room(10**12, unknown), None)
+    assert space.watched(Room(10**12, 10**10), 7 * 10**9)
+
+
+def test_what_writers_are_expected_to_write_is_spoken_for() -> None:
+    room = space.without(Room(100 * MIB, 90 * MIB), 60 * MIB)
+    assert (room.free, room.used) == (30 * MIB, 70 * MIB)
+    assert space.choose({Tier.RAM: room, Tier.NVME: Room(100 * MIB, 100 * MIB)}, 11 * MIB, 0.8) is Tier.NVME
