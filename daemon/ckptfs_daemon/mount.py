@@ -8,7 +8,9 @@ import contextlib
 import logging
 import os
 import queue
+import resource
 import socket
+from pathlib import Path
 
 import trio
 
@@ -44,12 +46,23 @@ class Operations(FileOperations, NameOperations, pyfuse3.Operations):  # type: i
 
 def run(inherited: Inherited) -> int:
     """Serve the connection; 0 when it was unmounted."""
+    _raise_descriptor_limit()
     operations = Operations(_wire(inherited))
     operations.serve_extras()
     door.open_session(operations, inherited)
     trio.run(_serve, inherited, operations)
     door.close_session()
     return 0
+
+
+def _raise_descriptor_limit() -> None:
+    """Every file that an application has open costs us a descriptor: take as many as we may, as root as many as there are."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = int(Path("/proc/sys/fs/nr_open").read_text())
+    for limit in (most, hard):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            return
 
 
 def _wire(inherited: Inherited) -> Context:

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -255,3 +256,19 @@ def test_programs_run_from_the_mount(mount: Area) -> None:
     with open(program, "r+b") as file, pytest.raises(OSError, match=os.strerror(errno.ETXTBSY)):
         subprocess.run([program], check=False, timeout=60)
         file.close()
+
+
+def test_thousands_of_files_open_at_once(mount: Area) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3000
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + 500), max(hard, wanted + 500)))
+    fds = []
+    try:
+        for number in range(wanted):
+            fds.append(os.open(mount.path / f"file{number}", os.O_RDWR | os.O_CREAT))
+        os.write(fds[-1], b"last")
+        assert (mount.path / f"file{wanted - 1}").read_bytes() == b"last"
+    finally:
+        for fd in fds:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
