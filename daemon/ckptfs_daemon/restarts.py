@@ -1,7 +1,8 @@
 """When a child that died is started again, and when that is given up. Pure: times come in, decisions go out.
 
 A child that was ready and was killed (SIGKILL: a person, a test, the OOM killer) is started again at once, however often that
-happens. One that dies of itself, or before it was ready, waits longer each time.
+happens. One that dies of itself, or before it was ready, waits longer each time. Kills before it was ready make it wait for less than a
+second, and never end what once was ready: whoever kills it again and again must not end the mount (P8).
 """
 
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ def died(history: History, *, now: float, lived_s: float, ready: bool, killed: b
     history = replace(history, restarts=history.restarts + 1)
     if ready and killed:
         return replace(history, failures=0)
+    if killed:
+        return replace(history, failures=max(history.failures, min(history.failures + 1, FIRST_FAILURES_MAX)))
     recent = tuple(at for at in history.deaths if now - at < limits.RESTARTS_WINDOW_S)
     failures = 0 if ready and lived_s >= LONG_LIFE_S else history.failures + 1
     return replace(history, failures=failures, deaths=(*recent, now))

@@ -37,6 +37,14 @@ def test_a_kill_before_it_was_ready_counts_as_a_failure() -> None:
     assert history.failures == 1
 
 
+def test_kills_before_it_was_ready_end_only_what_never_was() -> None:
+    history = History()
+    for second in range(100):
+        history = restarts.died(history, now=float(second), lived_s=0.1, ready=False, killed=True)
+    assert not restarts.hopeless(history, ever_ready=True) and restarts.delay_s(history) < 1
+    assert "in a row" in restarts.hopeless(history, ever_ready=False)
+
+
 def test_a_long_life_forgives_what_was_before() -> None:
     history = restarts.died(History(failures=7), now=0.0, lived_s=restarts.LONG_LIFE_S, ready=True, killed=False)
     assert restarts.delay_s(history) == 0
