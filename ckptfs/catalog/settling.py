@@ -299,6 +299,8 @@ def fall_back(db: Database, lost: Content) -> str:
             db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", older[0], older[1], lost.inode)
         elif shown is not None:
             db.run("UPDATE inode SET content = NULL, size = ?, mtime_ns = ? WHERE id = ?", shown[0], shown[1], lost.inode)
+            # It may be what was fsynced of the file that was open: from now on that is the whole of it.
+            db.run("UPDATE published SET complete = 1 WHERE inode = ?", lost.inode)
         else:
             return ""
         set_state(db, lost.id, ContentState.DOOMED)
