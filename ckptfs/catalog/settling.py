@@ -286,25 +286,29 @@ def is_current(db: Database, seen: Content) -> bool:
 def fall_back(db: Database, lost: Content) -> str:
     """Let the file show what is left of it, in place of `lost`: its former generation here, or what the PFS shows. Which, in words.
 
-    Empty, and nothing changed, when nothing is left.
+    The newer of both: the PFS may already show what was fsynced of the lost one. Empty, and nothing changed, when nothing is left.
     """
     with db.change():
         older = db.row(
-            "SELECT id, size FROM content k WHERE inode = ? AND id < ? AND state = 2"
+            "SELECT id, size, generation FROM content k WHERE inode = ? AND id < ? AND state = 2"
             " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY id DESC LIMIT 1",
             lost.inode, lost.id,
         )  # fmt: skip
-        shown = db.row("SELECT size, mtime_ns FROM published WHERE inode = ?", lost.inode)
-        if older is not None:
+        shown = db.row("SELECT size, mtime_ns, generation FROM published WHERE inode = ?", lost.inode)
+        if older is not None and (shown is None or shown[2] <= older[2]):
             db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", older[0], older[1], lost.inode)
+            what = "its former generation"
         elif shown is not None:
             db.run("UPDATE inode SET content = NULL, size = ?, mtime_ns = ? WHERE id = ?", shown[0], shown[1], lost.inode)
             # It may be what was fsynced of the file that was open: from now on that is the whole of it.
             db.run("UPDATE published SET complete = 1 WHERE inode = ?", lost.inode)
+            if older is not None:
+                set_state(db, older[0], ContentState.DOOMED)
+            what = "what is on the PFS"
         else:
             return ""
         set_state(db, lost.id, ContentState.DOOMED)
-        return "its former generation" if older is not None else "what is on the PFS"
+        return what
 
 
 def lose(db: Database, seen: Content) -> bool:

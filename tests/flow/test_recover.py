@@ -104,6 +104,23 @@ def test_an_open_file_falls_back_to_what_the_pfs_shows(node: Node, caplog: pytes
     assert "md.log was still open" in caplog.text
 
 
+def test_an_open_file_falls_back_to_what_it_had_fsynced_and_not_to_what_was_before(node: Node) -> None:
+    """P3: fsync=pfs has promised it; the former generation that still lies on NVMe is older."""
+    old = node.make(b"md.log", b"old")
+    seal(node)
+    second_copy(node, old, Tier.NVME)
+    inode = node.inode(old)
+    new = node.write(inode, b"step 1, step 2", closed=False)
+    node.publish(old)
+    with node.db.change():
+        node.db.run("UPDATE published SET generation = generation + 1, complete = 0, size = 6 WHERE inode = ?", inode)
+    lose(node, Tier.RAM)
+    recover(node)
+    assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
+    assert node.db.value("SELECT complete FROM published WHERE inode = ?", inode) == 1
+    assert node.state(new) is ContentState.DOOMED and node.state(old) is ContentState.DOOMED
+
+
 def test_an_open_file_with_nothing_to_fall_back_to_is_lost_and_not_empty(node: Node) -> None:
     content = node.make(b"new", b"data", closed=False)
     lose(node, Tier.RAM)
