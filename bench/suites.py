@@ -23,12 +23,14 @@ def write(directory: Path, *, size: int, piece: int) -> float:
     return size / elapsed
 
 
-def hot_read(directory: Path, *, size: int) -> float:
+def prepare_hot(path: Path, *, size: int) -> None:
+    """A file to be read."""
+    path.write_bytes(os.urandom(MIB) * (size // MIB))
+
+
+def hot_read(path: Path, *, size: int) -> float:
     """Bytes/s of reading a file that was read before, in pieces of 4 MiB."""
-    path = directory / "hot"
-    if not path.exists():
-        path.write_bytes(os.urandom(MIB) * (size // MIB))
-        _read(path)
+    _read(path)
     start = time.perf_counter()
     _read(path)
     return size / (time.perf_counter() - start)
@@ -54,14 +56,18 @@ def torch_save(directory: Path, *, size: int) -> float:
     return size / elapsed
 
 
-def torch_load(directory: Path, *, size: int) -> float:
-    """Bytes/s of torch.load of such a state."""
+def prepare_load(path: Path, *, size: int) -> None:
+    """A checkpoint to be loaded."""
     import torch
 
-    path = directory / "load.pt"
-    if not path.exists():
-        torch.save({f"layer{number}": torch.ones(size // 64) for number in range(16)}, path)
-        torch.load(path)
+    torch.save({f"layer{number}": torch.ones(size // 64) for number in range(16)}, path)
+
+
+def torch_load(path: Path, *, size: int) -> float:
+    """Bytes/s of torch.load of a checkpoint that was loaded before."""
+    import torch
+
+    torch.load(path)
     start = time.perf_counter()
     torch.load(path)
     return size / (time.perf_counter() - start)
