@@ -117,9 +117,11 @@ def doom_older(db: Database, inode: int, newer: int) -> int:
 
 
 def fill(db: Database, seen: Content, tier: Tier) -> bool:
-    """Announce a copy that is about to be made, so that a crash leaves a row to tidy. False when the content has moved on."""
+    """Announce a copy that is about to be made, so that a crash leaves a row to tidy. False when the content has moved on, and when
+    somebody is making this copy already: its file is theirs.
+    """
     with db.change():
-        if not unchanged(db, seen):
+        if not unchanged(db, seen) or db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state = 0", seen.id, tier):
             return False
         db.run("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", seen.id, tier, time.time_ns())
         return True
@@ -136,10 +138,10 @@ def filled(db: Database, seen: Content, tier: Tier) -> bool:
 
 
 def mark(db: Database, number: int, tier: Tier, state: CopyState) -> None:
-    """Set a copy's state after its digest was checked; a GOOD one is verified now."""
+    """Set a copy's state after its digest was checked; a GOOD one is verified now. One that is being filled is another one by now."""
     with db.change():
         db.run(
-            "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ?",
+            "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ? AND state <> 0",
             state,
             time.time_ns() if state == 1 else 0,
             number,
@@ -148,7 +150,9 @@ def mark(db: Database, number: int, tier: Tier, state: CopyState) -> None:
 
 
 def forget_copy(db: Database, number: int, tier: Tier) -> None:
-    """The copy in `tier` is not to be counted any more; its file may be removed once this is committed."""
+    """The copy in `tier` is not to be counted any more; its file may be removed once this is committed, if nobody has announced
+    another one meanwhile: see `known`.
+    """
     with db.change():
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
 
@@ -183,11 +187,12 @@ def recent_size(db: Database, of: int) -> int:
 
 def spare(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Content]:
     """Sealed contents with a copy in `tier` that nobody has open, the least recently used first: those that are whole
-    `elsewhere` too, or those that are not.
+    `elsewhere` too, or those that are not. What somebody copies just now is left out.
     """
     rows = db.rows(
         f"SELECT {_CONTENT} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = k.inode)"
+        " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
         f" AND {'' if elsewhere else 'NOT '}{_ELSEWHERE} ORDER BY c.used_ns, k.id LIMIT ?",
         tier, at_most,
     )  # fmt: skip

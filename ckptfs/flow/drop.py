@@ -7,6 +7,7 @@ The mount makes a content's file first and commits its row then: an unknown file
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterable
 
@@ -31,18 +32,24 @@ class Drop:
 
     def __init__(self, db: Database, places: Places, config: Config, notify: Notify, tiers: Iterable[Tier] = Tier) -> None:
         self._db = db
-        self._places = {tier: places[tier] for tier in tiers if tier in places}
+        self._every = places
         self._tiers = tuple(tiers)
         self._after = 0
         # The first sweep comes when what the mount of before may have been making is old enough.
         self._sweep_s = time.monotonic() + LEFTOVER_AGE_S + 5
 
+    @property
+    def _places(self) -> dict[Tier, Place]:
+        """Those of our tiers that are there: one may have been left out since."""
+        return {tier: self._every[tier] for tier in self._tiers if tier in self._every}
+
     def step(self) -> bool:
         """Drop one batch of doomed contents, or sweep when that is due. True: there may be more at once."""
         batch = settling.doomed(self._db, self._tiers, self._after, BATCH_CONTENTS)
+        places = self._places
         for number, tier in batch:
-            if tier in self._places:
-                self._places[tier].remove(number)
+            if tier in places:
+                places[tier].remove(number)
         if batch:
             disk.act("drop:forget", settling.forget, self._db, batch)
         more = len(batch) == BATCH_CONTENTS
@@ -69,7 +76,18 @@ class Drop:
                 if not lifecycle.may_drop(settling.record(self._db, number), tier):
                     continue
                 settling.forget_copy(self._db, number, tier)
-            disk.act("drop:quarantined", place.remove, number)
+            disk.act("drop:quarantined", self._remove_forgotten, tier, place, number)
+
+    def _remove_forgotten(self, tier: Tier, place: Place, number: int) -> None:
+        """Remove a file whose copy was forgotten, unless somebody brings the content back just now. On the PFS, which must not be asked
+        inside a transaction, it is left to the sweep of what no row names.
+        """
+        if tier is Tier.PFS:
+            return
+        with self._db.change():
+            fd = -1 if settling.known(self._db, number, tier) else place.detach(number)
+        if fd >= 0:
+            os.close(fd)
 
     def _drop_leftovers(self, tier: Tier, place: Place) -> tuple[int, int]:
         """Remove old files without a row; how many, and their bytes. The files are listed before the rows, so that a row that is made

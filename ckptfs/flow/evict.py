@@ -130,11 +130,25 @@ class Evict:
             for content in gone:
                 settling.forget_copy(self._db, content.id, place.tier)
         disk.act("evict:forgotten", lambda: None)
-        for content in gone:
-            place.remove(content.id)
+        self._remove(place, gone)
         if gone:
             log.debug("dropped %d copies from %s", len(gone), place.tier)
         return len(gone)
+
+    def _remove(self, place: Place, gone: list[Content]) -> None:
+        """Remove what was forgotten. Whoever wants it back announces that first, which cannot happen inside our transaction: what was
+        announced before has a file of its own. To free a large file takes long, so that is done outside.
+        """
+        detached: list[int] = []
+        try:
+            with self._db.change():
+                for content in gone:
+                    if not settling.known(self._db, content.id, place.tier):
+                        detached.append(place.detach(content.id))
+        finally:
+            for fd in detached:
+                if fd >= 0:
+                    os.close(fd)
 
     # --- moving from RAM to NVMe -------------------------------------------------------------------------------------
 
@@ -155,6 +169,8 @@ class Evict:
             log.debug("%s is not moved to nvme now: %s", self._name(content), reason)
             return True
         except (OSError, DigestMismatch) as failure:
+            if isinstance(failure, OSError) and not settling.unchanged(self._db, content):
+                return True  # It was deleted while we reached for it.
             self._demote_wait_s = min(max(2 * self._demote_wait_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
             self._demote_at_s = time.monotonic() + self._demote_wait_s
             self._tell(content, failure)

@@ -95,7 +95,9 @@ class Fetch:
         except (OSError, CkptfsError) as failure:
             code = failure.errno or errno.EIO
             self._failed(want, code if code in {errno.ESTALE, errno.ENOSPC, errno.EACCES} else errno.EIO)
-            log.warning("%s cannot be fetched from the PFS: %s", self._name(want.inode), failure)
+            deleted = fetching.look(self._db, want.inode) is None
+            level = logging.DEBUG if deleted else logging.WARNING
+            log.log(level, "%s cannot be fetched from the PFS: %s", self._name(want.inode), failure)
         except Exception:
             self._failed(want, errno.EIO)
             raise
@@ -158,9 +160,12 @@ class Fetch:
             if failure.errno in MOVED_ON:
                 raise self._moved_on(found) from failure
             raise
-        if not pfs_open.same(fd, found.on_pfs):
+        try:
+            if not pfs_open.same(fd, found.on_pfs):
+                raise self._moved_on(found)
+        except BaseException:
             os.close(fd)
-            raise self._moved_on(found)
+            raise
         return fd
 
     def _moved_on(self, found: Fetchable) -> Busy:
@@ -182,7 +187,7 @@ class Fetch:
             if not disk.act("fetch:arrived", fetching.arrived, self._db, found, what):
                 raise Busy("the file changed while it was fetched")
         except BaseException:
-            with suppress(OSError):
+            with suppress(OSError, CkptfsError):
                 place.remove(number)
             fetching.give_up(self._db, number, tier)
             raise

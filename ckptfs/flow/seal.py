@@ -53,7 +53,9 @@ class Seal:
 
     def step(self) -> bool:
         """Seal one batch. True: there may be more at once."""
-        batch = settling.closed(self._db, self._tiers, self._after, BATCH_CONTENTS)
+        # A tier that was left out keeps what is in it until it is there again.
+        present = [tier for tier in self._tiers if tier in self._places]
+        batch = settling.closed(self._db, present, self._after, BATCH_CONTENTS)
         now = time.monotonic()
         seals: list[settling.Seal] = []
         taken_bytes = 0

@@ -47,7 +47,8 @@ def reading(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
     try:
         yield check
     finally:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        with contextlib.suppress(OSError):  # The kernel took it away from whoever gave it up too late.
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def _same_times(fd: int) -> Callable[[], None]:

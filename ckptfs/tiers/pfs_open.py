@@ -28,9 +28,12 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     if known is None or known.on_pfs is None:
         raise refused(errno.ESTALE)
     fd = open_named(db, pfs, inode, flags)
-    if not same(fd, known.on_pfs):
+    try:
+        if not same(fd, known.on_pfs):
+            raise refused(errno.ESTALE, "the file on the PFS was changed by somebody else")
+    except BaseException:
         os.close(fd)
-        raise refused(errno.ESTALE, "the file on the PFS was changed by somebody else")
+        raise
     return fd
 
 

@@ -78,7 +78,7 @@ class Place:
         path = self.root / "tier-id"
         self._made_directory()
         with contextlib.suppress(FileNotFoundError):
-            if text := path.read_text(encoding="ascii").strip():
+            if text := path.read_text(encoding="ascii", errors="replace").strip():
                 return text
         mine = self.root / f"tier-id.{uuid.uuid4().hex}"
         mine.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
@@ -94,7 +94,7 @@ class Place:
         finally:
             mine.unlink(missing_ok=True)
         _persist(self.root)
-        return path.read_text(encoding="ascii").strip()
+        return path.read_text(encoding="ascii", errors="replace").strip()
 
     def create(self, content: int, flags: int = os.O_RDWR) -> int:
         """A descriptor of a new, empty file for `content`, whose id is the caller's alone.
@@ -116,6 +116,21 @@ class Place:
         """Delete the file of `content`, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             disk.unlink("place:remove", file_name(content), dir_fd=self.directory)
+
+    def detach(self, content: int) -> int:
+        """Take the name of the file of `content` away, at once however large it is; its room is free when the descriptor that is given is
+        closed. -1 when there is no such file.
+        """
+        try:
+            fd = os.open(file_name(content), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory)
+        except FileNotFoundError:
+            return -1
+        try:
+            self.remove(content)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def exists(self, content: int) -> bool:
         """Whether there is a file for `content`."""

@@ -117,7 +117,7 @@ def identify(db: Database, place: Place) -> None:
             settling.adopt(db, place.tier, place.uuid)
         return
     try:
-        found = (place.root / "tier-id").read_text(encoding="ascii").strip()
+        found = (place.root / "tier-id").read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
         found = ""
     if found != expected:

@@ -8,9 +8,10 @@ import pytest
 from local_node import Node, in_process
 
 from ckptfs.catalog import contents as mount_side
+from ckptfs.catalog import settling
 from ckptfs.flow.drop import Drop
 from ckptfs.flow.seal import Seal
-from ckptfs.model import CopyState, Tier
+from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import duplicate
 from ckptfs.tiers.place import Place
 
@@ -144,6 +145,37 @@ def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
     assert node.copies(lonely) == {Tier.RAM: CopyState.QUARANTINED}
     assert node.copies(paired) == {Tier.NVME: CopyState.GOOD}
     assert node.files(Tier.RAM) == {lonely}
+
+
+def test_a_quarantined_copy_that_is_brought_back_just_now_keeps_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = node.make(b"f", b"old")
+    Seal(node.db, node.places, node.config, node.told).step()
+    node.publish(content)
+    with node.db.change():
+        node.db.run("UPDATE copy SET state = 2, verified_ns = 0")
+    forget = settling.forget_copy
+    meant = drop(node, sweep=True)
+
+    def brought_back(*values: object) -> None:
+        forget(*values)  # type: ignore[arg-type]
+        with node.db.change():
+            node.db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 0)", content)
+
+    monkeypatch.setattr(settling, "forget_copy", brought_back)
+    meant.step()
+    assert node.files(Tier.RAM) == {content}
+
+
+def test_a_tier_that_was_left_out_is_not_touched(node: Node) -> None:
+    """Its directory is another one than the catalog knows: we go on without it, and what the catalog says of it waits."""
+    flow, seal = drop(node), Seal(node.db, node.places, node.config, node.told)
+    there, waits = node.make(b"there", b"1", tier=Tier.NVME), node.make(b"waits", b"2", tier=Tier.NVME)
+    doom(node, there)
+    node.places.leave_out(Tier.NVME)
+    flow.step()
+    seal.step()
+    assert (node.root / "nvme" / "contents" / f"{there:016x}").exists()
+    assert node.state(waits) is ContentState.CLOSED
 
 
 @pytest.mark.crash

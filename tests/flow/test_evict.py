@@ -133,6 +133,59 @@ def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: p
     assert contents[0] in node.files(Tier.RAM)
 
 
+def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: between evict's commit and the removal of the files somebody brings one of the contents back under the same name."""
+    contents = filled(node)
+    for content in contents:
+        node.publish(content)
+    act = disk.act
+
+    def interrupted(label: str, *values: object, **named: object) -> object:
+        if label == "evict:forgotten":
+            row = settling.content(node.db, contents[0])
+            assert row is not None and settling.fill(node.db, row, Tier.RAM)
+            with os.fdopen(node.places[Tier.RAM].create(contents[0]), "wb") as file:
+                file.write(b"new")
+        return act(label, *values, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk, "act", interrupted)
+    evict(node).step()
+    assert node.data(contents[0]) == b"new"
+    assert contents[1] not in node.files(Tier.RAM), "the others went"
+
+
+def test_what_somebody_copies_just_now_is_not_copied_by_a_second_one(node: Node) -> None:
+    """P5: two who fill one file would take each other's away, after one of them said that it is whole."""
+    contents = filled(node)
+    row = settling.content(node.db, contents[0])
+    assert row is not None and settling.fill(node.db, row, Tier.NVME)
+    assert not settling.fill(node.db, row, Tier.NVME)
+    settle(evict(node))
+    assert contents[0] in node.files(Tier.RAM) and contents[0] not in node.files(Tier.NVME)
+    settling.mark(node.db, contents[0], Tier.NVME, CopyState.GOOD)
+    assert node.copies(contents[0])[Tier.NVME] is CopyState.FILLING, "whoever checked an older file of this name says nothing of this one"
+
+
+def test_a_file_that_is_deleted_while_it_is_moved_is_no_trouble(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = filled(node)
+    fill = settling.fill
+
+    def deleted(*values: object) -> bool:
+        announced = fill(*values)  # type: ignore[arg-type]
+        with node.db.change():
+            node.db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", contents[0])
+        node.places[Tier.RAM].remove(contents[0])
+        monkeypatch.setattr(settling, "fill", fill)
+        return announced
+
+    monkeypatch.setattr(settling, "fill", deleted)
+    with caplog.at_level(logging.WARNING):
+        settle(evict(node))
+    assert caplog.messages == []
+
+
 def test_without_nvme_and_pfs_nothing_is_lost_and_it_is_said_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     node.configure(nvme=None)
