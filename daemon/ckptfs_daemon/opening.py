@@ -58,6 +58,7 @@ class Opening:
         self._wish = wish
         self._made: tuple[int, int] | None = None
         self._own = -1
+        self._unsealed: int | None = None
         self._leases_until_s = 0.0
 
     async def run(self) -> Opened:
@@ -79,6 +80,8 @@ class Opening:
                 os.close(self._own)
             if self._made is not None:
                 os.close(self._made[1])
+            if self._unsealed is not None:
+                self._close_again(self._unsealed)
 
     # --- one attempt --------------------------------------------------------------------------------------------------
 
@@ -229,9 +232,8 @@ class Opening:
             # The catalog must know that the bytes change before they do.
             raise Later(lambda: self._unseal(held, content, tier))
         if not file.backing and not file.writable:
-            writing = self._taken(file.place, content, WRITE_NOW)
-            file.close()
-            file.fd, file.writable = writing, True
+            file.replace(self._taken(file.place, content, WRITE_NOW))
+            file.writable = True
         if self._wish.truncate:
             self._cut(file, content)
         self._reopen(held, content, file.place)
@@ -248,6 +250,23 @@ class Opening:
     async def _unseal(self, held: Held, content: int, tier: Tier) -> None:
         with self._context.db.change() as db:
             contents.reopen(db, held.inode.id, content, tier)
+        self._unsealed = content
+
+    def _close_again(self, content: int) -> None:
+        """What was unsealed for a writer who did not come to it in the end would stay OPEN for ever. Its size is found at its seal."""
+        with self._files.change() as db:
+            known = settling.content(db, content)
+            if known is None or known.state is not ContentState.OPEN:
+                return
+            held = contents.held(db, known.inode)
+            if held is None or held.content != content:
+                contents.doom(db, content)
+            elif self._files.is_written(known.inode):
+                return
+            else:
+                row = held.inode
+                contents.close(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
+        self._context.bell.ring(bells.WORK)
 
     def _reopen(self, held: Held, content: int, place: Place) -> None:
         if held.state is ContentState.OPEN:
@@ -262,9 +281,8 @@ class Opening:
         if not held.tiers or held.content is None:
             raise Later(self._fetch)
         place = self._context.places[held.tiers[0]]
-        fd = self._taken(place, held.content, WRITE_NOW)
-        file.close()
-        file.content, file.place, file.fd, file.writable, file.direct = held.content, place, fd, True, True
+        file.replace(self._taken(place, held.content, WRITE_NOW))
+        file.content, file.place, file.writable, file.direct = held.content, place, True, True
         handles.point(self._context.db, file.inode, held.content)
 
     def _lost(self, why: str) -> ContentLost:

@@ -1,0 +1,107 @@
+"""P3, P8: an open that fails half way leaves nothing half open."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import trio
+from local_node import Node
+
+from ckptfs import limits
+from ckptfs.catalog import handles
+from ckptfs.errors import TimedOut
+from ckptfs.flow.seal import Seal
+from ckptfs.model import ContentState, DataPath
+from ckptfs.tiers.place import Place
+from ckptfs_daemon.edge import Request
+from ckptfs_daemon.open_files import OpenFiles
+from ckptfs_daemon.opening import Opening
+from ckptfs_daemon.wishes import Wish
+
+
+class Opener:
+    """What an open needs of a mount process, without a mount."""
+
+    def __init__(self, root: Path) -> None:
+        self.node = Node(root)
+        bell = cast(Any, SimpleNamespace(ring=lambda message: None))
+        self.files = OpenFiles(self.node.db, self.node.places, None, bell)
+        self.context = cast(
+            Any,
+            SimpleNamespace(db=self.node.db, places=self.node.places, open_files=self.files, bell=bell, data_path=DataPath.BUFFERED),
+        )
+        self.content = self.node.make(b"file", b"sealed")
+        self.inode = self.node.inode(self.content)
+        self.seal()
+
+    def seal(self) -> None:
+        Seal(self.node.db, self.node.places, self.node.config, self.node.told).step()
+
+    async def open(self, number: int, *, writer: bool) -> int:
+        request = Request(number, False, False)
+        return (await Opening(self.context, Wish(self.inode, writer, writer, request)).run()).handle
+
+
+def refuse_writers(monkeypatch: pytest.MonkeyPatch, meanwhile: Any = None) -> None:
+    """Somebody else has a lease on every file, and does not give it up."""
+    taken = Place.open
+
+    def leased(place: Place, content: int, flags: int = os.O_RDONLY) -> int:
+        if flags & os.O_RDWR:
+            if meanwhile is not None:
+                meanwhile()
+            raise BlockingIOError
+        return taken(place, content, flags)
+
+    monkeypatch.setattr(Place, "open", leased)
+    monkeypatch.setattr(limits, "LEASE_WAIT_S", 0.0)
+
+
+def test_a_truncation_that_comes_too_late_leaves_the_file_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = Opener(tmp_path)
+
+    async def scenario() -> None:
+        await opener.open(2, writer=False)
+        with monkeypatch.context() as patch:
+            refuse_writers(patch)
+            with pytest.raises(TimedOut):
+                await opener.open(4, writer=True)
+
+    trio.run(scenario)
+    assert opener.node.state(opener.content) is ContentState.CLOSED, "its seal and its write-back would never come"
+    opener.seal()
+    assert opener.node.state(opener.content) is ContentState.SEALED and opener.node.data(opener.content) == b"sealed"
+    assert [handle.writer for handle in handles.every(opener.node.db)] == [False]
+
+
+def test_a_truncation_whose_reader_leaves_meanwhile_leaves_the_old_content_to_be_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opener = Opener(tmp_path)
+
+    async def scenario() -> None:
+        reader = await opener.open(2, writer=False)
+        with monkeypatch.context() as patch:
+            refuse_writers(patch, lambda: opener.files.end(reader))
+            await opener.open(4, writer=True)
+
+    trio.run(scenario)
+    assert opener.node.state(opener.content) is ContentState.DOOMED, "nobody would ever give its room back"
+    shown = opener.node.shown(opener.inode)
+    assert shown is not None and opener.node.state(shown) is ContentState.OPEN
+
+
+def test_a_truncation_that_succeeds_stays_open_until_its_release(tmp_path: Path) -> None:
+    opener = Opener(tmp_path)
+
+    async def scenario() -> None:
+        await opener.open(2, writer=False)
+        writer = await opener.open(4, writer=True)
+        assert opener.node.state(opener.content) is ContentState.OPEN
+        opener.files.end(writer)
+        opener.files.flush()
+
+    trio.run(scenario)
+    assert opener.node.state(opener.content) is ContentState.CLOSED and opener.node.data(opener.content) == b""
