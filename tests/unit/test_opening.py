@@ -7,6 +7,10 @@ from typing import Any, cast
 
 import pytest
 import trio
+from ckptfs_daemon.edge import Request
+from ckptfs_daemon.open_files import OpenFiles
+from ckptfs_daemon.opening import Opening
+from ckptfs_daemon.wishes import Wish
 from local_node import Node
 
 from ckptfs import limits
@@ -15,10 +19,6 @@ from ckptfs.errors import TimedOut
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, DataPath
 from ckptfs.tiers.place import Place
-from ckptfs_daemon.edge import Request
-from ckptfs_daemon.open_files import OpenFiles
-from ckptfs_daemon.opening import Opening
-from ckptfs_daemon.wishes import Wish
 
 
 class Opener:
