@@ -14,7 +14,6 @@ from ckptfs_daemon import inherited, logs
 log = logging.getLogger(__name__)
 
 
-
 def main(role: str, link_fd: int) -> int:
     """Serve in the role that the supervisor assigns; the exit code."""
     for number in (signal.SIGINT, signal.SIGHUP):

@@ -1,6 +1,6 @@
 """Owns the supervisor's child processes: starting them, giving them a role, hearing from them, and noticing when they end.
 
-A child is a new interpreter that imports what it needs, says WARM, and waits for its assignment on its link. A spare has no role yet,
+A child is a new interpreter that imports what it needs and waits for its assignment on its link. A spare has no role yet,
 and so takes a dead mount's place in milliseconds.
 If we die here: the children see their link's end and end themselves.
 """

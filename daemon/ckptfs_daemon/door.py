@@ -30,11 +30,7 @@ import pyfuse3  # noqa: E402  (the shim must be in the process first)
 
 log = logging.getLogger(__name__)
 
-FOPEN_DIRECT_IO = 1 << 0
-FOPEN_KEEP_CACHE = 1 << 1
-FOPEN_CACHE_DIR = 1 << 3
 FOPEN_NOFLUSH = 1 << 5
-FOPEN_PARALLEL_DIRECT_WRITES = 1 << 6
 
 NOTIFY_RESEND = 7
 

@@ -6,7 +6,6 @@ If we die here: the supervisor keeps the connection and starts the next one, whi
 
 import contextlib
 import logging
-import os
 import queue
 import resource
 import socket
@@ -19,12 +18,12 @@ from ckptfs.catalog.database import Database
 from ckptfs.model import DataPath
 from ckptfs.tiers import adoption
 from ckptfs.tiers.place import Places
-from ckptfs_daemon import bells, door
+from ckptfs_daemon import bells, door, lifeline
 from ckptfs_daemon.asking import Asking
 from ckptfs_daemon.bells import Bell
 from ckptfs_daemon.context import Context
 from ckptfs_daemon.file_operations import FileOperations
-from ckptfs_daemon.inherited import ALIVE, READY, STOP, Inherited
+from ckptfs_daemon.inherited import READY, Inherited
 from ckptfs_daemon.name_operations import NameOperations
 from ckptfs_daemon.open_files import OpenFiles
 from ckptfs_daemon.passthrough import Passthrough
@@ -32,8 +31,6 @@ from ckptfs_daemon.passthrough import Passthrough
 import pyfuse3  # isort: skip
 
 log = logging.getLogger(__name__)
-
-ALIVE_INTERVAL_S = 5.0
 
 
 class Operations(FileOperations, NameOperations, pyfuse3.Operations):  # type: ignore[misc]
@@ -85,13 +82,14 @@ def _wire(inherited: Inherited) -> Context:
 
 async def _serve(inherited: Inherited, operations: Operations) -> None:
     context = operations.context
-    await context.open_files.start(inherited.resumed)
     async with trio.open_nursery() as nursery:
+        # First of all: files that are open on a PFS which hangs take their time to be found again.
+        nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
+        nursery.start_soon(_obey, inherited.link, name="link")
+        await context.open_files.start(inherited.resumed)
         operations.start(nursery)
         nursery.start_soon(_listen, context, name="bell")
         nursery.start_soon(operations.reap_forgotten, name="orphans")
-        nursery.start_soon(watch_link, inherited.link, name="link")
-        nursery.start_soon(send_alive, inherited.link, name="alive")
         inherited.link.send(READY)
         await door.serve()
         # The kernel drops the releases that it had not sent when it was unmounted.
@@ -135,20 +133,7 @@ def _invalidate(message: bytes) -> None:
             pyfuse3.invalidate_entry(pyfuse3.InodeT(number), name)
 
 
-async def watch_link(link: socket.socket) -> None:
-    """Obey the supervisor: end at its word. When it is gone, so are we: at once, since somebody else may already serve."""
-    while True:
-        await trio.lowlevel.wait_readable(link)
-        message = link.recv(64)
-        if not message:
-            log.warning("the supervisor is gone; ending")
-            os._exit(1)
-        if message == STOP:
-            door.stop()
-
-
-async def send_alive(link: socket.socket) -> None:
-    """Tell the supervisor's watchdog that this thread still turns."""
-    while True:
-        link.send(ALIVE)
-        await trio.sleep(ALIVE_INTERVAL_S)
+async def _obey(link: socket.socket) -> None:
+    """End at the supervisor's word."""
+    await lifeline.told_to_stop(link)
+    door.stop()

@@ -27,16 +27,14 @@ from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import Notify, Tier
 from ckptfs.tiers import lease
 from ckptfs.tiers.place import Places
-from ckptfs_daemon import bells, control
-from ckptfs_daemon.inherited import ALIVE, READY, STOP, Inherited
+from ckptfs_daemon import bells, control, lifeline
+from ckptfs_daemon.inherited import READY, Inherited
 from ckptfs_daemon.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.probing import Watch
 
 log = logging.getLogger(__name__)
 
 NICE = 5
-ALIVE_INTERVAL_S = 5.0
-MESSAGE_BYTES_MAX = 64
 DRAIN_LOOK_S = 0.05
 DRAIN_HURRY_S = 1.0
 LOCAL = (Tier.RAM, Tier.NVME)
@@ -64,15 +62,15 @@ async def _serve(inherited: Inherited, db: Database) -> int:
     lanes = Lanes([Lane(name, flow, lambda key, value: settling.report(db, key, value)) for name, flow in flows.lanes()])
     await trio.to_thread.run_sync(flows.prepare)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_send_alive, inherited, name="alive")
+        nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
         nursery.start_soon(_listen, bell, lanes, name="bell")
         nursery.start_soon(lanes.run, name="lanes")
         nursery.start_soon(control.serve, inherited, db, places, lanes, name="control")
         for watch in _watches(db, places, config, lanes):
             nursery.start_soon(watch.run, name="watch")
         inherited.link.send(READY)
-        if await _until_stopped(inherited):
-            await _drain(db, lanes, config)
+        await lifeline.told_to_stop(inherited.link)
+        await _drain(db, lanes, config)
         nursery.cancel_scope.cancel()
     return 0
 
@@ -127,25 +125,6 @@ async def _listen(bell: bells.Bell, lanes: Lanes) -> None:
             lanes.urge(wants.LANES.get(message[1:].decode(), ""))
         else:
             lanes.hint()
-
-
-async def _send_alive(inherited: Inherited) -> None:
-    """Tell the supervisor's watchdog that this thread still turns, whatever hangs in the others."""
-    while True:
-        inherited.link.send(ALIVE)
-        await trio.sleep(ALIVE_INTERVAL_S)
-
-
-async def _until_stopped(inherited: Inherited) -> bool:
-    """Wait for the supervisor's word. False: it is gone, and somebody else may already do our work."""
-    while True:
-        await trio.lowlevel.wait_readable(inherited.link)
-        message = inherited.link.recv(MESSAGE_BYTES_MAX)
-        if message == STOP:
-            return True
-        if not message:
-            log.warning("the supervisor is gone; ending")
-            os._exit(1)
 
 
 async def _drain(db: Database, lanes: Lanes, config: Config) -> None:

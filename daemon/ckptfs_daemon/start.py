@@ -98,7 +98,7 @@ def _give_back_memory(config: Config) -> None:
     try:
         only_here = settling.only_in(db, Tier.RAM)
         if only_here:
-            log.info("%d files have their only copy in RAM: the RAM tier stays mounted at %s", only_here, config.state / "ram")
+            log.info("files whose only copy is in RAM: %d; the RAM tier stays mounted at %s", only_here, config.state / "ram")
         elif ram_mount.release(config):
             settling.forget_tier(db, Tier.RAM)
     finally:

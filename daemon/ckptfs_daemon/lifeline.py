@@ -1,0 +1,43 @@
+"""Owns a child's tie to its supervisor: the sign of life that the watchdog waits for, and the supervisor's word.
+
+Invariant: a child whose supervisor is gone ends at once, since somebody else may already do its work.
+If we die here: the supervisor sees the link's end and starts another.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+
+import trio
+
+from ckptfs_daemon.inherited import ALIVE, STOP
+
+log = logging.getLogger(__name__)
+
+ALIVE_INTERVAL_S = 5.0
+MESSAGE_BYTES_MAX = 64
+
+
+async def send_alive(link: socket.socket) -> None:
+    """The task: tell the supervisor's watchdog that this thread still turns, whatever hangs in the others."""
+    while True:
+        # That nobody listens any more is noticed by `told_to_stop`.
+        with contextlib.suppress(OSError):
+            link.send(ALIVE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        await trio.sleep(ALIVE_INTERVAL_S)
+
+
+async def told_to_stop(link: socket.socket) -> None:
+    """Return when the supervisor says so."""
+    while True:
+        await trio.lowlevel.wait_readable(link)
+        try:
+            message = link.recv(MESSAGE_BYTES_MAX)
+        except ConnectionError:
+            message = b""
+        if message == STOP:
+            return
+        if not message:
+            log.warning("the supervisor is gone; ending")
+            os._exit(1)
