@@ -17,7 +17,7 @@ from ckptfs import limits
 from ckptfs.model import DataPath
 from ckptfs_daemon import door, edge
 from ckptfs_daemon.handler import Handler
-from ckptfs_daemon.open_file import OpenFile
+from ckptfs_daemon.open_file import OpenFile, in_thread
 from ckptfs_daemon.open_files import HANDLE_MASK
 
 import pyfuse3  # isort: skip
@@ -38,7 +38,7 @@ class ExtraOperations(Handler):
 
     _nursery: trio.Nursery
 
-    async def _roomy(self, file: OpenFile, act: Callable[[int], T]) -> T:
+    async def _roomy(self, file: OpenFile, act: Callable[[int], T], *, long: bool = False) -> T:
         """See FileOperations."""
         raise NotImplementedError
 
@@ -85,7 +85,8 @@ class ExtraOperations(Handler):
         if mode not in MODES:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         file = self.context.open_files.of(fh)
-        await self._roomy(file, lambda fd: _fallocate(fd, mode, offset, length))
+        # A hundred GiB of RAM are allocated for a minute, in which all others want to be served.
+        await self._roomy(file, lambda fd: _fallocate(fd, mode, offset, length), long=True)
         door.reply_err(req, 0)
 
     async def _copy_range(self, req: int, fh_in: int, offset_in: int, fh_out: int, offset_out: int, length: int) -> None:
@@ -101,7 +102,7 @@ class ExtraOperations(Handler):
         if self.context.data_path is DataPath.BUFFERED and file.writers:
             # The kernel asks without having written what it keeps: make it.
             await trio.to_thread.run_sync(pyfuse3.invalidate_inode, pyfuse3.InodeT(file.inode))
-        door.reply_lseek(req, await trio.to_thread.run_sync(os.lseek, file.fd, offset, whence))
+        door.reply_lseek(req, await in_thread(file, lambda: os.lseek(file.fd, offset, whence)))
 
 
 def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:

@@ -22,7 +22,7 @@ from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells, edge
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.extra_operations import ExtraOperations
-from ckptfs_daemon.open_file import OpenFile, on_pfs
+from ckptfs_daemon.open_file import OpenFile, in_thread, on_pfs
 from ckptfs_daemon.open_operations import OpenOperations
 from ckptfs_daemon.opening import SET_ID, Opening, pfs_descriptor
 from ckptfs_daemon.wishes import Wish
@@ -57,13 +57,17 @@ class FileOperations(OpenOperations, ExtraOperations):
         await self._roomy(file, lambda fd: _write_all(fd, buf, off))
         return len(buf)
 
-    async def _roomy(self, file: OpenFile, act: Callable[[int], T]) -> T:
-        """Run `act(fd)` on a descriptor for writing, on the next tier when this one is full. Raises NoRoom when all are."""
+    async def _roomy(self, file: OpenFile, act: Callable[[int], T], *, long: bool = False) -> T:
+        """Run `act(fd)` on a descriptor for writing, on the next tier when this one is full; in a thread when it may take `long`.
+
+        Raises NoRoom when all are full.
+        """
         full_until_s = trio.current_time() + limits.NO_ROOM_WAIT_S
         while True:
             fd, ours = await file.writable_fd()
             try:
-                return await self._on(file, lambda fd=fd: act(fd))  # type: ignore[misc]
+                with file.in_use():
+                    return await (in_thread if long else self._on)(file, lambda fd=fd: act(fd))  # type: ignore[misc]
             except OSError as failure:
                 if failure.errno != errno.ENOSPC or file.backing:
                     raise
@@ -78,9 +82,7 @@ class FileOperations(OpenOperations, ExtraOperations):
 
     async def _on(self, file: OpenFile, act: Callable[[], T]) -> T:
         """Run `act` where it cannot hold up everybody else."""
-        if file.tier is Tier.RAM:
-            return act()
-        return await (trio.to_thread.run_sync(act) if file.tier is Tier.NVME else on_pfs(act))
+        return act() if file.tier is Tier.RAM else await in_thread(file, act)
 
     async def _present(self, file: OpenFile) -> None:
         """After a restart the PFS's own file is opened again when somebody reads it."""
@@ -107,6 +109,8 @@ class FileOperations(OpenOperations, ExtraOperations):
         assert file.place is not None and file.content is not None
         file.moving = trio.Event()
         try:
+            # What a thread still writes must be there before the bytes are copied.
+            await file.rest()
             for tier in self.context.places.after(file.place.tier):
                 if await self._moved(file, file.place, file.content, self.context.places[tier]):
                     return True
@@ -117,14 +121,15 @@ class FileOperations(OpenOperations, ExtraOperations):
 
     async def _moved(self, file: OpenFile, source: Place, content: int, target: Place) -> bool:
         try:
-            fd = await trio.to_thread.run_sync(_copied, file.fd, target, content)
+            run = on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
+            fd = await run(lambda: _copied(file.fd, target, content))
         except OSError as failure:
             log.info("content %d cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
             return False
         with self.context.db.change() as db:
             contents.moved(db, content, source.tier, target.tier)
-        file.close()
-        file.place, file.fd, file.writable = target, fd, True
+        file.replace(fd)
+        file.place, file.writable = target, True
         source.remove(content)
         self.context.bell.ring(bells.WORK)
         return True
@@ -141,7 +146,7 @@ class FileOperations(OpenOperations, ExtraOperations):
         file = self.context.open_files.of(fh)
         await file.settled()
         if file.tier is not None and file.tier is not Tier.RAM:
-            await trio.to_thread.run_sync(self._persist, file)
+            await in_thread(file, lambda: self._persist(file))
         self._synced(file)
         if self.context.config.fsync is Level.PFS:
             await self._told(file.inode, journal.last(self.context.db, file.inode))

@@ -6,9 +6,11 @@ writing while there are writers. While an inode is open its file's times and siz
 If we die here: the handle table tells the next process how to build this again.
 """
 
+import contextlib
 import errno
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -20,6 +22,8 @@ from ckptfs.model import Inode, Tier
 from ckptfs.tiers.place import Place
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _PFS_THREADS = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
 
@@ -46,6 +50,8 @@ class OpenFile:
     synced_s: float = float("-inf")
     named: bool = False
     moving: trio.Event | None = None
+    acting: int = 0
+    rested: trio.Event = field(default_factory=trio.Event)
 
     @property
     def tier(self) -> Tier | None:
@@ -89,24 +95,61 @@ class OpenFile:
         while self.moving is not None:
             await self.moving.wait()
 
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While something is being written, which `rest` waits for."""
+        self.acting += 1
+        try:
+            yield
+        finally:
+            self.acting -= 1
+            if not self.acting:
+                self.rested.set()
+                self.rested = trio.Event()
+
+    async def rest(self) -> None:
+        """Wait until nothing is being written any more. Who begins to must have waited for `settled` before."""
+        while self.acting:
+            await self.rested.wait()
+
     async def writable_fd(self) -> tuple[int, bool]:
         """(a descriptor for writing, whether the caller has to close it)."""
-        await self.settled()
-        if self.writable:
-            return self.fd, False
-        if self.place is None or self.content is None:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return await open_for_writing(self.place, self.content), True
+        while True:
+            await self.settled()
+            if self.writable:
+                return self.fd, False
+            place = self.place
+            if place is None or self.content is None:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            fd = await open_for_writing(place, self.content)
+            if self.moving is None and self.place is place:
+                return fd, True
+            os.close(fd)
+
+    def replace(self, fd: int) -> None:
+        """Take another descriptor of the same bytes, under the same number: a thread may be reading by it just now."""
+        if self.fd < 0:
+            self.fd = fd
+            return
+        try:
+            os.dup2(fd, self.fd, inheritable=False)
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
-        """Give the descriptor back."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Give the descriptor back. Never raises: what was closed is committed already."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            try:
+                os.close(fd)
+            except OSError as failure:
+                log.error("closing content %s in %s: %s", self.content, self.tier, failure)
 
 
 async def open_for_writing(place: Place, content: int) -> int:
     """A descriptor for writing, once the mover has given up its lease."""
+    if place.tier is Tier.PFS:
+        return await on_pfs(lambda: place.open(content, os.O_RDWR))
     deadline_s = trio.current_time() + limits.LEASE_WAIT_S
     while True:
         try:
@@ -122,6 +165,13 @@ def same_times(fd: int, row: Inode) -> None:
     status = os.fstat(fd)
     if (status.st_atime_ns, status.st_mtime_ns) != (row.atime_ns, row.mtime_ns):
         os.utime(fd, ns=(row.atime_ns, row.mtime_ns))
+
+
+async def in_thread(file: OpenFile, act: Callable[[], T]) -> T:
+    """Run `act`, which may take long, in a thread: where the PFS is concerned, in one of those that may hang."""
+    if file.tier in (Tier.RAM, Tier.NVME):
+        return await trio.to_thread.run_sync(act)
+    return await on_pfs(act)
 
 
 async def on_pfs(act: Callable[[], T]) -> T:

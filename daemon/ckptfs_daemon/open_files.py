@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import trio
 
@@ -18,7 +19,7 @@ from ckptfs import limits
 from ckptfs.catalog import answers as told
 from ckptfs.catalog import contents, handles, settling
 from ckptfs.catalog.database import Database
-from ckptfs.errors import CkptfsError, refused
+from ckptfs.errors import CkptfsError, TimedOut, refused
 from ckptfs.model import CopyState, Handle, Inode, Tier
 from ckptfs.tiers.place import Place, Places
 from ckptfs_daemon import bells
@@ -27,6 +28,8 @@ from ckptfs_daemon.open_file import OpenFile, on_pfs, open_for_writing
 from ckptfs_daemon.passthrough import Passthrough
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HANDLE_MASK = 0xFFFF_FFFF
 SPARSE_BYTES_MIN = 64 * limits.KIB
@@ -51,6 +54,7 @@ class OpenFiles:
         self._promising: dict[OpenFile, None] = {}
         self._refused: set[Tier | None] = set()
         self._internal = 0
+        self._pfs_until_s = float("inf")
 
     def of(self, fh: int) -> OpenFile:
         """The open file behind FUSE's `fh`. Raises EBADF."""
@@ -231,11 +235,22 @@ class OpenFiles:
             self.unregister(file.backing)
             self.discard(doomed)
         elif closed and file.writable and file.place is not None and file.content is not None:
-            reading = file.place.open(file.content)
-            file.close()
-            file.fd, file.writable = reading, False
+            self._only_read(file, file.place, file.content)
         if closed or doomed:
             self._bell.ring(bells.WORK)
+
+    def _only_read(self, file: OpenFile, place: Place, content: int) -> None:
+        """The last writer has gone, readers are left: give up the right to write, for the mover's lease. Never raises.
+
+        A descriptor on the PFS stays as it is until the readers have closed it: opening another may hang.
+        """
+        if place.tier is Tier.PFS:
+            return
+        try:
+            file.replace(place.open(content))
+            file.writable = False
+        except OSError as failure:
+            log.error("content %d in %s stays open for writing: %s", content, place.tier, failure)
 
     def discard(self, doomed: list[int]) -> None:
         """Give back at once what doomed contents take in RAM; the mover does the rest."""
@@ -250,6 +265,7 @@ class OpenFiles:
 
         What a crash left OPEN without a writer is closed, as the last writer's release would have done.
         """
+        self._pfs_until_s = trio.current_time() + limits.PFS_ACT_WAIT_S
         with self.db.change():
             if not resumed:
                 handles.clear(self.db)
@@ -267,19 +283,34 @@ class OpenFiles:
             file = OpenFile(row.inode, row.content, self._place_of(row.content), -1, backing=row.backing)
             await self._look_again(file)
         if row.writer and not file.backing and not file.writable and file.fd >= 0 and file.place is not None and row.content is not None:
-            writing = await open_for_writing(file.place, row.content)
-            file.close()
-            file.fd, file.writable = writing, True
+            await self._write_again(file, file.place, row.content)
         self.add(file, row.id, row.writer)
+
+    async def _write_again(self, file: OpenFile, place: Place, content: int) -> None:
+        """Open for writing what a writer before us had open; where that fails its writes do, and everything else goes on."""
+        try:
+            if place.tier is Tier.PFS:
+                fd = await self._in_time(lambda: place.open(content, os.O_RDWR))
+            else:
+                fd = await open_for_writing(place, content)
+            file.replace(fd)
+            file.writable = True
+        except (OSError, CkptfsError) as failure:
+            log.error("the open file with content %d in %s cannot be written any more: %s", content, place.tier, failure)
+
+    async def _in_time(self, act: Callable[[], T]) -> T:
+        """Run `act`, which asks the PFS; all of these together have `limits.PFS_ACT_WAIT_S`. Raises TimedOut."""
+        with trio.move_on_at(self._pfs_until_s):
+            return await on_pfs(act)
+        raise TimedOut("the PFS does not answer")
 
     async def _look_again(self, file: OpenFile) -> None:
         place, content = file.place, file.content
         if place is None or content is None:
             return
         try:
-            with trio.move_on_after(limits.PFS_ACT_WAIT_S):
-                file.fd = place.open(content) if place.tier is not Tier.PFS else await on_pfs(lambda: place.open(content))
-                file.atime_ns = os.fstat(file.fd).st_atime_ns
+            file.fd = place.open(content) if place.tier is not Tier.PFS else await self._in_time(lambda: place.open(content))
+            file.atime_ns = os.fstat(file.fd).st_atime_ns
         except (OSError, CkptfsError) as failure:
             log.error("the open file with content %d cannot be found again in %s: %s", content, place.tier, failure)
 
@@ -291,8 +322,8 @@ class OpenFiles:
 
     async def _close_abandoned(self, content: int, inode: int, place: Place) -> None:
         status = None
-        with trio.move_on_after(limits.PFS_ACT_WAIT_S):
-            status = place.stat(content) if place.tier is not Tier.PFS else await on_pfs(lambda: place.stat(content))
+        with contextlib.suppress(TimedOut):
+            status = place.stat(content) if place.tier is not Tier.PFS else await self._in_time(lambda: place.stat(content))
         with self.db.change():
             if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
                 contents.doom(self.db, content)
