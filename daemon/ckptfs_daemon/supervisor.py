@@ -20,6 +20,7 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.config import Config
+from ckptfs.errors import CkptfsError
 from ckptfs.model import DataPath
 from ckptfs_daemon import announce, connection, lock, restarts
 from ckptfs_daemon.children import Child
@@ -78,6 +79,7 @@ class Supervisor:
         self._deadline = float("inf")
         self._fed_at = 0.0
         self._said_ready = False
+        self._asks = 0
         self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began), SPARE: Slot()}
         self._bells = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -88,6 +90,7 @@ class Supervisor:
         while self._phase is not Phase.OVER:
             self._start_due()
             self._wait()
+            self._obey()
             self._hear()
             self._watch()
             self._watch_phase()
@@ -100,9 +103,19 @@ class Supervisor:
     def _listen_to_signals(self) -> None:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._asked_to_end())
+            signal.signal(number, self._count_ask)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def _count_ask(self, *_: object) -> None:
+        """The signal handler: anything more could meet the main loop in the middle of the same."""
+        self._asks += 1
+
+    def _obey(self) -> None:
+        """Do what signals asked for."""
+        asks, self._asks = self._asks, 0
+        for _ in range(asks):
+            self._asked_to_end()
 
     def _asked_to_end(self) -> None:
         """The first time: unmount and drain. Once more: files that are still open fail, or the drain is cut short."""
@@ -245,7 +258,11 @@ class Supervisor:
                 self._give_up(f"the mount process does not stay alive: {why}; the log says what it died of")
                 return
             if self._resumed and not self._connection.resend:
-                self._mount_anew()
+                try:
+                    self._mount_anew()
+                except (OSError, CkptfsError) as failure:
+                    self._give_up(f"{self._config.mountpoint} cannot be mounted anew: {failure}")
+                    return
         elif role == MOVER and why:
             log.error("the mover does not stay alive: %s; what is written stays in its tier until it does", why)
             if self._phase is Phase.DRAINING:
@@ -259,8 +276,9 @@ class Supervisor:
         connection.abort(self._connection)
         with contextlib.suppress(OSError):
             connection.unmount(self._connection)
+        fresh = connection.connect(self._config)
         os.close(self._connection.fd)
-        self._connection = connection.connect(self._config)
+        self._connection = fresh
         self._resumed = False
         self._systemd.store(self._connection.fd, self._connection.saved())
 
@@ -283,7 +301,7 @@ class Supervisor:
         def unmount() -> None:
             try:
                 connection.unmount(self._connection)
-            except OSError as failure:
+            except (OSError, CkptfsError) as failure:
                 log.error("%s cannot be unmounted: %s", self._config.mountpoint, failure)
 
         threading.Thread(target=unmount, name="unmount", daemon=True).start()
@@ -312,7 +330,7 @@ class Supervisor:
         self._deadline = time.monotonic() + self._config.drain_deadline_s + limits.STOP_WAIT_S
         self._systemd.tell("STOPPING=1", "STATUS=writing back what is left")
         self._systemd.forget()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CkptfsError):
             connection.unmount(self._connection)
         os.close(self._connection.fd)
         for role in (MOUNT, SPARE):
