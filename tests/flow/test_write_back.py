@@ -1,5 +1,6 @@
 """P6: write-back puts plain files on the PFS under their ordinary names, whole, verified, in the order of the journal (F2, F3, H1)."""
 
+import logging
 import os
 import stat
 from pathlib import Path
@@ -10,8 +11,10 @@ from write_back_world import Mount, intercepted
 from ckptfs import disk
 from ckptfs.catalog import adoption, namespace, pfs_view, renaming, report, settling
 from ckptfs.errors import ConfigError, TierUnavailable
+from ckptfs.flow.drop import Drop
 from ckptfs.flow.write_back import apply
 from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
+from ckptfs.tiers.place import Places
 
 
 @pytest.fixture
@@ -327,6 +330,37 @@ def test_a_file_whose_last_copy_is_bad_is_lost_and_never_published(mount: Mount)
     mount.settle()
     assert mount.on_pfs() == {b"next": ("file", b"goes on", 0o644)}
     assert mount.state(content) is ContentState.LOST
+
+
+def test_a_file_that_is_overwritten_just_before_its_turn_is_not_called_lost(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    """Its content was planned, and then doomed and dropped because its successor is sealed."""
+    mount.put(b"first", b"1")
+    former = mount.put(b"file", b"former")
+
+    def overwritten(label: str) -> None:
+        if label == "write_back:create" and mount.state(former) is ContentState.SEALED:
+            mount.put(b"file", b"latter")
+            Drop(mount.db, mount.places, mount.config, mount.told).step()
+            assert mount.state(former) is None
+
+    flow = mount.write_back()
+    with caplog.at_level(logging.WARNING), intercepted(overwritten):
+        mount.settle(flow)
+    mount.exact()
+    assert caplog.messages == []
+
+
+def test_bytes_in_a_tier_that_was_left_out_are_waited_for_with_words(mount: Mount) -> None:
+    mount.put(b"before", b"here")
+    content = mount.put(b"file", b"there", tier=Tier.NVME)
+    nvme = mount.places[Tier.NVME]
+    mount.places = Places({tier: place for tier, place in mount.places.items() if tier is not Tier.NVME}, mount.config.ram_high)
+    with pytest.raises(TierUnavailable, match=r"write-back of file .* lie in nvme, which is not there"):
+        mount.settle()
+    assert set(mount.on_pfs()) == {b"before"} and mount.state(content) is ContentState.SEALED
+    mount.places = Places(dict(mount.places) | {Tier.NVME: nvme}, mount.config.ram_high)
+    mount.settle()
+    mount.exact()
 
 
 @pytest.mark.parametrize("tier", [Tier.NVME, Tier.PFS])

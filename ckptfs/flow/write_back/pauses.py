@@ -20,6 +20,8 @@ class Pauses:
     def took(self, content: int, seconds: float) -> None:
         """An open content was copied."""
         if seconds * self._ratio > PAUSE_FROM_S:
+            now = time.monotonic()
+            self._until_s = {number: until_s for number, until_s in self._until_s.items() if until_s > now}
             self._until_s[content] = time.monotonic() + seconds * self._ratio
 
     def deferring(self, inode: int, content: int) -> bool:

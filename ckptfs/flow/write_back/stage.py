@@ -183,13 +183,17 @@ class Stager:
             self._stay(content)
             settling.mark(self._db, content.id, copy.tier, CopyState.QUARANTINED)
             log.error("the copy of %s in %s does not have its digest; another one is used", self._path(content.inode), copy.tier)
-        self._stay(content)
+        if not settling.unchanged(self._db, content):
+            raise Busy("the content was deleted or opened for writing")  # No wonder that it cannot be read.
         if refusal is not None:
             raise refusal
-        if not any(copy.state is CopyState.GOOD for copy in settling.copies(self._db, content.id)):
-            settling.set_state(self._db, content.id, ContentState.LOST)
-            log.error("%s is lost: no copy of what was sealed is left on this node", self._path(content.inode))
-        raise Busy("no copy of the content could be read")
+        beyond = [copy.tier for copy in settling.copies(self._db, content.id) if copy.tier not in self._places]
+        if beyond:
+            raise OSError(errno.ENODEV, f"its bytes lie in {beyond[0]}, which is not there now")
+        if not settling.lose(self._db, content):
+            raise OSError(errno.EIO, "none of its copies can be read now")
+        log.error("%s is lost: no copy of what was sealed is left on this node", self._path(content.inode))
+        raise Busy("no copy of the content is left")
 
     def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.Digested:
         """Copy from one tier. Raises _BadCopy when that does not give the bytes, Busy when the content was opened, OSError of the PFS."""
