@@ -1,0 +1,88 @@
+"""What the mount process does with an open file's descriptor while threads work on it. P7, P10."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.testing
+from ckptfs_daemon.file_operations import FileOperations
+from ckptfs_daemon.open_file import OpenFile
+from ckptfs_daemon.open_files import OpenFiles
+from local_node import Node
+
+from ckptfs.errors import TimedOut
+from ckptfs.model import Tier
+
+QUIET = cast(Any, SimpleNamespace(ring=lambda message: None))
+
+
+def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
+    """A write that a thread still has in hand is there after the move."""
+    node = Node(tmp_path)
+    content = node.make(b"file", b"." * 8, closed=False)
+    ram = node.places[Tier.RAM]
+    file = OpenFile(node.inode(content), content, ram, ram.open(content, os.O_RDWR), writable=True)
+    operations = FileOperations()
+    operations.context = cast(Any, SimpleNamespace(db=node.db, places=node.places, bell=QUIET))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(fd: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        os.pwrite(fd, b"slow", 0)
+
+    def full_once(fd: int) -> None:
+        if file.tier is Tier.RAM:
+            raise OSError(errno.ENOSPC, "full")
+        os.pwrite(fd, b"late", 4)
+
+    async def scenario() -> None:
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda: operations._roomy(file, slow, long=True))
+                await trio.to_thread.run_sync(begun.wait)
+                nursery.start_soon(operations._roomy, file, full_once)
+                await trio.testing.wait_all_tasks_blocked()
+                assert file.tier is Tier.RAM, "it waits for the thread"
+                go_on.set()
+
+    trio.run(scenario)
+    file.close()
+    assert file.tier is Tier.NVME and node.data(content, Tier.NVME) == b"slowlate"
+
+
+def test_another_descriptor_takes_the_number_of_the_former(tmp_path: Path) -> None:
+    """A thread that reads by the number meanwhile never meets another file."""
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+    file = OpenFile(1, None, None, os.open(tmp_path / "one", os.O_RDONLY))
+    number = file.fd
+    file.replace(os.open(tmp_path / "two", os.O_RDWR))
+    assert file.fd == number and os.pread(number, 9, 0) == b"two" and not os.get_inheritable(number)
+    file.close()
+    file.close()
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.fstat(number)
+
+
+def test_open_files_on_a_pfs_that_hangs_are_waited_for_once(tmp_path: Path) -> None:
+    """P8: a mount process with many of them starts in bounded time."""
+    node = Node(tmp_path)
+    files = OpenFiles(node.db, node.places, None, QUIET)
+    hangs = threading.Event()
+
+    async def scenario() -> None:
+        files._pfs_until_s = trio.current_time() + 0.1
+        for _ in range(3):
+            with pytest.raises(TimedOut):
+                await files._in_time(lambda: hangs.wait(60))
+
+    try:
+        trio.run(scenario)
+    finally:
+        hangs.set()
