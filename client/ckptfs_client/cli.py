@@ -22,8 +22,8 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, a line for each change.")]
-Directory = Annotated[Path | None, typer.Argument(help="A path in the mount; may be left out when there is only one mount.")]
-Paths = Annotated[list[Path], typer.Argument(help="Files or directories in a mount.")]
+Directory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount; may be left out when there is only one mount.")]
+Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or directories in a mount.")]
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def status(
         show.emit(plain[0] if directory is not None or len(plain) == 1 else plain)
         return
     for answer in answers:
-        show.console().print(show.status(answer))
+        show.put(show.status(answer))
 
 
 @app.command("ls", epilog=EPILOG)
@@ -96,7 +96,7 @@ def list_files(
     if json:
         show.emit(found)
     elif found:
-        show.console().print(show.listing(found))
+        show.put(show.listing(found))
 
 
 @app.command(epilog=EPILOG)
@@ -155,7 +155,7 @@ def verify(paths: Paths, json: Json = False) -> None:
         show.emit(total)
     else:
         if bad:
-            show.console().print(show.findings(bad))
+            show.put(show.findings(bad))
         verdict = f"bad: {show.counted(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
         without = f"; {len(unknown)} could not be compared: not sealed yet, or written by others" if unknown else ""
         print(f"{show.counted(total['files'], 'file')}, {show.size(total['bytes'])} read: {verdict}{without}")
@@ -165,7 +165,7 @@ def verify(paths: Paths, json: Json = False) -> None:
 
 @app.command(epilog=EPILOG)
 def refresh(
-    path: Annotated[Path, typer.Argument(help="A directory in a mount, or a file, whose directory is meant.")],
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A directory in a mount, or a file, whose directory is meant.")],
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="With all directories below.")] = False,
     timeout: Annotated[str | None, typer.Option(help="Give up waiting (exit code 4) after this time.")] = None,
 ) -> None:

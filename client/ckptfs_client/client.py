@@ -21,6 +21,8 @@ from ckptfs_client.mounts import Mount, find
 
 ANSWER_S = 15.0
 """How long a daemon may be silent before it counts as not answering."""
+ENDED_ANSWER_S = 3.0
+"""The same for a daemon that has ended: systemd may start it again in a moment."""
 AGAIN_S = 0.05
 REMEDY = "ckptfs-remedy-bin"
 OPTIONS = [
@@ -39,7 +41,7 @@ class Client:
 
     def __init__(self, mount: Mount, *, answer_s: float = ANSWER_S) -> None:
         self.mount = mount
-        self._answer_s = answer_s
+        self._answer_s = min(answer_s, ENDED_ANSWER_S) if mount.ended else answer_s
         self._channels: dict[Path, grpc.Channel] = {}
 
     def __enter__(self) -> "Client":
@@ -134,6 +136,9 @@ class Client:
             threading.Event().wait(AGAIN_S)
 
     def _silent(self) -> NoMount:
+        if self.mount.ended:
+            remedy = f"mount {self.mount.name} again as before, which takes its place over, or umount {self.mount.mountpoint}"
+            return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) has ended", remedy=remedy)
         remedy = "its log says why; `ckptfs doctor` may help"
         return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) does not answer", remedy=remedy)
 

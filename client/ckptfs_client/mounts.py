@@ -3,6 +3,7 @@
 If we die here: nothing was changed.
 """
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -32,6 +33,23 @@ class Mount:
     def admin_socket(self) -> Path:
         """Where orders are taken."""
         return rendezvous.admin_socket_path(self.name, self.uid)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the daemon that served it is known to run no more."""
+        try:
+            pid = int(json.loads(rendezvous.registry_path(self.name, self.uid).read_bytes())["pid"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return not runs(pid)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def mounted(table: str = "/proc/self/mountinfo") -> list[Mount]:

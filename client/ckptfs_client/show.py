@@ -1,6 +1,7 @@
 """How answers look: as rich tables for people, and as plain values for JSON. No questions are asked here."""
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,27 @@ def console() -> "Console":
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
+def put(what: "RenderableType") -> None:
+    """Print a table, without the blanks with which it is filled up to its right edge."""
+    screen = console()
+    with screen.capture() as captured:
+        screen.print(what)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
+
+
+def printable(name: str) -> str:
+    """A name on one line: what is no text, and what would move the cursor, as escapes."""
+    text = os.fsencode(name).decode(errors="backslashreplace")
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def _shown(name: str) -> str:
+    """A name as rich shall print it."""
+    from rich.markup import escape
+
+    return escape(printable(name))
+
+
 def _styled(word: str) -> str:
     return f"[{STYLES[word]}]{word}[/]" if word in STYLES else word
 
@@ -82,18 +104,20 @@ def status(answer: "pb.Status") -> "RenderableType":
     ]
     if answer.pfs:
         changes = f"{counted(behind.dirty_files, 'file')} ({size(behind.dirty_bytes)}) and {counted(behind.changes, 'other change')} behind"
+        changes = changes if behind.dirty_files or behind.changes else "nothing is behind"
         lag = f", the oldest for {duration(behind.lag_s)}" if behind.lag_s else ""
         lines.append(f"  write-back  {changes}{lag}, to {escape(answer.pfs)}")
         if behind.now_path:
-            lines.append(f"              now {escape(behind.now_path)}: {size(behind.now_copied_bytes)} of {size(behind.now_size_bytes)}")
+            lines.append(f"              now {_shown(behind.now_path)}: {size(behind.now_copied_bytes)} of {size(behind.now_size_bytes)}")
     else:
         lines.append("  write-back  none: this mount has no PFS")
     troubles = []
     for trouble in answer.troubles:
         where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
         remedy = f"; {trouble.remedy}" if trouble.remedy else ""
-        troubles.append(f"[yellow]trouble[/] {escape(where)}: {escape(trouble.what)}{escape(remedy)} (since {duration(trouble.age_s)})")
-    return Group("\n".join(lines), Padding(_tiers(answer), (1, 2)), Padding(_processes(answer), (0, 2, 1, 2)), *troubles)
+        troubles.append(f"[yellow]trouble[/] {_shown(where)}: {escape(trouble.what)}{escape(remedy)} (since {duration(trouble.age_s)})")
+    tables = (Padding(_tiers(answer), (1, 2), expand=False), Padding(_processes(answer), (0, 2, 1, 2), expand=False))
+    return Group("\n".join(lines), *tables, *troubles)
 
 
 def _table(*columns: str) -> Any:
@@ -127,14 +151,12 @@ def _processes(answer: "pb.Status") -> Any:
 
 def listing(rows: list[dict[str, Any]]) -> Any:
     """The records of `ckptfs ls`."""
-    from rich.markup import escape
-
     table = _table("level", "state", "gen>", "size>", "copies", "digest", "name")
     for row in rows:
         copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
         waiting = " *" if row["waiting"] else ""
         figures = (str(row["generation"]), size(row["size"]))
-        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], escape(row["name"]))
+        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], _shown(row["name"]))
     return table
 
 
@@ -144,5 +166,5 @@ def findings(found: list[dict[str, Any]]) -> Any:
 
     table = _table("verdict", "tier", "file", "what")
     for one in found:
-        table.add_row(_styled(one["verdict"]), one["tier"], escape(one["path"]), escape(one["what"]))
+        table.add_row(_styled(one["verdict"]), one["tier"], _shown(one["path"]), escape(one["what"]))
     return table

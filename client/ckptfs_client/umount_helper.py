@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptfs import limits
 from ckptfs_client.failures import ClientError
-from ckptfs_client.mounts import find
+from ckptfs_client.mounts import find, runs
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -94,14 +94,6 @@ def _drained(client: "Client", status: "pb.Status") -> None:
             threading.Event().wait(LOOK_S)
     if status.write_back.dirty_files and status.write_back.lag_s > status.drain_deadline_s / 2:
         print(f"umount.ckptfs: not everything was written back ({behind(status)}); it goes on at the next mount", file=sys.stderr)
-
-
-def runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

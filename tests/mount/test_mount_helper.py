@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client.mount_helper import LOG
-from ckptfs_client.umount_helper import runs
+from ckptfs_client.mounts import runs
 from daemon_under_test import REPOSITORY, DaemonUnderTest, environment, eventually
 
 Result = subprocess.CompletedProcess[str]

@@ -113,6 +113,26 @@ def test_a_mount_that_does_not_answer(run: Run, tmp_path: Path, monkeypatch: pyt
     assert (code, out) == (3, "") and f"the daemon of gone ({tmp_path}) does not answer; its log says why" in err
 
 
+def test_a_mount_whose_daemon_has_ended(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptfs_client import client
+
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(client, "ENDED_ANSWER_S", 0.2)
+    monkeypatch.setattr(mounts, "mounted", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / "gone.json").write_text(json.dumps({"pid": ended.pid}))
+    code, out, err = run("status")
+    assert (code, out) == (3, "") and f"({tmp_path}) has ended; mount gone again" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [(b"plain [x]", "plain [x]"), (b"bad\xff", "bad\\xff"), (b"two\nlines\x1b[m", "two\\nlines\\x1b[m")]
+)
+def test_a_name_keeps_to_its_line(name: bytes, words: str) -> None:
+    assert show.printable(os.fsdecode(name)) == words
+
+
 def test_version_is_quick() -> None:
     """The heavy packages are imported where they are used, and not for this."""
     program = (
