@@ -4,11 +4,14 @@ Ops: 'make' (a directory, symlink, fifo, socket or device under parent/name; a r
 first content), 'link' (another name), 'unlink', 'rmdir', 'rename' (parent/name to new_parent/new_name, whatever was there is
 replaced), 'exchange', 'attributes' (mode, owner, times, xattrs of an inode, as they are when it is applied), 'content' (a content was
 closed), 'synced' (an open file was fsynced).
-Write-back takes rows from the head, and deletes them in the transaction that records what the PFS shows then.
+Write-back takes rows from the head, and deletes them in the transaction that records what the PFS shows then; it passes over those of
+files that the PFS refuses.
 If we die here: a change and its row are there together, or neither is.
 """
 
+import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs.catalog.database import Database
@@ -57,9 +60,9 @@ def last_in(db: Database, directory: int) -> tuple[int, int]:
     return (0, 0) if found is None else (found[0], found[1])
 
 
-def head(db: Database, at_most: int) -> list[Row]:
-    """The oldest rows, in order."""
-    return [Row(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal ORDER BY seq LIMIT ?", at_most)]
+def head(db: Database, at_most: int, after: int = 0) -> list[Row]:
+    """The oldest rows after the row `after`, in order."""
+    return [Row(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal WHERE seq > ? ORDER BY seq LIMIT ?", after, at_most)]
 
 
 def repeated(db: Database, row: Row) -> bool:
@@ -78,6 +81,7 @@ def waited_s(db: Database, row: Row) -> tuple[float, bool]:
     return (time.time_ns() - max(closed_ns, row.at_ns)) / 1e9, row.at_ns - closed_ns > 1_000_000_000
 
 
-def applied(db: Database, up_to: int) -> None:
-    """The PFS was told everything up to this row. Joins the caller's transaction."""
-    db.run("DELETE FROM journal WHERE seq <= ?", up_to)
+def applied(db: Database, after: int, up_to: int, kept: Iterable[int] = ()) -> None:
+    """The PFS was told everything after the row `after`, up to this one, but for the rows `kept`. Joins the caller's transaction."""
+    done = "DELETE FROM journal WHERE seq > ? AND seq <= ? AND seq NOT IN (SELECT value FROM json_each(?))"
+    db.run(done, after, up_to, json.dumps([*kept]))

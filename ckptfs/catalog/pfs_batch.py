@@ -1,7 +1,7 @@
 """Owns `pfs_batch`: the changes that write-back has in hand, as they were decided. Written before the PFS is touched, so that a mover
 that died is followed by one that finishes exactly these, whatever the catalog says by then.
 
-`body` is JSON; bytes are strings of the same code points (latin-1). A batch covers a prefix of the journal, up to the row `last`.
+`body` is JSON; bytes are strings of the same code points (latin-1). A batch covers the journal after the row `after` up to the row `last`.
 `finish` makes the catalog say what the PFS shows, deletes the journal's rows and the batch, all at once: it joins the caller's transaction.
 If we die here: the batch is there with all its journal rows, or it is done and neither is.
 """
@@ -57,7 +57,7 @@ class Batch:
     """Changes in order, and what is true after them.
 
     `again`: (inode, content) whose rows go to the journal's end once more. `unfinished`: inodes that the PFS turned out not to show.
-    `merged`: directories that were on the PFS already.
+    `merged`: directories that were on the PFS already. `kept`: rows that stay in the journal, of files that the PFS refuses.
     """
 
     last: int
@@ -67,6 +67,8 @@ class Batch:
     published: list[Published] = field(default_factory=list)
     again: list[tuple[int, int]] = field(default_factory=list)
     merged: list[int] = field(default_factory=list)
+    after: int = 0
+    kept: list[int] = field(default_factory=list)
 
     @property
     def restamped(self) -> list[int]:
@@ -135,7 +137,7 @@ def _encode(batch: Batch) -> str:
 
 
 def _decode(text: str) -> Batch:
-    last, actions, shows, pendings, published, repeat, merged = json.loads(text)
+    last, actions, shows, pendings, published, repeat, merged, after, kept = json.loads(text)
     return Batch(
         last,
         [_action(item) for item in actions],
@@ -144,6 +146,8 @@ def _decode(text: str) -> Batch:
         [_published(item) for item in published],
         [(inode, content) for inode, content in repeat],
         merged,
+        after,
+        kept,
     )
 
 
@@ -192,7 +196,7 @@ def finish(db: Database, batch: Batch, found: dict[tuple[int, bytes], Found | No
         journal.append(db, "content", inode, content=content)
     for inode in unfinished(batch, found):
         again(db, inode)
-    journal.applied(db, batch.last)
+    journal.applied(db, batch.after, batch.last, batch.kept)
     take_back(db)
 
 

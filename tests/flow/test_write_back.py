@@ -422,15 +422,15 @@ def test_a_pfs_that_is_not_mounted_is_not_taken_for_an_empty_one(mount: Mount) -
 def test_what_fails_first_does_not_hold_back_what_came_before(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (b"a", b"b", b"c", b"d"):
         mount.put(name, name)
-    monkeypatch.setattr(disk, "_fault", "write_back:create=EDQUOT@3")
+    monkeypatch.setattr(disk, "_fault", "write_back:create=ENOSPC@3")
     monkeypatch.setattr(disk, "_calls", type(disk._calls)())
     flow = mount.write_back()
     assert flow.step() is True
     assert set(mount.on_pfs()) == {b"a", b"b"}
-    monkeypatch.setattr(disk, "_fault", "write_back:create=EDQUOT@*")
+    monkeypatch.setattr(disk, "_fault", "write_back:create=ENOSPC@*")
     with pytest.raises(TierUnavailable, match="write-back of c to the PFS failed") as failure:
         flow.step()
-    assert "quota" in failure.value.remedy and failure.value.errno == 122
+    assert "room" in failure.value.remedy and failure.value.errno == 28
     monkeypatch.setattr(disk, "_fault", "")
     mount.settle(flow)
     mount.exact()

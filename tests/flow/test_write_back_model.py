@@ -3,6 +3,8 @@ never goes back, and shows the mount's tree in the end.
 """
 
 import contextlib
+import errno
+import itertools
 import shutil
 
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +26,7 @@ act = st.one_of(
     st.tuples(st.just("rmdir"), st.sampled_from(NAMES)),
     st.tuples(st.just("chmod"), st.sampled_from(NAMES), st.sampled_from([0o600, 0o755])),
     st.tuples(st.just("do twice")),
+    st.tuples(st.just("refuse"), st.sets(st.integers(0, 5), min_size=1), st.booleans()),
     st.tuples(st.just("write back"), st.sampled_from([0, 1, 2, 3, 5, 8, 13, 21, 34, 1000]), st.booleans()),
 )
 
@@ -48,6 +51,9 @@ class World:
         name, *values = step
         if name == "write back":
             self.write_back(*values)
+            return
+        if name == "refuse":
+            self.refuse(*values)
             return
         if name == "do twice":
             self.do_twice()
@@ -109,6 +115,25 @@ class World:
 
         with self.watched(), intercepted(strike), contextlib.suppress(Killed):
             self.mount.settle()
+
+    def refuse(self, which: set[int], goes_on: bool) -> None:
+        """The PFS refuses some files. What it shows then is no state that the mount was in, but the end is."""
+        if not self.rewrite:
+            return
+        calls = itertools.count()
+
+        def over_quota(label: str) -> None:
+            if label == "write_back:create" and next(calls) in which:
+                raise OSError(errno.EDQUOT, "over the quota")
+
+        flow = self.mount.write_back()
+        with intercepted(over_quota):
+            for _ in range(100):
+                if not flow.step():
+                    break
+        if goes_on:
+            flow.hurry()
+            self.mount.settle(flow)
 
     def finish(self) -> None:
         with self.watched():

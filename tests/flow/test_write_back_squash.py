@@ -8,8 +8,7 @@ import pytest
 from write_back_world import Mount, intercepted
 
 from ckptfs import disk
-from ckptfs.catalog import attributes
-from ckptfs.errors import TierUnavailable
+from ckptfs.catalog import attributes, report
 from ckptfs.tiers import acting
 
 USER = 4711
@@ -84,9 +83,13 @@ def test_a_refusal_that_stays_is_told_and_costs_nothing_else(tmp_path: Path, mon
     mount = Mount(tmp_path)
     mount.put(b"file", b"data")
     monkeypatch.setattr(disk, "_fault", "write_back:create=EACCES@*")
-    with pytest.raises(TierUnavailable, match="write-back of file to the PFS failed: injected") as failure:
-        mount.settle()
-    assert "owner" in failure.value.remedy
+    mount.mkdir(b"directory")
+    flow = mount.write_back()
+    while flow.step():
+        pass
+    assert set(mount.on_pfs()) == {b"directory"}
+    [(_, text, _)] = report.reports(mount.db, "trouble:")
+    assert "EACCES" in text and '"path": "file"' in text and "owner" in text
     monkeypatch.setattr(disk, "_fault", "")
     mount.settle()
     mount.exact()

@@ -24,6 +24,7 @@ class Facts:
         self.sizes: dict[int, int] = {}
         self.gone: set[int] = set()
         self.repeats: set[int] = set()
+        self.refused: set[int] = set()
         self.late = False
         self.changing = False
         self.pausing = False
@@ -54,6 +55,9 @@ class Facts:
 
     def unfit(self, inode: int) -> bool:
         return False
+
+    def set_aside(self, inode: int) -> bool:
+        return inode in self.refused
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ from ckptfs.catalog.namespace import get
 from ckptfs.catalog.pfs_batch import Action, Batch
 from ckptfs.catalog.pfs_view import Mark, Published, View
 from ckptfs.config import Config
-from ckptfs.errors import Busy, CkptfsError, TierUnavailable
+from ckptfs.errors import Busy, TierUnavailable
 from ckptfs.flow.write_back.apply import Applier
 from ckptfs.flow.write_back.pauses import Pauses
-from ckptfs.flow.write_back.plan import KEYS_PER_ROW, Kind, Planner
+from ckptfs.flow.write_back.plan import KEYS_PER_ROW, Kind, Planner, Put
+from ckptfs.flow.write_back.refusals import Aside, unavailable
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unstable
 from ckptfs.model import ROOT, Content, Inode, Level, Notify, Tier
 from ckptfs.tiers import acting
@@ -49,15 +50,6 @@ PAUSE_RATIO = 4.0
 PROGRESS_EVERY_S = 0.25
 
 _ASTRAY = {errno.ENOENT, errno.ESTALE}
-_REMEDIES = {
-    errno.ENOSPC: "make room on the PFS",
-    errno.EDQUOT: "make room within the quota on the PFS, or have it raised",
-    errno.EROFS: "mount the PFS for writing",
-    errno.EACCES: "let the file's owner write to this directory on the PFS",
-    errno.EPERM: "let the file's owner write to this directory on the PFS",
-    errno.ESTALE: "mount the PFS anew",
-    errno.ENOTCONN: "mount the PFS anew",
-}
 
 
 class WriteBack:
@@ -71,7 +63,8 @@ class WriteBack:
         self._tree = None if config.pfs is None else PfsTree(config.pfs)
         self._instance = adoption.instance(db)
         self._pauses = Pauses(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
-        self._facts = _Facts(db, self._pauses)
+        self._aside = Aside(lambda key, value: settling.report(db, key, value))
+        self._facts = _Facts(db, self._pauses, self._aside)
         self._fence: int | None = None
         self._waiting = False
         self._begun = False
@@ -96,7 +89,7 @@ class WriteBack:
             return more
         except NotThere as missing:
             if missing.names == self._missing:
-                raise _unavailable(missing, str(missing.filename)) from missing
+                raise unavailable(missing, str(missing.filename)) from missing
             self._missing = missing.names
             self._make_again(missing)
             return True
@@ -105,17 +98,18 @@ class WriteBack:
             if failure.errno in _ASTRAY and not self._astray:
                 self._astray = True  # A directory that we had open may have been removed: walk there again, and see.
                 return True
-            raise _unavailable(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
+            raise unavailable(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
 
     def due_s(self) -> float | None:
         """Until a content that is not sealed yet, or an open file that had to wait for its turn, is looked at again."""
-        waits = [self._pauses.due_s()] if self._pauses.deferred else []
-        return min(waits + ([WAITING_DUE_S] if self._waiting else []), default=None)
+        waits = [self._pauses.due_s() if self._pauses.deferred else None, WAITING_DUE_S if self._waiting else None, self._aside.due_s()]
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def hurry(self) -> None:
         """Somebody drains: whatever was put off is tried now."""
         self._fence = None
         self._pauses.over()
+        self._aside.over()
 
     # --- one batch ------------------------------------------------------------------------------------------------------
 
@@ -132,8 +126,10 @@ class WriteBack:
         if found is not None:
             self._recover(tree, *found)
             return True
-        rows = journal.head(self._db, ROWS_TOGETHER)
+        self._aside.begin()
+        rows = journal.head(self._db, ROWS_TOGETHER, self._aside.after)
         if not rows:
+            self._aside.ended()
             return self._set_times(tree)
         return self._write_back(tree, rows)
 
@@ -172,6 +168,7 @@ class WriteBack:
                 log.debug("planned anew: %s", reason)
                 continue
             self._apply(tree, batch)
+            self._aside.after = batch.last
             self._fence = None if self._fence is not None and batch.last >= self._fence else self._fence
             return True
         return True
@@ -207,6 +204,7 @@ class WriteBack:
             stager.close()
             self._no_progress()
         batch = _resolved(planner, staged)
+        batch.after = self._aside.after
         if batch.actions:
             with self._db.change():
                 pfs_batch.write(self._db, batch, ready=True)
@@ -241,7 +239,7 @@ class WriteBack:
                 self._fence = action.key // KEYS_PER_ROW
                 if not first:
                     raise Busy(str(failure)) from failure
-                raise OSError(failure.errno, failure.strerror, self._path(put.inode)) from failure
+                raise self._refused(put, failure) from failure
         return staged
 
     def _sync(self, stager: Stager, planner: Planner) -> None:
@@ -253,7 +251,15 @@ class WriteBack:
             if len(keys) > 1:
                 self._fence = keys[len(keys) // 2] // KEYS_PER_ROW
                 raise Busy(str(failure)) from failure
-            raise OSError(failure.errno, failure.strerror, self._path(planner.puts[keys[0]].inode)) from failure
+            raise self._refused(planner.puts[keys[0]], failure) from failure
+
+    def _refused(self, put: Put, failure: OSError) -> Busy | OSError:
+        """What to raise for it: where it concerns this file alone, that is set aside and the others go on."""
+        path = self._path(put.inode)
+        if put.content is None or not self._aside.put(put.inode, path, failure):
+            return OSError(failure.errno, failure.strerror, path)
+        self._fence = None
+        return Busy(f"{path} is set aside")
 
     def _apply(self, tree: PfsTree, batch: Batch) -> None:
         """Make the batch true, and tell the catalog."""
@@ -278,7 +284,7 @@ class WriteBack:
         """A stranger removed a directory into which we have to write: it is made again, with all that is ours in it."""
         inode = pfs_view.inode_at(self._db, missing.names)
         if inode is None or inode == ROOT:
-            raise _unavailable(missing, str(missing.filename)) from missing
+            raise unavailable(missing, str(missing.filename)) from missing
         log.warning("the directory %s is gone from the PFS; it is made again", missing.filename)
         with self._db.change():
             if not adoption.again(self._db, inode):
@@ -318,8 +324,9 @@ class WriteBack:
 class _Facts:
     """What planning asks of the catalog, and what was learned on the PFS."""
 
-    def __init__(self, db: Database, pauses: Pauses) -> None:
+    def __init__(self, db: Database, pauses: Pauses, aside: Aside) -> None:
         self._db = db
+        self.set_aside = aside.holds
         self._pauses = pauses
         self.refused: set[int] = set()
         self.changing: set[tuple[int, int]] = set()
@@ -366,6 +373,7 @@ def _resolved(planner: Planner, staged: dict[int, Staged]) -> Batch:
         for one in planner.actions
     ]
     batch.again = planner.again
+    batch.kept = planner.kept
     batch.published = planner.renewed + [one.published for one in staged.values() if one.published is not None]
     batch.merged = [planner.puts[key].inode for key, one in staged.items() if one.merged]
     return batch
@@ -380,11 +388,3 @@ def _set_directory_times(fd: int, inode: Inode) -> None:
 
     with contextlib.suppress(PermissionError):
         acting.attempt(set_times, lambda: [(found.st_uid, found.st_gid)])
-
-
-def _unavailable(failure: OSError, path: str) -> CkptfsError:
-    """What a failing PFS is called for people: which path, what happened, what helps."""
-    sentence = f"write-back of {path} to the PFS failed: {failure.strerror or failure}"
-    error = TierUnavailable(sentence, remedy=_REMEDIES.get(failure.errno or 0, ""))
-    error.errno = failure.errno or errno.EIO
-    return error

@@ -71,6 +71,9 @@ class Facts(Protocol):
     def unfit(self, inode: int) -> bool:
         """Whether the PFS refused to have such a thing as this inode."""
 
+    def set_aside(self, inode: int) -> bool:
+        """Whether the bytes of this file are refused for now: its rows stay in the journal."""
+
 
 class Planner:
     """Rows are taken one after another, until `take` refuses one: it begins the next batch."""
@@ -81,6 +84,7 @@ class Planner:
         self.actions: list[Action] = []
         self.puts: dict[int, Put] = {}
         self.again: list[tuple[int, int]] = []
+        self.kept: list[int] = []
         self.renewed: list[Published] = []
         self.last = 0
         self.waiting: Content | None = None
@@ -289,7 +293,8 @@ class Planner:
         shown = published is not None and published.generation == content.generation
         if not shown and not self._facts.unstable(content) and not self._publish(row, content, Kind.STABLE):
             return False
-        self.again.append((row.inode, content.id))
+        if row.seq not in self.kept:
+            self.again.append((row.inode, content.id))
         return True
 
     def _synced(self, row: Row) -> bool:
@@ -319,6 +324,9 @@ class Planner:
                 self.renewed.append(replace(published, generation=content.generation))
                 self._dress(row.inode, first)
         else:
+            if self._facts.set_aside(row.inode):
+                self.kept.append(row.seq)
+                return True
             if self.puts and self._bytes + content.size > BATCH_BYTES_MAX:
                 return False
             spot = self._spot(first)

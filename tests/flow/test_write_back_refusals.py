@@ -1,0 +1,160 @@
+"""P1, P6: what the PFS refuses of one file or one owner holds up nobody else, is told, and is tried again."""
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from write_back_world import Mount, intercepted
+
+from ckptfs.catalog import report, wants
+from ckptfs.errors import TierUnavailable
+from ckptfs.flow.write_back import WriteBack, refusals, stage
+from ckptfs.flow.write_back.refusals import OF_ONE_FILE, Aside
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
+    """What is set aside stays so until somebody is in a hurry, however slow this machine is."""
+    monkeypatch.setattr(refusals, "RETRY_FIRST_S", 1000.0)
+    monkeypatch.setattr(refusals, "RETRY_LAST_S", 1000.0)
+    return Mount(tmp_path)
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[bytes], bool], code: int = errno.EDQUOT) -> list[str]:
+    """The PFS takes no file whose bytes `refused` knows; the labels at which it refused."""
+    copy, calls = stage.transfer.copy, []
+
+    def refuse(source: int, target: int, **named: object) -> object:
+        if refused(os.pread(source, 100, 0)):
+            calls.append("refused")
+            raise OSError(code, os.strerror(code))
+        return copy(source, target, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage.transfer, "copy", refuse)
+    return calls
+
+
+def rest(flow: WriteBack) -> None:
+    for _ in range(200):
+        if not flow.step():
+            return
+    raise AssertionError("write-back never comes to rest")
+
+
+def troubles(mount: Mount) -> list[dict[str, str]]:
+    return [json.loads(text) for _, text, _ in report.reports(mount.db, "trouble:")]
+
+
+@pytest.mark.parametrize("code", sorted(OF_ONE_FILE))
+def test_one_owner_s_refusal_holds_up_nobody_else(
+    mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount.put(b"a", b"first")
+    mount.put(b"b", b"theirs")
+    mount.mkdir(b"d")
+    mount.put(b"d/c", b"third")
+    flow = mount.write_back()
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        calls = refusing(patch, lambda data: data == b"theirs", code)
+        rest(flow)
+        assert set(mount.on_pfs()) == {b"a", b"d", b"d/c"}
+        tried = len(calls)
+        mount.put(b"e", b"fifth")
+        rest(flow)
+        assert set(mount.on_pfs()) == {b"a", b"d", b"d/c", b"e"}
+        assert len(calls) == tried, "it is not tried again before its time"
+    [trouble] = troubles(mount)
+    assert trouble["path"] == "b" and errno.errorcode[code] in trouble["what"] and trouble["remedy"]
+    assert len(caplog.messages) == 1
+    assert not wants.recorded(mount.db, mount.number(b"a"), 10**9)
+    assert wants.recorded(mount.db, mount.number(b"b"), 10**9), "who waits for it still waits"
+    due_s = flow.due_s()
+    assert due_s is not None and due_s > 0
+    flow.hurry()
+    mount.settle(flow)
+    mount.exact()
+    assert troubles(mount) == [] and flow.due_s() is None
+
+
+def test_generations_keep_their_order(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is set aside, written again and renamed; an older generation that somebody has open never covers the newer one."""
+    mount.put(b"f", b"shown")
+    mount.settle()
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refusing(patch, lambda data: data == b"one")
+        mount.hold(mount.put(b"f", b"one"))
+        rest(flow)
+        mount.put(b"f", b"two")
+        mount.rename(b"f", b"g")
+        mount.put(b"f", b"another")
+        rest(flow)
+        assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"g": b"shown", b"f": b"another"}
+    flow.hurry()
+    mount.settle(flow)
+    mount.exact()
+    assert (mount.pfs / "g").read_bytes() == b"two"
+
+
+def test_the_next_mover_begins_with_what_was_set_aside(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        refusing(patch, lambda data: data.startswith(b"no"))
+        for number in range(5):
+            mount.put(b"no%d" % number, b"no%d" % number)
+            mount.put(b"yes%d" % number, b"yes")
+        rest(mount.write_back())
+        assert set(mount.on_pfs()) == {b"yes%d" % number for number in range(5)}
+        mount.unlink(b"no3")
+        mount.rename(b"no4", b"yes4")
+    mount.settle()
+    mount.exact()
+
+
+def test_a_crash_between_a_batch_and_the_catalog_keeps_the_rows(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(label: str) -> None:
+        if label == "write_back:finish":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        refusing(patch, lambda data: data == b"no")
+        mount.put(b"a", b"no")
+        mount.put(b"b", b"yes")
+        with intercepted(dies), pytest.raises(KeyboardInterrupt):
+            rest(mount.write_back())
+        rest(mount.write_back())
+        assert set(mount.on_pfs()) == {b"b"}
+    mount.settle()
+    mount.exact()
+
+
+def test_a_pfs_that_refuses_everything_is_waited_for(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "FILES_MAX", 3)
+    with monkeypatch.context() as patch:
+        refusing(patch, lambda data: True)
+        for number in range(5):
+            mount.put(b"%d" % number, b"x")
+        with pytest.raises(TierUnavailable, match="write-back of 3 to the PFS failed"):
+            rest(mount.write_back())
+    mount.settle()
+    mount.exact()
+
+
+def test_each_refusal_waits_longer_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(refusals.time, "monotonic", lambda: now[0])
+    aside, waits = Aside(lambda key, value: None), []
+    for _ in range(12):
+        assert aside.put(7, "f", OSError(errno.EDQUOT, "over the quota")) and aside.holds(7)
+        due_s = aside.due_s()
+        assert due_s is not None
+        waits.append(due_s)
+        now[0] += due_s
+        aside.after = 5
+        aside.begin()
+        assert not aside.holds(7) and aside.after == 0
+    assert waits == sorted(waits) and waits[0] == refusals.RETRY_FIRST_S and waits[-1] == refusals.RETRY_LAST_S
+    assert not aside.put(7, "f", OSError(errno.EIO, "broken")) and not aside.put(7, "f", OSError(errno.ENOSPC, "full"))
