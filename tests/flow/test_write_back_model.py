@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from write_back_world import CHANGES, Killed, Mount, Tree, intercepted, killed_at, memory, pfs_tree
 
 from ckptfs.catalog import renaming
+from ckptfs.errors import TierUnavailable
 
 NAMES = [b"a", b"b", b"d", b"d/a", b"d/b", b"e", b"e/a", b"d/f", b"d/f/a"]
 
@@ -127,7 +128,8 @@ class World:
                 raise OSError(errno.EDQUOT, "over the quota")
 
         flow = self.mount.write_back()
-        with intercepted(over_quota):
+        # An empty file from mknod has no bytes to set aside: write-back waits for it.
+        with intercepted(over_quota), contextlib.suppress(TierUnavailable):
             for _ in range(100):
                 if not flow.step():
                     break
