@@ -55,10 +55,10 @@ def emit(value: Any, *, lines: bool = False) -> None:
 
 
 def console() -> "Console":
-    """Where tables go. Not a terminal: wide enough that nothing is cut."""
+    """Where tables go. Not a terminal: wide enough that nothing is cut or wrapped."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 4096, highlight=False)
 
 
 def put(what: "RenderableType") -> None:
@@ -115,7 +115,7 @@ def status(answer: "pb.Status") -> "RenderableType":
     for trouble in answer.troubles:
         where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
         remedy = f"; {trouble.remedy}" if trouble.remedy else ""
-        troubles.append(f"[yellow]trouble[/] {_shown(where)}: {escape(trouble.what)}{escape(remedy)} (since {duration(trouble.age_s)})")
+        troubles.append(f"[yellow]trouble[/] {_shown(where)}: {escape(trouble.what)}{escape(remedy)} (for {duration(trouble.age_s)})")
     tables = (Padding(_tiers(answer), (1, 2), expand=False), Padding(_processes(answer), (0, 2, 1, 2), expand=False))
     return Group("\n".join(lines), *tables, *troubles)
 

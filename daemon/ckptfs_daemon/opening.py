@@ -188,9 +188,7 @@ class Opening:
         """From the tier that has it."""
         wish, content, tier = self._wish, held.content, held.tiers[0]
         assert content is not None
-        if tier not in self._context.places:
-            raise self._lost(f"its content lies in {tier}, which is not configured")
-        place = self._context.places[tier]
+        place = self._place(tier)
         served = wish.writer and self._served(tier, 0, self._files.promised().get(tier, 0))
         try:
             fd = self._taken(place, content, WRITE_NOW if served else os.O_RDONLY)
@@ -280,10 +278,15 @@ class Opening:
         """Readers have the PFS's own file open and somebody wants to write: from now on their reads come to us as well."""
         if not held.tiers or held.content is None:
             raise Later(self._fetch)
-        place = self._context.places[held.tiers[0]]
+        place = self._place(held.tiers[0])
         file.replace(self._taken(place, held.content, WRITE_NOW))
         file.content, file.place, file.writable, file.direct = held.content, place, True, True
         handles.point(self._context.db, file.inode, held.content)
+
+    def _place(self, tier: Tier) -> Place:
+        if tier not in self._context.places:
+            raise self._lost(f"its content lies in {tier}, which is not there now: see `ckptfs status`")
+        return self._context.places[tier]
 
     def _lost(self, why: str) -> ContentLost:
         path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
