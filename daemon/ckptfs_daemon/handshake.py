@@ -85,11 +85,6 @@ def parse(request: bytes) -> Offer:
     return Offer(unique, major, minor, max_readahead, flags)
 
 
-def offers_passthrough(offer: Offer) -> bool:
-    """Whether this kernel can send reads and writes straight to a backing file."""
-    return bool(offer.flags & PASSTHROUGH)
-
-
 def wanted(offer: Offer, data_path: DataPath) -> int:
     """The flags we take of those offered. The kernel refuses PASSTHROUGH together with WRITEBACK_CACHE, so it is one or the other."""
     flags = COMMON | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else WRITEBACK_CACHE)

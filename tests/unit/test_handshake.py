@@ -19,7 +19,7 @@ def init_request(flags: int = EVERYTHING, *, minor: int = 45, major: int = 7, op
 def test_an_offer_is_read_with_its_second_word_of_flags() -> None:
     offer = handshake.parse(init_request())
     assert (offer.unique, offer.major, offer.minor, offer.flags) == (2, 7, 45, EVERYTHING)
-    assert handshake.offers_passthrough(offer)
+    assert offer.flags & handshake.PASSTHROUGH
 
 
 def test_the_second_word_means_nothing_without_its_announcement() -> None:
