@@ -4,8 +4,6 @@ A file is as long as somebody says: `truncate -s 1P` makes 250 million blocks of
 blocks' digests of a file of more than `limits.BLOCK_DIGESTS_MAX` blocks are not kept, only the one over all.
 """
 
-import os
-from collections.abc import Callable
 
 import xxhash
 
@@ -81,18 +79,3 @@ class Running:
         self._whole.update(self.size.to_bytes(8, "little"))
         few = len(self._blocks) <= limits.BLOCK_DIGESTS_MAX * BLOCK_DIGEST_BYTES
         return self._whole.digest(), bytes(self._blocks) if few else b""
-
-
-def of_file(fd: int, *, before_block: Callable[[], None] = lambda: None) -> tuple[int, bytes, bytes]:
-    """Read the file behind `fd` from its start to its end: (size, digest, blocks). `before_block` may raise to stop early."""
-    running = Running()
-    buffer = bytearray(limits.BLOCK_BYTES)
-    view = memoryview(buffer)
-    while True:
-        before_block()
-        count = os.preadv(fd, [view], running.size)
-        if count == 0:
-            break
-        running.update(view[:count])
-    digest, blocks = running.finish()
-    return running.size, digest, blocks

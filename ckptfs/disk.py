@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -95,14 +95,3 @@ def write_all(label: str, fd: int, data: bytes | memoryview, offset: int) -> Non
     while view:
         count = act(label, os.pwrite, fd, view, offset)
         view, offset = view[count:], offset + count
-
-
-def publish(label: str, fd: int, temporary: str | bytes, final: str | bytes, *, dir_fds: Iterable[int], old_fd: int, new_fd: int) -> None:
-    """Make the file behind `fd`, `temporary` in `old_fd`, appear whole as `final` in `new_fd`: fsync, rename, fsync of the directories.
-
-    The labels are `<label>:fsync`, `<label>:rename` and `<label>:directory`.
-    """
-    fsync(f"{label}:fsync", fd)
-    rename(f"{label}:rename", temporary, final, old_fd=old_fd, new_fd=new_fd)
-    for directory in dir_fds:
-        fsync(f"{label}:directory", directory)

@@ -1,10 +1,9 @@
-"""What a file survives and what is to be done for it: pure functions over a record of frozen values. Owns the meaning of P3 and P5.
+"""What a file survives, and when a copy may go: pure functions over a record of frozen values. Owns the meaning of P3 and P5.
 
-Nothing here is stored and nothing acts: the catalog supplies the record, the flows do what it says.
+Nothing here is stored and nothing acts: the catalog supplies the record, the flows ask before they act.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
 
@@ -26,23 +25,6 @@ class Record:
     copies: tuple[Copy, ...] = ()
     published: Published | None = None
     handles: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Which tiers the node has beside RAM."""
-
-    nvme: bool = False
-    pfs: bool = False
-
-
-class Step(StrEnum):
-    """What remains to be done for a file, in the words of the flows."""
-
-    SEAL = "seal"
-    WRITE_BACK = "write back"
-    REPAIR = "repair"
-    DROP = "drop"
 
 
 def good(copy: Copy) -> bool:
@@ -81,21 +63,6 @@ def level(record: Record) -> Level:
     if content.state in {ContentState.DOOMED, ContentState.LOST} or not any(map(good, record.copies)):
         return Level.NONE
     return Level.LOCAL
-
-
-def next_steps(record: Record, policy: Policy) -> tuple[Step, ...]:
-    """What the mover still has to do for this file, in order; empty when it has arrived."""
-    content = record.content
-    if content is None or content.state in {ContentState.OPEN, ContentState.LOST}:
-        return ()
-    if content.state is ContentState.DOOMED:
-        return (Step.DROP,)
-    steps = [Step.SEAL] if content.state is ContentState.CLOSED else []
-    if any(copy.state is CopyState.QUARANTINED for copy in record.copies):
-        steps.append(Step.REPAIR)
-    if policy.pfs and not published_whole(record):
-        steps.append(Step.WRITE_BACK)
-    return tuple(steps)
 
 
 def may_drop(record: Record, tier: Tier) -> bool:

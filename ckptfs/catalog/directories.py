@@ -14,7 +14,6 @@ from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, inode_of
 from ckptfs.errors import CkptfsError, refused
 from ckptfs.model import Entry, Inode
 
-COOKIE_FIRST = 1
 _BATCH = (
     f"SELECT entry.cookie, entry.name, {INODE_COLUMNS_JOINED} FROM entry INDEXED BY entry_order JOIN inode ON inode.id = entry.child"
     " WHERE entry.parent=? AND entry.cookie>? ORDER BY entry.cookie"
@@ -37,11 +36,6 @@ def read(db: Database, directory: int, after: int = 0) -> Iterator[tuple[Entry, 
         for row in rows:
             inode = inode_of(row[2:])
             yield Entry(row[0], directory, row[1], inode.id), inode
-
-
-def is_complete(db: Database, directory: int) -> bool:
-    """Whether the catalog knows everything that is in `directory`."""
-    return bool(db.value("SELECT complete FROM inode WHERE id=?", directory))
 
 
 def demand_empty(db: Database, directory: int, *, complete: bool) -> None:

@@ -26,11 +26,6 @@ def every(db: Database) -> list[Handle]:
     return [Handle(row[0], row[1], row[2], bool(row[3]), row[4]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
 
 
-def any_of(db: Database, inode: int) -> bool:
-    """Whether anybody has `inode` open."""
-    return db.row("SELECT 1 FROM handle WHERE inode=? LIMIT 1", inode) is not None
-
-
 def point(db: Database, inode: int, content: int) -> None:
     """All handles of `inode` now lead to `content`."""
     db.run("UPDATE handle SET content=? WHERE inode=?", content, inode)

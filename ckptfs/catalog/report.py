@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from ckptfs import lifecycle, limits
 from ckptfs.catalog.database import Database
-from ckptfs.errors import refused
 from ckptfs.lifecycle import Published, Record
 from ckptfs.model import ROOT, Content, ContentState, Copy, CopyState, Level, Tier
 
@@ -128,17 +127,6 @@ def waiting(db: Database, inode: int, up_to: int | None = None) -> bool:
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
-
-
-def resolve(db: Database, path: bytes) -> int:
-    """The inode that `path`, relative to the mount, names; symlinks are not followed. Raises ENOENT."""
-    found = ROOT
-    for name in filter(None, path.split(b"/")):
-        child = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", found, name)
-        if child is None:
-            raise refused(2)
-        found = int(child)
-    return found
 
 
 def path_of(db: Database, inode: int) -> bytes:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.lifecycle import Policy, Published, Record, Step, level, may_drop, next_steps, published_whole, same_file
+from ckptfs.lifecycle import Published, Record, level, may_drop, published_whole, same_file
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
 
 DIGEST = b"d" * 16
@@ -55,25 +55,6 @@ records = st.builds(
 )
 def test_the_level_follows_from_the_copies(record: Record, expected: Level) -> None:
     assert level(record) is expected
-
-
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        (Record(None), ()),
-        (Record(content(ContentState.OPEN), (copy(),)), ()),
-        (Record(content(ContentState.CLOSED), (copy(),)), (Step.SEAL, Step.WRITE_BACK)),
-        (Record(content(), (copy(),)), (Step.WRITE_BACK,)),
-        (Record(content(), (copy(),), SHOWN), ()),
-        (Record(content(), (copy(), copy(Tier.NVME, CopyState.QUARANTINED)), SHOWN), (Step.REPAIR,)),
-        (Record(content(ContentState.DOOMED), (copy(),)), (Step.DROP,)),
-        (Record(content(ContentState.LOST)), ()),
-    ],
-)
-def test_what_is_to_be_done_next(record: Record, expected: tuple[Step, ...]) -> None:
-    assert next_steps(record, Policy(nvme=True, pfs=True)) == expected
-    without = tuple(step for step in expected if step is not Step.WRITE_BACK)
-    assert next_steps(record, Policy()) == without, "without a PFS nothing is written back"
 
 
 @given(records, st.sampled_from(Tier))
