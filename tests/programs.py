@@ -36,6 +36,16 @@ def python(code: str, *arguments: str | Path, cwd: Path | None = None, timeout: 
     return run(sys.executable, "-c", code, *arguments, cwd=cwd, timeout=timeout)
 
 
+def with_mounts_of_its_own() -> list[str]:
+    """What a command begins with that shall mount things without anybody else seeing them.
+
+    In a chroot, whose root is no mountpoint, unshare(1) cannot change what is passed on; there it is left as it is.
+    """
+    alone = ["unshare", "-m"]
+    possible = subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0
+    return alone if possible else [*alone, "--propagation", "unchanged"]
+
+
 def tree(root: Path) -> dict[str, tuple[Any, ...]]:
     """Everything below `root` that the PFS must show as the mount does: by path its type, mode, owner, mtime and bytes (or target)."""
     found: dict[str, tuple[Any, ...]] = {}

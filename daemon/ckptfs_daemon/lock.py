@@ -67,7 +67,9 @@ def _end(role: str, pid: int) -> None:
     try:
         log.info("ending the %s process %d of an earlier supervisor", role, pid)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        if not select.select([pidfd], [], [], LEFTOVER_WAIT_S)[0]:
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        if not ended.poll(LEFTOVER_WAIT_S * 1000):
             log.warning("the %s process %d is killed but still hangs in a system call; going on without it", role, pid)
     except ProcessLookupError:
         pass

@@ -12,6 +12,7 @@ import pytest
 from ckptfs_client.mount_helper import LOG
 from ckptfs_client.mounts import runs
 from daemon_under_test import REPOSITORY, DaemonUnderTest, environment, eventually
+from programs import with_mounts_of_its_own
 
 Result = subprocess.CompletedProcess[str]
 MakeDaemon = Callable[..., DaemonUnderTest]
@@ -156,7 +157,7 @@ if command -v bindfs > /dev/null; then
 fi
 ! mount -t ckptfs -o bogus {place.name} {place.path} || exit 9
 """
-    command = ["unshare", "-m", "sh", "-c", script]
+    command = [*with_mounts_of_its_own(), "sh", "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment(), check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["fuse.ckptfs", place.name, "hello", "hello"]

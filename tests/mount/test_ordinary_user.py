@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from another_user import STRANGER
 from daemon_under_test import REPOSITORY, environment
+from programs import with_mounts_of_its_own
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
@@ -64,7 +65,7 @@ def test_a_user_without_privileges_has_the_same_filesystem(place: Path) -> None:
     user = f"setpriv --reuid {STRANGER} --regid {STRANGER} --clear-groups '{sys.executable}' '{SCENARIO}' '{place / 'home'}'"
     home = {"HOME": str(place / "home"), "XDG_RUNTIME_DIR": str(place / "home" / "run")}
     done = subprocess.run(
-        ["unshare", "-m", "bash", "-c", f"set -e; {steps}; cd /; exec {user}"],
+        [*with_mounts_of_its_own(), "bash", "-c", f"set -e; {steps}; cd /; exec {user}"],
         capture_output=True, text=True, timeout=SCENARIO_S, env=environment(**home), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
