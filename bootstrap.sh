@@ -57,6 +57,11 @@ system_packages() {
   fi
 }
 
+# mtab: fusermount3 unmounts for ordinary users by this list, which a bare tree lacks.
+mtab() {
+  [ -e /etc/mtab ] || [ ! -e /proc/self/mounts ] || [ -n "${CKPTFS_NO_APT:-}" ] || as_root ln -s ../proc/self/mounts /etc/mtab
+}
+
 # fingerprint EXTRAS: what the environment is made from; another one means that pip has work to do.
 fingerprint() { { printf '%s\n' "$1" "$HERE"; python3 --version; cat pyproject.toml; } | sha256sum | cut -d' ' -f1; }
 
@@ -83,6 +88,7 @@ shim() { "$1" -m ckptfs_daemon.shim_build >/dev/null || fail "the C shim could n
 setup() {
   # shellcheck disable=SC2086
   system_packages $PACKAGES_BASE $PACKAGES_TEST
+  mtab
   environment test,demo
   say "ready: $VENV/bin/ckptfs"
 }
@@ -90,6 +96,7 @@ setup() {
 demo() {
   # shellcheck disable=SC2086
   system_packages $PACKAGES_BASE procps
+  mtab
   environment demo
   exec bash demo/demo.sh "$VENV/bin/python"
 }
