@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import catalog_names
+
 from ckptfs import disk
-from ckptfs.catalog import database, report, visits, wants
+from ckptfs.catalog import database, visits, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.flow.fetch import Fetch
@@ -89,7 +91,7 @@ class World:
         raise AssertionError("never answered")
 
     def inode(self, path: str) -> int:
-        return report.resolve(self.db, os.fsencode(path))
+        return catalog_names.resolve(self.db, os.fsencode(path))
 
     def names(self, path: str = "") -> set[str]:
         """What the catalog shows in a directory."""

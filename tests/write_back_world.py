@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import catalog_names
 from local_node import Node
 
 from ckptfs import disk
@@ -39,10 +40,10 @@ class Mount(Node):
 
     def at(self, path: bytes) -> tuple[int, bytes]:
         head, _, name = path.rpartition(b"/")
-        return report.resolve(self.db, head), name
+        return catalog_names.resolve(self.db, head), name
 
     def number(self, path: bytes) -> int:
-        return report.resolve(self.db, path)
+        return catalog_names.resolve(self.db, path)
 
     def mkdir(self, path: bytes, mode: int = 0o755) -> None:
         with self.db.change():
