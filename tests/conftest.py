@@ -6,6 +6,7 @@ A test fails when the daemon's log holds a WARNING, ERROR or Traceback line that
 import contextlib
 import os
 import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from daemon_under_test import Area, DaemonUnderTest, NotStarted, deadline
 TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)
 DATA_PATHS = ("passthrough", "buffered")
 DAEMONS = pytest.StashKey[list[DaemonUnderTest]]()
+
+
+def pytest_configure() -> None:
+    """Tests of single steps open a catalog and its tiers each, and a shell's limit of open files is often as low as 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _usable() -> str:
