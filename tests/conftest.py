@@ -16,14 +16,15 @@ from daemon_under_test import Area, DaemonUnderTest, NotStarted, deadline
 
 # The long form of tests/crash takes longer.
 TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)
+FILES_OPEN_MAX = 20_000
 DATA_PATHS = ("passthrough", "buffered")
 DAEMONS = pytest.StashKey[list[DaemonUnderTest]]()
 
 
 def pytest_configure() -> None:
     """Tests of single steps open a catalog and its tiers each, and a shell's limit of open files is often as low as 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    wanted, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, min(most, FILES_OPEN_MAX)), most))
 
 
 def _usable() -> str:
