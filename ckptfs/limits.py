@@ -14,7 +14,6 @@ XATTR_LIST_BYTES_MAX = 64 * KIB
 
 # --- content ---------------------------------------------------------------------------------------------------------
 BLOCK_BYTES = 4 * MIB
-COPY_CHUNK_BYTES = 4 * MIB
 # The blocks' digests of larger files (16 TiB, mostly holes) are not kept: 64 MiB of them.
 BLOCK_DIGESTS_MAX = 4 * MIB
 FILE_BYTES_MAX = 2**63 - 1
@@ -109,7 +108,6 @@ NO_ROOM_LOOK_S = 0.025
 PFS_THREADS_MAX = 24
 COPY_RANGE_BYTES_MAX = 64 * MIB
 
-assert BLOCK_BYTES % COPY_CHUNK_BYTES == 0 or COPY_CHUNK_BYTES % BLOCK_BYTES == 0
 assert ANSWERS_KEPT & (ANSWERS_KEPT - 1) == 0
 assert 0 < RAM_LOW_WATERMARK < RAM_HIGH_WATERMARK < 1
 assert HINT_GATHER_S <= HINT_GATHER_MAX_S < VISIT_WAIT_S

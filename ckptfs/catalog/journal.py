@@ -54,6 +54,12 @@ def last(db: Database, inode: int) -> int:
     return int(db.value("SELECT max(seq) FROM journal WHERE inode = ?", inode) or 0)
 
 
+def waiting(db: Database, inode: int, up_to: int | None = None) -> bool:
+    """Whether something about `inode` is still to be told to the PFS, up to the row `up_to`; None: anything at all."""
+    bound = 2**63 - 1 if up_to is None else up_to
+    return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq <= ? LIMIT 1", inode, bound) is not None
+
+
 def last_in(db: Database, directory: int) -> tuple[int, int]:
     """(row, inode that it is about) of the last row about a name in `directory`; zeros when the PFS has been told everything."""
     found = db.row("SELECT seq, inode FROM journal WHERE parent = ?1 OR new_parent = ?1 ORDER BY seq DESC LIMIT 1", directory)

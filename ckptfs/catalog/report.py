@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ckptfs import lifecycle, limits
+from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import Published, Record
 from ckptfs.model import ROOT, Content, ContentState, Copy, CopyState, Level, Tier
@@ -117,13 +118,7 @@ def listed(db: Database, inode: int) -> Listed | None:
         size = row[2]
         if found.content is not None and found.content.state is ContentState.SEALED:
             size = found.content.size
-        return Listed(row[0], row[1], size, row[3], found, waiting(db, inode))
-
-
-def waiting(db: Database, inode: int, up_to: int | None = None) -> bool:
-    """Whether the journal holds something about `inode`, or names in it, up to the row `up_to`."""
-    bound = 2**63 - 1 if up_to is None else up_to
-    return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq <= ? LIMIT 1", inode, bound) is not None
+        return Listed(row[0], row[1], size, row[3], found, journal.waiting(db, inode))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

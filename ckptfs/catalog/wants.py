@@ -95,14 +95,9 @@ def progress(db: Database, want: int, *, wait_s: float = limits.FETCH_STALL_S) -
         db.run("UPDATE want SET progress_ns = ?, until_ns = max(until_ns, ?) WHERE id = ? AND state = 0", *values)
 
 
-def until_recorded(db: Database, inode: int) -> str:
-    """The argument of a 'settle' that waits until the PFS was told of everything recorded about `inode` so far."""
-    return f"journal:{db.value('SELECT max(seq) FROM journal WHERE inode = ?', inode) or 0}"
-
-
-def recorded(db: Database, inode: int, seq: int) -> bool:
-    """Whether anything that was recorded about `inode` up to row `seq` is still to be told to the PFS."""
-    return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq <= ? LIMIT 1", inode, seq) is not None
+def until_told(row: int) -> str:
+    """The argument of a 'settle' that waits until the PFS was told of everything about its inode up to this row of the journal."""
+    return f"journal:{row}"
 
 
 def sweep(db: Database) -> int:

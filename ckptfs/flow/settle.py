@@ -8,7 +8,7 @@ Only looks: whoever brings files to their levels says `notify.work()` when it ha
 import errno
 
 from ckptfs import limits
-from ckptfs.catalog import report, wants
+from ckptfs.catalog import journal, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import Level, Notify
@@ -39,7 +39,7 @@ class Settle:
     def _answer(self, want: wants.Want) -> bool:
         kind, _, number = want.argument.partition(":")
         if kind == "journal":
-            if wants.recorded(self._db, want.inode, int(number)):
+            if journal.waiting(self._db, want.inode, int(number)):
                 return False
             wants.done(self._db, want.id)
             return True

@@ -11,7 +11,7 @@ import stat
 from collections import deque
 from collections.abc import Mapping
 
-from ckptfs.catalog import report
+from ckptfs.catalog import journal, report
 from ckptfs.catalog.database import Database
 from ckptfs.errors import ContentLost, refused
 from ckptfs.lifecycle import published_whole
@@ -67,7 +67,7 @@ class Waiting:
             return True
         if not stat.S_ISREG(found.mode):
             self._others.add(inode)
-            return self._wanted is Level.LOCAL or not report.waiting(self._db, inode, self._end)
+            return self._wanted is Level.LOCAL or not journal.waiting(self._db, inode, self._end)
         content = found.record.content
         if content is not None and content.state is ContentState.LOST and not published_whole(found.record):
             path = report.path_of(self._db, inode).decode(errors="backslashreplace")
@@ -78,4 +78,4 @@ class Waiting:
             return False
         if self._wanted is Level.LOCAL:
             return found.level is not Level.NONE
-        return found.level is Level.PFS and not report.waiting(self._db, inode, self._end)
+        return found.level is Level.PFS and not journal.waiting(self._db, inode, self._end)

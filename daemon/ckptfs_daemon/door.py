@@ -54,21 +54,12 @@ class _Extra(ctypes.Structure):
     _fields_ = [("fallocate", FALLOCATE), ("copy_file_range", COPY_FILE_RANGE), ("lseek", LSEEK), ("release", RELEASE)]
 
 
-class _Caller(ctypes.Structure):
-    """The head of libfuse's struct fuse_ctx."""
-
-    _fields_ = [("uid", ctypes.c_uint32), ("gid", ctypes.c_uint32), ("pid", ctypes.c_int32), ("umask", ctypes.c_uint32)]
-
-
 _reply_err = _shim.fuse_reply_err
 _reply_err.argtypes = [_R, _I]
 _reply_write = _shim.fuse_reply_write
 _reply_write.argtypes = [_R, ctypes.c_size_t]
 _reply_lseek = _shim.fuse_reply_lseek
 _reply_lseek.argtypes = [_R, _Q]
-_req_ctx = _shim.fuse_req_ctx
-_req_ctx.argtypes = [_R]
-_req_ctx.restype = ctypes.POINTER(_Caller)
 _shim.shim_feed.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 
 _extra = _Extra()
@@ -145,12 +136,6 @@ def reply_write(req: int, count: int) -> None:
 def reply_lseek(req: int, offset: int) -> None:
     """Answer an lseek: the offset found."""
     _reply_lseek(req, offset)
-
-
-def caller(req: int) -> tuple[int, int, int]:
-    """(uid, gid, pid) of the process that the request comes from."""
-    context = _req_ctx(req).contents
-    return context.uid, context.gid, context.pid
 
 
 # --- the session -----------------------------------------------------------------------------------------------------

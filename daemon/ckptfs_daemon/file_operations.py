@@ -176,7 +176,7 @@ class FileOperations(OpenOperations, ExtraOperations):
     async def _told(self, inode: int, row: int) -> None:
         """Wait until the PFS has been told of everything up to this row of the journal."""
         if row:
-            await self.context.asking.ask(wants.SETTLE, inode, f"journal:{row}", timeout_s=limits.FSYNC_LEVEL_WAIT_S)
+            await self.context.asking.ask(wants.SETTLE, inode, wants.until_told(row), timeout_s=limits.FSYNC_LEVEL_WAIT_S)
 
     @answered
     async def fsyncdir(self, fh: int, datasync: bool) -> None:

@@ -52,7 +52,7 @@ def test_what_was_recorded(world: World, settle: Settle) -> None:
     inode = world.inode("file")
     with world.db.change():
         journal.append(world.db, "synced", inode)
-    want = wants.ask(world.db, wants.SETTLE, inode, wants.until_recorded(world.db, inode))
+    want = wants.ask(world.db, wants.SETTLE, inode, wants.until_told(journal.last(world.db, inode)))
     assert state(world, settle, want) == wants.WANTED
     world.db.run("DELETE FROM journal")
     assert state(world, settle, want) == wants.DONE

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from write_back_world import Mount, intercepted
 
-from ckptfs.catalog import report, wants
+from ckptfs.catalog import journal, report
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import WriteBack, refusals, stage
 from ckptfs.flow.write_back.refusals import OF_ONE_FILE, Aside
@@ -70,8 +70,8 @@ def test_one_owner_s_refusal_holds_up_nobody_else(
     [trouble] = troubles(mount)
     assert trouble["path"] == "b" and errno.errorcode[code] in trouble["what"] and trouble["remedy"]
     assert len(caplog.messages) == 1
-    assert not wants.recorded(mount.db, mount.number(b"a"), 10**9)
-    assert wants.recorded(mount.db, mount.number(b"b"), 10**9), "who waits for it still waits"
+    assert not journal.waiting(mount.db, mount.number(b"a"), 10**9)
+    assert journal.waiting(mount.db, mount.number(b"b"), 10**9), "who waits for it still waits"
     due_s = flow.due_s()
     assert due_s is not None and due_s > 0
     flow.hurry()

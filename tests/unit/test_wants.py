@@ -61,16 +61,16 @@ def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pyte
     assert wants.sweep(db) == 1 and wants.get(db, answered) is None and wants.get(db, long) is not None
 
 
-def test_until_recorded(db: Database) -> None:
+def test_until_told(db: Database) -> None:
     with db.change():
         journal.append(db, "attributes", 7)
-    _, _, seq = wants.until_recorded(db, 7).partition(":")
+    _, _, seq = wants.until_told(journal.last(db, 7)).partition(":")
     with db.change():
         journal.append(db, "attributes", 7)
-    assert wants.recorded(db, 7, int(seq))
+    assert journal.waiting(db, 7, int(seq))
     db.run("DELETE FROM journal WHERE seq = ?", int(seq))
-    assert not wants.recorded(db, 7, int(seq)), "what was recorded later is not waited for"
-    assert wants.until_recorded(db, 8) == "journal:0" and not wants.recorded(db, 8, 0)
+    assert not journal.waiting(db, 7, int(seq)), "what was recorded later is not waited for"
+    assert wants.until_told(journal.last(db, 8)) == "journal:0" and not journal.waiting(db, 8, 0)
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
