@@ -92,6 +92,8 @@ MEMORY_RESERVE_RATIO = 0.10
 UNWATCHED_ROOM_BYTES_MIN = 512 * MIB
 # The same for a file of whose kind none was seen yet.
 UNWATCHED_ROOM_UNKNOWN_BYTES_MIN = 1792 * MIB
+# The same for a tier after which there is none.
+UNWATCHED_ROOM_LAST_BYTES_MIN = 64 * MIB
 # How long a figure about a tier's room may be believed.
 ROOM_AGE_S = 0.02
 USED_AGE_S = 1.0

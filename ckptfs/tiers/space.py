@@ -62,6 +62,11 @@ def watched(room: Room, expected_bytes: int | None) -> bool:
     return room.free < max(limits.UNWATCHED_ROOM_BYTES_MIN, expected_bytes + expected_bytes // 2)
 
 
+def last(room: Room, expected_bytes: int | None) -> bool:
+    """The same for a tier after which there is none: a write that finds it full can only wait for what was just deleted to go."""
+    return room.free < max(limits.UNWATCHED_ROOM_LAST_BYTES_MIN, expected_bytes or 0)
+
+
 def excess(room: Room, high: float, low: float) -> int:
     """How many bytes must leave a tier: none below `high`; above it, down to `low`."""
     return max(0, room.used - int(low * room.total)) if room.used > high * room.total else 0

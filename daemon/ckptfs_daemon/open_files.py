@@ -24,7 +24,7 @@ from ckptfs.model import CopyState, Handle, Inode, Tier
 from ckptfs.tiers.place import Place, Places
 from ckptfs_daemon import bells
 from ckptfs_daemon.bells import Bell
-from ckptfs_daemon.open_file import OpenFile, on_pfs, open_for_writing
+from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, on_pfs, open_for_writing
 from ckptfs_daemon.passthrough import Passthrough
 
 log = logging.getLogger(__name__)
@@ -253,10 +253,16 @@ class OpenFiles:
             log.error("content %d in %s stays open for writing: %s", content, place.tier, failure)
 
     def discard(self, doomed: list[int]) -> None:
-        """Give back at once what doomed contents take in RAM; the mover does the rest."""
+        """Give back at once what doomed contents take in RAM; the mover does the rest.
+
+        Whoever reads one for its digest or its copy is made to let go of it: the room is free when its last descriptor is closed.
+        """
+        ram = self.places[Tier.RAM]
         for content in doomed:
             with contextlib.suppress(OSError):
-                self.places[Tier.RAM].remove(content)
+                os.close(ram.open(content, WRITE_NOW))
+            with contextlib.suppress(OSError):
+                ram.remove(content)
 
     # --- starting -----------------------------------------------------------------------------------------------------
 

@@ -169,13 +169,16 @@ class Opening:
         return file
 
     def _served(self, tier: Tier, expected: int | None, promised: int) -> bool:
-        """Whether a writer's bytes shall pass through us although the kernel could do it alone: where a tier is nearly full."""
+        """Whether a writer's bytes shall pass through us although the kernel could do it alone: where a tier is nearly full, so that
+        they can move on, or wait for the room of what was just deleted.
+        """
         if self._context.data_path is not DataPath.PASSTHROUGH:
             return True
-        places = self._context.places
-        if tier is Tier.PFS or not any(places.after(tier)):
+        if tier is Tier.PFS:
             return False
-        return space.watched(space.without(places.room(tier), promised), expected)
+        places = self._context.places
+        room = space.without(places.room(tier), promised)
+        return space.watched(room, expected) if any(places.after(tier)) else space.last(room, expected)
 
     def _empty(self, held: Held, undo: Undo) -> OpenFile:
         """A file that was made by mknod and never written: it gets a content now, closed at once with this handle."""

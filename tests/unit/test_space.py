@@ -56,3 +56,11 @@ def test_what_writers_are_expected_to_write_is_spoken_for() -> None:
     room = space.without(Room(100 * MIB, 90 * MIB), 60 * MIB)
     assert (room.free, room.used) == (30 * MIB, 70 * MIB)
     assert space.choose({Tier.RAM: room, Tier.NVME: Room(100 * MIB, 100 * MIB)}, 11 * MIB, 0.8) is Tier.NVME
+
+
+def test_in_the_last_tier_writes_are_watched_only_when_it_is_nearly_full() -> None:
+    """F1: with nowhere to move on to, passing through us buys only the wait for what was deleted."""
+    bound = limits.UNWATCHED_ROOM_LAST_BYTES_MIN
+    assert space.last(Room(10**12, bound - 1), None)
+    assert not space.last(Room(10**12, bound), None)
+    assert space.last(Room(10**12, bound), bound + 1)
