@@ -1,0 +1,124 @@
+"""What this node may ask of its peers: values and a Protocol, so that the flows need no gRPC. All calls block; use worker threads.
+
+Each call is bounded by progress, not by total time: a peer that moves nothing for `limits.PEER_STALL_S` has failed, a slow one has not.
+Descriptors stay the caller's and are only used until the call has returned. Raises `PeerFailed` and its kinds.
+If we die here: nothing is kept here but what was measured.
+"""
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptfs.clique.shelf import Offer
+from ckptfs.errors import CkptfsError
+
+
+class PeerFailed(CkptfsError):
+    """A peer did not do what it was asked: it is gone, too slow, or broke off. Another one, or a later time, may be better."""
+
+    errno = errno.EHOSTUNREACH
+    retryable = True
+
+
+class PeerRefused(PeerFailed):
+    """A peer answered no: `code` is the errno of its reason (ENOSPC, ENOENT, EBUSY, EINVAL, EACCES)."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PeerLied(PeerFailed):
+    """A peer sent bytes that do not have the digest they should have; nothing of them was kept."""
+
+
+class Reachable(Protocol):
+    """What is needed of a node to reach it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How a content came to a peer. `verified`: its copy counts there (never for an early offer)."""
+
+    blocks_lacking: int
+    bytes_moved: int
+    verified: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a peer says about a content that it has sealed; `blocks` was checked against `digest`."""
+
+    content: int
+    inode: int
+    generation: int
+    size: int
+    digest: bytes
+    blocks: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What was measured of a peer, exponentially averaged; None: not yet."""
+
+    rtt_s: float | None
+    bytes_per_s: float | None
+    room_bytes: int | None
+
+
+OnBlock = Callable[[int], None]
+"""Told in a worker thread: this block was written into the target and is right."""
+
+
+class Peers(Protocol):
+    """The other nodes, as far as bytes are concerned."""
+
+    def send(self, node: Reachable, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> Sent:
+        """Offer a content and send what the peer lacks of it. `wanted` is asked now and then; False ends the call with PeerFailed.
+
+        A source that no longer has the offered digests (it is written again) makes the peer refuse: PeerLied.
+        """
+
+    def fetch(
+        self,
+        sources: Sequence[Reachable],
+        record: Record,
+        wanted: Sequence[int],
+        target_fd: int,
+        on_block: OnBlock = lambda number: None,
+    ) -> int:
+        """Write the blocks `wanted` of a content into `target_fd`, from several sources at once; how many bytes came.
+
+        Every block is compared with its digest before `on_block` hears of it. A source that stalls, lies or ends is left and its blocks
+        are asked of the others; raises the last failure when none is left. `sources` in order of preference.
+        """
+
+    def record(self, node: Reachable, content: int, digest: bytes | None) -> Record:
+        """Size, generation and blocks' digests of a content that the peer has; PeerRefused with ENOENT when it has none."""
+
+    def seal_soon(self, node: Reachable, content: int, timeout_s: float) -> Record | None:
+        """Ask the node that wrote a content to seal it; None when it could not in time (it has writers)."""
+
+    def forget(self, node: Reachable, contents: Sequence[int]) -> None:
+        """These contents need not be held there any more."""
+
+    def ping(self, node: Reachable) -> Speed:
+        """Measure the round trip and the room."""
+
+    def speed(self, node: Reachable) -> Speed:
+        """What is known, without asking."""
+
+    def ranked(self, nodes: Sequence[Reachable]) -> list[Reachable]:
+        """The fastest first; unknown ones before those that failed lately."""
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Connections to all other nodes are closed: they have left."""
+
+    def close(self) -> None:
+        """End every call and connection."""
