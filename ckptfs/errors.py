@@ -74,6 +74,24 @@ class TierUnavailable(CkptfsError):
     retryable = True
 
 
+class Unreachable(CkptfsError):
+    """The store that the cluster shares does not answer, or takes no changes now. The act is tried again later."""
+
+    retryable = True
+
+
+class StoreRefused(CkptfsError):
+    """The shared store will not do this, however often it is asked."""
+
+
+class LeaseGone(StoreRefused):
+    """The lease has run out or was revoked."""
+
+
+class Compacted(StoreRefused):
+    """The shared store no longer has the revision asked for: read again what is there now."""
+
+
 def refused(code: int, what: str = "") -> OSError:
     """The OSError for `code`: how a POSIX refusal (ENOENT, EEXIST, ...) travels inside the catalog and the mount."""
     return OSError(code, what or os.strerror(code))

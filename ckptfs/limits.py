@@ -65,6 +65,16 @@ FETCH_TRIES_MAX = 8
 SYNCED_INTERVAL_S = 60.0
 REFRESH_INTERVAL_S = 300.0
 
+# --- the cluster -----------------------------------------------------------------------------------------------------
+ETCD_ENDPOINTS_MAX = 16
+PEER_LISTEN = "0.0.0.0:7420"
+PEER_SHARE = 0.5
+RANK_MAX = 2**31 - 1
+REPLICATION_FACTOR = 2
+REPLICATION_FACTOR_MAX = 16
+REPLICATION_JUMP_MAX = 1_000_000
+CLIQUE_WAIT_S = 30.0
+
 # --- processes -------------------------------------------------------------------------------------------------------
 RESTART_FIRST_S = 0.05
 RESTART_LAST_S = 5.0
@@ -82,6 +92,23 @@ CONTROL_MESSAGE_BYTES_MAX = MIB
 CONTROL_CALLS_MAX = 64
 CONTROL_WAITS_MAX = 256
 CONTROL_LIST_MAX = 1000
+
+# --- etcd ------------------------------------------------------------------------------------------------------------
+# A call that waits longer finds the node an island.
+ETCD_WAIT_S = 3.0
+# One endpoint gets so long before the next is tried.
+ETCD_TRY_S = 1.0
+# Between tries when no endpoint can serve.
+ETCD_PAUSE_S = 0.05
+# etcd's own bounds for one transaction, as it is when nobody configures it (1.5 MiB with everything around it).
+ETCD_OPERATIONS_MAX = 128
+ETCD_REQUEST_BYTES_MAX = 1_400 * KIB
+ETCD_MESSAGE_BYTES_MAX = 4 * MIB
+# An item is expected to have less than 1 KiB; names may have more, one by one.
+ETCD_PAGE_ITEMS = 2000
+# etcd cuts a client off that probes an idle connection more often than every 5 s.
+ETCD_PROBE_S = 6.0
+ETCD_PROBE_WAIT_S = 1.0
 
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
@@ -116,3 +143,4 @@ assert HINT_GATHER_S <= HINT_GATHER_MAX_S < VISIT_WAIT_S
 assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
 assert WANT_LOOK_S < VISIT_WAIT_S < WANT_KEPT_S
 assert PFS_ACT_WAIT_S < WATCHDOG_S
+assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_MESSAGE_BYTES_MAX
