@@ -17,6 +17,8 @@ BLOCK_BYTES = 4 * MIB
 # The blocks' digests of larger files (16 TiB, mostly holes) are not kept: 64 MiB of them.
 BLOCK_DIGESTS_MAX = 4 * MIB
 FILE_BYTES_MAX = 2**63 - 1
+# What a copy may be ahead of the disk. 16 MiB and more keep a disk of 3 GB/s busy.
+UNWRITTEN_BYTES_MAX = 16 * MIB
 
 # --- FUSE ------------------------------------------------------------------------------------------------------------
 WRITE_BYTES_MAX = MIB

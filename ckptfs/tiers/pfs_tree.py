@@ -136,8 +136,3 @@ def sync_all(fd: int) -> None:
     """syncfs(2): everything that was written to this filesystem is there to stay."""
     if _libc.syncfs(fd) != 0:
         raise refused(ctypes.get_errno())
-
-
-def start_writing(fd: int) -> None:
-    """Let the kernel begin to write what is dirty in this file; a hint."""
-    _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(2))

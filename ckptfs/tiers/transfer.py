@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from ckptfs import digest, disk, limits
+from ckptfs.tiers.write_behind import WriteBehind
 
 FICLONE = 0x40049409
 PIECE_BYTES = 512 * limits.KIB
@@ -36,8 +37,10 @@ def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[
     if size >= CLONE_BYTES_MIN and _clone(source_fd, target_fd):
         return read(target_fd, label=label, before_block=before_block)
     running = digest.Running()
+    behind = WriteBehind(target_fd)
     for offset, piece in _pieces(source_fd, size, label, running, before_block):
         disk.write_all(f"{label}:write", target_fd, piece, offset)
+        behind.reached(offset + len(piece))
     if running.size:
         disk.act(f"{label}:truncate", os.ftruncate, target_fd, running.size)
     return _digested(running)

@@ -53,6 +53,7 @@ LOADS: dict[str, Callable[[DaemonUnderTest], None]] = {
     "write:copy:read": outgrow_ram,
     "write:copy:write": outgrow_ram,
     "write:copy:truncate": outgrow_ram,
+    "behind:wait": outgrow_ram,
     "write:fsync": sync_on_nvme,
     "pfs:chown": change_owner,
     "visit:vanish": vanish_on_pfs,

@@ -1,5 +1,7 @@
 """P4, F3, F4: bytes travel whole, with their digest, and holes stay holes."""
 
+import ctypes
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -102,3 +104,37 @@ def test_errors_of_the_disk_are_raised(tmp_path: Path, act: str, fault: str, mon
     copied: Callable[[], transfer.Digested] = lambda: transfer.copy(source, target, label="test:copy")  # noqa: E731
     with pytest.raises(OSError, match="injected"):
         copied()
+
+
+def test_a_large_copy_leaves_no_more_than_a_window_in_memory(tmp_path: Path) -> None:
+    """What the disk has is given back while the copy goes on; and every byte is right."""
+    data = os.urandom(limits.UNWRITTEN_BYTES_MAX + 24 * MIB)
+    source, target = pair(tmp_path, data)
+    assert transfer.copy(source, target, label="test:copy") == plain(data)
+    kept = in_memory(target, len(data))
+    assert (tmp_path / "target").read_bytes() == data
+    if in_memory(target, len(data)) < len(data):
+        pytest.skip("this filesystem keeps nothing in memory that could be counted")
+    assert kept <= limits.UNWRITTEN_BYTES_MAX + 2 * limits.BLOCK_BYTES
+
+
+def in_memory(fd: int, size: int) -> int:
+    """How many bytes of a file are in the page cache, as mincore(2) says."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    address = libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ, mmap.MAP_SHARED, fd, ctypes.c_long(0))
+    pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+    try:
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    finally:
+        libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("fault", ["ENOSPC", "EIO"])
+def test_a_disk_that_fails_behind_the_copy_is_heard(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: the kernel tells of a failed write once, and not again at fsync."""
+    source, target = pair(tmp_path, os.urandom(limits.UNWRITTEN_BYTES_MAX + 8 * MIB))
+    monkeypatch.setattr(disk, "_fault", f"behind:wait={fault}@*")
+    with pytest.raises(OSError, match="injected"):
+        transfer.copy(source, target, label="test:copy")

@@ -281,6 +281,20 @@ class Strike:
             raise Killed
 
 
+@pytest.mark.parametrize("action", ["kill", "kill-after", "EIO"])
+def test_struck_behind_a_large_copy(tmp_path: Path, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it waits for the disk, with the file half copied: nothing of it appears, and then all of it does."""
+    mount = Mount(tmp_path)
+    mount.put(b"large", os.urandom(24 << 20))
+    before = mount.on_pfs()
+    script = "from ckptfs.errors import CkptfsError\nimport contextlib\nfrom write_back_world import *\n"
+    script += "with contextlib.suppress(CkptfsError): Mount(node.root).settle()"
+    assert in_process(tmp_path, script, fault=f"behind:wait={action}") == (0 if action == "EIO" else -9)
+    assert mount.on_pfs() == before == {}
+    mount.settle()
+    mount.exact()
+
+
 @pytest.mark.parametrize("fault", ["write_back:written_down=kill", "write_back:put=kill-after@2", "write_back:write=kill-after"])
 def test_a_real_kill(tmp_path: Path, fault: str) -> None:
     """SIGKILL, as the kernel sends it, in a process of its own."""

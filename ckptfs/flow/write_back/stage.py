@@ -24,7 +24,7 @@ from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import Kind, Put
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
 from ckptfs.tiers import acting, pfs_attributes, transfer
-from ckptfs.tiers.pfs_tree import PfsTree, look, start_writing, sync_all
+from ckptfs.tiers.pfs_tree import PfsTree, look, sync_all
 from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
@@ -211,14 +211,13 @@ class Stager:
             return disk.act("write_back:source", self._places[tier].open, content.id)
 
     def _hook(self, fd: int, content: Content) -> Callable[[], None]:
-        """What happens before each block: the kernel starts to write the former ones, people see progress, and a reopened file ends it."""
+        """What happens before each block: people see progress, and a reopened file ends it."""
         blocks = 0
 
         def before_block() -> None:
             nonlocal blocks
             blocks += 1
             if blocks % 4 == 0:
-                start_writing(fd)
                 self._progress(content.inode, os.fstat(fd).st_size, content.size)
                 self._stay(content)
 
