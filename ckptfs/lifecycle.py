@@ -18,13 +18,39 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Clique:
+    """Where other nodes that are alive have a verified copy of exactly this generation: failure domains, by the nodes' names.
+
+    `here` is this node's own domain, `demand` in how many domains a copy must lie for the level: never less than two.
+    """
+
+    here: str
+    demand: int
+    elsewhere: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def domains(self) -> frozenset[str]:
+        """Those of the other nodes' copies."""
+        return frozenset(domain for _, domain in self.elsewhere)
+
+
+def demand(factor: int, domains_alive: int) -> int:
+    """In how many failure domains a copy must lie: as many as were asked for, as far as so many are alive; one is never enough."""
+    return max(2, min(factor, domains_alive))
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
-    """All that is known of one regular file: `content` is None when nothing was written here, `handles` counts open files."""
+    """All that is known of one regular file: `content` is None when nothing was written here, `handles` counts open files.
+
+    `clique` is None on a node that has none.
+    """
 
     content: Content | None
     copies: tuple[Copy, ...] = ()
     published: Published | None = None
     handles: int = 0
+    clique: Clique | None = None
 
 
 def good(copy: Copy) -> bool:
@@ -53,14 +79,26 @@ def published_whole(record: Record) -> bool:
     )
 
 
+def clique_whole(record: Record) -> bool:
+    """Whether verified copies of this sealed content lie in as many failure domains as it takes (P9)."""
+    content, clique = record.content, record.clique
+    if content is None or clique is None or content.state is not ContentState.SEALED:
+        return False
+    here = {clique.here} if any(verified(copy) and copy.tier is not Tier.PFS for copy in record.copies) else frozenset()
+    return len(clique.domains | here) >= clique.demand
+
+
 def level(record: Record) -> Level:
     """What the file survives now. An open file that lies in a tier survives our processes, and no more than that."""
     if published_whole(record):
         return Level.PFS
     content = record.content
     if content is None:
-        return Level.LOCAL  # Empty, and its row in the catalog is all of it.
-    if content.state in {ContentState.DOOMED, ContentState.LOST} or not any(map(good, record.copies)):
+        return Level.LOCAL if record.clique is None else Level.CLIQUE  # Empty, and its row in the catalog is all of it.
+    if clique_whole(record):
+        return Level.CLIQUE
+    elsewhere = record.clique is not None and content.state is ContentState.SEALED and bool(record.clique.elsewhere)
+    if content.state in {ContentState.DOOMED, ContentState.LOST} or not (elsewhere or any(map(good, record.copies))):
         return Level.NONE
     return Level.LOCAL
 

@@ -26,6 +26,13 @@ class DataPath(StrEnum):
     BUFFERED = "buffered"
 
 
+class CliqueLost(StrEnum):
+    """What fsync=clique does when no peer is left that could hold a copy: fail, or be content with this node."""
+
+    ERROR = "error"
+    LOCAL = "local"
+
+
 class Tier(StrEnum):
     """A place on this node that holds bytes."""
 
@@ -45,11 +52,15 @@ class ContentState(IntEnum):
 
 
 class CopyState(IntEnum):
-    """FILLING is being written by the mover, GOOD counts, QUARANTINED failed its digest and never counts."""
+    """FILLING is being written by the mover, GOOD counts, QUARANTINED failed its digest and never counts.
+
+    OLDER is of a former generation of a content that another node has written since: never counted nor read, but blocks of it may serve.
+    """
 
     FILLING = 0
     GOOD = 1
     QUARANTINED = 2
+    OLDER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,8 @@ class Content:
     digest: bytes | None
     blocks: bytes | None
     change: int
+    peer: bool = False
+    """Another node wrote this generation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ _WRITTEN = (
 class Held:
     """A file and where its bytes are: `content` is None for a file that was never written here; `tiers` hold a good copy, RAM first.
 
-    `published`: the PFS shows some content of this file under an ordinary name.
+    `published`: the PFS shows some content of this file under an ordinary name. `peer`: another node wrote it last.
     """
 
     inode: Inode
@@ -34,12 +34,13 @@ class Held:
     state: ContentState | None
     tiers: tuple[Tier, ...]
     published: bool
+    peer: bool = False
 
 
 def held(db: Database, inode: int) -> Held | None:
     """What is known of a file's bytes, as one snapshot; None when there is no such inode."""
     rows = db.rows(
-        f"SELECT k.id, k.state, c.tier, p.inode, {INODE_COLUMNS_JOINED} FROM inode"
+        f"SELECT k.id, k.state, c.tier, p.inode, k.peer, {INODE_COLUMNS_JOINED} FROM inode"
         " LEFT JOIN content k ON k.id = inode.content LEFT JOIN copy c ON c.content = k.id AND c.state = 1"
         " LEFT JOIN published p ON p.inode = inode.id WHERE inode.id = ?",
         inode,
@@ -49,7 +50,8 @@ def held(db: Database, inode: int) -> Held | None:
     first = rows[0]
     present = {row[2] for row in rows}
     tiers = tuple(tier for tier in Tier if tier in present)
-    return Held(inode_of(first[4:]), first[0], None if first[1] is None else ContentState(first[1]), tiers, first[3] is not None)
+    state = None if first[1] is None else ContentState(first[1])
+    return Held(inode_of(first[5:]), first[0], state, tiers, first[3] is not None, bool(first[4]))
 
 
 def begin(db: Database, inode: int, tier: Tier, *, reserved: int | None = None, changed_ns: int | None = None) -> int:
@@ -80,9 +82,14 @@ def reserve(db: Database, tier: Tier) -> int:
 
 
 def reopen(db: Database, inode: int, content: int, tier: Tier) -> None:
-    """Open a closed or sealed content for writing in place: the next generation begins, and only the copy in `tier` counts from now on."""
+    """Open a closed or sealed content for writing in place: the next generation begins, and only the copy in `tier` counts from now on.
+
+    Whoever wrote it before, from now on it is this node's own.
+    """
     db.run(
-        "UPDATE content SET state = 0, generation = generation + 1, change = change + 1, digest = NULL, blocks = NULL WHERE id = ?", content
+        "UPDATE content SET state = 0, generation = generation + 1, change = change + 1, digest = NULL, blocks = NULL, peer = 0"
+        " WHERE id = ?",
+        content,
     )
     db.run("UPDATE inode SET generation = (SELECT generation FROM content WHERE id = ?) WHERE id = ?", content, inode)
     db.run("DELETE FROM copy WHERE content = ? AND tier <> ?", content, tier)

@@ -43,14 +43,15 @@ class _Held:
 class Database:
     """One catalog file. Methods may be called from any thread; a transaction stays in the thread that began it."""
 
-    def __init__(self, path: Path, *, journalled: bool, patient: bool = False) -> None:
+    def __init__(self, path: Path, *, journalled: bool, patient: bool = False, clustered: bool = False) -> None:
         """Open `path`, which `create` made. Raises CatalogDamaged or CatalogTooNew, and then has changed nothing.
 
         `journalled`: whether changes are recorded for a PFS; `patient`: leave it to other processes to bring the log into the
-        database, which waits for the disk, as long as they do.
+        database, which waits for the disk, as long as they do; `clustered`: what is sealed may want copies on other nodes.
         """
         self.path = path
         self.journalled = journalled
+        self.clustered = clustered
         self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_PATIENCE if patient else 1)
         self._local = threading.local()
         # Worker threads come and go, and their connections with them: nothing here may keep those open.
@@ -193,7 +194,11 @@ def check(path: Path) -> None:
 
 def _connect(path: Path, log_pages: int) -> sqlite3.Connection:
     connection = sqlite3.connect(
-        f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=limits.CATALOG_BUSY_S, cached_statements=512,
+        f"file:{path}?mode=rw",
+        uri=True,
+        isolation_level=None,
+        timeout=limits.CATALOG_BUSY_S,
+        cached_statements=512,
         check_same_thread=False,
     )
     checkpoint = f"wal_autocheckpoint={log_pages}"

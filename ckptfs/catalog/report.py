@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ckptfs import lifecycle, limits
-from ckptfs.catalog import journal
+from ckptfs.catalog import holding, journal
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import Published, Record
 from ckptfs.model import ROOT, Content, ContentState, Copy, CopyState, Level, Tier
@@ -64,14 +64,15 @@ def record(db: Database, inode: int) -> Record:
     """All that is known of the regular file `inode`; block digests are left out."""
     with db.snapshot():
         row = db.row(
-            "SELECT c.id, c.inode, c.generation, c.state, c.size, c.digest, c.change FROM inode i JOIN content c ON c.id = i.content"
+            "SELECT c.id, c.inode, c.generation, c.state, c.size, c.digest, c.change, c.peer FROM inode i JOIN content c ON c.id = i.content"
             " WHERE i.id = ?",
             inode,
         )
-        content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6])
+        content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6], bool(row[7]))
         copies = () if content is None else tuple(copies_of(db, content.id))
         handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ?", inode))
-        return Record(content, copies, _published(db, inode), handles)
+        clique = holding.clique_of(db, content)
+        return Record(content, copies, _published(db, inode), handles, clique)
 
 
 def copies_of(db: Database, content: int) -> list[Copy]:
@@ -100,7 +101,7 @@ def digest(db: Database, inode: int) -> bytes | None:
 
 def places(db: Database, inode: int, found: Record) -> list[tuple[str, str, int]]:
     """(tier, state, when its digest was last found right in ns, 0 for never) of every copy, what the PFS shows included."""
-    words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined"}
+    words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.OLDER: "older"}
     rows = [(copy.tier.value, words[copy.state], copy.verified_ns) for copy in found.copies]
     if found.published is not None:
         checked = db.value("SELECT checked_ns FROM published WHERE inode = ?", inode) or 0
@@ -169,7 +170,7 @@ def write_back_figures(db: Database) -> WriteBackFigures:
         ) or (0, 0)
         changes = db.value("SELECT count(*) FROM journal WHERE op NOT IN ('content', 'synced')")
         oldest = db.value("SELECT min(at_ns) FROM journal")
-        unsealed = db.value("SELECT count(*) FROM content WHERE state = 1")
+        unsealed = db.value("SELECT count(*) FROM content WHERE state = 1 AND peer = 0")
     lag_s = 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
     return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, int(unsealed))
 
@@ -236,4 +237,4 @@ def bytes_in(db: Database, tier: Tier) -> int:
 
 def unsealed(db: Database) -> int:
     """How many contents are closed and await their seal."""
-    return int(db.value("SELECT count(*) FROM content WHERE state = 1"))
+    return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND peer = 0"))

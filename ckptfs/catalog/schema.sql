@@ -51,22 +51,45 @@ CREATE TABLE content (
     digest BLOB,                         -- sealed: xxh3-128 over the blocks' digests
     blocks BLOB,                         -- sealed: xxh3-128 of every 4 MiB block, 16 bytes each
     change INTEGER NOT NULL DEFAULT 0,   -- bumped by every open for writing and every last close: the mover compares it before it believes what it read
-    closed_ns INTEGER NOT NULL DEFAULT 0 -- when its last writer closed it
+    closed_ns INTEGER NOT NULL DEFAULT 0, -- when its last writer closed it
+    peer INTEGER NOT NULL DEFAULT 0,     -- 1: another node wrote this generation, and the row is what was last heard of it
+    lacking INTEGER NOT NULL DEFAULT 0   -- 1: sealed here, and more nodes may have to hold a copy of it
 );
 CREATE INDEX content_inode ON content (inode);
 -- One for each state that somebody waits on, so that a content enters none of them when it is begun.
 CREATE INDEX content_closed ON content (id) WHERE state = 1;
 CREATE INDEX content_doomed ON content (id) WHERE state = 3;
+CREATE INDEX content_lacking ON content (id) WHERE lacking = 1;
+CREATE INDEX content_of_peer ON content (id) WHERE peer = 1;
 
 -- Where a content lies on this node. What the PFS shows under ordinary names is in `published`.
 CREATE TABLE copy (
     content INTEGER NOT NULL,            -- the content of which this is a copy
     tier TEXT NOT NULL,                  -- 'ram', 'nvme', or 'pfs' (a content that was written straight to the PFS's work area)
-    state INTEGER NOT NULL,              -- model.CopyState: 0 filling, 1 good, 2 quarantined
+    state INTEGER NOT NULL,              -- model.CopyState: 0 filling, 1 good, 2 quarantined, 3 older
     verified_ns INTEGER NOT NULL DEFAULT 0, -- when its digest was last found right
     used_ns INTEGER NOT NULL DEFAULT 0,  -- when it was last opened; eviction takes the oldest
     PRIMARY KEY (content, tier)
 ) WITHOUT ROWID;
+
+-- Verified copies on other nodes, as far as this one knows: of contents that it sent there, or looked for. Empty without a cluster.
+CREATE TABLE peer_copy (
+    content INTEGER NOT NULL,            -- the content of which that is a copy
+    node INTEGER NOT NULL,               -- the number of the node that has it
+    generation INTEGER NOT NULL,         -- which generation it is: that of an earlier one does not count
+    digest BLOB NOT NULL,                -- the digest that was found right there
+    PRIMARY KEY (content, node)
+) WITHOUT ROWID;
+CREATE INDEX peer_copy_node ON peer_copy (node);
+
+-- The nodes of the cluster as the mover last saw them, this one too: levels are derived from where copies are.
+CREATE TABLE peer (
+    number INTEGER PRIMARY KEY,          -- the node's number
+    name TEXT NOT NULL,                  -- its name
+    domain TEXT NOT NULL,                -- its failure domain
+    alive INTEGER NOT NULL,              -- 1: it holds its lease
+    here INTEGER NOT NULL DEFAULT 0      -- 1: this node
+);
 
 -- Open files as the kernel knows them: they outlive the mount process. Cleared when a new FUSE connection begins.
 CREATE TABLE handle (

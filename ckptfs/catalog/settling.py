@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfs import lifecycle
+from ckptfs.catalog import holding
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import Published, Record
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
 
-_CONTENT = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change"
+_CONTENT = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change, k.peer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Seal:
     blocks: bytes
 
 
-def _content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int]) -> Content:
-    return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:])
+def _content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
+    return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))
 
 
 # --- one content -----------------------------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ def record(db: Database, number: int) -> Record:
         shown = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", known.inode)
         handles = db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", known.inode, number)
         published = None if shown is None else Published(shown[0], bool(shown[1]), shown[2])
-        return Record(known, copies(db, number), published, handles)
+        return Record(known, copies(db, number), published, handles, holding.clique_of(db, known))
 
 
 def unchanged(db: Database, seen: Content) -> bool:
@@ -77,7 +78,7 @@ def closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> lis
     """Contents that await their seal, from the one after `after` on in the order of their ids, with the one of `tiers` that has it."""
     rows = db.rows(
         f"SELECT {_CONTENT}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
-        " WHERE k.state = 1 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
+        " WHERE k.state = 1 AND k.peer = 0 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
     return [(_content(row[:-1]), Tier(row[-1])) for row in rows]
@@ -92,8 +93,8 @@ def seal(db: Database, seals: Iterable[Seal]) -> list[Seal]:
     done = []
     for one in seals:
         if not db.run(
-            "UPDATE content SET state = 2, size = ?, digest = ?, blocks = ? WHERE id = ? AND state = 1 AND change = ?",
-            one.size, one.digest, one.blocks, one.content, one.change,
+            "UPDATE content SET state = 2, size = ?, digest = ?, blocks = ?, lacking = ? WHERE id = ? AND state = 1 AND change = ?",
+            one.size, one.digest, one.blocks, db.clustered, one.content, one.change,
         ):  # fmt: skip
             continue
         db.run("UPDATE copy SET verified_ns = ? WHERE content = ? AND tier = ?", now, one.content, one.tier)
@@ -106,7 +107,8 @@ def seal(db: Database, seals: Iterable[Seal]) -> list[Seal]:
 def doom_older(db: Database, inode: int, newer: int) -> int:
     """Doom what `inode` held before its sealed content `newer`, except what somebody still has open. How many went."""
     return db.run(
-        "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id < ? AND state IN (1, 2, 4)"
+        "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4)"
+        " AND generation < (SELECT generation FROM content WHERE id = ?2)"
         " AND NOT EXISTS (SELECT 1 FROM handle WHERE handle.content = content.id)"
         " AND NOT EXISTS (SELECT 1 FROM inode WHERE inode.content = content.id)",
         inode, newer,
@@ -182,28 +184,30 @@ _ELSEWHERE = (
 
 def recent_size(db: Database, of: int) -> int:
     """The size of the largest of the `of` contents that were begun last: what may well come next."""
-    return int(db.value("SELECT coalesce(max(size), 0) FROM (SELECT size FROM content ORDER BY id DESC LIMIT ?)", of))
+    return int(db.value("SELECT coalesce(max(size), 0) FROM (SELECT size FROM content WHERE peer = 0 ORDER BY id DESC LIMIT ?)", of))
 
 
 def spare(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Content]:
-    """Sealed contents with a copy in `tier` that nobody has open, the least recently used first: those that are whole
-    `elsewhere` too, or those that are not. What somebody copies just now is left out.
+    """Sealed contents with a copy in `tier` that nobody has open: those that are whole `elsewhere` too, or those that are not. What is held
+    for peers comes first, then what was not used for long. What somebody copies just now is left out.
     """
     rows = db.rows(
         f"SELECT {_CONTENT} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = k.inode)"
         " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
-        f" AND {'' if elsewhere else 'NOT '}{_ELSEWHERE} ORDER BY c.used_ns, k.id LIMIT ?",
+        f" AND {'' if elsewhere else 'NOT '}{_ELSEWHERE} ORDER BY k.peer DESC, c.used_ns, k.id LIMIT ?",
         tier, at_most,
     )  # fmt: skip
     return [_content(row) for row in rows]
 
 
 def only_in(db: Database, tier: Tier) -> int:
-    """How many contents that somebody may still want lie in `tier` and nowhere else."""
+    """How many contents of this node's own that somebody may still want lie in `tier` and nowhere else."""
     return int(
         db.value(
-            f"SELECT count(*) FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND k.state <> 3 AND NOT {_ELSEWHERE}", tier
+            "SELECT count(*) FROM copy c JOIN content k ON k.id = c.content"
+            f" WHERE c.tier = ? AND k.state <> 3 AND k.peer = 0 AND NOT {_ELSEWHERE}",
+            tier,
         )
     )
 
@@ -275,9 +279,9 @@ def copies_in(db: Database, tier: Tier) -> dict[int, tuple[CopyState, ContentSta
 
 
 def without_copy(db: Database) -> list[Content]:
-    """Contents that should have bytes and have no good copy in any tier."""
+    """Contents of this node's own that should have bytes and have no good copy in any tier."""
     rows = db.rows(
-        f"SELECT {_CONTENT} FROM content k WHERE k.state IN (0, 1, 2)"
+        f"SELECT {_CONTENT} FROM content k WHERE k.state IN (0, 1, 2) AND k.peer = 0"
         " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     )
     return [_content(row) for row in rows]
@@ -295,9 +299,9 @@ def fall_back(db: Database, lost: Content) -> str:
     """
     with db.change():
         older = db.row(
-            "SELECT id, size, generation FROM content k WHERE inode = ? AND id < ? AND state = 2"
-            " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY id DESC LIMIT 1",
-            lost.inode, lost.id,
+            "SELECT id, size, generation FROM content k WHERE inode = ? AND generation < ? AND state = 2"
+            " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY generation DESC LIMIT 1",
+            lost.inode, lost.generation,
         )  # fmt: skip
         shown = db.row("SELECT size, mtime_ns, generation FROM published WHERE inode = ?", lost.inode)
         if older is not None and (shown is None or shown[2] <= older[2]):
@@ -317,10 +321,14 @@ def fall_back(db: Database, lost: Content) -> str:
 
 
 def lose(db: Database, seen: Content) -> bool:
-    """Make a content LOST when no good copy of it is left in any tier and the PFS does not show it; whether it is."""
+    """Make a content of this node's own LOST when no good copy of it is left in any tier or on a peer and the PFS does not show it; whether
+    it is.
+    """
     with db.change():
         found = record(db, seen.id)
         if not unchanged(db, seen) or any(map(lifecycle.good, found.copies)) or lifecycle.published_whole(found):
+            return False
+        if seen.peer or holding.elsewhere(db, seen):
             return False
         set_state(db, seen.id, ContentState.LOST)
         return True

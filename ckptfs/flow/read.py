@@ -24,4 +24,5 @@ def way(held: Held) -> Way:
         return Way.HERE
     if held.content is None:
         return Way.FETCH if held.published else Way.EMPTY
-    return Way.FETCH if held.state is ContentState.SEALED else Way.LOST
+    elsewhere = held.state is ContentState.SEALED or (held.peer and held.state is ContentState.CLOSED)
+    return Way.FETCH if elsewhere else Way.LOST

@@ -30,6 +30,8 @@ def way(held: Held, *, truncate: bool, shared: bool) -> Way:
         return Way.IN_PLACE
     if truncate or (held.content is None and not held.published):
         return Way.NEW
+    if held.peer and held.state in {ContentState.CLOSED, ContentState.SEALED}:
+        return Way.FETCH
     if held.state in {ContentState.LOST, ContentState.DOOMED, ContentState.OPEN, ContentState.CLOSED}:
         # Without a copy, only a sealed content can be somewhere else.
         return Way.LOST

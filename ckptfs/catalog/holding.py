@@ -1,0 +1,337 @@
+"""Owns what a node of a cluster knows of contents beyond its own tiers: who else holds them (`peer_copy`), which nodes there are (`peer`),
+and contents that it holds for others or has heard of (`content.peer = 1`).
+
+The row of a peer's content is what was last heard of it; GOOD copies are always of exactly that generation and digest. When a newer one
+is heard of they become OLDER: never read again, but good for the blocks that did not change. Without a cluster all of this is empty.
+Functions that change something join the caller's transaction.
+If we die here: SQLite undoes the unfinished change; a file whose row went is a leftover, which the drop flow finds.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckptfs import lifecycle
+from ckptfs.catalog.database import Database
+from ckptfs.lifecycle import Clique
+from ckptfs.model import Content, ContentState, CopyState, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What is said of a content that another node wrote. `digest` is None while it is closed and not sealed."""
+
+    content: int
+    inode: int
+    generation: int
+    size: int
+    digest: bytes | None
+    blocks: bytes | None = None
+
+    @property
+    def state(self) -> ContentState:
+        return ContentState.CLOSED if self.digest is None else ContentState.SEALED
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCopy:
+    """A verified copy on another node."""
+
+    content: int
+    node: int
+    generation: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A node as the catalog knows it."""
+
+    number: int
+    name: str
+    domain: str
+    alive: bool = True
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def set_world(db: Database, here: int, factor: int, nodes: Iterable[Known]) -> None:
+    """These nodes are alive; the others that were are not any more. They stay known, with the copies that they may come back with."""
+    with db.change():
+        db.run("UPDATE peer SET alive = 0, here = 0")
+        for node in nodes:
+            db.run(
+                "INSERT OR REPLACE INTO peer (number, name, domain, alive, here) VALUES (?, ?, ?, ?, ?)",
+                node.number, node.name, node.domain, node.alive, node.number == here,
+            )  # fmt: skip
+        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('factor', ?)", factor)
+
+
+def forget_world(db: Database) -> None:
+    """This node belongs to no cluster now."""
+    with db.change():
+        for table in ("peer", "peer_copy"):
+            db.run(f"DELETE FROM {table}")
+
+
+def names(db: Database) -> dict[int, str]:
+    """Node numbers and names, of all that were ever seen."""
+    return dict(db.rows("SELECT number, name FROM peer"))
+
+
+def clique_of(db: Database, content: Content | None) -> Clique | None:
+    """Where else a content lies; None on a node without a cluster."""
+    own = db.row("SELECT domain, (SELECT value FROM meta WHERE key = 'factor') FROM peer WHERE here = 1")
+    if own is None:
+        return None
+    alive = db.value("SELECT count(DISTINCT domain) FROM peer WHERE alive = 1")
+    found = () if content is None else tuple(sorted((name, domain) for _, name, domain in _alive(db, content)))
+    return Clique(own[0], lifecycle.demand(int(own[1] or 0), alive), found)
+
+
+def _alive(db: Database, content: Content) -> list[tuple[int, str, str]]:
+    return db.rows(
+        "SELECT p.number, p.name, p.domain FROM peer_copy c JOIN peer p ON p.number = c.node"
+        " WHERE c.content = ? AND c.generation = ? AND c.digest = ? AND p.alive = 1 AND p.here = 0",
+        content.id, content.generation, content.digest,
+    )  # fmt: skip
+
+
+def elsewhere(db: Database, content: Content) -> list[int]:
+    """The nodes, alive or not, that are known to have a verified copy of exactly this generation."""
+    rows = db.rows(
+        "SELECT c.node FROM peer_copy c LEFT JOIN peer p ON p.number = c.node"
+        " WHERE c.content = ? AND c.generation = ? AND c.digest = ? AND coalesce(p.here, 0) = 0 ORDER BY c.node",
+        content.id, content.generation, content.digest,
+    )  # fmt: skip
+    return [row[0] for row in rows]
+
+
+# --- copies on other nodes -------------------------------------------------------------------------------------------
+
+
+def peer_has(db: Database, copy: PeerCopy) -> None:
+    """A node has a verified copy: it said so after it had received it, or in the store that all share."""
+    with db.change():
+        db.run("INSERT OR REPLACE INTO peer_copy (content, node, generation, digest) VALUES (?, ?, ?, ?)",
+               copy.content, copy.node, copy.generation, copy.digest)  # fmt: skip
+
+
+def peer_lacks(db: Database, content: int, node: int) -> None:
+    """A node has no copy of this content any more."""
+    with db.change():
+        db.run("DELETE FROM peer_copy WHERE content = ? AND node = ?", content, node)
+
+
+def peers_have(db: Database, content: int, copies: Sequence[PeerCopy]) -> None:
+    """Exactly these nodes have a copy of this content."""
+    with db.change():
+        db.run("DELETE FROM peer_copy WHERE content = ?", content)
+        for copy in copies:
+            peer_has(db, copy)
+
+
+def peer_copies(db: Database, content: int) -> list[PeerCopy]:
+    """Every copy that is known on other nodes, of whatever generation."""
+    return [PeerCopy(*row) for row in db.rows("SELECT content, node, generation, digest FROM peer_copy WHERE content = ?", content)]
+
+
+def unneeded(db: Database, at_most: int) -> list[PeerCopy]:
+    """Copies on other nodes of contents that are gone here: those nodes may forget them."""
+    rows = db.rows(
+        "SELECT content, node, generation, digest FROM peer_copy WHERE NOT EXISTS (SELECT 1 FROM content k WHERE k.id = peer_copy.content)"
+        " LIMIT ?",
+        at_most,
+    )
+    return [PeerCopy(*row) for row in rows]
+
+
+# --- what wants copies -----------------------------------------------------------------------------------------------
+
+
+def lacking(db: Database, after: int, at_most: int) -> list[tuple[Content, Tier]]:
+    """Sealed contents of this node's own that may want copies on other nodes, with a tier that has them, in the order of their ids."""
+    rows = db.rows(
+        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change, k.peer, max(c.tier) FROM content k"
+        " JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs' WHERE k.lacking = 1 AND k.state = 2 AND k.id > ?"
+        " GROUP BY k.id ORDER BY k.id LIMIT ?",
+        after, at_most,
+    )  # fmt: skip
+    return [(_content(row), Tier(row[9])) for row in rows]
+
+
+def lacks(db: Database, contents: Iterable[int]) -> int:
+    """These may want copies on other nodes: look at them. How many that is news of."""
+    with db.change():
+        return db.run(
+            "UPDATE content SET lacking = 1 WHERE lacking = 0 AND id IN (SELECT value FROM json_each(?))", json.dumps([*contents])
+        )
+
+
+def satisfied(db: Database, content: Content) -> None:
+    """This generation has what copies it can get."""
+    with db.change():
+        db.run("UPDATE content SET lacking = 0 WHERE id = ? AND change = ?", content.id, content.change)
+
+
+def lack_all(db: Database) -> int:
+    """Every sealed content of this node's own may want copies: the world has changed in a way that concerns them all."""
+    with db.change():
+        return db.run("UPDATE content SET lacking = 1 WHERE state = 2 AND peer = 0 AND lacking = 0")
+
+
+def held_with(db: Database, node: int) -> list[int]:
+    """The contents that lie here, whoever wrote them, and of which a copy was known at `node`."""
+    rows = db.rows(
+        "SELECT k.id FROM peer_copy p JOIN content k ON k.id = p.content WHERE p.node = ? AND k.state = 2"
+        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id",
+        node,
+    )
+    return [row[0] for row in rows]
+
+
+def lag(db: Database) -> tuple[int, int, float]:
+    """(files, bytes, age of the oldest in seconds) of what still wants copies on other nodes."""
+    files, size, oldest = db.row(
+        "SELECT count(*), coalesce(sum(size), 0), min(closed_ns) FROM content WHERE lacking = 1 AND state = 2 AND peer = 0"
+    ) or (0, 0, None)
+    return int(files), int(size), 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
+
+
+# --- contents of others ----------------------------------------------------------------------------------------------
+
+
+def hear(db: Database, heard: Heard) -> bool:
+    """Learn of a content that another node wrote. False, and nothing changed, when what is known here is newer or somebody writes it here.
+
+    Copies of another generation than the one that is heard of become OLDER.
+    """
+    with db.change():
+        known = db.row("SELECT generation, state, digest, peer, blocks FROM content WHERE id = ?", heard.content)
+        if known is None:
+            _add(db, heard)
+            return True
+        generation, state, digest, peer, blocks = known
+        if state == ContentState.OPEN or generation > heard.generation or (state == ContentState.DOOMED):
+            return False
+        same = generation == heard.generation
+        if same and not peer and (state == ContentState.CLOSED or digest == heard.digest or heard.digest is None):
+            return True
+        if same and peer and heard.digest is None:
+            return True
+        if not (same and digest == heard.digest):
+            _outdate(db, heard.content)
+            blocks = None
+        db.run(
+            "UPDATE content SET inode = ?, generation = ?, state = ?, size = ?, digest = ?, blocks = ?, peer = 1, lacking = 0,"
+            " change = change + 1 WHERE id = ?",
+            heard.inode, heard.generation, heard.state, heard.size, heard.digest, heard.blocks or blocks, heard.content,
+        )  # fmt: skip
+        return True
+
+
+def _add(db: Database, heard: Heard) -> None:
+    """A row with another node's id must not make this node count on from there."""
+    last = db.value("SELECT seq FROM sqlite_sequence WHERE name = 'content'")
+    db.run(
+        "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, peer) VALUES (?,?,?,?,?,?,?,1,?,1)",
+        heard.content, heard.inode, heard.generation, heard.state, heard.size, heard.digest, heard.blocks, time.time_ns(),
+    )  # fmt: skip
+    if last is None:
+        db.run("DELETE FROM sqlite_sequence WHERE name = 'content'")
+    else:
+        db.run("UPDATE sqlite_sequence SET seq = ? WHERE name = 'content'", last)
+
+
+def _outdate(db: Database, content: int) -> None:
+    """What lies here of this content is of another generation from now on."""
+    db.run("UPDATE copy SET state = ?, verified_ns = 0 WHERE content = ? AND state IN (1, 2)", CopyState.OLDER, content)
+
+
+def begin_replacing(db: Database, content: int) -> None:
+    """The file of this content is about to be another one: what was there does not count from here on."""
+    with db.change():
+        _outdate(db, content)
+
+
+def arrived(db: Database, heard: Heard, number: int, tier: Tier) -> bool:
+    """What arrived under the reserved id `number` is a verified copy of `heard` now, under the content's own id; False when it is not wanted
+    any more. The caller has given the file its name.
+    """
+    with db.change():
+        if not hear(db, heard):
+            return False
+        now = time.time_ns()
+        db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
+        db.run("UPDATE content SET blocks = ? WHERE id = ? AND blocks IS NULL", heard.blocks, heard.content)
+        db.run(
+            "INSERT OR REPLACE INTO copy (content, tier, state, verified_ns, used_ns) VALUES (?, ?, 1, ?, ?)",
+            heard.content, tier, now, now,
+        )  # fmt: skip
+        return True
+
+
+def own(db: Database, content: Content) -> bool:
+    """Make a sealed content of another node this node's own: the node that wrote it is gone. False when it has moved on."""
+    with db.change():
+        return bool(db.run("UPDATE content SET peer = 0, lacking = 1, change = change + 1 WHERE id = ? AND change = ? AND state = 2",
+                           content.id, content.change))  # fmt: skip
+
+
+def disown(db: Database, content: Content) -> bool:
+    """Another node has what this one took for its own, word for word. False when it has moved on."""
+    with db.change():
+        return bool(db.run("UPDATE content SET peer = 1, lacking = 0, change = change + 1 WHERE id = ? AND change = ? AND state = 2",
+                           content.id, content.change))  # fmt: skip
+
+
+def older(db: Database, tier: Tier, at_most: int) -> list[int]:
+    """Contents of which only a former generation lies in `tier`, and that nobody has open."""
+    rows = db.rows(
+        "SELECT content FROM copy WHERE tier = ? AND state = 3 AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = copy.content) LIMIT ?",
+        tier, at_most,
+    )  # fmt: skip
+    return [row[0] for row in rows]
+
+
+def sealed(db: Database, after: int, at_most: int, *, peer: bool) -> list[Content]:
+    """Sealed contents that lie here, of other nodes or of this one, in the order of their ids."""
+    rows = db.rows(
+        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.id > ? AND k.peer = ?"
+        " AND k.state IN (1, 2, 4) AND (? OR k.state <> 1) AND (? = 0 OR EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id))"
+        " ORDER BY k.id LIMIT ?",
+        after, peer, peer, peer, at_most,
+    )  # fmt: skip
+    return [_content(row) for row in rows]
+
+
+def held_bytes(db: Database, tier: Tier | None = None) -> int:
+    """Bytes in copies of other nodes' contents here."""
+    return int(
+        db.value(
+            "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id WHERE k.peer = 1 AND c.state <> 2"
+            " AND (?1 IS NULL OR c.tier = ?1)",
+            tier,
+        )
+    )
+
+
+def held_count(db: Database) -> int:
+    """How many contents of other nodes lie here whole."""
+    return int(db.value("SELECT count(DISTINCT k.id) FROM content k JOIN copy c ON c.content = k.id WHERE k.peer = 1 AND c.state = 1"))
+
+
+def recent_blocks(db: Database, at_most: int) -> list[tuple[int, Tier, bytes]]:
+    """(content, tier, blocks' digests) of contents that came last, whose blocks may be those of the next one."""
+    rows = db.rows(
+        "SELECT k.id, c.tier, k.blocks FROM copy c JOIN content k ON k.id = c.content WHERE c.state = 1 AND k.state = 2"
+        " AND c.tier <> 'pfs' AND length(k.blocks) > 0 ORDER BY c.used_ns DESC LIMIT ?",
+        at_most,
+    )
+    return [(row[0], Tier(row[1]), row[2]) for row in rows]
+
+
+def _content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
+    return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))
