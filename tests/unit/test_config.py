@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from ckptfs import config, limits
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
-from ckptfs.model import DataPath, Level
+from ckptfs.model import CliqueLost, DataPath, Level
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -91,7 +92,7 @@ def test_unknown_options_are_refused_by_name(place: Path) -> None:
     ("options", "words"),
     [
         ({"fsync": "clique"}, "needs a clique"),
-        ({"fsync": "always"}, "accepted: local, pfs"),
+        ({"fsync": "always"}, "accepted: local, clique, pfs"),
         ({"fsync": "pfs"}, "fsync=pfs needs a PFS"),
         ({"data_path": "fast"}, "accepted: auto, passthrough, buffered"),
         ({"log_level": "loud"}, "accepted: debug, info, warning, error"),
@@ -201,3 +202,98 @@ def test_no_option_string_does_more_than_refuse(text: str) -> None:
     """P11: whatever is given, the answer is a configuration or a ConfigError."""
     with contextlib.suppress(ConfigError):
         config.load("job", Path("/"), config.parse_options(text) | {"state": "/nonexistent/state"})
+
+
+# --- the cluster -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(place: Path) -> Path:
+    """A directory with the names of keys."""
+    (place / "keys").mkdir()
+    for name in ("ca.pem", "node.pem", "node.key"):
+        (place / "keys" / name).touch()
+    return place / "keys"
+
+
+def test_a_cluster_with_everything(place: Path, keys: Path) -> None:
+    """N1: the words of others, on nodes."""
+    found = load(
+        place, cluster="training", etcd="a:2379+b:2379+[fd00::1]:2379", node="n-1", rank=7, failure_domain="rack.3", listen="[::]:7000",
+        address="n1.example.org:7000", keys=keys, replication_factor=3, replication_jump=2, peer_share="30%", fsync="clique",
+        clique_wait="5s", clique_lost="local", etcd_ca=keys / "ca.pem", etcd_cert=keys / "node.pem", etcd_key=keys / "node.key",
+    )  # fmt: skip
+    assert found == Config(
+        "job", place / "mnt", place / "state", allow_other=os.geteuid() == 0, cluster="training",
+        etcd=("a:2379", "b:2379", "[fd00::1]:2379"), node="n-1", rank=7, failure_domain="rack.3", listen="[::]:7000",
+        address="n1.example.org:7000", keys=keys, replication_factor=3, replication_jump=2, peer_share=0.3, fsync=Level.CLIQUE,
+        clique_wait_s=5.0, clique_lost=CliqueLost.LOCAL,
+        etcd_ca=keys / "ca.pem", etcd_cert=keys / "node.pem", etcd_key=keys / "node.key",
+    )  # fmt: skip
+    assert config.from_json(config.to_json(found)) == found
+
+
+def test_a_node_is_named_after_its_machine(place: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-1")
+    found = load(place, cluster="c", etcd="e:2379", keys=keys)
+    assert (found.node, found.failure_domain, found.address, found.rank) == ("host-1", "host-1", "host-1:7420", None)
+    found = load(place, cluster="c", etcd="e:2379", keys=keys, node="n", listen="10.0.0.1:7")
+    assert (found.node, found.failure_domain, found.address) == ("n", "n", "10.0.0.1:7")
+    monkeypatch.setattr(socket, "gethostname", lambda: "höst")
+    assert "cannot name a node" in refusal(place, cluster="c", etcd="e:2379", keys=keys)
+
+
+def test_servers_may_be_a_list_in_a_file(place: Path) -> None:
+    file = place / "job.toml"
+    file.write_text('cluster = "c"\netcd = ["a:1", "b:2"]\nlisten = "127.0.0.1:7420"\ninsecure = true\n')
+    assert load(place, config=file, node="n").etcd == ("a:1", "b:2")
+    file.write_text('etcd = ["a:1", 2]\n')
+    assert "not a value" in refusal(place, config=file)
+
+
+TRIED = {"cluster": "c", "etcd": "127.0.0.1:2379", "node": "n", "listen": "127.0.0.1:7420", "insecure": ""}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cluster": None}, "etcd was given without cluster"),
+        ({"cluster": None, "etcd": None, "node": None, "listen": None, "insecure": None, "replication_factor": "3"}, "without cluster"),
+        ({"etcd": None}, "without etcd"),
+        ({"etcd": "localhost"}, "is not an address; accepted: HOST:PORT"),
+        ({"etcd": "+"}, "names 0 servers"),
+        ({"etcd": "+".join(f"h{number}:1" for number in range(17))}, "accepted: 1 to 16"),
+        ({"insecure": None}, "without keys"),
+        ({"listen": "10.0.0.1:7420"}, "loopback addresses only, and 10.0.0.1:7420 is none"),
+        ({"listen": None, "address": "127.0.0.1:7420"}, "loopback addresses only, and 0.0.0.0:7420 is none"),
+        ({"address": "node7:7420"}, "loopback addresses only, and node7:7420 is none"),
+        ({"address": "0.0.0.0:7420"}, "names no node"),
+        ({"keys": "/etc"}, "exclude one another"),
+        ({"keys": "/no/such", "insecure": None}, "ca.pem cannot be read: No such file"),
+        ({"fsync": "clique", "replication_factor": "1"}, "replication_factor of at least 2"),
+        ({"replication_factor": "0"}, "accepted: a whole number from 1 to 16"),
+        ({"replication_factor": "two"}, "accepted: a whole number"),
+        ({"replication_factor": "17"}, "accepted: a whole number"),
+        ({"replication_jump": "0"}, "accepted: a whole number from 1"),
+        ({"replication_jump": "-1"}, "accepted: a whole number from 1"),
+        ({"rank": "-1"}, "accepted: a whole number from 0"),
+        ({"node": "a b"}, "accepted: 1 to 64 letters"),
+        ({"node": "a/b"}, "accepted: 1 to 64 letters"),
+        ({"node": "x" * 65}, "accepted: 1 to 64 letters"),
+        ({"cluster": "a/b"}, "accepted: 1 to 64 letters"),
+        ({"failure_domain": ""}, "accepted: 1 to 64 letters"),
+        ({"listen": "127.0.0.1:0"}, "is not an address"),
+        ({"listen": "127.0.0.1:65536"}, "is not an address"),
+        ({"listen": "::1:7420"}, "is not an address"),
+        ({"peer_share": "0"}, "is not a share"),
+        ({"clique_lost": "pray"}, "accepted: error, local"),
+        ({"etcd_cert": "/x"}, "need one another"),
+        ({"etcd_cert": "/x", "etcd_key": "/y"}, "without etcd_ca"),
+        ({"etcd_ca": "/no/ca.pem"}, "etcd_ca: /no/ca.pem cannot be read"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(place: Path, changes: dict[str, str | None], words: str) -> None:
+    """P11: one sentence, which names what to give instead."""
+    assert load(place, **TRIED, fsync="clique").cluster == "c"
+    options = {key: value for key, value in (TRIED | changes).items() if value is not None}
+    assert words in refusal(place, **options)
