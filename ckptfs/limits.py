@@ -69,6 +69,9 @@ REFRESH_INTERVAL_S = 300.0
 
 # --- the cluster -----------------------------------------------------------------------------------------------------
 ETCD_ENDPOINTS_MAX = 16
+# A number is the upper bits of the ids that its node makes, which are positive in 64 bits with 40 left for counting.
+NODE_NUMBER_MAX = 2**23 - 1
+NODE_LEASE_S = 10
 PEER_LISTEN = "0.0.0.0:7420"
 PEER_SHARE = 0.5
 RANK_MAX = 2**31 - 1
