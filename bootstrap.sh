@@ -18,7 +18,7 @@ PREFIX=${PREFIX:-/opt/ckptfs}
 
 # What the daemon needs, and what the tests run besides.
 PACKAGES_BASE="ca-certificates gcc libc6-dev pkg-config libfuse3-dev fuse3 python3 python3-dev python3-venv"
-PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs fio git gromacs lammps procps rsync sqlite3 strace stress-ng xfsprogs"
+PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs etcd-server fio git gromacs lammps procps rsync sqlite3 strace stress-ng xfsprogs"
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'bootstrap.sh: %s\n' "$*" >&2; exit 1; }
@@ -95,7 +95,7 @@ setup() {
 
 demo() {
   # shellcheck disable=SC2086
-  system_packages $PACKAGES_BASE procps
+  system_packages $PACKAGES_BASE etcd-server procps
   mtab
   environment demo
   exec bash demo/demo.sh "$VENV/bin/python"

@@ -1,4 +1,5 @@
-"""Fixtures that offer a real mount: `mount` (shared, on both data paths), `fresh_mount` (a new one for each test), `make_daemon`.
+"""Fixtures that offer a real mount: `mount` (shared, on both data paths), `fresh_mount` (a new one for each test), `make_daemon`; and
+`etcd`, a server of the test's own.
 
 A test fails when the daemon's log holds a WARNING, ERROR or Traceback line that it did not announce with `expect_warning`.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from daemon_under_test import Area, DaemonUnderTest, NotStarted, deadline
+from etcd_server import etcd as etcd
 
 # The long form of tests/crash takes longer.
 TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)

@@ -1,0 +1,105 @@
+"""A watch on etcd that outlives connections: it goes on, at any endpoint, after the last revision that it told.
+
+If we die here: whoever watched reads again what is there, and watches from that revision on.
+"""
+
+import threading
+from typing import Any
+
+import grpc
+
+from ckptfs import limits
+from ckptfs.catalog.etcd.endpoints import METADATA, Endpoints
+from ckptfs.catalog.etcd.wire import Wire, error, passing
+from ckptfs.catalog.store import WatchEvents
+from ckptfs.errors import Compacted, StoreRefused
+from ckptfs.protocol import etcd_pb2 as pb
+
+
+class EtcdWatch:
+    """One thread iterates; any thread may close."""
+
+    def __init__(self, endpoints: Endpoints, wire: Wire, key: bytes, end: bytes | None, from_revision: int) -> None:
+        self._endpoints, self._wire = endpoints, wire
+        self._key, self._end = wire.key(key), wire.end(end)
+        self._next_revision = from_revision
+        self._parts: list[pb.Event] = []
+        self._endpoint = endpoints.current()
+        self._stream: Any = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def __iter__(self) -> "EtcdWatch":
+        return self
+
+    def __next__(self) -> WatchEvents:
+        while not self._closed.is_set() and not self._endpoints.closed.is_set():
+            response = self._response()
+            told = self._told(response) if response is not None else None
+            if told is not None:
+                return told
+        raise StopIteration
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            if self._stream is not None:
+                self._stream.cancel()
+
+    def _response(self) -> pb.WatchResponse | None:
+        """The next message; None where the stream broke and the next round begins a new one."""
+        try:
+            if self._stream is None:
+                self._begin()
+            response: pb.WatchResponse | None = next(self._stream, None)
+            if response is not None:
+                return response
+        except grpc.RpcError as failure:
+            code, details = failure.code(), failure.details() or ""
+            if not passing(code, details):
+                raise error(code, details, self._endpoint.address) from failure
+        except ValueError:
+            # The channel was closed, or we were before the stream began.
+            return None
+        self._again()
+        return None
+
+    def _begin(self) -> None:
+        self._endpoint = self._endpoints.current()
+        create = pb.WatchCreateRequest(
+            key=self._key, range_end=self._end, start_revision=self._next_revision, progress_notify=True, fragment=True
+        )
+        with self._lock:
+            if self._closed.is_set():
+                raise ValueError("closed")
+            self._stream = self._endpoint.watch(iter((pb.WatchRequest(create_request=create),)), metadata=METADATA)
+
+    def _again(self) -> None:
+        """The stream broke: another endpoint, in a moment."""
+        if not self._closed.is_set():
+            self._endpoints.avoid(self._endpoint)
+            self._closed.wait(limits.ETCD_PAUSE_S)
+        self._stream, self._parts = None, []
+
+    def _told(self, response: pb.WatchResponse) -> WatchEvents | None:
+        if response.canceled:
+            self._refused(response)
+            return None
+        if response.created:
+            self._next_revision = self._next_revision or response.header.revision + 1
+            return None
+        self._parts.extend(response.events)
+        if response.fragment:
+            return None
+        events, self._parts = self._wire.events(self._parts), []
+        # A message of a watch that lags says the store's revision, which is not yet that of its events.
+        revision = events[-1].revision if events else response.header.revision
+        self._next_revision = max(self._next_revision, revision + 1)
+        return WatchEvents(revision, events)
+
+    def _refused(self, response: pb.WatchResponse) -> None:
+        if response.compact_revision:
+            raise Compacted(f"etcd keeps nothing before revision {response.compact_revision}, asked for {self._next_revision}")
+        if "permission" in response.cancel_reason:
+            raise StoreRefused(f"etcd refused a watch: {response.cancel_reason}")
+        self._again()

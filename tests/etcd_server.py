@@ -1,0 +1,185 @@
+"""A real etcd for tests, on ports of the loopback that were free, with its data in a directory of its own.
+
+`etcd` is the fixture: one member, answering. A member can be stopped as a crash stops it, started again on its data, and paused.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+from daemon_under_test import eventually
+
+from ckptfs.catalog.etcd import EtcdStore
+from ckptfs.catalog.store import Get
+from ckptfs.errors import Unreachable
+from ckptfs.protocol import etcd_pb2 as pb
+
+STARTS_MAX = 5
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on now."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+class Member:
+    """One server. It ends with this process, whatever happens."""
+
+    def __init__(self, name: str, directory: Path, ports: tuple[int, int], tls: Sequence[str] = ()) -> None:
+        self.name, self.directory, self._tls = name, directory, tls
+        self.address = f"127.0.0.1:{ports[0]}"
+        self.peer = f"http://127.0.0.1:{ports[1]}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, all_members: str) -> None:
+        """All_members: NAME=URL of each, joined by commas. Returns at once."""
+        url = f"{'https' if self._tls else 'http'}://{self.address}"
+        # A member alone elects itself, the sooner the better; several need time to hear of one another on a busy machine.
+        heartbeat_ms, election_ms = (100, 1000) if "," in all_members else (20, 100)
+        arguments = {
+            "name": self.name, "data-dir": self.directory / self.name, "listen-client-urls": url, "advertise-client-urls": url,
+            "listen-peer-urls": self.peer, "initial-advertise-peer-urls": self.peer, "initial-cluster": all_members,
+            "heartbeat-interval": heartbeat_ms, "election-timeout": election_ms, "log-level": "warn",
+        }  # fmt: skip
+        command = ["setpriv", "--pdeathsig", "KILL", "etcd", "--unsafe-no-fsync", *self._tls]
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [*command, *(f"--{key}={value}" for key, value in arguments.items())], stdout=log, stderr=log, env=_environment()
+            )
+
+    @property
+    def log(self) -> Path:
+        return self.directory / f"{self.name}.log"
+
+    def died(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def stop(self) -> None:
+        """As a crash would; the data stay."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(30)
+            self._process = None
+
+    def pause(self) -> None:
+        """It keeps its connections and answers nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+
+class Etcd:
+    """The members of one etcd; `stop`, `start`, `pause` and `resume` mean all of them."""
+
+    def __init__(self, directory: Path, members: int = 1, tls: Sequence[str] = ()) -> None:
+        self._directory, self._count, self._tls = directory, members, tls
+        self.members: list[Member] = []
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(member.address for member in self.members)
+
+    def begin(self) -> "Etcd":
+        """Start for the first time; when somebody takes a port meanwhile, again with others."""
+        for _ in range(STARTS_MAX):
+            ports = free_ports(2 * self._count)
+            self.members = [Member(f"m{n}", self._directory, (ports[2 * n], ports[2 * n + 1]), self._tls) for n in range(self._count)]
+            self.start_soon()
+            if eventually(self._settled, what="etcd answers") == "answers":
+                return self
+            self.stop()
+        raise AssertionError(f"etcd did not start: {self.members[0].log.read_text()[-2000:]}")
+
+    def start_soon(self) -> None:
+        """Start all; returns at once."""
+        for member in self.members:
+            self.start_member(member)
+
+    def start_member(self, member: Member) -> None:
+        member.start(",".join(f"{one.name}={one.peer}" for one in self.members))
+
+    def start(self) -> None:
+        """Start all again on their data, and wait until they answer."""
+        self.start_soon()
+        assert eventually(self._settled, what="etcd answers") == "answers"
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.stop()
+
+    def pause(self) -> None:
+        for member in self.members:
+            member.pause()
+
+    def resume(self) -> None:
+        for member in self.members:
+            member.resume()
+
+    def compact(self, revision: int) -> None:
+        """Forget what was before that revision."""
+        with grpc.insecure_channel(self.addresses[0]) as channel:
+            compact = channel.unary_unary("/etcdserverpb.KV/Compact")
+            # A message whose field 1 is the revision is a lease's request as well.
+            compact(pb.LeaseRevokeRequest(ID=revision).SerializeToString(), timeout=60, wait_for_ready=True)
+
+    def _settled(self) -> str:
+        if any(member.died() for member in self.members):
+            return "died"
+        if self._tls:
+            return "answers" if all(_listens(member) for member in self.members) else ""
+        return "answers" if all(_answers(member) for member in self.members) else ""
+
+
+def _environment() -> dict[str, str]:
+    """Without settings that are meant for another etcd."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
+
+
+def _answers(member: Member) -> bool:
+    store = EtcdStore([member.address], "anyone")
+    try:
+        return bool(store.read([Get(b"")], timeout_s=1.0).revision)
+    except Unreachable:
+        return False
+    finally:
+        store.close()
+
+
+def _listens(member: Member) -> bool:
+    host, port = member.address.split(":")
+    with socket.socket() as one:
+        return one.connect_ex((host, int(port))) == 0
+
+
+def start_etcd(directory: Path, members: int = 1, tls: Sequence[str] = ()) -> Etcd:
+    """An etcd that answers; skips the test where it is not installed. Whoever starts it stops it."""
+    if shutil.which("etcd") is None:
+        pytest.skip("NO ETCD HERE: etcd is not installed")
+    return Etcd(directory, members, tls).begin()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Etcd]:
+    """An etcd of the test's own."""
+    (tmp_path / "etcd").mkdir()
+    started = start_etcd(tmp_path / "etcd")
+    try:
+        yield started
+    finally:
+        started.stop()
