@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import fcntl
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -20,13 +19,13 @@ from typing import IO, Any
 from ckptfs import config, limits
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
+from ckptfs_client import launching
 from ckptfs_client.mounts import mounted
 
 USAGE, SYSTEM, FAILED = 1, 2, 32
 LOG = "ckptfsd.log"
 LOG_BYTES_MAX = 16 * limits.MIB
 LOOK_S = 0.1
-ANSWER_S = limits.READY_WAIT_S + 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +72,7 @@ def _known(options: dict[str, str]) -> dict[str, str]:
 
 def _let_predecessor_end(configured: Config) -> None:
     """Wait while a daemon that was unmounted a moment ago still drains; for a mounted one the daemon's own refusal is the answer."""
-    until = time.monotonic() + ANSWER_S
+    until = time.monotonic() + launching.ANSWER_S
     while time.monotonic() < until and _locked(configured.state / "lock"):
         if any(mount.mountpoint == configured.mountpoint or mount.name == configured.name for mount in mounted()):
             return
@@ -97,19 +96,16 @@ def _locked(path: Path) -> bool:
 
 def _mount(configured: Config, options: dict[str, str], *, verbose: bool) -> int:
     """Start the daemon and wait for its word."""
-    text = ",".join(f"{key}={value.replace(',', chr(92) + ',')}" if value else key for key, value in options.items())
     ready, theirs = os.pipe()
-    # -P: the directory in which mount(8) was called must not provide Python modules to root.
-    command = [sys.executable, "-P", "-m", "ckptfs_daemon", configured.name, str(configured.mountpoint), "--ready-fd", str(theirs)]
+    command = launching.command(configured.name, configured.mountpoint, launching.joined(options), theirs)
     try:
         with _log(configured) as log:
             daemon = subprocess.Popen(
-                [*command, "-o", text] if text else command,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True, pass_fds=[theirs],
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True, pass_fds=[theirs],
             )  # fmt: skip
     finally:
         os.close(theirs)
-    answer = _answer(ready)
+    answer = launching.answer(ready)
     if answer == "ok":
         if verbose:
             print(f"mount.ckptfs: {configured.name} mounted on {configured.mountpoint} by process {daemon.pid}")
@@ -118,22 +114,8 @@ def _mount(configured: Config, options: dict[str, str], *, verbose: bool) -> int
         return _complain(answer.removeprefix("error: "), "", FAILED)
     with contextlib.suppress(ProcessLookupError):
         daemon.terminate()
-    what = "ended without a word" if daemon.poll() is not None else f"did not answer within {ANSWER_S:.0f} s"
+    what = "ended without a word" if daemon.poll() is not None else f"did not answer within {launching.ANSWER_S:.0f} s"
     return _complain(f"the daemon {what}", f"see {configured.state / LOG}, or the journal", FAILED)
-
-
-def _answer(ready: int) -> str:
-    """The first line that the daemon writes; empty when it ends or is late."""
-    until = time.monotonic() + ANSWER_S
-    data = b""
-    with os.fdopen(ready, "rb", buffering=0) as pipe:
-        while not data.endswith(b"\n") and (left := until - time.monotonic()) > 0:
-            if select.select([pipe], [], [], left)[0]:
-                piece = pipe.read(4096)
-                if not piece:
-                    break
-                data += piece
-    return data.decode(errors="replace").strip()
 
 
 def _journalled() -> bool:

@@ -67,6 +67,14 @@ def mounted(table: str = "/proc/self/mountinfo") -> list[Mount]:
     return found
 
 
+def below(directory: Path, table: str = "/proc/self/mountinfo") -> list[Path]:
+    """The places of all mounts of any kind below a directory, deepest and latest first; a place with several is named as often."""
+    with open(table, encoding="utf-8", errors="surrogateescape") as file:
+        points = [Path(_plain(line.split(" ", 5)[4])) for line in file]
+    found = [point for point in reversed(points) if point.is_relative_to(directory) and point != directory]
+    return sorted(found, key=lambda point: len(point.parts), reverse=True)
+
+
 def find(path: Path) -> Mount:
     """The mount in which `path` lies. The path itself is touched only where its words alone do not lead there. Raises NoMount."""
     found = mounted()

@@ -120,7 +120,8 @@ def status(answer: "pb.Status") -> "RenderableType":
     return Group("\n".join(lines), *tables, *troubles)
 
 
-def _table(*columns: str) -> Any:
+def grid(*columns: str) -> Any:
+    """An empty table; a column whose name ends with ">" is set to the right."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -132,7 +133,7 @@ def _table(*columns: str) -> Any:
 def _tiers(answer: "pb.Status") -> Any:
     from rich.markup import escape
 
-    table = _table("tier", "health", "used>", "free>", "budget>", "contents>", "where")
+    table = grid("tier", "health", "used>", "free>", "budget>", "contents>", "where")
     for tier in answer.tiers:
         # What others use of the PFS is not ours to tell, and what we use shows under ordinary names.
         known = (tier.budget_bytes > 0 and tier.name != "pfs", tier.budget_bytes > 0, tier.budget_bytes > 0)
@@ -143,7 +144,7 @@ def _tiers(answer: "pb.Status") -> Any:
 
 
 def _processes(answer: "pb.Status") -> Any:
-    table = _table("process", "pid>", "memory>", "restarts>", "up>")
+    table = grid("process", "pid>", "memory>", "restarts>", "up>")
     for process in answer.processes:
         table.add_row(process.role, str(process.pid), size(process.rss_bytes), str(process.restarts), duration(process.uptime_s))
     return table
@@ -151,7 +152,7 @@ def _processes(answer: "pb.Status") -> Any:
 
 def listing(rows: list[dict[str, Any]]) -> Any:
     """The records of `ckptfs ls`."""
-    table = _table("level", "state", "gen>", "size>", "copies", "digest", "name")
+    table = grid("level", "state", "gen>", "size>", "copies", "digest", "name")
     for row in rows:
         copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
         waiting = " *" if row["waiting"] else ""
@@ -164,7 +165,7 @@ def findings(found: list[dict[str, Any]]) -> Any:
     """What verify found bad."""
     from rich.markup import escape
 
-    table = _table("verdict", "tier", "file", "what")
+    table = grid("verdict", "tier", "file", "what")
     for one in found:
         table.add_row(_styled(one["verdict"]), one["tier"], _shown(one["path"]), escape(one["what"]))
     return table

@@ -1,0 +1,244 @@
+"""The lab as a whole: start, stop, and what can be done to its nodes and their network. Tests use it as the command does.
+
+Every change may be made again. Commands that change something take a lock, so that two of them do not meet.
+If we die here: `stop` finds everything by looking, and `start` refuses to begin in a directory that is not empty.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptfs_client.failures import ClientError, Failed, NotInTime, NotPermitted
+from ckptfs_client.lab import etcd, namespaces, network, nodes, plan, processes
+from ckptfs_client.lab.plan import Node, Plan
+from ckptfs_client.mounts import below
+
+LOCK_WAIT_S = 120.0
+LOOK_S = 0.1
+SWITCH = network.BRIDGE
+Say = Callable[[str], None]
+
+
+def _silent(_: str) -> None: ...
+
+
+class Laboratory:
+    """The lab in a directory; `say` is told what goes on. Raises ClientError."""
+
+    def __init__(self, directory: Path = plan.DIRECTORY, say: Say = _silent) -> None:
+        if os.geteuid() != 0:
+            raise NotPermitted("a lab needs root: it makes network namespaces and mounts", remedy="try it with sudo")
+        self.directory = Path(os.path.realpath(directory))
+        self._say = say
+
+    # --- as a whole ---------------------------------------------------------------------------------------------------
+
+    def start(self, count: int, factor: int, pfs: Path | None = None, options: Mapping[str, str] | None = None) -> Plan:
+        """Make a lab, with all its nodes running. What was made of it is taken away again when that fails. Without `pfs` it has none."""
+        etcd.program()
+        self._refuse_what_is_there()
+        found = plan.new(self.directory, count, factor, None if pfs is None else Path(os.path.realpath(pfs)), dict(options or {}))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o711)
+        with self._lock():
+            plan.save(found)
+            try:
+                if found.pfs is not None:
+                    found.pfs.mkdir(exist_ok=True)
+                network.make_switch(found)
+                self._say("starting etcd")
+                etcd.start(found)
+                self._make_keys(found)
+                self._bring_up(found.all_nodes())
+            except BaseException:
+                self._end()
+                raise
+        return found
+
+    def stop(self) -> bool:
+        """End and delete all of it; whether there was anything."""
+        if not self.directory.exists():
+            return False
+        if not self._ours():
+            raise Failed(f"{self.directory} is no lab", remedy="--dir DIR names the directory of one")
+        with self._lock():
+            self._say("ending every process, mount and namespace of the lab")
+            self._end()
+        return True
+
+    def plan(self) -> Plan:
+        """What it is made of."""
+        return plan.load(self.directory)
+
+    def status(self) -> dict[str, Any]:
+        """What runs, what is mounted, and how the wires are."""
+        found = self.plan()
+        wires = network.links(found)
+        return {
+            "directory": str(found.directory), "cluster": found.cluster, "factor": found.factor, "pfs": str(found.pfs or ""),
+            "etcd": {"address": f"{plan.ETCD_ADDRESS}:{plan.ETCD_PORT}", "answers": etcd.answers(found)},
+            "nodes": [_described(node, wires) for node in found.all_nodes()],
+        }  # fmt: skip
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """kill -9 of everything that runs on a node."""
+        node = self.plan().node(name)
+        with self._lock():
+            self._say(f"{name}: killed, {nodes.kill(node)} processes")
+
+    def wipe(self, name: str, *, nvme: bool = False) -> None:
+        """Kill a node; its RAM tier is lost, and with `nvme` all that it had."""
+        node = self.plan().node(name)
+        with self._lock():
+            nodes.wipe(node, nvme=nvme)
+            self._say(f"{name}: killed, its RAM{', NVMe and catalog are' if nvme else ' is'} lost")
+
+    def start_node(self, *names: str) -> None:
+        """Have nodes running again; the name of one more node adds it."""
+        with self._lock():
+            found = self.plan()
+            for name in names:
+                if name not in found.nodes:
+                    found = found.with_node(name)
+                    plan.save(found)
+                    self._make_keys(found)
+            self._bring_up([found.node(name) for name in names])
+
+    def restart_node(self, name: str) -> None:
+        """Unmount a node in order, as a service manager does, and mount it again."""
+        node = self.plan().node(name)
+        with self._lock():
+            nodes.unmount(node)
+            self._bring_up([node])
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    def cut(self, name: str) -> None:
+        """Part a node from all others and from etcd."""
+        network.set_link(self.plan().node(name), up=False)
+        self._say(f"{name}: its link is down")
+
+    def slow(self, name: str, bits_per_s: int) -> None:
+        """Limit what a node sends and gets."""
+        network.set_rate(self.plan().node(name), bits_per_s)
+        self._say(f"{name}: its link carries {bits_per_s / 1e6:g} Mbit/s")
+
+    def mend(self, *names: str) -> None:
+        """Bring nodes back: link up, no limit, daemon running; without names all of them, and etcd."""
+        found = self.plan()
+        chosen = [found.node(name) for name in names or found.nodes]
+        if not names:
+            self.start_etcd()
+        wires = network.links(found)
+        for node in chosen:
+            if node.name in wires:
+                network.set_link(node, up=True)
+                network.set_rate(node, None)
+        self.start_node(*(node.name for node in chosen))
+
+    def start_etcd(self) -> None:
+        """Have etcd running."""
+        found = self.plan()
+        with self._lock():
+            etcd.start(found)
+        self._say("etcd answers")
+
+    def stop_etcd(self) -> None:
+        """Kill etcd."""
+        found = self.plan()
+        with self._lock():
+            etcd.stop(found)
+        self._say("etcd is killed")
+
+    def execute(self, name: str, command: Sequence[str]) -> None:
+        """Become a program on a node: its network is the node's. CKPTFS_MOUNT names the node's mount. Does not return."""
+        node = self.plan().node(name)
+        try:
+            namespaces.enter(network.place(node.plan, name))
+            os.execvpe(command[0], list(command), {**os.environ, "CKPTFS_MOUNT": str(node.mountpoint)})
+        except OSError as failure:
+            raise Failed(f"{command[0]} cannot be run on {name}: {failure.strerror}") from failure
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _bring_up(self, chosen: Sequence[Node]) -> None:
+        """Start daemons, all at once, and wait for each."""
+        begun = [(node, nodes.launch(node)) for node in chosen]
+        failures = []
+        for node, ready in begun:
+            try:
+                nodes.wait_until_ready(node, ready)
+                self._say(f"{node.name}: {node.mountpoint}")
+            except Failed as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+    def _make_keys(self, found: Plan) -> None:
+        """A certificate for each node that has none, from a CA of the lab's own."""
+        raise NotImplementedError
+
+    def _refuse_what_is_there(self) -> None:
+        if self.directory.exists() and any(self.directory.iterdir()):
+            if self._ours():
+                raise Failed(f"there is a lab in {self.directory} already", remedy="`ckptfs lab stop` ends it")
+            raise Failed(f"{self.directory} is not empty, and no lab", remedy="--dir DIR names another place")
+
+    def _ours(self) -> bool:
+        """Whether a lab was begun here."""
+        return (self.directory / plan.FILE).exists()
+
+    def _end(self) -> None:
+        """End everything: processes, then mounts, then namespaces, then the files; the plan last, so that this can be done again."""
+        net = self.directory / "net"
+        for namespace in net.iterdir() if net.is_dir() else ():
+            processes.end(namespace)
+        # Whoever writes to a dead mount is told so; namespaces are mounts here as well.
+        nodes.detach_below(self.directory)
+        left = below(self.directory)
+        if left:
+            raise Failed(f"{left[0]} cannot be unmounted", remedy="end what uses it, then `ckptfs lab stop` again")
+        with contextlib.suppress(ClientError):
+            for node in self.plan().all_nodes():
+                nodes.forget(node)
+        for path in self.directory.iterdir():
+            if path.name != plan.FILE:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        (self.directory / plan.FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One command at a time changes a lab."""
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            until = time.monotonic() + LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise NotInTime("another command works on this lab", remedy="try again when it has ended") from None
+                    time.sleep(LOOK_S)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _described(node: Node, wires: Mapping[str, tuple[bool, bool]]) -> dict[str, Any]:
+    """A node as `status` shows it."""
+    up, slowed = wires.get(node.name, (False, False))
+    found = processes.inside(network.place(node.plan, node.name))
+    return {
+        "name": node.name, "address": node.address, "mountpoint": str(node.mountpoint), "log": str(node.log), "runs": nodes.runs(node),
+        "mounted": nodes.answers(node), "link": "up" if up else "down", "slowed": slowed, "processes": len(found),
+    }  # fmt: skip

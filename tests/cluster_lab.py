@@ -1,0 +1,254 @@
+"""A cluster of real daemons for tests: a lab (`ckptfs_client.lab`) in a directory of its own, looked at from outside.
+
+Fixtures: `make_lab(nodes=3, factor=2, ...)` and `lab` (three nodes, two copies), one for a module, since a lab costs seconds. A test fails
+when a node's log holds a WARNING, ERROR or Traceback line that it did not announce with `expect_warning`.
+If we die here: the next run finds /tmp/ckptfs-lab-PID-* of processes that have ended, and ends those labs.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ckptfs_client.client import at
+from ckptfs_client.failures import ClientError
+from ckptfs_client.lab import namespaces, network, processes
+from ckptfs_client.lab.laboratory import Laboratory
+from ckptfs_client.lab.plan import Node
+from daemon_under_test import COMPLAINT, environment, eventually
+
+PREFIX = "ckptfs-lab-"
+TEST_S = 300.0
+WAIT_S = 120.0
+LOG_LINES = 40
+LABS = pytest.StashKey[list["ClusterUnderTest"]]()
+_numbers = itertools.count(1)
+
+
+class NodeUnderTest:
+    """One node: its mount, its log, its life."""
+
+    def __init__(self, cluster: "ClusterUnderTest", node: Node) -> None:
+        self._cluster = cluster
+        self._node = node
+        self.name = node.name
+        self.path = node.mountpoint
+        self.state = node.state
+        self.address = node.address
+
+    def kill(self) -> None:
+        """Every process of it dies at once."""
+        self._cluster.laboratory.kill(self.name)
+
+    def wipe(self, *, nvme: bool = False) -> None:
+        """It dies, and loses its RAM; with `nvme` everything."""
+        self._cluster.laboratory.wipe(self.name, nvme=nvme)
+
+    def start(self) -> None:
+        """It lives again."""
+        self._cluster.laboratory.start_node(self.name)
+
+    def restart(self) -> None:
+        """Unmounted in order and mounted again."""
+        self._cluster.laboratory.restart_node(self.name)
+
+    def cut(self) -> None:
+        """It reaches nobody."""
+        self._cluster.laboratory.cut(self.name)
+
+    def slow(self, bits_per_s: int) -> None:
+        """Its link carries so much."""
+        self._cluster.laboratory.slow(self.name, bits_per_s)
+
+    def mend(self) -> None:
+        """Its link is as before, and it lives."""
+        self._cluster.laboratory.mend(self.name)
+
+    def run(self, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
+        """A program on this node, in its network."""
+        there = network.place(self._node.plan, self.name)
+
+        def act() -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                list(map(str, command)), capture_output=True, text=True, check=False, env=environment(), **{"timeout": WAIT_S, **options}
+            )
+
+        return namespaces.inside(there, act)
+
+    def pids(self) -> list[int]:
+        """The processes on it."""
+        return processes.inside(network.place(self._node.plan, self.name))
+
+    def command(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run `ckptfs ARGUMENTS`."""
+        result = subprocess.run(
+            [sys.executable, "-m", "ckptfs_client", *map(str, arguments)],
+            capture_output=True, text=True, timeout=WAIT_S, env=environment(), check=False,
+        )  # fmt: skip
+        assert not check or result.returncode == 0, f"ckptfs {arguments}: exit {result.returncode}\n{result.stdout}{result.stderr}"
+        return result
+
+    def abort(self) -> None:
+        """System calls that hang in its mount return with an error."""
+        namespaces.abort(self.path)
+
+    @property
+    def log(self) -> str:
+        """What its daemon said."""
+        return self._node.log.read_text(errors="replace") if self._node.log.exists() else ""
+
+
+class ClusterUnderTest:
+    """A lab; `nodes` in order of rank, `pfs` the directory that they share. Options as of mount -o, for every node."""
+
+    def __init__(self, nodes: int = 3, factor: int = 2, *, with_pfs: bool = True, **options: str) -> None:
+        self.root = Path(f"/tmp/{PREFIX}{os.getpid()}-{next(_numbers)}")
+        self.words: list[str] = []
+        self.laboratory = Laboratory(self.root, say=self.words.append)
+        self._expected: list[re.Pattern[str]] = []
+        self.pfs = self.root / "pfs"
+        plan = self.laboratory.start(nodes, factor, self.pfs if with_pfs else None, {"ram": "512M", **options})
+        self.nodes = [NodeUnderTest(self, node) for node in plan.all_nodes()]
+
+    def __getitem__(self, index: int) -> NodeUnderTest:
+        return self.nodes[index]
+
+    def mend(self) -> None:
+        """Everything lives, and reaches everything."""
+        self.laboratory.mend()
+
+    def stop_etcd(self) -> None:
+        """etcd dies."""
+        self.laboratory.stop_etcd()
+
+    def start_etcd(self) -> None:
+        """etcd lives again."""
+        self.laboratory.start_etcd()
+
+    def close(self) -> None:
+        """End all of it."""
+        self.laboratory.stop()
+
+    def abort(self) -> None:
+        """System calls that hang in any mount return with an error."""
+        for node in self.nodes:
+            node.abort()
+
+    # --- what it shows ------------------------------------------------------------------------------------------------
+
+    def tree(self, root: Path) -> dict[str, bytes | None]:
+        """{relative path: bytes, or None for a directory} of everything below `root`, without ckptfs's own names."""
+        found: dict[str, bytes | None] = {}
+        for directory, directories, files in os.walk(root):
+            directories[:] = sorted(name for name in directories if not name.startswith(".ckptfs"))
+            where = Path(directory).relative_to(root)
+            found |= {str(where / name): None for name in directories}
+            found |= {str(where / name): Path(directory, name).read_bytes() for name in files if not name.startswith(".ckptfs.")}
+        return found
+
+    def settle(self, timeout: float = WAIT_S) -> None:
+        """Wait until the PFS shows what all nodes show."""
+        for node in self.nodes:
+            node.command("drain", node.path, "--deadline", f"{timeout:.0f}s")
+
+    # --- its logs -----------------------------------------------------------------------------------------------------
+
+    def expect_warning(self, pattern: str) -> None:
+        """Announce that log lines which match `pattern` (a regular expression) may appear on any node."""
+        self._expected.append(re.compile(pattern))
+
+    def complaints(self) -> list[str]:
+        """WARNING, ERROR and Traceback lines of all logs that no test announced."""
+        found = [f"{node.name}: {line}" for node in self.nodes for line in node.log.splitlines() if COMPLAINT.search(line)]
+        return [line for line in found if not any(expected.search(line) for expected in self._expected)]
+
+    def tails(self) -> str:
+        """The ends of the logs, for messages."""
+        return "\n".join(f"--- {node.name}\n" + "\n".join(node.log.splitlines()[-LOG_LINES:]) for node in self.nodes)
+
+
+def wait_for(path: Path, level: str, timeout: float = WAIT_S) -> None:
+    """Wait until a file, or a directory with all below, has a level."""
+    client, inode = at(path)
+    with client:
+        for _ in client.wait(inode, level, timeout):
+            pass
+
+
+def level(path: Path) -> str:
+    """The level of a file now."""
+    return os.getxattr(path, "user.ckptfs.level").decode()
+
+
+@contextlib.contextmanager
+def limited(cluster: ClusterUnderTest, seconds: float = TEST_S) -> Iterator[None]:
+    """End what hangs in the mounts when the block takes longer: the test fails instead of hanging."""
+    timer = threading.Timer(seconds, cluster.abort)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def sweep() -> None:
+    """End labs that test processes left which were killed."""
+    for root in Path("/tmp").glob(f"{PREFIX}*-*"):
+        pid = root.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(ClientError, OSError):
+                Laboratory(root).stop()
+
+
+def unusable() -> str:
+    """Why there can be no lab here; empty where there can."""
+    if os.geteuid() != 0:
+        return "a lab needs root"
+    if not Path("/dev/fuse").exists():
+        return "/dev/fuse is missing"
+    return "" if shutil.which("etcd") else "etcd is not installed"
+
+
+@pytest.fixture(scope="module")
+def make_lab() -> Iterator[Callable[..., ClusterUnderTest]]:
+    """Makes labs: `make_lab(nodes=5, factor=3, fsync="clique")`; all end with the module."""
+    if reason := unusable():
+        pytest.skip(f"NO LAB HERE: {reason}")
+    sweep()
+    with contextlib.ExitStack() as made:
+
+        def make(nodes: int = 3, factor: int = 2, **options: Any) -> ClusterUnderTest:
+            cluster = ClusterUnderTest(nodes, factor, **options)
+            made.callback(cluster.close)
+            return cluster
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def shared_lab(make_lab: Callable[..., ClusterUnderTest]) -> ClusterUnderTest:
+    """Three nodes, two copies, for the tests of a module."""
+    return make_lab()
+
+
+@pytest.fixture
+def lab(shared_lab: ClusterUnderTest, request: pytest.FixtureRequest) -> Iterator[ClusterUnderTest]:
+    """The module's lab, all of it well at the test's beginning."""
+    request.node.stash[LABS] = [shared_lab]
+    shared_lab.mend()
+    known = set(shared_lab.complaints())
+    with limited(shared_lab):
+        yield shared_lab
+    assert [line for line in shared_lab.complaints() if line not in known] == []
+
+
+__all__ = ["ClusterUnderTest", "NodeUnderTest", "eventually", "lab", "level", "limited", "make_lab", "shared_lab", "wait_for"]
