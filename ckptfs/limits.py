@@ -79,6 +79,31 @@ REPLICATION_FACTOR = 2
 REPLICATION_FACTOR_MAX = 16
 REPLICATION_JUMP_MAX = 1_000_000
 CLIQUE_WAIT_S = 30.0
+# What arrives from peers at once, and how long a part waits for the rest before it goes.
+RECEPTIONS_MAX = 64
+RECEPTION_KEPT_S = 60.0
+# So many of the contents that came last are looked through for blocks of the next one.
+BLOCK_SOURCES_MAX = 16
+# A peer waits so long for a content that is closed here to be sealed.
+SEAL_SOON_MAX_S = 30.0
+
+# --- a shared catalog -------------------------------------------------------------------------------------------------
+# Ids are a node's number and so many bits of a counter of its own; together 63 bits.
+ID_COUNTER_BITS = 40
+NODE_NUMBER_BITS = 23
+# Reads of the store under way at once; what is asked meanwhile goes together with the next one.
+SHARED_READS_MAX = 4
+# How often a change is tried again because another node was faster.
+SHARED_TRIES_MAX = 50
+# A store that did not answer is asked again so often.
+ISLAND_PROBE_S = 0.5
+ISLAND_PROBE_WAIT_S = 1.0
+# How many keys of other nodes a catalog remembers before it forgets those that it needs least, how many at once, and how often it looks.
+SEEN_KEYS_MAX = 400_000
+FORGET_KEYS = 2000
+FORGET_INTERVAL_S = 30.0
+# Names that were deleted a moment ago: an answer that is older must not bring them back.
+RECENT_KEYS_MAX = 10_000
 
 # --- processes -------------------------------------------------------------------------------------------------------
 RESTART_FIRST_S = 0.05

@@ -221,7 +221,7 @@ def hear(db: Database, heard: Heard) -> bool:
             return True
         if same and peer and heard.digest is None:
             return True
-        if not (same and digest == heard.digest):
+        if digest is None or digest != heard.digest:
             _outdate(db, heard.content)
             blocks = None
         db.run(
@@ -257,20 +257,46 @@ def begin_replacing(db: Database, content: int) -> None:
 
 
 def arrived(db: Database, heard: Heard, number: int, tier: Tier) -> bool:
-    """What arrived under the reserved id `number` is a verified copy of `heard` now, under the content's own id; False when it is not wanted
-    any more. The caller has given the file its name.
+    """What arrived under the reserved id `number` is a verified copy of `heard` now, under the content's own id; False when it is not
+    wanted any more. The caller has given the file its name.
     """
     with db.change():
         if not hear(db, heard):
             return False
         now = time.time_ns()
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
-        db.run("UPDATE content SET blocks = ? WHERE id = ? AND blocks IS NULL", heard.blocks, heard.content)
+        db.run("UPDATE content SET blocks = coalesce(blocks, ?), told = 2 WHERE id = ? AND peer = 1", heard.blocks, heard.content)
         db.run(
             "INSERT OR REPLACE INTO copy (content, tier, state, verified_ns, used_ns) VALUES (?, ?, 1, ?, ?)",
             heard.content, tier, now, now,
         )  # fmt: skip
         return True
+
+
+def untold(db: Database, at_most: int) -> list[tuple[Content, bool]]:
+    """Contents of which the cluster's store shall learn that a copy is here (True), or no longer is."""
+    rows = db.rows(
+        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer, k.told = 2 AND k.state = 2"
+        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) FROM content k WHERE k.told > 1 LIMIT ?",
+        at_most,
+    )
+    return [(_content(row[:9]), bool(row[9])) for row in rows]
+
+
+def told(db: Database, contents: Iterable[tuple[Content, bool]]) -> None:
+    """The store has learned this of these contents; what moved on meanwhile stays to be told."""
+    with db.change():
+        for content, here in contents:
+            db.run("UPDATE content SET told = ? WHERE id = ? AND change = ? AND told > 1", here, content.id, content.change)
+
+
+def take_back(db: Database) -> int:
+    """Copies of which the store was told and that are gone, with their tier say: it shall learn so. How many those are."""
+    with db.change():
+        return db.run(
+            "UPDATE content SET told = 3 WHERE told IN (1, 2)"
+            " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
+        )
 
 
 def own(db: Database, content: Content) -> bool:
@@ -290,7 +316,8 @@ def disown(db: Database, content: Content) -> bool:
 def older(db: Database, tier: Tier, at_most: int) -> list[int]:
     """Contents of which only a former generation lies in `tier`, and that nobody has open."""
     rows = db.rows(
-        "SELECT content FROM copy WHERE tier = ? AND state = 3 AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = copy.content) LIMIT ?",
+        "SELECT content FROM copy WHERE tier = ? AND state = 3"
+        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = copy.content) LIMIT ?",
         tier, at_most,
     )  # fmt: skip
     return [row[0] for row in rows]
@@ -327,7 +354,7 @@ def recent_blocks(db: Database, at_most: int) -> list[tuple[int, Tier, bytes]]:
     """(content, tier, blocks' digests) of contents that came last, whose blocks may be those of the next one."""
     rows = db.rows(
         "SELECT k.id, c.tier, k.blocks FROM copy c JOIN content k ON k.id = c.content WHERE c.state = 1 AND k.state = 2"
-        " AND c.tier <> 'pfs' AND length(k.blocks) > 0 ORDER BY c.used_ns DESC LIMIT ?",
+        " AND c.tier <> 'pfs' AND length(k.blocks) BETWEEN 1 AND 1048576 ORDER BY c.used_ns DESC LIMIT ?",
         at_most,
     )
     return [(row[0], Tier(row[1]), row[2]) for row in rows]

@@ -64,8 +64,8 @@ def record(db: Database, inode: int) -> Record:
     """All that is known of the regular file `inode`; block digests are left out."""
     with db.snapshot():
         row = db.row(
-            "SELECT c.id, c.inode, c.generation, c.state, c.size, c.digest, c.change, c.peer FROM inode i JOIN content c ON c.id = i.content"
-            " WHERE i.id = ?",
+            "SELECT c.id, c.inode, c.generation, c.state, c.size, c.digest, c.change, c.peer"
+            " FROM inode i JOIN content c ON c.id = i.content WHERE i.id = ?",
             inode,
         )
         content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6], bool(row[7]))

@@ -53,7 +53,8 @@ CREATE TABLE content (
     change INTEGER NOT NULL DEFAULT 0,   -- bumped by every open for writing and every last close: the mover compares it before it believes what it read
     closed_ns INTEGER NOT NULL DEFAULT 0, -- when its last writer closed it
     peer INTEGER NOT NULL DEFAULT 0,     -- 1: another node wrote this generation, and the row is what was last heard of it
-    lacking INTEGER NOT NULL DEFAULT 0   -- 1: sealed here, and more nodes may have to hold a copy of it
+    lacking INTEGER NOT NULL DEFAULT 0,  -- 1: sealed, and more nodes may have to hold a copy of it
+    told INTEGER NOT NULL DEFAULT 0      -- a peer's: the cluster's store has been told of the copy here: 0 no, 1 yes, 2 has to be, 3 has to be taken back
 );
 CREATE INDEX content_inode ON content (inode);
 -- One for each state that somebody waits on, so that a content enters none of them when it is begun.
@@ -61,6 +62,7 @@ CREATE INDEX content_closed ON content (id) WHERE state = 1;
 CREATE INDEX content_doomed ON content (id) WHERE state = 3;
 CREATE INDEX content_lacking ON content (id) WHERE lacking = 1;
 CREATE INDEX content_of_peer ON content (id) WHERE peer = 1;
+CREATE INDEX content_untold ON content (id) WHERE told > 1;
 
 -- Where a content lies on this node. What the PFS shows under ordinary names is in `published`.
 CREATE TABLE copy (
@@ -207,3 +209,23 @@ CREATE TABLE tier (name TEXT PRIMARY KEY, uuid TEXT NOT NULL) WITHOUT ROWID;
 
 -- What the processes report for `ckptfs status`: JSON by key.
 CREATE TABLE report (key TEXT PRIMARY KEY, value TEXT NOT NULL, at_ns INTEGER NOT NULL) WITHOUT ROWID;
+
+-- In a cluster: shared keys that were changed here and not told to the store yet, by the number of the change. Empty without one.
+CREATE TABLE touched_key (
+    change INTEGER NOT NULL,             -- the changes of this node in their order; numbers are used again once all were told
+    kind TEXT NOT NULL,                  -- see catalog/sharing/kinds.py
+    number INTEGER NOT NULL,             -- the id in the key
+    name BLOB NOT NULL,                  -- the name in the key, empty where its kind has none
+    PRIMARY KEY (change, kind, number, name)
+) WITHOUT ROWID;
+CREATE INDEX touched_key_key ON touched_key (kind, number, name);
+
+-- In a cluster: what the store said last of a shared key that there are rows for. No row: there was no such key.
+CREATE TABLE seen_key (
+    kind TEXT NOT NULL,                  -- as in touched_key
+    number INTEGER NOT NULL,             -- likewise
+    name BLOB NOT NULL,                  -- likewise
+    revision INTEGER NOT NULL,           -- the store's revision that changed it last
+    value BLOB NOT NULL,                 -- its value then
+    PRIMARY KEY (kind, number, name)
+) WITHOUT ROWID;

@@ -21,7 +21,7 @@ from ckptfs.model import Tier
 from ckptfs.tiers import space
 from ckptfs.tiers.space import Room
 
-disk.labels("place:create", "place:open", "place:remove")
+disk.labels("place:create", "place:open", "place:remove", "place:rename")
 
 PFS_WORK_DIRECTORY = ".ckptfs"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -116,6 +116,10 @@ class Place:
         """Delete the file of `content`, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             disk.unlink("place:remove", file_name(content), dir_fd=self.directory)
+
+    def rename(self, reserved: int, content: int) -> None:
+        """The file that was made under the id `reserved` is that of `content` now; one that was there goes, its readers keep it."""
+        disk.rename("place:rename", file_name(reserved), file_name(content), old_fd=self.directory, new_fd=self.directory)
 
     def detach(self, content: int) -> int:
         """Take the name of the file of `content` away, at once however large it is; its room is free when the descriptor that is given is

@@ -1,0 +1,319 @@
+"""Takes: offers of peers, block by block, and their questions for what lies here; by content id only.
+Leaves: verified copies that count (`content.peer = 1`), in the share of the tiers that is set aside for peers.
+If we die here: a reception is a FILLING copy without a content, which recovery removes with its file; the peer offers again.
+
+What arrives lies under an id of its own until every digest was right, and takes the content's name then: whoever reads an older
+generation keeps the file that he has open, and a part is never taken for the whole (P4, P7). Called by the peer server's threads.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import holding, settling
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.holding import Heard
+from ckptfs.clique.shelf import Loan, NotHere, Offer, Reception
+from ckptfs.errors import Busy, CkptfsError, Refused
+from ckptfs.flow.hold.arriving import Arriving
+from ckptfs.flow.hold.room import Room
+from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
+from ckptfs.tiers import transfer
+from ckptfs.tiers.place import Place, Places
+
+log = logging.getLogger(__name__)
+
+transfer.labels("hold:check")
+disk.labels("hold:fsync", "hold:directory", "hold:outdated", "hold:rename", "hold:counted", "hold:persist")
+
+SEAL_LOOK_S = 0.01
+SOUGHT_BYTES_MIN = 256 * limits.KIB
+"""Less than this is sent sooner than looked for."""
+
+
+class Hold:
+    """The shelf: what peers may do on this node."""
+
+    def __init__(self, db: Database, places: Places, share: float, notify: Notify) -> None:
+        self._db = db
+        self._places = places
+        self._notify = notify
+        self._room = Room(db, places, share)
+        self._lock = threading.Lock()
+        self._tokens = itertools.count(1)
+        self._arriving: dict[int, Arriving] = {}
+        self._busy: dict[int, int] = {}
+        """Content -> the token of who is sending it now."""
+        self._pause = threading.Event()
+        self.doubted: set[int] = set()
+        """Contents that a peer said need not be held: the reconcile flow asks the store."""
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def receive(self, offer: Offer) -> Reception:
+        """Prepare for the blocks of `offer`."""
+        _demand_whole(offer)
+        self._demand_wanted(offer)
+        token = self._take(offer.content)
+        try:
+            arriving = self._prepared(offer)
+        except BaseException:
+            self._leave(offer.content)
+            raise
+        return Reception(token, arriving.fd, arriving.lacking)
+
+    def _take(self, content: int) -> int:
+        with self._lock:
+            if content in self._busy:
+                raise Busy(f"content {content} is arriving already")
+            if len(self._busy) >= limits.RECEPTIONS_MAX:
+                raise Busy(f"{limits.RECEPTIONS_MAX} contents are arriving already")
+            token = self._busy[content] = next(self._tokens)
+        self._drop_stale()
+        return token
+
+    def _leave(self, content: int) -> None:
+        with self._lock:
+            self._busy.pop(content, None)
+
+    def _demand_wanted(self, offer: Offer) -> None:
+        """Refuse what is older than what is known here, and what somebody writes here just now."""
+        known = settling.content(self._db, offer.content)
+        if known is None:
+            return
+        if known.state is ContentState.OPEN:
+            raise Busy("somebody writes this content here")
+        if known.state is ContentState.DOOMED:
+            raise Refused("this content was deleted")
+        if known.generation > offer.generation:
+            raise Refused(f"generation {known.generation} of this content is known here; offered: {offer.generation}")
+        if known.generation == offer.generation and None not in (known.digest, offer.digest) and known.digest != offer.digest:
+            raise Refused("this generation of the content has another digest here")
+
+    def _prepared(self, offer: Offer) -> Arriving:
+        """What arrived of this content before, or a new file with what blocks are here already."""
+        with self._lock:
+            arriving = self._arriving.pop(offer.content, None)
+        if arriving is None:
+            if offer.digest is not None and (here := self._here(offer)) is not None:
+                arriving = Arriving.whole(offer, *here)
+            else:
+                arriving = Arriving.begin(self._db, self._places[self._room.choose(offer.size)], offer)
+        try:
+            arriving.aim(offer)
+            if not arriving.done:
+                self._fill_from_here(arriving)
+        except BaseException:
+            arriving.give_up(self._db)
+            raise
+        with self._lock:
+            self._arriving[offer.content] = arriving
+        return arriving
+
+    def _here(self, offer: Offer) -> tuple[Place, int] | None:
+        """(place, descriptor) of a verified copy of exactly this; None when there is none."""
+        try:
+            loan, place = self._lend(offer.content, offer.digest)
+        except NotHere:
+            return None
+        return place, loan.fd
+
+    def _fill_from_here(self, arriving: Arriving) -> None:
+        """Blocks of an older generation, or of whatever came last."""
+        number = arriving.offer.content
+        if arriving.fresh and arriving.offer.size >= SOUGHT_BYTES_MIN:
+            for copy in settling.copies(self._db, number):
+                if copy.state in (CopyState.GOOD, CopyState.OLDER) and copy.tier in self._places and copy.tier is not Tier.PFS:
+                    arriving.know(self._places[copy.tier], number, None)
+            for content, tier, blocks in holding.recent_blocks(self._db, limits.BLOCK_SOURCES_MAX):
+                if content != number and tier in self._places:
+                    arriving.know(self._places[tier], content, blocks)
+        arriving.fresh = False
+        arriving.take_from_here()
+
+    def received(self, token: int) -> bool:
+        """Every lacking block was written, and its digest was right as it arrived."""
+        arriving = self._of(token)
+        offer = arriving.offer
+        try:
+            if arriving.done:
+                arriving.close()
+                return self._end(arriving, holding.hear(self._db, _heard(offer)))
+            arriving.came()
+            if offer.early:
+                arriving.idle_s = time.monotonic()
+                return True
+            return self._end(arriving, self._count(arriving, offer))
+        except BaseException:
+            self._end(arriving, False)
+            raise
+        finally:
+            self._leave(offer.content)
+
+    def _end(self, arriving: Arriving, counted: bool) -> bool:
+        with self._lock:
+            self._arriving.pop(arriving.offer.content, None)
+        if not counted:
+            arriving.give_up(self._db)
+        return counted
+
+    def _count(self, arriving: Arriving, offer: Offer) -> bool:
+        """Make what is all there a copy that counts, under the content's own name."""
+        if not arriving.right() or not self._kept(arriving.place, arriving.fd, offer):
+            log.error("what arrived of content %d does not have the digest that was offered; it was thrown away", offer.content)
+            return False
+        place = arriving.place
+        disk.act("hold:outdated", holding.begin_replacing, self._db, offer.content)
+        with self._db.change():
+            # Only one generation of a content can arrive at a time, and nothing else makes files of peers' contents.
+            if (known := settling.content(self._db, offer.content)) is not None and not _older(known, offer):
+                return False
+            disk.act("hold:rename", place.rename, arriving.number, offer.content)
+            if not holding.arrived(self._db, _heard(offer), arriving.number, place.tier):
+                raise Busy("the content moved on")
+        arriving.close()
+        disk.act("hold:counted", lambda: None)
+        if place.tier is not Tier.RAM:
+            place.persist_names()
+            disk.act("hold:persist", self._db.persist)
+        self._drop_former(offer.content, place.tier)
+        self._notify.work()
+        return True
+
+    def _kept(self, place: Place, fd: int, offer: Offer) -> bool:
+        """On a disk the bytes are read back from where they lie; in RAM they were written a moment ago by the one who checked them."""
+        if place.tier is Tier.RAM:
+            return True
+        disk.act("hold:fsync", os.fsync, fd)
+        disk.act("hold:directory", place.persist_names)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return transfer.read(fd, label="hold:check") == (offer.size, offer.digest, offer.blocks)
+
+    def _drop_former(self, content: int, tier: Tier) -> None:
+        """Copies of the former generation in other tiers."""
+        for copy in settling.copies(self._db, content):
+            if copy.tier is not tier and copy.state is CopyState.OLDER and copy.tier is not Tier.PFS and copy.tier in self._places:
+                settling.forget_copy(self._db, content, copy.tier)
+                self._places[copy.tier].remove(content)
+
+    def abandon(self, token: int) -> None:
+        """The transfer ended early: what came is looked at again when the rest is offered."""
+        try:
+            arriving = self._of(token)
+        except Refused:
+            return
+        if arriving.done:
+            arriving.close()
+            self._end(arriving, True)
+        else:
+            arriving.doubt()
+            arriving.idle_s = time.monotonic()
+        self._leave(arriving.offer.content)
+
+    def _of(self, token: int) -> Arriving:
+        with self._lock:
+            for content, known in self._busy.items():
+                if known == token and content in self._arriving:
+                    return self._arriving[content]
+        raise Refused("no such transfer is under way")
+
+    def _drop_stale(self) -> None:
+        """What nobody went on sending goes, the oldest first where there are too many."""
+        now_s = time.monotonic()
+        with self._lock:
+            idle = sorted((one.idle_s, content) for content, one in self._arriving.items() if content not in self._busy)
+            many = len(idle) - limits.RECEPTIONS_MAX
+            gone = [content for rank, (since_s, content) in enumerate(idle) if rank < many or now_s - since_s > limits.RECEPTION_KEPT_S]
+            stale = [self._arriving.pop(content) for content in gone]
+        for arriving in stale:
+            arriving.give_up(self._db)
+
+    # --- lending -----------------------------------------------------------------------------------------------------
+
+    def lend(self, content: int, digest: bytes | None) -> Loan:
+        """A copy to read from. It stays readable when it is dropped meanwhile."""
+        return self._lend(content, digest)[0]
+
+    def _lend(self, number: int, digest: bytes | None) -> tuple[Loan, Place]:
+        known = settling.content(self._db, number)
+        if known is None or known.state is not ContentState.SEALED or known.digest is None or digest not in (None, known.digest):
+            raise NotHere(f"content {number} is not here, or not in that state")
+        for copy in settling.copies(self._db, number):
+            if copy.state is not CopyState.GOOD or copy.tier not in self._places or copy.tier is Tier.PFS:
+                continue
+            try:
+                fd = self._places[copy.tier].open(number)
+            except FileNotFoundError:
+                continue
+            if settling.unchanged(self._db, known):
+                return Loan(number, known.inode, known.generation, known.size, known.digest, known.blocks or b"", fd), self._places[
+                    copy.tier
+                ]
+            os.close(fd)
+        raise NotHere(f"no copy of content {number} is here")
+
+    def seal_soon(self, content: int, timeout_s: float) -> Loan | None:
+        """Wait until a content that is closed here is sealed."""
+        until_s = time.monotonic() + min(timeout_s, limits.SEAL_SOON_MAX_S)
+        while True:
+            known = settling.content(self._db, content)
+            if known is None or known.peer:
+                raise NotHere(f"content {content} is not this node's own")
+            if known.state is ContentState.SEALED:
+                return self.lend(content, None)
+            if known.state not in (ContentState.OPEN, ContentState.CLOSED):
+                raise NotHere(f"content {content} is gone")
+            if time.monotonic() > until_s:
+                return None
+            self._notify.work()
+            self._pause.wait(SEAL_LOOK_S)
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    def forget(self, contents: Sequence[int]) -> None:
+        """Nothing goes at a peer's word alone: the store is asked first."""
+        with self._lock:
+            self.doubted.update(contents[: limits.CHANGE_ROWS_MAX])
+        self._notify.work()
+
+    def room(self) -> int:
+        """How many more bytes this node would hold for its peers."""
+        return self._room.free()
+
+    def close(self) -> None:
+        """Give back what is arriving."""
+        with self._lock:
+            every, self._arriving = list(self._arriving.values()), {}
+        for arriving in every:
+            try:
+                arriving.give_up(self._db)
+            except (OSError, CkptfsError) as failure:
+                log.warning("what had arrived of content %d stays until the next start: %s", arriving.offer.content, failure)
+
+
+def _demand_whole(offer: Offer) -> None:
+    """An offer that contradicts itself is refused before anything is made for it."""
+    count = -(-offer.size // limits.BLOCK_BYTES)
+    if not 0 <= offer.size <= limits.FILE_BYTES_MAX or count > limits.BLOCK_DIGESTS_MAX:
+        raise Refused(f"{offer.size} bytes are too many for a copy on another node")
+    if len(offer.blocks) != count * digest.BLOCK_DIGEST_BYTES:
+        raise Refused(f"{offer.size} bytes have {count} blocks; {len(offer.blocks)} bytes of digests were offered")
+    if offer.digest is not None and digest.whole(offer.blocks, offer.size) != offer.digest:
+        raise Refused("the digest that was offered is not that of the blocks")
+    if offer.content <= 0 or offer.inode <= 0 or offer.generation < 0:
+        raise Refused("no such content can be")
+
+
+def _heard(offer: Offer) -> Heard:
+    return Heard(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)
+
+
+def _older(known: Content, offer: Offer) -> bool:
+    """Whether what is known here may give way to what is offered, or is the same."""
+    if known.state in (ContentState.OPEN, ContentState.DOOMED):
+        return False
+    return known.generation < offer.generation or (known.generation == offer.generation and known.digest in (None, offer.digest))

@@ -1,0 +1,283 @@
+"""Several nodes in one process, without FUSE: catalogs and tiers of their own, one store in memory, peers that call one another's shelf.
+
+What the sharing of the namespace would do (`c/` keys, rows of files that other nodes made) is done here by hand, as simply as can be.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from local_node import Node as LocalNode
+from memory_store import MemoryEtcd, MemoryStore
+
+from ckptfs import digest, limits
+from ckptfs.catalog import contents, database, holding, identity, namespace, settling
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.holding import Heard, Known
+from ckptfs.clique import membership
+from ckptfs.clique.membership import World
+from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Reachable, Record, Sent, Speed
+from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
+from ckptfs.errors import CkptfsError
+from ckptfs.flow.hold import Hold
+from ckptfs.flow.seal import Seal
+from ckptfs.model import ROOT, ContentState, Tier
+from ckptfs.tiers.place import Places
+
+MIB = limits.MIB
+
+
+class Node(LocalNode):
+    """One node of the clique."""
+
+    def __init__(self, root: Path, number: int, cluster: "Cluster", *, domain: str = "", nvme: bool = False) -> None:
+        super().__init__(root)
+        self.number = number
+        self.cluster = cluster
+        self.member = membership.Node(number, root.name, f"{root.name}:7420", number, domain or root.name)
+        self.config = replace(self.config, pfs=None, nvme=self.config.nvme if nvme else None, ram_bytes=512 * MIB)
+        self.db = Database(root / "state" / "catalog.db", journalled=False, clustered=True)
+        identity.take_number(self.db, number)
+        self.places = Places.adopt(self.config)
+        self.store = MemoryStore(cluster.etcd)
+        self.hold = Hold(self.db, self.places, 0.5, self.told)
+        self.peers = PeersHere(cluster, self)
+        self.alive = True
+        self.factor, self.jump = 2, 1
+
+    @property
+    def world(self) -> World:
+        return self.cluster.world
+
+    def written(self, name: bytes, data: bytes) -> int:
+        """A file that was written and closed here, known everywhere; its content, sealed."""
+        content = self.make(name, data)
+        self.seal()
+        self.publish_shared(content)
+        return content
+
+    def rewrite(self, content: int, change: Callable[[bytearray], None]) -> None:
+        """Open a content for writing in place, change it, close and seal it."""
+        tier = settling.copies(self.db, content)[0].tier
+        with self.db.change():
+            contents.reopen(self.db, self.inode(content), content, tier)
+        data = bytearray(self.data(content, tier))
+        change(data)
+        fd = self.places[tier].open(content, os.O_RDWR)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        with self.db.change():
+            contents.close(self.db, self.inode(content), content, len(data), 1, 2)
+        self.seal()
+        self.publish_shared(content)
+
+    def seal(self) -> None:
+        seal = Seal(self.db, self.places, self.config, self.told, (Tier.RAM, Tier.NVME))
+        while seal.step():
+            pass
+
+    def publish_shared(self, content: int) -> None:
+        """What `ckptfs.catalog.sharing` does for a content and its file."""
+        row = settling.content(self.db, content)
+        assert row is not None
+        value = {
+            "node": self.number, "inode": row.inode, "generation": row.generation, "state": int(row.state), "size": row.size,
+            "digest": None if row.digest is None else row.digest.hex(), "closed_ns": 1,
+        }  # fmt: skip
+        self.cluster.put(f"c/{content:016x}", value)
+        name = self.db.value("SELECT name FROM entry WHERE child = ?", row.inode)
+        self.cluster.put(f"i/{row.inode:016x}", {"content": content, "nlink": 1})
+        for other in self.cluster.nodes:
+            if other is not self and name is not None:
+                other.learn(row.inode, name, content, row.size)
+                holding.hear(other.db, Heard(content, row.inode, row.generation, row.size, row.digest))
+
+    def learn(self, inode: int, name: bytes, content: int, size: int) -> None:
+        """A file that another node made."""
+        with self.db.change():
+            self.db.run("INSERT OR IGNORE INTO entry (parent, name, child) VALUES (?, ?, ?)", ROOT, name, inode)
+            self.db.run(
+                "INSERT OR REPLACE INTO inode"
+                " (id, mode, uid, gid, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, content, generation)"
+                " VALUES (?, 33188, 0, 0, 1, ?, 1, 1, 1, 1, ?, 1)",
+                inode, size, content,
+            )  # fmt: skip
+
+    def lose_ram(self) -> None:
+        """What a reboot does."""
+        for number in list(self.places[Tier.RAM].contents()):
+            self.places[Tier.RAM].remove(number)
+        self.db.run("DELETE FROM copy WHERE tier = 'ram'")
+
+    def kill(self) -> None:
+        """The node answers nobody, and its lease runs out."""
+        self.alive = False
+        self.cluster.changed()
+
+    def revive(self) -> None:
+        self.alive = True
+        self.cluster.changed()
+
+
+class Cluster:
+    """The nodes, what they share, and faults: `cut` holds names of nodes that nobody reaches although they live."""
+
+    def __init__(self, root: Path, count: int, *, domains: Sequence[str] = (), nvme: bool = False) -> None:
+        self.etcd = MemoryEtcd()
+        self.cut: set[str] = set()
+        self.nodes: list[Node] = []
+        self.store = MemoryStore(self.etcd)
+        for number in range(1, count + 1):
+            self.nodes.append(Node(root / f"n{number}", number, self, domain=domains[number - 1] if domains else "", nvme=nvme))
+        self.changed()
+
+    @property
+    def world(self) -> World:
+        return membership.world(node.member for node in self.nodes if node.alive)
+
+    def changed(self) -> None:
+        """Every node that lives sees who lives."""
+        for node in self.nodes:
+            if node.alive:
+                known = [Known(one.number, one.member.name, one.member.domain) for one in self.nodes if one.alive]
+                holding.set_world(node.db, node.number, node.factor, known)
+
+    def put(self, key: str, value: object) -> None:
+        from ckptfs.catalog.store import Put
+
+        self.store.commit([], [Put(key.encode(), json.dumps(value).encode())])
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.member.name == name)
+
+
+class PeersHere:
+    """`Peers` that call the other nodes' shelves. `fault(act, node)` may raise, or change what is sent."""
+
+    def __init__(self, cluster: Cluster, here: Node) -> None:
+        self._cluster = cluster
+        self._here = here
+        self.sent: list[tuple[str, int, int]] = []
+        self.fault: Callable[[str, str], None] = lambda act, name: None
+        self.spoil: set[str] = set()
+        self.asked: list[tuple[str, str]] = []
+
+    def _shelf(self, act: str, node: Reachable) -> Hold:
+        self.asked.append((act, node.name))
+        self.fault(act, node.name)
+        there = self._cluster.node(node.name)
+        if not there.alive or not self._here.alive or {node.name, self._here.member.name} & self._cluster.cut:
+            raise PeerFailed(f"{node.name} does not answer")
+        return there.hold
+
+    def send(self, node: Reachable, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> Sent:
+        shelf = self._shelf("send", node)
+        try:
+            reception = shelf.receive(offer)
+        except (CkptfsError, OSError) as failure:
+            raise PeerRefused(str(failure), failure.errno or 5) from failure
+        moved = 0
+        for number in reception.lacking:
+            data = os.pread(source_fd, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)[: offer.size - number * limits.BLOCK_BYTES]
+            if not wanted() or digest.block(data) != offer.blocks[16 * number : 16 * number + 16]:
+                shelf.abandon(reception.token)
+                raise PeerLied("these are not the bytes that were offered")
+            try:
+                self.fault("block", node.name)
+            except PeerFailed:
+                shelf.abandon(reception.token)
+                raise
+            os.pwrite(reception.fd, data, number * limits.BLOCK_BYTES)
+            moved += len(data)
+        verified = shelf.received(reception.token) and not offer.early
+        self.sent.append((node.name, offer.content, moved))
+        return Sent(len(reception.lacking), moved, verified)
+
+    def fetch(
+        self, sources: Sequence[Reachable], record: Record, wanted: Sequence[int], target_fd: int,
+        on_block: Callable[[int], None] = lambda number: None,
+    ) -> int:  # fmt: skip
+        left, moved = list(wanted), 0
+        failure: Exception = PeerFailed("no source")
+        for node in sources:
+            try:
+                loan = self._shelf("fetch", node).lend(record.content, record.digest)
+            except CkptfsError as refusal:
+                failure = refusal if isinstance(refusal, PeerFailed) else PeerRefused(str(refusal), refusal.errno)
+                continue
+            try:
+                while left:
+                    data = bytearray(os.pread(loan.fd, limits.BLOCK_BYTES, left[0] * limits.BLOCK_BYTES))
+                    if node.name in self.spoil and data:
+                        data[0] ^= 1
+                    if digest.block(data) != record.blocks[16 * left[0] : 16 * left[0] + 16]:
+                        failure = PeerLied(f"{node.name} lies")
+                        break
+                    os.pwrite(target_fd, data, left[0] * limits.BLOCK_BYTES)
+                    moved += len(data)
+                    on_block(left.pop(0))
+                else:
+                    return moved
+            finally:
+                os.close(loan.fd)
+        if left:
+            raise failure
+        return moved
+
+    def record(self, node: Reachable, content: int, wanted: bytes | None) -> Record:
+        try:
+            loan = self._shelf("record", node).lend(content, wanted)
+        except CkptfsError as refusal:
+            raise refusal if isinstance(refusal, PeerFailed) else PeerRefused(str(refusal), refusal.errno) from refusal
+        os.close(loan.fd)
+        return Record(loan.content, loan.inode, loan.generation, loan.size, loan.digest, loan.blocks)
+
+    def seal_soon(self, node: Reachable, content: int, timeout_s: float) -> Record | None:
+        there = self._cluster.node(node.name)
+        shelf = self._shelf("seal_soon", node)
+        there.seal()
+        loan = shelf.seal_soon(content, min(timeout_s, 0.1))
+        if loan is None:
+            return None
+        os.close(loan.fd)
+        return Record(loan.content, loan.inode, loan.generation, loan.size, loan.digest, loan.blocks)
+
+    def forget(self, node: Reachable, contents_: Sequence[int]) -> None:
+        self._shelf("forget", node).forget(contents_)
+
+    def ping(self, node: Reachable) -> Speed:
+        self._shelf("ping", node)
+        return Speed(0.001, None, None)
+
+    def speed(self, node: Reachable) -> Speed:
+        return Speed(None, None, None)
+
+    def ranked(self, nodes: Sequence[Reachable]) -> list[Reachable]:
+        return list(nodes)
+
+    def keep(self, names: Sequence[str]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def early(data: bytes, content: int, inode: int, stable: int) -> Offer:
+    """An early offer of the first `stable` blocks."""
+    pieces = [data[start : start + limits.BLOCK_BYTES] for start in range(0, len(data), limits.BLOCK_BYTES)]
+    blocks = b"".join(digest.block(piece) if number < stable else UNKNOWN_BLOCK for number, piece in enumerate(pieces))
+    return Offer(content, inode, 1, len(data), None, blocks)
+
+
+def offer_of(node: Node, content: int) -> Offer:
+    """What `node` would offer of a sealed content of its own."""
+    row = settling.content(node.db, content)
+    assert row is not None and row.state is ContentState.SEALED and row.digest is not None
+    return Offer(content, row.inode, row.generation, row.size, row.digest, row.blocks or b"")
+
+
+__all__ = ["MIB", "Cluster", "Node", "PeersHere", "early", "offer_of"]
+_ = (database, namespace, threading)

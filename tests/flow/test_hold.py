@@ -1,0 +1,307 @@
+"""P4, P7, P9: what arrives from a peer counts once all of it was found right where it lies, and is nothing before."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from clique_world import MIB, Cluster, early, offer_of
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import holding, settling
+from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused
+from ckptfs.clique.shelf import NotHere, Offer
+from ckptfs.errors import Busy, NoRoom, Refused
+from ckptfs.flow.recover import Recover
+from ckptfs.model import ContentState, CopyState, Tier
+
+BLOCK = limits.BLOCK_BYTES
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path, 2)
+
+
+def send(cluster: Cluster, content: int, offer: Offer | None = None) -> int:
+    """Node 1 sends to node 2; how many bytes moved."""
+    one, other = cluster.nodes
+    fd = one.places[Tier.RAM].open(content)
+    try:
+        return one.peers.send(other.member, offer or offer_of(one, content), fd).bytes_moved
+    finally:
+        os.close(fd)
+
+
+def test_what_was_received_is_a_verified_copy_of_a_peer(two: Cluster) -> None:
+    one, other = two.nodes
+    data = os.urandom(2 * BLOCK + 77)
+    content = one.written(b"a", data)
+    assert send(two, content) == len(data)
+    assert other.data(content) == data
+    (copy,) = settling.copies(other.db, content)
+    row = settling.content(other.db, content)
+    assert copy.state is CopyState.GOOD and copy.verified_ns > 0
+    assert row is not None and row.peer and row.state is ContentState.SEALED and row.digest == digest.whole(row.blocks or b"", len(data))
+    assert other.files(Tier.RAM) == {content}
+    assert holding.held_bytes(other.db) == len(data)
+    assert send(two, content) == 0, "what is there already is not sent again"
+
+
+def test_ids_of_this_node_stay_its_own(two: Cluster) -> None:
+    one, other = two.nodes
+    mine = other.make(b"mine", b"x")
+    send(two, one.written(b"a", b"hello"))
+    assert other.make(b"next", b"y") > mine
+    assert one.make(b"more", b"z") >> limits.ID_COUNTER_BITS == 1
+
+
+def test_a_next_generation_brings_only_what_changed(two: Cluster) -> None:
+    """Issue: re-saving a file of which a part changed moves that part."""
+    one, other = two.nodes
+    data = os.urandom(8 * BLOCK)
+    content = one.written(b"a", data)
+    send(two, content)
+
+    def change(bytes_: bytearray) -> None:
+        bytes_[3 * BLOCK + 5] ^= 1
+
+    one.rewrite(content, change)
+    assert other.copies(content) == {Tier.RAM: CopyState.OLDER}, "the older one does not count as soon as the newer one is known"
+    assert send(two, content) == BLOCK
+    assert other.copies(content) == {Tier.RAM: CopyState.GOOD} and other.data(content) == one.data(content)
+
+
+def test_another_file_of_the_series_lends_its_blocks(two: Cluster) -> None:
+    one, other = two.nodes
+    frozen = os.urandom(5 * BLOCK)
+    send(two, one.written(b"step_10", frozen + os.urandom(BLOCK)))
+    content = one.written(b"step_20", frozen + os.urandom(BLOCK))
+    assert send(two, content) == BLOCK
+    assert other.data(content) == one.data(content)
+
+
+def test_whoever_reads_the_older_generation_keeps_it(two: Cluster) -> None:
+    one, other = two.nodes
+    data = os.urandom(BLOCK + 9)
+    content = one.written(b"a", data)
+    send(two, content)
+    loan = other.hold.lend(content, None)
+    one.rewrite(content, lambda bytes_: bytes_.reverse())
+    send(two, content)
+    assert os.pread(loan.fd, len(data), 0) == data
+    os.close(loan.fd)
+    assert other.data(content) == data[::-1]
+
+
+def test_holes_do_not_travel(two: Cluster) -> None:
+    one, other = two.nodes
+    content = one.written(b"a", bytes(6 * BLOCK) + b"end")
+    assert send(two, content) == 3
+    assert other.data(content) == one.data(content)
+    found = other.places[Tier.RAM].stat(content)
+    assert found is not None and found.st_blocks * 512 < BLOCK
+
+
+def test_a_transfer_that_broke_goes_on_where_it_was(two: Cluster) -> None:
+    one, other = two.nodes
+    data = os.urandom(4 * BLOCK)
+    content = one.written(b"a", data)
+    left = [3]
+
+    def broken(act: str, _: str) -> None:
+        if act == "block":
+            left[0] -= 1
+            if not left[0]:
+                raise PeerFailed("the line broke")
+
+    one.peers.fault = broken
+    with pytest.raises(PeerFailed):
+        send(two, content)
+    assert other.copies(content) == {} and other.state(content) is not None
+    one.peers.fault = lambda act, name: None
+    assert send(two, content) == 2 * BLOCK
+    assert other.data(content) == data and other.files(Tier.RAM) == {content}
+
+
+def test_blocks_of_a_file_that_is_still_written_come_first(two: Cluster) -> None:
+    """X7: an early offer makes no copy; the offer after the seal brings the rest, and what changed meanwhile."""
+    one, other = two.nodes
+    data = bytearray(os.urandom(4 * BLOCK + 5))
+    content = one.make(b"a", bytes(data), closed=False)
+    assert send(two, content, early(bytes(data), content, one.inode(content), 3)) == 3 * BLOCK
+    assert other.copies(content) == {}
+    data[BLOCK] ^= 1
+    data += b"more"
+    path = one.places[Tier.RAM].root / "contents" / f"{content:016x}"
+    path.write_bytes(data)
+    with one.db.change():
+        from ckptfs.catalog import contents
+
+        contents.close(one.db, one.inode(content), content, len(data), 1, 2)
+    one.seal()
+    assert send(two, content) == 2 * BLOCK + 9
+    assert other.data(content) == bytes(data)
+
+
+@pytest.mark.parametrize("state", ["deleted", "newer", "written", "other digest"])
+def test_what_is_known_to_be_outdated_is_refused(two: Cluster, state: str) -> None:
+    one, other = two.nodes
+    content = one.written(b"a", b"hello")
+    if state == "deleted":
+        settling.set_state(other.db, content, ContentState.DOOMED)
+    elif state == "newer":
+        other.db.run("UPDATE content SET generation = generation + 1 WHERE id = ?", content)
+    elif state == "written":
+        settling.set_state(other.db, content, ContentState.OPEN)
+    else:
+        other.db.run("UPDATE content SET digest = zeroblob(16) WHERE id = ?", content)
+    with pytest.raises(PeerRefused):
+        send(two, content)
+    assert other.copies(content) == {} and other.files(Tier.RAM) == set()
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        Offer(7, 5, 1, -1, None, b""),
+        Offer(7, 5, 1, 10, None, b""),
+        Offer(7, 5, 1, 10, None, bytes(32)),
+        Offer(7, 5, 1, 10, b"x" * 16, bytes(16)),
+        Offer(7, 5, 1, limits.FILE_BYTES_MAX, None, b""),
+        Offer(0, 5, 1, 10, None, bytes(16)),
+        Offer(7, -5, 1, 10, None, bytes(16)),
+    ],
+)
+def test_offers_that_contradict_themselves_are_refused(two: Cluster, offer: Offer) -> None:
+    """P11."""
+    with pytest.raises(Refused):
+        two.nodes[1].hold.receive(offer)
+    assert two.nodes[1].files(Tier.RAM) == set()
+
+
+def test_the_same_content_arrives_once_at_a_time(two: Cluster) -> None:
+    one, other = two.nodes
+    offer = offer_of(one, one.written(b"a", os.urandom(BLOCK)))
+    reception = other.hold.receive(offer)
+    with pytest.raises(Busy):
+        other.hold.receive(offer)
+    other.hold.abandon(reception.token)
+    with pytest.raises(Refused):
+        other.hold.received(reception.token)
+    again = other.hold.receive(offer)
+    assert again.token != reception.token
+    other.hold.close()
+
+
+def test_what_is_not_all_there_does_not_count(two: Cluster) -> None:
+    """The length of the file is looked at; its blocks are the server's word, and on a disk are read back."""
+    one, other = two.nodes
+    data = os.urandom(BLOCK + 1)
+    content = one.written(b"a", data)
+    reception = other.hold.receive(offer_of(one, content))
+    os.pwrite(reception.fd, data + b"!", 0)
+    assert other.hold.received(reception.token) is False
+    assert other.copies(content) == {} and other.files(Tier.RAM) == set()
+
+
+def test_on_nvme_the_copy_is_read_back(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2, nvme=True)
+    one, other = cluster.nodes
+    data = os.urandom(BLOCK + 1)
+    content = one.written(b"a", data)
+    other.squeeze(Tier.RAM, 2 * MIB)
+    other.hold = type(other.hold)(other.db, other.places, 0.5, other.told)
+    reception = other.hold.receive(offer_of(one, content))
+    os.pwrite(reception.fd, data[:-1] + bytes([data[-1] ^ 1]), 0)
+    assert other.hold.received(reception.token) is False
+    assert other.files(Tier.NVME) == set()
+    send(cluster, content)
+    assert other.copies(content) == {Tier.NVME: CopyState.GOOD}
+    assert other.data(content, Tier.NVME) == data
+
+
+def test_the_share_of_the_peers_is_bounded(two: Cluster) -> None:
+    one, other = two.nodes
+    other.squeeze(Tier.RAM, 40 * MIB)
+    other.hold = type(other.hold)(other.db, other.places, 0.5, other.told)
+    assert other.hold.room() == 20 * MIB
+    send(two, one.written(b"a", os.urandom(12 * MIB)))
+    assert other.hold.room() == 8 * MIB
+    with pytest.raises(NoRoom):
+        other.hold.receive(offer_of(one, one.written(b"b", os.urandom(9 * MIB))))
+
+
+def test_lent_copies_stay_readable_and_only_good_ones_are_lent(two: Cluster) -> None:
+    one, other = two.nodes
+    data = os.urandom(BLOCK)
+    content = one.written(b"a", data)
+    with pytest.raises(NotHere):
+        other.hold.lend(content, None)
+    send(two, content)
+    with pytest.raises(NotHere):
+        other.hold.lend(content, b"another digest!!")
+    loan = other.hold.lend(content, None)
+    settling.forget_copy(other.db, content, Tier.RAM)
+    other.places[Tier.RAM].remove(content)
+    assert os.pread(loan.fd, BLOCK, 0) == data and loan.digest == digest.whole(loan.blocks, loan.size)
+    os.close(loan.fd)
+    with pytest.raises(NotHere):
+        other.hold.lend(content, None)
+
+
+def test_a_closed_content_is_sealed_for_who_asks(two: Cluster) -> None:
+    one, other = two.nodes
+    content = one.make(b"a", b"hello")
+    assert one.hold.seal_soon(content, 0.0) is None
+    record = other.peers.seal_soon(one.member, content, 1.0)
+    assert record is not None and record.size == 5
+    with pytest.raises(NotHere):
+        other.hold.seal_soon(content, 0.0)
+
+
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("label", [*sorted(label for label in disk.LABELS if label.startswith("hold:")), "place:rename"])
+def test_a_failure_anywhere_leaves_nothing_wrong(
+    tmp_path: Path, label: str, older: bool, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: whatever fails, no copy counts that is not what it is said to be, and the next offer brings it."""
+    cluster = Cluster(tmp_path, 2, nvme=True)
+    one, other = cluster.nodes
+    if tier is Tier.NVME:
+        other.squeeze(Tier.RAM, MIB)
+        other.hold = type(other.hold)(other.db, other.places, 0.5, other.told)
+    content = one.written(b"a", os.urandom(BLOCK + 3))
+    if older:
+        send(cluster, content)
+        one.rewrite(content, lambda data: data.reverse())
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    with contextlib.suppress(OSError, PeerFailed):
+        send(cluster, content)
+    monkeypatch.setattr(disk, "_fault", "")
+    Recover(other.db, other.places, other.config, other.told).step()
+    for copy in settling.copies(other.db, content):
+        if copy.state is CopyState.GOOD:
+            assert other.data(content, copy.tier) == one.data(content)
+    send(cluster, content)
+    assert other.data(content, tier) == one.data(content) and other.copies(content) == {tier: CopyState.GOOD}
+
+
+def test_after_a_death_what_was_arriving_is_gone(two: Cluster) -> None:
+    one, other = two.nodes
+    other.hold.receive(offer_of(one, one.written(b"a", os.urandom(BLOCK))))
+    assert len(other.files(Tier.RAM)) == 1
+    Recover(other.db, other.places, other.config, other.told).step()
+    assert other.files(Tier.RAM) == set() and settling.by_state(other.db, CopyState.FILLING) == []
+    assert other.db.rows("SELECT state FROM content WHERE state IN (3, 4)") == [], "a peer's content that is not here is not lost"
+
+
+def test_a_liar_is_found_out(two: Cluster) -> None:
+    one, _ = two.nodes
+    content = one.written(b"a", os.urandom(BLOCK))
+    offer = offer_of(one, content)
+    one.spoil(content, Tier.RAM)
+    with pytest.raises(PeerLied):
+        send(two, content, offer)
