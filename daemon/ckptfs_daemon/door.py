@@ -30,7 +30,10 @@ import pyfuse3  # noqa: E402  (the shim must be in the process first)
 
 log = logging.getLogger(__name__)
 
+FOPEN_DIRECT_IO = 1 << 0
+FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_NOFLUSH = 1 << 5
+FOPEN_PASSTHROUGH = 1 << 7
 
 NOTIFY_RESEND = 7
 
@@ -48,12 +51,21 @@ FALLOCATE = ctypes.PYFUNCTYPE(None, _R, _U, _I, _Q, _Q, _U)
 COPY_FILE_RANGE = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _U, _U, _Q, _U, _U, _I)
 LSEEK = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _I, _U)
 RELEASE = ctypes.PYFUNCTYPE(None, _R, _U, _U)
+LOOKUP = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p)
+GETATTR = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U)
+CREATE = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 
 
 class _Extra(ctypes.Structure):
     _fields_ = [("fallocate", FALLOCATE), ("copy_file_range", COPY_FILE_RANGE), ("lseek", LSEEK), ("release", RELEASE)]
 
 
+class _Quick(ctypes.Structure):
+    _fields_ = [("lookup", LOOKUP), ("getattr", GETATTR), ("create", CREATE)]
+
+
+_reply_buf = _shim.fuse_reply_buf
+_reply_buf.argtypes = [_R, ctypes.c_char_p, ctypes.c_size_t]
 _reply_err = _shim.fuse_reply_err
 _reply_err.argtypes = [_R, _I]
 _reply_write = _shim.fuse_reply_write
@@ -63,6 +75,7 @@ _reply_lseek.argtypes = [_R, _Q]
 _shim.shim_feed.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 
 _extra = _Extra()
+_quick = _Quick()
 
 
 class DoorBlocked(CkptfsError):
@@ -121,6 +134,43 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
             reply_err(req, errno.EIO)
 
     return guarded
+
+
+# --- operations that mostly need no waiting ---------------------------------------------------------------------------
+
+
+def on_quick(
+    *,
+    lookup: Callable[[int, int, bytes], bool],
+    getattr: Callable[[int, int], bool],
+    create: Callable[[int, int, bytes, int, int, int], bool],
+) -> None:
+    """Set who is asked first to serve LOOKUP, GETATTR and CREATE; before `open_session`. Not called, pyfuse3's handlers serve them all.
+
+    They are called like those of `on_extra`, and answer at once, with exactly one `reply`, or say False and let pyfuse3's handler begin:
+    lookup(req, parent, name); getattr(req, inode); create(req, parent, name, mode, uid, gid).
+    """
+    _quick.lookup = LOOKUP(_answering(lookup))
+    _quick.getattr = GETATTR(_answering(getattr))
+    _quick.create = CREATE(_answering(create))
+    _shim.shim_set_quick(ctypes.byref(_quick))
+
+
+def _answering(function: Callable[..., bool]) -> Callable[..., bool]:
+    """An exception from `function` cannot cross C either: the handler will meet it again, and knows what to do with it."""
+
+    def answering(*arguments: object) -> bool:
+        try:
+            return function(*arguments)
+        except Exception:
+            return False
+
+    return answering
+
+
+def reply(req: int, body: bytes) -> None:
+    """Answer with `body`, laid out as <linux/fuse.h> has it."""
+    _reply_buf(req, body, len(body))
 
 
 def reply_err(req: int, code: int) -> None:

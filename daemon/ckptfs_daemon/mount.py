@@ -27,13 +27,14 @@ from ckptfs_daemon.inherited import READY, Inherited
 from ckptfs_daemon.name_operations import NameOperations
 from ckptfs_daemon.open_files import OpenFiles
 from ckptfs_daemon.passthrough import Passthrough
+from ckptfs_daemon.quick import QuickOperations
 
 import pyfuse3  # isort: skip
 
 log = logging.getLogger(__name__)
 
 
-class Operations(FileOperations, NameOperations, pyfuse3.Operations):  # type: ignore[misc]
+class Operations(FileOperations, NameOperations, QuickOperations, pyfuse3.Operations):  # type: ignore[misc]
     """Every handler of the mount."""
 
     def __init__(self, context: Context) -> None:
@@ -46,6 +47,7 @@ def run(inherited: Inherited) -> int:
     _raise_descriptor_limit()
     operations = Operations(_wire(inherited))
     operations.serve_extras()
+    operations.serve_quick()
     door.open_session(operations, inherited)
     trio.run(_serve, inherited, operations)
     door.close_session()

@@ -11,9 +11,10 @@ from ckptfs.catalog.directories import Unvisited
 from ckptfs.errors import refused
 from ckptfs.model import DataPath
 from ckptfs_daemon import door, edge
+from ckptfs_daemon.creating import Creating
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.handler import VISITS_MAX, Handler
-from ckptfs_daemon.opening import Creating, Opening
+from ckptfs_daemon.opening import Opening
 from ckptfs_daemon.wishes import Opened, Wish
 
 from pyfuse3 import EntryAttributes, FileInfo  # isort: skip

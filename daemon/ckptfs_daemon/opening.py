@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import answers, attributes, contents, handles, namespace, report, settling, wants
+from ckptfs.catalog import answers, attributes, contents, handles, report, settling, wants
 from ckptfs.catalog.contents import Held
 from ckptfs.errors import CkptfsError, ContentLost, NoRoom, TimedOut, refused
 from ckptfs.flow import read, write
-from ckptfs.model import ContentState, DataPath, Inode, Tier
+from ckptfs.model import ContentState, DataPath, Tier
 from ckptfs.tiers import pfs_open, space
 from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells
-from ckptfs_daemon.edge import Request
 from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, on_pfs, same_times
 from ckptfs_daemon.wishes import Opened, Wish
 
@@ -356,37 +355,6 @@ class Opening:
         result = await self._context.asking.ask(wants.FETCH, self._wish.inode, argument, timeout_s=limits.FETCH_STALL_S)
         if result == wants.DIRECT:
             self._own = await pfs_descriptor(self._context, self._wish.inode)
-
-
-class Creating(Opening):
-    """The attempts at one create: a name, an inode, a content and a handle in one transaction."""
-
-    def __init__(self, context: "Context", request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
-        super().__init__(context, Wish(0, writer=True, truncate=False, request=request))
-        self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
-        self._kind = write.kind_of(name)
-        self._inode: Inode | None = None
-        self.blind = False
-
-    @property
-    def inode(self) -> Inode:
-        """What was made."""
-        assert self._inode is not None
-        return self._inode
-
-    def _attempt(self) -> Opened:
-        """Raises what `namespace.make` raises, Unvisited too."""
-        uid, gid = self._owner
-        with Undo() as undo:
-            with self._files.change() as db:
-                inode = namespace.make(db, self._parent, self._name, self._mode, uid=uid, gid=gid, blind=self.blind)
-                held = Held(inode, None, None, (), False)
-                file = self.begin(held, undo, self._kind)
-                opened = self._record(file, held)
-            undo.pop_all()
-        self._files.add(file, opened.handle, True)
-        self._inode = inode
-        return opened
 
 
 async def pfs_descriptor(context: "Context", inode: int) -> int:

@@ -5,6 +5,8 @@ call write(2) or read(2): a call on the passthrough path costs about 1 us more t
 Python's and the C++ library's buffers then take); the buffered path says 4096, because the kernel takes a larger one for its page logic.
 """
 
+import struct
+
 from ckptfs import limits
 from ckptfs.model import Inode
 from ckptfs_daemon import door  # noqa: F401
@@ -15,6 +17,13 @@ from pyfuse3 import EntryAttributes  # isort: skip
 BLOCK_BYTES = 4096
 SECTOR_BYTES = 512
 GATHER_BYTES = 128 * limits.KIB
+NANO = 1_000_000_000
+
+_ATTRIBUTES = "6Q10I"
+_ATTR_OUT = struct.Struct("=Q2I" + _ATTRIBUTES)
+_ENTRY_OUT = struct.Struct("=4Q2I" + _ATTRIBUTES)
+_OPEN_OUT = struct.Struct("=QIi")
+"""struct fuse_attr_out, fuse_entry_out and fuse_open_out of <linux/fuse.h>."""
 
 
 def attributes(inode: Inode, gather_bytes: int = BLOCK_BYTES) -> EntryAttributes:
@@ -52,3 +61,39 @@ def nothing(timeout_s: float) -> EntryAttributes:
     entry.entry_timeout = timeout_s
     entry.attr_timeout = timeout_s
     return entry
+
+
+# --- without pyfuse3 --------------------------------------------------------------------------------------------------
+
+
+def attr_out(inode: Inode, gather_bytes: int, timeout_s: float) -> bytes:
+    """What answers a GETATTR."""
+    whole_s, rest_s = divmod(timeout_s, 1)
+    return _ATTR_OUT.pack(int(whole_s), int(rest_s * NANO), 0, *_packed(inode, gather_bytes))
+
+
+def entry_out(inode: Inode, gather_bytes: int, timeout_s: float) -> bytes:
+    """What answers a LOOKUP, and begins the answer to a CREATE. `timeout_s` is that of the attributes."""
+    whole_s, rest_s = divmod(timeout_s, 1)
+    return _ENTRY_OUT.pack(inode.id, 0, int(limits.ENTRY_TIMEOUT_S), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, gather_bytes))
+
+
+def open_out(fh: int, flags: int, backing: int) -> bytes:
+    """What answers an OPEN, and ends the answer to a CREATE."""
+    return _OPEN_OUT.pack(fh, flags, backing)
+
+
+def _packed(inode: Inode, gather_bytes: int) -> tuple[int, ...]:
+    """struct fuse_attr; times before 1970 are negative seconds there."""
+    atime_s, atime_ns = divmod(inode.atime_ns, NANO)
+    mtime_s, mtime_ns = divmod(inode.mtime_ns, NANO)
+    ctime_s, ctime_ns = divmod(inode.ctime_ns, NANO)
+    return (
+        inode.id, inode.size, blocks_of(inode), atime_s & _U64, mtime_s & _U64, ctime_s & _U64, atime_ns, mtime_ns, ctime_ns,
+        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, gather_bytes if inode.is_file else BLOCK_BYTES, 0,
+    )  # fmt: skip
+
+
+_U64 = 2**64 - 1
+NOTHING_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
+"""What answers a LOOKUP of a name that is not there, in a directory of which that is known."""

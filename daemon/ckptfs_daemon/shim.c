@@ -5,7 +5,8 @@
  *  - fuse_reply_open and fuse_reply_create carry FOPEN_PASSTHROUGH and the backing id (upper half of fh), and any flag asked for;
  *  - fuse_session_process_buf notes which request is being processed (its number, bit 63: sent again; whether it drops set-id bits);
  *  - fuse_session_receive_buf takes "nothing there after all" for what it is, not for the end of the mount;
- *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers, and takes release over.
+ *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers, takes release over, and lets
+ *    lookup, getattr and create be answered without pyfuse3, whose tasks cost more than these.
  *
  * Everything runs in the one thread that runs pyfuse3, under the GIL. Nothing here outlives the process.
  */
@@ -38,6 +39,13 @@ struct extra {
     void (*release)(fuse_req_t req, uint64_t ino, uint64_t fh);
 };
 
+/* Likewise, but these may leave a request to pyfuse3: 0 says that they have not answered. */
+struct quick {
+    int (*lookup)(fuse_req_t req, uint64_t parent, const char *name);
+    int (*getattr)(fuse_req_t req, uint64_t ino);
+    int (*create)(fuse_req_t req, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid);
+};
+
 /* The request being processed. */
 uint64_t shim_unique;
 uint32_t shim_kill_privileges;
@@ -47,10 +55,14 @@ uint32_t shim_open_flags;
 uint32_t shim_sessions;
 
 static struct extra extra;
+static struct quick quick;
 static struct fuse_session *session;
 static void (*init_of_pyfuse3)(void *userdata, struct fuse_conn_info *conn);
 static void (*opendir_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi);
 static void (*getxattr_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, const char *name, size_t size);
+static void (*lookup_of_pyfuse3)(fuse_req_t req, fuse_ino_t parent, const char *name);
+static void (*getattr_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi);
+static void (*create_of_pyfuse3)(fuse_req_t req, fuse_ino_t parent, const char *name, mode_t mode, struct fuse_file_info *fi);
 
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
@@ -249,6 +261,33 @@ static void on_ioctl(fuse_req_t req, fuse_ino_t ino, unsigned int cmd, void *arg
     fuse_reply_err(req, ENOTTY);
 }
 
+/* --- operations that mostly need no waiting ------------------------------------------------------------------------ */
+
+void shim_set_quick(const struct quick *from_python)
+{
+    quick = *from_python;
+}
+
+static void on_lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
+{
+    if (!quick.lookup(req, parent, name))
+        lookup_of_pyfuse3(req, parent, name);
+}
+
+static void on_getattr(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
+{
+    if (!quick.getattr(req, ino))
+        getattr_of_pyfuse3(req, ino, fi);
+}
+
+static void on_create(fuse_req_t req, fuse_ino_t parent, const char *name, mode_t mode, struct fuse_file_info *fi)
+{
+    const struct fuse_ctx *who = fuse_req_ctx(req);
+
+    if (!quick.create(req, parent, name, mode, who->uid, who->gid))
+        create_of_pyfuse3(req, parent, name, mode, fi);
+}
+
 static void add_operations(struct fuse_lowlevel_ops *ops)
 {
     init_of_pyfuse3 = ops->init;
@@ -266,6 +305,14 @@ static void add_operations(struct fuse_lowlevel_ops *ops)
         ops->lseek = on_lseek;
     if (extra.release)
         ops->release = on_release;
+    if (!quick.lookup)
+        return;
+    lookup_of_pyfuse3 = ops->lookup;
+    getattr_of_pyfuse3 = ops->getattr;
+    create_of_pyfuse3 = ops->create;
+    ops->lookup = on_lookup;
+    ops->getattr = on_getattr;
+    ops->create = on_create;
 }
 
 #if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)

@@ -1,0 +1,56 @@
+"""Owns how one create comes about: a name, an inode, a content and a handle in one transaction, or none of them.
+
+If we die here: see opening.py.
+"""
+
+from typing import TYPE_CHECKING
+
+from ckptfs.catalog import namespace
+from ckptfs.catalog.contents import Held
+from ckptfs.errors import NoRoom
+from ckptfs.flow import write
+from ckptfs.model import Inode
+from ckptfs_daemon.edge import Request
+from ckptfs_daemon.opening import Later, Opening, Undo
+from ckptfs_daemon.wishes import Opened, Wish
+
+if TYPE_CHECKING:
+    from ckptfs_daemon.context import Context
+
+
+class Creating(Opening):
+    """The attempts at one create."""
+
+    def __init__(self, context: "Context", request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
+        super().__init__(context, Wish(0, writer=True, truncate=False, request=request))
+        self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
+        self._kind = write.kind_of(name)
+        self._inode: Inode | None = None
+        self.blind = False
+
+    def at_once(self) -> Opened | None:
+        """Create if nothing must be waited for; else None, and nothing was changed."""
+        try:
+            return self._attempt()
+        except (Later, NoRoom):
+            return None
+
+    @property
+    def inode(self) -> Inode:
+        """What was made."""
+        assert self._inode is not None
+        return self._inode
+
+    def _attempt(self) -> Opened:
+        """Raises what `namespace.make` raises, Unvisited too."""
+        uid, gid = self._owner
+        with Undo() as undo:
+            with self._files.change() as db:
+                inode = namespace.make(db, self._parent, self._name, self._mode, uid=uid, gid=gid, blind=self.blind)
+                held = Held(inode, None, None, (), False)
+                file = self.begin(held, undo, self._kind)
+                opened = self._record(file, held)
+            undo.pop_all()
+        self._files.add(file, opened.handle, True)
+        self._inode = inode
+        return opened

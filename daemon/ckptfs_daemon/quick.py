@@ -1,0 +1,66 @@
+"""Owns the answers that need no waiting: most lookups, getattrs and creates, with nothing between the request and the catalog.
+
+pyfuse3 makes a task, a context and a reply object of each request, which costs more than these answers themselves. What cannot be answered
+at once is left to pyfuse3's handlers, which begin anew and know everything: a directory that was not imported yet, a tier that may hang or
+is full, a request that was sent again, an error.
+If we die here: see handler.py; a create is committed before it is answered.
+"""
+
+from ckptfs import limits
+from ckptfs.catalog import namespace
+from ckptfs.model import DataPath
+from ckptfs_daemon import door, edge, replies
+from ckptfs_daemon.creating import Creating
+from ckptfs_daemon.handler import Handler
+from ckptfs_daemon.wishes import Opened
+
+
+class QuickOperations(Handler):
+    """What the door asks first."""
+
+    def serve_quick(self) -> None:
+        """Take these answers on; before the session is opened."""
+        passthrough = self.context.data_path is DataPath.PASSTHROUGH
+        self._gather_bytes = replies.GATHER_BYTES if passthrough else replies.BLOCK_BYTES
+        self._written_s = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S if passthrough else limits.ATTRIBUTE_TIMEOUT_S
+        door.on_quick(lookup=self._quick_lookup, getattr=self._quick_getattr, create=self._quick_create)
+
+    def _known_s(self, inode: int) -> float:
+        """How long the kernel may believe the attributes of an inode."""
+        return self._written_s if self.context.open_files.is_written(inode) else limits.ATTRIBUTE_TIMEOUT_S
+
+    def _quick_lookup(self, req: int, parent: int, name: bytes) -> bool:
+        try:
+            inode = namespace.lookup(self.context.db, parent, name)
+        except FileNotFoundError:
+            door.reply(req, replies.NOTHING_OUT)
+            return True
+        inode = self.context.open_files.attributes(inode)
+        door.reply(req, replies.entry_out(inode, self._gather_bytes, self._known_s(inode.id)))
+        return True
+
+    def _quick_getattr(self, req: int, number: int) -> bool:
+        inode = self.context.open_files.attributes(self.current(number))
+        door.reply(req, replies.attr_out(inode, self._gather_bytes, self._known_s(number)))
+        return True
+
+    def _quick_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> bool:
+        request = edge.request()
+        if request.again:
+            return False
+        creating = Creating(self.context, request, parent, name, mode, (uid, gid))
+        opened = creating.at_once()
+        if opened is None:
+            return False
+        entry = replies.entry_out(creating.inode, self._gather_bytes, self._written_s)
+        door.reply(req, entry + self._open_out(opened))
+        return True
+
+    def _open_out(self, opened: Opened) -> bytes:
+        flags = door.FOPEN_DIRECT_IO if opened.direct else 0
+        if opened.backing:
+            # Where the kernel keeps no pages there is nothing to flush: saves a round trip at each close.
+            flags |= door.FOPEN_PASSTHROUGH | door.FOPEN_NOFLUSH
+        elif self.context.data_path is DataPath.BUFFERED:
+            flags |= door.FOPEN_KEEP_CACHE
+        return replies.open_out(opened.fh, flags, opened.backing)
