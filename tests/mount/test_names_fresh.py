@@ -1,4 +1,4 @@
-"""What the kernel is told at once is what the catalog says by then: names that were not there, directories right after a create (P2, P8, F4)."""
+"""What the kernel is told at once is what the catalog says then: names that were not there, directories after creates (P2, P8, F4)."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ APPEAR: dict[str, Callable[[Path, Path], None]] = {
     "create": lambda there, name: name.write_bytes(b"x"),
     "mkdir": lambda there, name: name.mkdir(),
     "symlink": lambda there, name: name.symlink_to("x"),
-    "link": lambda there, name: os.link(there, name),
+    "link": os.link,
     "rename": lambda there, name: there.rename(name),
     "mknod": lambda there, name: os.mknod(name, stat.S_IFCHR | 0o600, os.makedev(7, 300)),
 }
@@ -57,9 +57,9 @@ def test_a_directory_right_after_each_change_of_its_names(mount: Any) -> None:
     before = os.stat(directory)
     changes: list[tuple[Callable[[], Any], int]] = [
         (lambda: os.close(os.open(directory / "file", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)), 2),
-        (lambda: (directory / "sub").mkdir(), 3),
+        ((directory / "sub").mkdir, 3),
         (lambda: os.close(os.open(directory / "other", os.O_CREAT | os.O_WRONLY, 0o600)), 3),
-        (lambda: (directory / "sub").rmdir(), 2),
+        ((directory / "sub").rmdir, 2),
         (lambda: (directory / "file").rename(directory / "other"), 2),
     ]
     for change, links in changes:
