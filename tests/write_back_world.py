@@ -245,7 +245,7 @@ def intercepted(before: Callable[[str], None], after: Callable[[str], None] = la
     def act(label: str, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
         assert label in disk.LABELS, label
         before(label)
-        result = call(*values, **named)
+        result = original(label, call, *values, **named)
         after(label)
         return result
 

@@ -10,7 +10,7 @@ from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.pfs_view import Mark, Published, Shown, View
-from ckptfs.flow.write_back.plan import PUTS_MAX, Kind, Planner
+from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Kind, Planner
 from ckptfs.model import ROOT, Content, ContentState, Inode
 
 FILE, DIRECTORY = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755
@@ -26,6 +26,7 @@ class Facts:
         self.repeats: set[int] = set()
         self.refused: set[int] = set()
         self.late = False
+        self.earliness = False
         self.changing = False
         self.pausing = False
         self.shows: dict[int, Published] = {}
@@ -46,6 +47,9 @@ class Facts:
 
     def overdue(self, row: Row, content: Content) -> bool:
         return self.late
+
+    def early(self, content: Content) -> bool:
+        return self.earliness
 
     def unstable(self, content: Content) -> bool:
         return self.changing
@@ -104,6 +108,23 @@ def test_a_content_without_its_seal_stops_the_batch(planner: Planner, facts: Fac
     facts.states[7] = ContentState.CLOSED
     assert planner.take(make(1, 7, b"a"))
     assert not planner.take(content(2, 7)) and planner.waiting is not None and planner.last == 1
+
+
+def test_a_large_one_goes_before_its_seal_and_alone(planner: Planner, facts: Facts) -> None:
+    """P6: what comes after it waits."""
+    facts.states[7], facts.sizes[7], facts.earliness = ContentState.CLOSED, BATCH_BYTES_MAX, True
+    assert [planner.take(row) for row in (make(1, 7, b"a"), content(2, 7), content(3, 8))] == [True, True, False]
+    assert [put.kind for put in planner.puts.values()] == [Kind.EARLY] and planner.waiting is None and planner.last == 2
+
+
+@pytest.mark.parametrize("why", ["small", "in vain before", "set aside", "others could go at once"])
+def test_what_does_not_go_before_its_seal(planner: Planner, facts: Facts, why: str) -> None:
+    facts.states[7], facts.sizes[7], facts.earliness = ContentState.CLOSED, BATCH_BYTES_MAX - (why == "small"), why != "in vain before"
+    facts.refused = {7} if why == "set aside" else set()
+    assert planner.take(make(1, 7, b"a"))
+    if why == "others could go at once":
+        assert planner.take(make(2, 6, b"d", DIRECTORY))
+    assert not planner.take(content(3, 7)) and planner.waiting is not None and planner.last < 3
 
 
 def test_one_that_waits_too_long_is_published_as_it_is_and_comes_again(planner: Planner, facts: Facts) -> None:

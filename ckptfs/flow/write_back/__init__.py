@@ -25,7 +25,7 @@ from ckptfs.flow.write_back.apply import Applier
 from ckptfs.flow.write_back.pauses import Pauses
 from ckptfs.flow.write_back.plan import KEYS_PER_ROW, Kind, Planner, Put
 from ckptfs.flow.write_back.refusals import Aside, unavailable
-from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unstable
+from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable
 from ckptfs.model import ROOT, Content, Inode, Level, Notify, Tier
 from ckptfs.tiers import acting
 from ckptfs.tiers.pfs_tree import NotThere, PfsTree, look
@@ -226,6 +226,10 @@ class WriteBack:
                 log.warning("%s: the PFS cannot hold such a file; it is left out there", self._path(put.inode))
                 self._facts.refused.add(put.inode)
                 raise Busy("the PFS cannot hold this") from None
+            except Unsealed:
+                assert put.content is not None
+                self._facts.in_vain = (put.content.id, put.content.change)
+                raise
             except Unstable as reason:
                 log.info("%s: %s; it is written back when it is fsynced again or closed", self._path(put.inode), reason)
                 assert put.content is not None
@@ -330,6 +334,7 @@ class _Facts:
         self._pauses = pauses
         self.refused: set[int] = set()
         self.changing: set[tuple[int, int]] = set()
+        self.in_vain = (0, 0)
 
     def inode(self, inode: int) -> Inode | None:
         try:
@@ -349,6 +354,9 @@ class _Facts:
     def overdue(self, row: Row, content: Content) -> bool:
         waited_s, before = journal.waited_s(self._db, row)
         return waited_s > (SEAL_WAIT_AGAIN_S if before else SEAL_WAIT_S + content.size / SEAL_BYTES_PER_S)
+
+    def early(self, content: Content) -> bool:
+        return (content.id, content.change) != self.in_vain
 
     def unstable(self, content: Content) -> bool:
         return (content.id, content.change) in self.changing

@@ -27,10 +27,13 @@ KEYS_PER_ROW = 1 << 20
 
 
 class Kind(Enum):
-    """What a 'put' makes: an inode as the catalog has it, a sealed content, or a stable state of an open file."""
+    """What a 'put' makes: an inode as the catalog has it, a sealed content, one whose seal is still to come, or a stable state of an open
+    file.
+    """
 
     INODE = auto()
     SEALED = auto()
+    EARLY = auto()
     STABLE = auto()
 
 
@@ -61,6 +64,9 @@ class Facts(Protocol):
 
     def overdue(self, row: Row, content: Content) -> bool:
         """Whether a CLOSED content kept write-back waiting for its seal too long."""
+
+    def early(self, content: Content) -> bool:
+        """Whether a CLOSED content may be copied while its digest is still being computed."""
 
     def unstable(self, content: Content) -> bool:
         """Whether the content changed all the time when it was to be read while open."""
@@ -286,6 +292,10 @@ class Planner:
         if content.state is ContentState.SEALED:
             return self._publish(row, content, Kind.SEALED)
         if not self._facts.overdue(row, content):
+            # Nothing that could have been done at once waits for a seal: a large content begins a batch, and is alone in it.
+            if content.size >= BATCH_BYTES_MAX and not self.actions and not self._facts.set_aside(row.inode) and self._facts.early(content):
+                self._closed = True
+                return self._publish(row, content, Kind.EARLY)
             self.waiting = content
             return False
         # Somebody still has it mapped for writing: its seal will come, and with it another turn at the journal's end.

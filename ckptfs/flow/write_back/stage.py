@@ -3,7 +3,8 @@ Leaves: temporary files beside where they will appear: whole, verified against t
 If we die here: temporary files, whose names the batch in hand tells; the next mover removes them.
 
 A sealed content is copied without asking whether somebody opens it for writing meanwhile: the digest decides. What has it is that
-generation, whatever became of the file since; what has not was changed under our hands, and is planned anew.
+generation, whatever became of the file since; what has not was changed under our hands, and is planned anew. So it is with a large
+content that is copied while the seal lane still reads it for that digest: it is whole once it is sealed as what was copied.
 """
 
 import contextlib
@@ -11,10 +12,11 @@ import errno
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ckptfs import digest, disk
+from ckptfs import digest, disk, limits
 from ckptfs.catalog import pfs_view, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get
@@ -44,6 +46,10 @@ _NO_SUCH_KIND = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 class Unfit(Exception):
     """The PFS cannot hold such a thing (a device or a socket): it is left out there."""
+
+
+class Unsealed(Busy):
+    """A content that was copied early was not sealed, or not as what was copied."""
 
 
 class Unstable(Busy):
@@ -163,6 +169,8 @@ class Stager:
             return (0, *digest.Running().finish())
         if put.kind is Kind.STABLE:
             return self._fill_stable(fd, put.content)
+        if put.kind is Kind.EARLY:
+            return self._fill_early(fd, put.content)
         return self._fill_sealed(fd, put.content)
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.Digested:
@@ -195,6 +203,24 @@ class Stager:
         log.error("%s is lost: no copy of what was sealed is left on this node", self._path(content.inode))
         raise Busy("no copy of the content is left")
 
+    def _fill_early(self, fd: int, content: Content) -> transfer.Digested:
+        """Copy what the seal lane reads for its digest at the same time, and wait for that."""
+        tiers = [copy.tier for copy in settling.copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places]
+        if not tiers:
+            raise Unsealed("it has no copy that can be read")
+        try:
+            copied = self._copy(fd, content, tiers[0])
+        except _BadCopy as failure:
+            raise Unsealed(str(failure.__cause__)) from failure
+        deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
+        while (now := settling.content(self._db, content.id)) == content:
+            if time.monotonic() > deadline_s:
+                raise Unsealed("its seal takes long")
+            time.sleep(limits.EARLY_SEAL_LOOK_S)
+        if now is None or now.change != content.change or (now.size, now.digest) != copied[:2]:
+            raise Unsealed("it was sealed as something else, deleted or opened for writing")
+        return copied
+
     def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.Digested:
         """Copy from one tier. Raises _BadCopy when that does not give the bytes, Busy when the content was opened, OSError of the PFS."""
         try:
@@ -224,12 +250,12 @@ class Stager:
         return before_block
 
     def _stay(self, content: Content) -> None:
-        """Raise Busy when the content is not the one any more that was planned. A doomed one's bytes stay as they are."""
+        """Raise Busy when the content is not the one any more that was planned. The bytes of a doomed one stay as they were sealed."""
         now = settling.content(self._db, content.id)
-        if now is None or (now.state, now.change) == (content.state, content.change):
+        if now is None or now.change == content.change:
             return
-        if now.state is not ContentState.DOOMED:
-            raise Busy("the content was opened for writing")
+        if now.state is not ContentState.DOOMED or content.state is not ContentState.SEALED:
+            raise Busy("the content was opened for writing, or deleted before its seal")
 
     def _fill_stable(self, fd: int, content: Content) -> transfer.Digested:
         """Copy a state of an open file that it was really in, at one moment.
