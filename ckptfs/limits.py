@@ -75,6 +75,14 @@ ETCD_ENDPOINTS_MAX = 16
 # A number is the upper bits of the ids that its node makes, which are positive in 64 bits with 40 left for counting.
 NODE_NUMBER_MAX = 2**23 - 1
 NODE_LEASE_S = 10
+# A node keeps its lease this often; one try may fail, and the store may take its time, before it runs out.
+NODE_BEAT_S = 3.0
+# After an outage of the store, records that are missing count this long: everybody needs a beat to notice that it is back.
+NODE_RETURN_S = 15.0
+# A start waits so long for the lease of a daemon with the same name, which may be dead.
+NAME_WAIT_S = 15.0
+# Joins and deaths that come within this time change the World once.
+WORLD_GATHER_S = 0.1
 PEER_LISTEN = "0.0.0.0:7420"
 PEER_SHARE = 0.5
 RANK_MAX = 2**31 - 1
@@ -85,6 +93,9 @@ CLIQUE_WAIT_S = 30.0
 # What arrives from peers at once, and how long a part waits for the rest before it goes.
 RECEPTIONS_MAX = 64
 RECEPTION_KEPT_S = 60.0
+# Contents that wait to be sent to one peer, and how many are sent to it at once.
+PEER_QUEUE_MAX = 512
+PEER_SENDS_MAX = 3
 # So many of the contents that came last are looked through for blocks of the next one.
 BLOCK_SOURCES_MAX = 16
 # A peer waits so long for a content that is closed here to be sealed.
@@ -143,6 +154,52 @@ ETCD_PAGE_ITEMS = 2000
 ETCD_PROBE_S = 6.0
 ETCD_PROBE_WAIT_S = 1.0
 
+# --- peers -----------------------------------------------------------------------------------------------------------
+# The blocks' digests of a content that travels: 4 TiB. Larger ones stay on their node and the PFS.
+PEER_BLOCKS_MAX = MIB
+PEER_MESSAGE_BYTES_MAX = 16 * PEER_BLOCKS_MAX + 2 * MIB
+# Bulk travels in pieces of this length; smaller contents travel inside the offer.
+PEER_PIECE_BYTES = MIB
+PEER_WHOLE_BYTES_MAX = 256 * KIB
+PEER_FORGET_MAX = 4096
+PEER_RUN_BLOCKS_MAX = 64
+PEER_SEAL_WAIT_S_MAX = 60.0
+# A server's threads: most calls are short, Send, Read and SealSoon are not and have shares of their own.
+PEER_WORKERS = 40
+PEER_CALLS_MAX = 64
+PEER_STREAMS_MAX = 16
+PEER_STREAMS_OF_ONE_MAX = 8
+PEER_SEALS_MAX = 8
+PEER_CONNECTIONS_MAX = 64
+PEER_CONNECTIONS_OF_ONE_MAX = 8
+PEER_TOKENS_OF_ONE_MAX = 16
+PEER_TRANSFERS_MAX = 256
+PEER_TRANSFERS_OF_ONE_MAX = 64
+PEER_LOANS_MAX = 256
+PEER_LOANS_OF_ONE_MAX = 64
+# Peers of whom refused calls are counted one by one; the others are counted together.
+PEER_COUNTED_MAX = 64
+# A token opens its connection within this time, a connection says its token within it.
+PEER_TOKEN_S = 10.0
+# A transfer, a loan or a connection that nobody uses ends; the sweep looks so often.
+PEER_IDLE_S = 60.0
+PEER_SWEEP_S = 2.0
+# Nothing at all arrives for so long, or less than a piece for so long: the stream is broken off.
+PEER_STALL_S = 15.0
+PEER_PIECE_S = 120.0
+PEER_CALL_S = 10.0
+# Preparing a file, and checking it at the end, may take the disk so long.
+PEER_DISK_S = 120.0
+PEER_TRIES_MAX = 4
+PEER_SOURCES_MAX = 3
+PEER_LINKS_MAX = 128
+PEER_LINK_STREAMS_MAX = 4
+# After a failure a peer ranks behind the others for this long; a bulk port that cannot be reached is tried again after it.
+PEER_DOUBT_S = 30.0
+PEER_KEEP_ALIVE_S = 10.0
+PEER_KEEP_ALIVE_WAIT_S = 5.0
+PEER_SPEED_SAMPLE_BYTES_MIN = MIB
+
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
 RAM_LOW_WATERMARK = 0.60
@@ -177,3 +234,6 @@ assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
 assert WANT_LOOK_S < VISIT_WAIT_S < WANT_KEPT_S
 assert PFS_ACT_WAIT_S < WATCHDOG_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_MESSAGE_BYTES_MAX
+assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PEER_STALL_S < PEER_IDLE_S
+assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
+assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)

@@ -1,0 +1,139 @@
+"""Owns what the store says of who holds a content: `p/<content>/<node>`, put by the node that has a verified copy of it, and the reading
+of it together with `c/<content>`, which its last writer puts.
+
+The writer's own copy is not under `p/`: that it wrote it says as much. A key under `p/` that does not have the generation and digest of
+`c/` is of an older one and does not count.
+If we die here: each transaction is whole or absent, and whoever has a copy tells of it again.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckptfs import limits
+from ckptfs.catalog import holding
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.holding import Heard, PeerCopy
+from ckptfs.catalog.store import Compare, Delete, Get, Item, Operation, Put, Store, Target, prefix_end
+from ckptfs.model import Content
+
+LOOKED_AT_MAX = limits.ETCD_OPERATIONS_MAX // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the store says of a content: its last writer and what that wrote (None: no such content), and every copy elsewhere."""
+
+    writer: int | None
+    heard: Heard | None
+    copies: tuple[PeerCopy, ...]
+    items: tuple[Item, ...] = ()
+
+    @property
+    def holders(self) -> list[int]:
+        """The nodes that have exactly what was written last, the writer first."""
+        heard = self.heard
+        if heard is None or self.writer is None or heard.digest is None:
+            return []
+        same = [copy.node for copy in self.copies if (copy.generation, copy.digest) == (heard.generation, heard.digest)]
+        return [self.writer, *(node for node in same if node != self.writer)]
+
+
+def content_key(content: int) -> bytes:
+    """Where the last writer says what it wrote."""
+    return b"c/%016x" % content
+
+
+def copies_key(content: int) -> bytes:
+    """What the keys of all copies of a content begin with."""
+    return b"p/%016x/" % content
+
+
+def copy_key(content: int, node: int) -> bytes:
+    """Where a node says that it has a copy."""
+    return copies_key(content) + b"%08x" % node
+
+
+def read(store: Store, contents: Sequence[int]) -> dict[int, Shared]:
+    """What the store says of these contents, at most LOOKED_AT_MAX at once."""
+    assert len(contents) <= LOOKED_AT_MAX
+    gets = [get for number in contents for get in _gets(number)]
+    results = store.read(gets).results if gets else ()
+    return {number: _shared(number, results[2 * place], results[2 * place + 1]) for place, number in enumerate(contents)}
+
+
+def refresh(db: Database, store: Store, contents: Sequence[int], here: int) -> dict[int, Shared]:
+    """The same, and the catalog learns of it."""
+    found = read(store, contents)
+    with db.change():
+        for number, shared in found.items():
+            learn(db, number, shared, here)
+    return found
+
+
+def learn(db: Database, number: int, shared: Shared, here: int) -> None:
+    """The catalog learns what the store says of a content. Joins the caller's transaction."""
+    if shared.heard is None:
+        return
+    if shared.writer != here:
+        holding.hear(db, shared.heard)
+    copies = [copy for copy in shared.copies if copy.node != here]
+    if shared.writer not in (None, here) and shared.heard.digest is not None:
+        assert shared.writer is not None
+        copies.append(PeerCopy(number, shared.writer, shared.heard.generation, shared.heard.digest))
+    holding.peers_have(db, number, copies)
+
+
+def tell(store: Store, node: int, news: Iterable[tuple[Content, bool]]) -> None:
+    """This node has copies of these contents (True), or no longer has."""
+    changes: list[Operation] = []
+    for content, here in news:
+        key = copy_key(content.id, node)
+        changes.append(Put(key, _value(content)) if here else Delete(key))
+    for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX):
+        store.commit([], changes[start : start + limits.ETCD_OPERATIONS_MAX])
+
+
+def release(store: Store, node: int, content: int, relied_on: Sequence[Item]) -> bool:
+    """Take back the word that this node has a copy, if the keys of the others are still what they were: they rest on one another."""
+    compares = [Compare(item.key, Target.MOD, "=", item.mod_revision) for item in relied_on]
+    return store.commit(compares, [Delete(copy_key(content, node))]).succeeded
+
+
+def forget(store: Store, contents: Iterable[int]) -> None:
+    """These contents are gone, and so is every copy of them."""
+    changes = [Delete(copies_key(number), prefix_end(copies_key(number))) for number in contents]
+    for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX):
+        store.commit([], changes[start : start + limits.ETCD_OPERATIONS_MAX])
+
+
+def _gets(number: int) -> tuple[Get, Get]:
+    return Get(content_key(number)), Get(copies_key(number), prefix_end(copies_key(number)))
+
+
+def _value(content: Content) -> bytes:
+    digest = b"" if content.digest is None else content.digest
+    return json.dumps({"generation": content.generation, "digest": digest.hex()}, separators=(",", ":")).encode()
+
+
+def _shared(number: int, written: Sequence[Item], told: Sequence[Item]) -> Shared:
+    copies = tuple(copy for item in told if (copy := _copy(number, item)) is not None)
+    items = (*written, *told)
+    if not written:
+        return Shared(None, None, copies, items)
+    try:
+        value = json.loads(written[0].value)
+        digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
+        heard = Heard(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest)
+        return Shared(int(value["node"]), heard, copies, items)
+    except (ValueError, KeyError, TypeError):
+        return Shared(None, None, copies, items)
+
+
+def _copy(number: int, item: Item) -> PeerCopy | None:
+    """A copy that the store tells of; None for what is no such value."""
+    try:
+        value = json.loads(item.value)
+        return PeerCopy(number, int(item.key.rpartition(b"/")[2], 16), int(value["generation"]), bytes.fromhex(value["digest"]))
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,228 @@
+"""Takes: sealed contents that more nodes shall hold (`content.lacking`): this node's own, and those of dead nodes that it repairs.
+Leaves: verified copies on as many peers as are wanted, in other failure domains, and their `peer_copy` rows.
+If we die here: what a peer has not said it has verified does not count; the content is still lacking, and is offered again.
+
+Each peer has a queue and threads of its own: a slow or dead one delays nobody else, and what it does not take goes to the next in the
+order of placement. A content that is written again meanwhile is left alone: its next generation is another matter.
+"""
+
+import logging
+import os
+import threading
+
+from ckptfs import disk
+from ckptfs.catalog import holding, report, settling
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.holding import PeerCopy
+from ckptfs.clique import holders, placement
+from ckptfs.clique.membership import Node, World
+from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Sent
+from ckptfs.clique.shelf import Offer
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.flow.replicate.avoiding import Avoiding
+from ckptfs.flow.replicate.queues import Queues
+from ckptfs.model import Content, CopyState, Notify, Tier
+from ckptfs.tiers import transfer
+from ckptfs.tiers.place import Places
+
+log = logging.getLogger(__name__)
+
+transfer.labels("replicate:check")
+disk.labels("replicate:counted")
+
+BATCH_CONTENTS = 256
+FORGET_BATCH = 64
+
+
+class Replicate:
+    """Plans in its lane; sends in the peers' threads."""
+
+    def __init__(self, db: Database, places: Places, notify: Notify, around: Surroundings) -> None:
+        self._db = db
+        self._places = places
+        self._notify = notify
+        self._around = around
+        self._avoiding = Avoiding()
+        self._queues = Queues(self._send, self._ended)
+        self._lock = threading.Lock()
+        self._planning = threading.Lock()
+        self._done: list[PeerCopy] = []
+        self._committing = threading.Lock()
+        self._after = 0
+        self._small: tuple[World | None, frozenset[int], World] = (None, frozenset(), World())
+        self.moved_bytes = 0
+
+    def step(self) -> bool:
+        """Hand one batch of what is lacking to the peers' queues. True: there may be more at once."""
+        with self._planning:
+            return self._plan_batch()
+
+    def due_s(self) -> float | None:
+        """Until the first peer, or content, that is being avoided is tried again."""
+        return self._avoiding.due_s()
+
+    def hurry(self) -> None:
+        """Nobody is avoided any more."""
+        self._avoiding.forget()
+
+    def close(self) -> None:
+        """End the peers' threads; what they are sending is given up."""
+        self._queues.close()
+
+    def in_flight(self) -> tuple[int, int]:
+        """(contents, bytes) that are queued or on their way."""
+        return self._queues.load()
+
+    # --- planning ----------------------------------------------------------------------------------------------------
+
+    def _plan_batch(self) -> bool:
+        world = self._around.see()
+        self._forget_unneeded(world)
+        if len(world) < 2 or self._around.factor < 2:
+            return False
+        batch = holding.lacking(self._db, self._after, BATCH_CONTENTS)
+        for content, tier in batch:
+            self._after = content.id
+            self._plan(content, tier, world)
+        more = len(batch) == BATCH_CONTENTS
+        if not more:
+            self._after = 0
+        return more
+
+    def _plan(self, content: Content, tier: Tier, world: World) -> None:
+        """Queue a content for those who shall get it; nobody left to ask: it has what copies it can get."""
+        around = self._around
+        if content.digest is None or (content.size and not content.blocks):
+            holding.satisfied(self._db, content)  # More blocks than can be offered.
+            return
+        on_way = self._queues.nodes_of(content.id)
+        has = {around.number, *holding.elsewhere(self._db, content), *on_way}
+        wanted = placement.wanted(world, has, around.number, around.factor, around.jump)
+        if not wanted:
+            if not on_way:
+                holding.satisfied(self._db, content)
+            return
+        avoided = self._avoiding.nodes(content.id)
+        for node in placement.wanted(self._without(world, avoided), has, around.number, around.factor, around.jump) if avoided else wanted:
+            if node.number not in has:
+                self._queues.put(node, content, tier)
+
+    def _without(self, world: World, avoided: frozenset[int]) -> World:
+        """The world as it would be if these had left. Kept, because placement remembers what it found in a World."""
+        seen, gone, smaller = self._small
+        if seen is not world or gone != avoided:
+            smaller = World(tuple(node for node in world.nodes if node.number not in avoided))
+            self._small = (world, avoided, smaller)
+        return smaller
+
+    # --- sending, in the peers' threads ------------------------------------------------------------------------------
+
+    def _send(self, node: Node, content: Content, tier: Tier) -> bool:
+        """Send one content to one peer; whether it has it now. Raises nothing that can be foreseen."""
+        try:
+            sent = self._offered(node, content, tier)
+        except PeerRefused as refusal:
+            self._avoiding.refused(node.number, content.id, refusal.code)
+            log.debug("%s does not take content %d: %s", node.name, content.id, refusal)
+        except PeerLied as failure:
+            self._doubt(node, content, tier, failure)
+        except PeerFailed as failure:
+            if settling.unchanged(self._db, content) and self._avoiding.failed(node.number):
+                log.info("%s cannot be reached for copies: %s", node.name, failure)
+        except OSError as failure:
+            # The tier gave it up: it was deleted, moved, or the disk fails. The next plan sees which.
+            self._avoiding.refused(node.number, content.id, failure.errno or 0)
+            log.debug("content %d cannot be sent from %s: %s", content.id, tier, failure)
+        else:
+            return self._sent(node, content, sent)
+        return False
+
+    def _ended(self, node: Node, well: bool) -> None:
+        """What failed goes to somebody else at once; an empty queue is filled."""
+        if not well or self._queues.low(node):
+            self._notify.work()
+            with self._planning:
+                self._plan_batch()
+
+    def _offered(self, node: Node, content: Content, tier: Tier) -> Sent:
+        assert content.digest is not None
+        offer = Offer(content.id, content.inode, content.generation, content.size, content.digest, content.blocks or b"")
+        fd = self._places[tier].open(content.id)
+        try:
+            return self._around.peers.send(node, offer, fd, wanted=lambda: settling.unchanged(self._db, content))
+        finally:
+            os.close(fd)
+
+    def _sent(self, node: Node, content: Content, sent: Sent) -> bool:
+        self._avoiding.well(node.number)
+        if not sent.verified or content.digest is None:
+            self._avoiding.refused(node.number, content.id, 0)
+            return False
+        with self._lock:
+            self.moved_bytes += sent.bytes_moved
+            self._done.append(PeerCopy(content.id, node.number, content.generation, content.digest))
+        self._commit_done()
+        self._finish(content)
+        return True
+
+    def _commit_done(self) -> None:
+        """Record what peers have verified: what came in while another thread committed goes together."""
+        with self._committing:
+            with self._lock:
+                done, self._done = self._done, []
+            if done:
+                with self._db.change():
+                    for copy in done:
+                        holding.peer_has(self._db, copy)
+                disk.act("replicate:counted", lambda: None)
+
+    def _finish(self, content: Content) -> None:
+        """Whether that was the last copy that was wanted: then who waits for it shall look."""
+        around = self._around
+        has = {around.number, *holding.elsewhere(self._db, content)}
+        if not placement.wanted(around.see(), has, around.number, around.factor, around.jump):
+            holding.satisfied(self._db, content)
+            self._notify.work()
+
+    def _doubt(self, node: Node, content: Content, tier: Tier, failure: PeerLied) -> None:
+        """What was sent is not what was sealed: somebody writes it, or the copy here is bad (P4)."""
+        self._avoiding.refused(node.number, content.id, 0)
+        if not settling.unchanged(self._db, content):
+            return
+        try:
+            fd = self._places[tier].open(content.id)
+        except OSError:
+            return
+        try:
+            found = transfer.read(fd, label="replicate:check")[:2]
+        except OSError as trouble:
+            log.warning("content %d cannot be read in %s: %s", content.id, tier, trouble)
+            return
+        finally:
+            os.close(fd)
+        if found != (content.size, content.digest) and settling.unchanged(self._db, content):
+            settling.mark(self._db, content.id, tier, CopyState.QUARANTINED)
+            name = os.fsdecode(report.path_of(self._db, content.inode))
+            log.error("the copy of %s in %s is bad and does not count any more: %s", name, tier, failure)
+            if settling.lose(self._db, content):
+                log.error("%s is lost: no copy is what was sealed; it gives EIO", name)
+
+    # --- what need not be held any more --------------------------------------------------------------------------------
+
+    def _forget_unneeded(self, world: World) -> None:
+        """Contents that are gone here are held by nobody: the store forgets their copies, and the peers are told."""
+        gone = holding.unneeded(self._db, FORGET_BATCH)
+        if not gone:
+            return
+        holders.forget(self._around.store, {copy.content for copy in gone})
+        for number in {copy.node for copy in gone} - {self._around.number}:
+            node = world.by_number.get(number)
+            if node is not None and not self._avoiding.is_avoided(number):
+                try:
+                    self._around.peers.forget(node, [copy.content for copy in gone if copy.node == number])
+                except PeerFailed as failure:
+                    self._avoiding.failed(number)
+                    log.debug("%s cannot be told what it may forget (%s); it will find out", node.name, failure)
+        with self._db.change():
+            for copy in gone:
+                holding.peer_lacks(self._db, copy.content, copy.node)

@@ -1,0 +1,103 @@
+"""Owns one bounded queue and a few threads for each peer, so that none of them waits for another.
+
+If we die here: what was queued stands in the catalog.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from ckptfs import limits
+from ckptfs.clique.membership import Node
+from ckptfs.model import Content, Tier
+
+Act = Callable[[Node, Content, Tier], bool]
+Ended = Callable[[Node, bool], None]
+
+
+class _Queue:
+    """What one peer shall get, in order."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.waiting: deque[tuple[Content, Tier]] = deque()
+        self.sending: dict[int, int] = {}
+        self.threads = 0
+
+
+class Queues:
+    """Safe to use from several threads. `act` runs in the peers' own threads and must not raise; `ended` hears what it said."""
+
+    def __init__(self, act: Act, ended: Ended) -> None:
+        self._act = act
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._queues: dict[int, _Queue] = {}
+        self._on_way: dict[int, dict[int, int]] = {}
+        self._closed = False
+
+    def put(self, node: Node, content: Content, tier: Tier) -> bool:
+        """Queue a content for a peer. False when it is queued for it already, or the queue is full."""
+        with self._lock:
+            queue = self._queues.setdefault(node.number, _Queue(node))
+            queue.node = node
+            if self._closed or node.number in self._on_way.get(content.id, {}) or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
+                return False
+            queue.waiting.append((content, tier))
+            self._on_way.setdefault(content.id, {})[node.number] = content.size
+            if queue.threads < limits.PEER_SENDS_MAX and queue.threads < len(queue.waiting) + len(queue.sending):
+                queue.threads += 1
+                threading.Thread(target=self._work, args=(queue,), name=f"replicate {node.name}", daemon=True).start()
+            return True
+
+    def nodes_of(self, content: int) -> set[int]:
+        """For whom this content is queued, or on its way to."""
+        with self._lock:
+            return set(self._on_way.get(content, ()))
+
+    def low(self, node: Node) -> bool:
+        """Whether this peer has little left to do although there may be more."""
+        with self._lock:
+            queue = self._queues.get(node.number)
+            return queue is not None and not self._closed and len(queue.waiting) == limits.PEER_QUEUE_MAX // 4
+
+    def load(self) -> tuple[int, int]:
+        """(contents, bytes) that are queued or on their way, once for each peer."""
+        with self._lock:
+            sizes = [size for nodes in self._on_way.values() for size in nodes.values()]
+        return len(sizes), sum(sizes)
+
+    def close(self) -> None:
+        """Nothing more is begun."""
+        with self._lock:
+            self._closed = True
+            for queue in self._queues.values():
+                queue.waiting.clear()
+
+    def _work(self, queue: _Queue) -> None:
+        """Until the queue is empty: threads are cheap, and one that waits for ever would hold a database connection."""
+        while (job := self._next(queue)) is not None:
+            content, tier = job
+            well = False
+            try:
+                well = self._act(queue.node, content, tier)
+            finally:
+                self._forget(queue, content.id)
+                self._ended(queue.node, well)
+
+    def _forget(self, queue: _Queue, content: int) -> None:
+        with self._lock:
+            queue.sending.pop(content, None)
+            nodes = self._on_way.get(content, {})
+            nodes.pop(queue.node.number, None)
+            if not nodes:
+                self._on_way.pop(content, None)
+
+    def _next(self, queue: _Queue) -> tuple[Content, Tier] | None:
+        with self._lock:
+            if not queue.waiting:
+                queue.threads -= 1
+                return None
+            content, tier = queue.waiting.popleft()
+            queue.sending[content.id] = content.size
+            return content, tier

@@ -1,0 +1,197 @@
+"""P3, P9, N1: what is sealed comes to the peers that placement names, counts when they verified it, and no peer delays another."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from clique_world import MIB, Cluster, Node
+
+from ckptfs import limits
+from ckptfs.catalog import contents, holding, report, settling
+from ckptfs.clique.peers import PeerFailed
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.flow.replicate import Replicate
+from ckptfs.model import ContentState, CopyState, Level, Tier
+
+BLOCK = limits.BLOCK_BYTES
+
+
+def replicate_of(node: Node) -> Replicate:
+    around = Surroundings(node.number, node.factor, node.jump, node.peers, node.store, lambda: node.world)
+    return Replicate(node.db, node.places, node.told, around)
+
+
+def until(condition: Callable[[], object], step: Callable[[], object] = lambda: None) -> None:
+    """Steps until a condition holds, at most a minute."""
+    end, pause = time.monotonic() + 60, threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        step()
+        pause.wait(0.005)
+
+
+def level(node: Node, content: int) -> Level:
+    return report.level(node.db, node.inode(content))
+
+
+def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
+    one, two, three = (cluster := Cluster(tmp_path, 3)).nodes
+    content = one.written(b"a", data := os.urandom(BLOCK + 7))
+    assert level(one, content) is Level.LOCAL
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    assert two.data(content) == data and three.copies(content) == {}
+    until(lambda: not holding.lacking(one.db, 0, 10), flow.step)
+    assert holding.lag(one.db)[0] == 0
+    assert cluster.nodes[0].peers.sent == [("n2", content, len(data))]
+
+
+def test_three_copies_in_three_failure_domains(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 5, domains=["r1", "r1", "r2", "r2", "r3"])
+    one = cluster.nodes[0]
+    one.factor = 3
+    cluster.changed()
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    holders = {node.member.domain for node in cluster.nodes if content in node.files(Tier.RAM)}
+    assert holders == {"r1", "r2", "r3"}
+
+
+def test_a_node_alone_waits_until_there_is_somebody(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    two.kill()
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    assert flow.step() is False and level(one, content) is Level.LOCAL
+    two.revive()
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+
+
+@pytest.mark.parametrize("trouble", ["dead", "full", "refuses"])
+def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str) -> None:
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    if trouble == "dead":
+        cluster.cut.add("n2")
+    elif trouble == "full":
+        two.squeeze(Tier.RAM, MIB)
+        two.hold = type(two.hold)(two.db, two.places, 0.5, two.told)
+    else:
+
+        def busy(act: str, name: str) -> None:
+            if name == "n2":
+                raise PeerFailed("no")
+
+        one.peers.fault = busy
+    data = os.urandom(BLOCK)
+    content = one.written(b"a", data)
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    assert three.data(content) == data and two.files(Tier.RAM) == set()
+
+
+def test_a_peer_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
+    """Two copies are wanted; the one that goes to the node that answers arrives while the other one hangs."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    one.factor = 3
+    released = threading.Event()
+
+    def hang(act: str, name: str) -> None:
+        if name == "n2":
+            released.wait(60)
+
+    one.peers.fault = hang
+    flow = replicate_of(one)
+    written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(20)]
+    try:
+        until(lambda: all(three.copies(content) for content in written), flow.step)
+        assert not any(two.copies(content) for content in written)
+    finally:
+        released.set()
+    until(lambda: all(two.copies(content) for content in written), flow.step)
+
+
+def test_what_failed_is_tried_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one = cluster.nodes[0]
+    failures = [2]
+
+    def fault(act: str, name: str) -> None:
+        if act == "send" and failures[0]:
+            failures[0] -= 1
+            raise PeerFailed("try again")
+
+    one.peers.fault = fault
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    flow.step()
+    until(lambda: failures[0] < 2)
+    assert flow.due_s() is not None
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+
+
+def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path) -> None:
+    """P7: the peer gets no mixture, and the next generation goes its own way."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", os.urandom(3 * BLOCK))
+    flow = replicate_of(one)
+    seen: list[int] = []
+
+    def reopen(act: str, name: str) -> None:
+        if act == "block" and not seen:
+            seen.append(1)
+            with one.db.change():
+                contents.reopen(one.db, one.inode(content), content, Tier.RAM)
+
+    one.peers.fault = reopen
+    flow.step()
+    until(lambda: flow.in_flight() == (0, 0) and seen)
+    assert two.copies(content) == {} and holding.peer_copies(one.db, content) == []
+    assert one.state(content) is ContentState.OPEN
+    one.rewrite(content, lambda data: data.reverse())
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    assert two.data(content) == one.data(content)
+
+
+def test_a_copy_that_went_bad_here_is_found_when_it_is_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P4."""
+    cluster = Cluster(tmp_path, 2)
+    one = cluster.nodes[0]
+    content = one.written(b"a", os.urandom(BLOCK))
+    one.spoil(content, Tier.RAM)
+    flow = replicate_of(one)
+    until(lambda: one.state(content) is ContentState.LOST, flow.step)
+    assert one.copies(content) == {Tier.RAM: CopyState.QUARANTINED}
+    assert "is bad and does not count" in caplog.text
+
+
+def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    settling.set_state(one.db, content, ContentState.DOOMED)
+    settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
+    until(lambda: two.hold.doubted == {content}, flow.step)
+    assert holding.unneeded(one.db, 10) == []
+
+
+def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    written = []
+    for number in range(300):
+        written.append(one.make(b"f%d" % number, b"%d" % number))
+    one.seal()
+    flow = replicate_of(one)
+    until(lambda: all(level(one, content) is Level.CLIQUE for content in written), flow.step)
+    assert two.files(Tier.RAM) == set(written)
+    until(lambda: holding.lag(one.db)[0] == 0, flow.step)
