@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs.catalog import journal
+from ckptfs.catalog import identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, inode_of
 from ckptfs.model import ContentState, Inode, Tier
@@ -62,8 +62,9 @@ def begin(db: Database, inode: int, tier: Tier, *, reserved: int | None = None, 
     now = time.time_ns()
     if reserved is None:
         content = db.insert(
-            "INSERT INTO content (inode, generation, state, change) SELECT id, generation + 1, 0, 1 FROM inode WHERE id = ?", inode
-        )
+            "INSERT INTO content (id, inode, generation, state, change) SELECT ?, id, generation + 1, 0, 1 FROM inode WHERE id = ?",
+            identity.fresh(db, "content"), inode,
+        )  # fmt: skip
         db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, ?, 1, ?)", content, tier, now)
     else:
         content = reserved
@@ -76,7 +77,7 @@ def begin(db: Database, inode: int, tier: Tier, *, reserved: int | None = None, 
 
 def reserve(db: Database, tier: Tier) -> int:
     """An id for a content whose file must be made before its inode is known (on a tier that may hang). Unused ones are `abandoned`."""
-    content = db.insert("INSERT INTO content (inode, generation, state, change) VALUES (0, 0, 0, 1)")
+    content = db.insert("INSERT INTO content (id, inode, generation, state, change) VALUES (?, 0, 0, 0, 1)", identity.fresh(db, "content"))
     db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, ?, 1, ?)", content, tier, time.time_ns())
     return content
 

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ckptfs import limits
 from ckptfs.errors import CatalogDamaged, CatalogTooNew
@@ -40,18 +40,37 @@ class _Held:
         self.connection.close()
 
 
+class Shared(Protocol):
+    """What is done with each connection of a catalog that is shared with other nodes."""
+
+    factory: type[sqlite3.Connection]
+
+    def prepare(self, connection: sqlite3.Connection) -> None:
+        """It was opened."""
+
+    def began(self, connection: sqlite3.Connection) -> None:
+        """A change begins."""
+
+    def committed(self, connection: sqlite3.Connection) -> None:
+        """The change was committed."""
+
+
 class Database:
     """One catalog file. Methods may be called from any thread; a transaction stays in the thread that began it."""
 
-    def __init__(self, path: Path, *, journalled: bool, patient: bool = False, clustered: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, journalled: bool, patient: bool = False, clustered: bool = False, shared: Shared | None = None
+    ) -> None:
         """Open `path`, which `create` made. Raises CatalogDamaged or CatalogTooNew, and then has changed nothing.
 
         `journalled`: whether changes are recorded for a PFS; `patient`: leave it to other processes to bring the log into the
-        database, which waits for the disk, as long as they do; `clustered`: what is sealed may want copies on other nodes.
+        database, which waits for the disk, as long as they do; `clustered`: what is sealed may want copies on other nodes;
+        `shared`: marks what other nodes must learn.
         """
         self.path = path
         self.journalled = journalled
         self.clustered = clustered
+        self._shared = shared
         self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_PATIENCE if patient else 1)
         self._local = threading.local()
         # Worker threads come and go, and their connections with them: nothing here may keep those open.
@@ -64,7 +83,7 @@ class Database:
         """This thread's connection."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = _connect(self.path, self._log_pages)
+            connection = self._local.connection = _connect(self.path, self._log_pages, self._shared)
             held = self._local.held = _Held(connection)
             with self._lock:
                 self._held.add(held)
@@ -78,12 +97,16 @@ class Database:
             yield self
             return
         connection.execute("BEGIN IMMEDIATE")
+        if self._shared is not None:
+            self._shared.began(connection)
         try:
             yield self
         except BaseException:
             connection.execute("ROLLBACK")
             raise
         connection.execute("COMMIT")
+        if self._shared is not None:
+            self._shared.committed(connection)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator["Database"]:
@@ -192,7 +215,7 @@ def check(path: Path) -> None:
         connection.close()
 
 
-def _connect(path: Path, log_pages: int) -> sqlite3.Connection:
+def _connect(path: Path, log_pages: int, shared: Shared | None) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{path}?mode=rw",
         uri=True,
@@ -200,8 +223,11 @@ def _connect(path: Path, log_pages: int) -> sqlite3.Connection:
         timeout=limits.CATALOG_BUSY_S,
         cached_statements=512,
         check_same_thread=False,
+        factory=sqlite3.Connection if shared is None else shared.factory,
     )
     checkpoint = f"wal_autocheckpoint={log_pages}"
     for pragma in ("synchronous=NORMAL", "cache_size=-16384", "temp_store=MEMORY", "mmap_size=268435456", checkpoint):
         connection.execute(f"PRAGMA {pragma}")
+    if shared is not None:
+        shared.prepare(connection)
     return connection

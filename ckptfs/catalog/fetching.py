@@ -8,7 +8,7 @@ If we die here: the change happened as a whole or not at all.
 import time
 from dataclasses import dataclass
 
-from ckptfs.catalog import settling
+from ckptfs.catalog import identity, settling
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, Tier
 
@@ -70,7 +70,7 @@ def _on_pfs(db: Database, inode: int) -> OnPfs | None:
 def reserve(db: Database, tier: Tier) -> int:
     """An id for a content that is about to arrive in `tier`."""
     with db.change():
-        number = db.insert("INSERT INTO content (inode, generation, state) VALUES (0, 0, 3)")
+        number = db.insert("INSERT INTO content (id, inode, generation, state) VALUES (?, 0, 0, 3)", identity.fresh(db, "content"))
         db.run("DELETE FROM content WHERE id = ?", number)
         db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", number, tier, time.time_ns())
         return number

@@ -14,7 +14,7 @@ import stat
 import time
 
 from ckptfs import limits
-from ckptfs.catalog import journal
+from ckptfs.catalog import identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.directories import Unvisited, demand_empty
 from ckptfs.catalog.rows import INODE_COLUMNS, INODE_COLUMNS_JOINED, inode_of
@@ -32,8 +32,8 @@ OURS_EVERYWHERE = b".ckptfs."
 _GET = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
 _FIND = f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?"
 _MAKE = (
-    "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent)"
-    " VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
+    "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent)"
+    " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)"
 )
 
 
@@ -73,8 +73,16 @@ def name_checked(name: bytes) -> bytes:
 
 
 def make(
-    db: Database, parent: int, name: bytes, mode: int, *, uid: int, gid: int,
-    rdev: int = 0, target: bytes | None = None, blind: bool = False,
+    db: Database,
+    parent: int,
+    name: bytes,
+    mode: int,
+    *,
+    uid: int,
+    gid: int,
+    rdev: int = 0,
+    target: bytes | None = None,
+    blind: bool = False,
 ) -> Inode:
     """Make what `mode` says: file, directory, symlink (to `target`), fifo, socket, device. Setgid directories hand their group down."""
     now = time.time_ns()
@@ -88,11 +96,11 @@ def make(
         gid = parent_gid
         mode |= stat.S_ISGID if directory else 0
     links, size, home = (2, 0, parent) if directory else (1, len(target or b""), 0)
-    identity = db.insert(_MAKE, mode, uid, gid, rdev, links, size, now, now, now, now, target, home)
-    _enter(db, parent, name, identity)
+    made = db.insert(_MAKE, identity.fresh(db, "inode"), mode, uid, gid, rdev, links, size, now, now, now, now, target, home)
+    _enter(db, parent, name, made)
     _touch(db, parent, now, 1 if directory else 0)
-    journal.append(db, "make", identity, parent=parent, name=name)
-    return Inode(identity, mode, uid, gid, rdev, links, size, now, now, now, target, None, 0, home, True)
+    journal.append(db, "make", made, parent=parent, name=name)
+    return Inode(made, mode, uid, gid, rdev, links, size, now, now, now, target, None, 0, home, True)
 
 
 def link(db: Database, inode: int, parent: int, name: bytes, *, blind: bool = False) -> Inode:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import same_file
 from ckptfs.model import ROOT, Seen
@@ -277,8 +278,9 @@ def _new(db: Database, directory: int, found: Seen) -> int:
 def _insert(db: Database, directory: int, found: Seen) -> int:
     links, home, size = (2, directory, 0) if found.is_directory else (1, 0, found.size)
     inode = db.insert(
-        "INSERT INTO inode (mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
-        " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
+        " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        identity.fresh(db, "inode"),
         found.mode, found.uid, found.gid, found.rdev, links, size, found.atime_ns, found.mtime_ns, found.ctime_ns, found.ctime_ns,
         found.target, home, not found.is_directory,
     )  # fmt: skip

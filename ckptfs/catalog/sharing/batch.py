@@ -1,0 +1,226 @@
+"""Makes of touched keys one transaction of the store: what is compared, what is put and deleted, and what is read instead when that fails.
+
+Changes go whole and in their order as long as they fit. What keeps the shared tree whole: a name is put where its directory exists; the
+last name that the store has of an inode is not deleted while it has another here; a directory goes when it is empty there; one that moves
+does so only while all its new ancestors stay where they are (no loops).
+If we die here: nothing was changed; what was sent and not noted is recognised by this node's own key `w/`.
+"""
+
+import stat
+from dataclasses import dataclass, field
+
+from ckptfs import limits
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing import kinds, seen, touching
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, KINDS, LAST, NAME, TIMES, Key, Value
+from ckptfs.catalog.sharing.seen import Seen
+from ckptfs.catalog.store import Compare, Delete, Get, Operation, Put, Target, prefix_end
+from ckptfs.model import ROOT
+
+_ORDER = {CONTENT: 0, TIMES: 1, INODE: 2, NAME: 4}
+_INODE_GOES, _NAME_GOES = 6, 5
+
+
+@dataclass(slots=True)
+class Batch:
+    """`changed` are the keys that are put (value) or deleted (None); `same` those that are as the store has them; all up to change `up_to`.
+
+    `compared` are keys that must be of a revision, `parents` directories that must be there, `emptied` such that must be empty.
+    """
+
+    number: int
+    up_to: int
+    changed: dict[Key, bytes | None] = field(default_factory=dict)
+    same: list[Key] = field(default_factory=list)
+    compared: dict[Key, int] = field(default_factory=dict)
+    parents: set[int] = field(default_factory=set)
+    emptied: set[int] = field(default_factory=set)
+    more: list[Delete] = field(default_factory=list)
+    size: int = 0
+    whole: bool = True
+
+    @property
+    def last(self) -> Key:
+        """The key by which this node recognises its own transaction."""
+        return Key(LAST, self.number)
+
+    def compares(self) -> list[Compare]:
+        """What must hold."""
+        revisions = [Compare(kinds.wire(key), Target.MOD, "=", revision) for key, revision in self.compared.items()]
+        there = [Compare(kinds.wire(Key(INODE, number)), Target.VERSION, ">", 0) for number in self.parents]
+        empty = [Compare(names, Target.VERSION, "=", 0, prefix_end(names)) for names in map(_inside, self.emptied)]
+        return revisions + there + empty
+
+    def changes(self) -> list[Operation]:
+        """What is done then."""
+        done: list[Operation] = []
+        for key, value in self.changed.items():
+            raw = kinds.wire(key)
+            done.append(Delete(raw) if value is None else Put(raw, value))
+        once = {operation.key for operation in done}
+        return [*done, *(operation for operation in self.more if operation.key not in once), Put(kinds.wire(self.last), b"")]
+
+    def otherwise(self) -> list[Get]:
+        """What is read when it does not hold: everything that was compared, and this node's own last transaction first."""
+        keys = [self.last, *self.compared, *(Key(INODE, number) for number in self.parents)]
+        return [Get(kinds.wire(key)) for key in keys] + [Get(names, prefix_end(names), limit=1) for names in map(_inside, self.emptied)]
+
+    def questions(self) -> list[Key]:
+        """The keys of `otherwise`, without the ranges."""
+        return [self.last, *self.compared, *(Key(INODE, number) for number in self.parents)]
+
+    @property
+    def operations(self) -> int:
+        """Of which there may be limits.ETCD_OPERATIONS_MAX."""
+        return max(len(self.changed) + len(self.more) + 1, len(self.compared) + len(self.parents) + len(self.emptied) + 1)
+
+
+def build(db: Database, number: int) -> Batch | None:
+    """The next transaction of node `number`; None when nothing is touched."""
+    with db.snapshot():
+        return _Builder(db, number).build()
+
+
+class _Builder:
+    """One batch in the making."""
+
+    def __init__(self, db: Database, number: int) -> None:
+        self._db = db
+        self._batch = Batch(number, touching.last(db))
+        self._rows = touching.first(db, 4 * limits.ETCD_OPERATIONS_MAX)
+        self._values: dict[Key, tuple[Seen, bytes | None]] = {}
+
+    def build(self) -> Batch | None:
+        if not self._rows:
+            return None
+        changes: dict[int, list[Key]] = {}
+        for change, key in self._rows:
+            changes.setdefault(change, []).append(key)
+        for keys in changes.values():
+            if not self._take(sorted(dict.fromkeys(keys), key=self._rank)):
+                self._batch.whole = False
+                break
+        else:
+            self._batch.whole = len(self._rows) < 4 * limits.ETCD_OPERATIONS_MAX
+        self._postpone()
+        return self._batch
+
+    def _value(self, key: Key) -> tuple[Seen, bytes | None]:
+        """(what the store has, what the rows say)."""
+        if key not in self._values:
+            known = seen.get(self._db, key)
+            others = key.kind == CONTENT and self._db.value("SELECT peer FROM content WHERE id = ?", key.number) == 1
+            self._values[key] = known, known.value if others else kinds.pack(kinds.read(self._db, key))
+        return self._values[key]
+
+    def _rank(self, key: Key) -> int:
+        """Inodes before the names that lead to them; what goes, afterwards."""
+        if self._value(key)[1] is not None or key.kind not in (NAME, INODE):
+            return _ORDER.get(key.kind, 3)
+        return _NAME_GOES if key.kind == NAME else _INODE_GOES
+
+    def _take(self, keys: list[Key]) -> bool:
+        """Take one change along. False: it does not fit any more; a change that is too large for any transaction goes in parts."""
+        before = _copied(self._batch)
+        new = [key for key in keys if key not in self._batch.changed]
+        for key in new:
+            self._add(key)
+        if not self._full():
+            return True
+        self._batch = before
+        if not before.changed:
+            self._take_part(new)
+        return False
+
+    def _take_part(self, keys: list[Key]) -> None:
+        for key in keys:
+            kept = _copied(self._batch)
+            self._add(key)
+            if self._full():
+                self._batch = kept
+                return
+
+    def _full(self) -> bool:
+        batch = self._batch
+        inside = any(key.kind == NAME and key.number in batch.emptied for key in batch.changed)
+        if inside and len(batch.changed) > 1:
+            return True
+        return len(batch.changed) > 1 and (
+            batch.operations > limits.ETCD_OPERATIONS_MAX or batch.size > limits.ETCD_REQUEST_BYTES_MAX - 64 * limits.KIB
+        )
+
+    def _add(self, key: Key) -> None:
+        known, value = self._value(key)
+        batch = self._batch
+        if value == known.value:
+            batch.same.append(key)
+            return
+        batch.changed[key] = value
+        batch.size += len(value or b"") + len(key.name) + 100
+        if KINDS[key.kind].compared:
+            batch.compared[key] = known.revision
+            batch.parents.discard(key.number if key.kind == INODE else -1)
+        if key.kind == NAME and value is not None:
+            self._demand_parent(key.number)
+        elif key.kind == INODE:
+            self._inode(key, known, value)
+
+    def _demand_parent(self, directory: int) -> None:
+        key = Key(INODE, directory)
+        if key not in self._batch.compared and seen.get(self._db, key).revision:
+            self._batch.parents.add(directory)
+
+    def _inode(self, key: Key, known: Seen, value: bytes | None) -> None:
+        before, now = known.content, kinds.unpack(value)
+        kind = stat.S_IFMT((now or before or {"mode": 0})["mode"])
+        if now is None and kind == stat.S_IFDIR:
+            self._batch.emptied.add(key.number)
+            self._batch.more.append(Delete(kinds.wire(Key(TIMES, key.number))))
+        elif now is None and before is not None and before["content"] is not None:
+            self._forget_content(before["content"])
+        elif now is not None and before is not None and kind == stat.S_IFDIR and now["parent"] != before["parent"]:
+            self._demand_ancestors(now)
+
+    def _forget_content(self, content: int) -> None:
+        """The file's last name goes: with it what its bytes were, and who has copies of them."""
+        copies = kinds.wire(Key(CONTENT, content)).replace(b"c/", b"p/", 1) + b"/"
+        self._batch.more.append(Delete(copies, prefix_end(copies)))
+        key = Key(CONTENT, content)
+        if key not in self._batch.changed:
+            self._batch.more.append(Delete(kinds.wire(key)))
+
+    def _demand_ancestors(self, moved: Value) -> None:
+        """The names of all directories above must stay what they are."""
+        directory, passed = moved["parent"], set()
+        while directory not in (ROOT, 0) and directory not in passed:
+            passed.add(directory)
+            row = self._db.row(
+                "SELECT e.parent, e.name FROM entry e JOIN inode i ON i.id = e.child AND i.parent = e.parent WHERE e.child = ?", directory
+            )
+            if row is None:
+                return
+            key = Key(NAME, row[0], bytes(row[1]))
+            self._batch.compared.setdefault(key, seen.get(self._db, key).revision)
+            directory = row[0]
+
+    def _postpone(self) -> None:
+        """What has another name here keeps the one that the store has until that other one is there, too."""
+        if self._batch.whole:
+            return
+        for key in [key for key, value in self._batch.changed.items() if key.kind == NAME and value is None]:
+            child = (self._value(key)[0].content or {"child": 0})["child"]
+            others = [Key(NAME, row[0], bytes(row[1])) for row in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", child)]
+            if others and not any(other in self._batch.changed or not touching.is_touched(self._db, other) for other in others):
+                del self._batch.changed[key]
+                self._batch.compared.pop(key)
+
+
+def _copied(batch: Batch) -> Batch:
+    return Batch(
+        batch.number, batch.up_to, dict(batch.changed), list(batch.same), dict(batch.compared), set(batch.parents), set(batch.emptied),
+        list(batch.more), batch.size, batch.whole,
+    )  # fmt: skip
+
+
+def _inside(directory: int) -> bytes:
+    return kinds.names_in(directory)

@@ -1,0 +1,210 @@
+"""Which rows of the catalog are shared, under which keys, and as which values: the one table of it. Values are compact JSON.
+
+A key is (kind, number, name): in the store `kind/number in 16 hex digits`, and `/name` where the kind has names. A row that others must not
+see any more (an inode without a name, a content that goes) has no value.
+If we die here: nothing is kept.
+"""
+
+import json
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptfs.catalog import holding, identity
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.holding import Heard
+from ckptfs.model import ContentState
+
+Value = dict[str, Any]
+
+NAME = "e"
+INODE = "i"
+TIMES = "m"
+CONTENT = "c"
+COPY = "p"
+LAST = "w"
+"""`w/<node>`: put with every transaction of a node, so that it can tell its own from others' when an answer was lost."""
+
+FIELDS = (
+    "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "target", "content", "generation",
+    "parent", "complete",
+)  # fmt: skip
+FILE_ONLY = ("size", "mtime_ns", "ctime_ns")
+"""What a directory keeps under `m/` or has not: many nodes make names in one directory without contending."""
+
+_INODE = f"SELECT {', '.join(FIELDS)} FROM inode WHERE id = ?"
+_CONTENT = (
+    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns FROM content k JOIN inode i ON i.id = k.inode"
+    " WHERE k.id = ? AND k.peer = 0 AND k.state <> 3 AND i.nlink > 0"
+)
+
+
+class Key(NamedTuple):
+    """What names one shared value."""
+
+    kind: str
+    number: int
+    name: bytes = b""
+
+
+def wire(key: Key) -> bytes:
+    """The key as the store has it."""
+    head = f"{key.kind}/{key.number:016x}".encode()
+    return head + b"/" + key.name if KINDS[key.kind].named else head
+
+
+def parse(raw: bytes) -> Key:
+    """The key of `wire`. Raises ValueError."""
+    kind, number, *name = raw.split(b"/", 2)
+    return Key(kind.decode(), int(number, 16), name[0] if name else b"")
+
+
+def names_in(directory: int) -> bytes:
+    """What the keys of all names in a directory begin with."""
+    return wire(Key(NAME, directory))
+
+
+def pack(value: Value | None) -> bytes | None:
+    """A value as the store has it; equal values are equal bytes."""
+    return None if value is None else json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+
+def unpack(raw: bytes | None) -> Value | None:
+    """The value of `pack`."""
+    if raw is None:
+        return None
+    value: Value = json.loads(raw)
+    return value
+
+
+# --- reading rows ----------------------------------------------------------------------------------------------------
+
+
+def _entry_value(db: Database, number: int, name: bytes) -> Value | None:
+    row = db.row("SELECT e.child, i.mode FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? AND e.name = ?", number, name)
+    return None if row is None else {"child": row[0], "type": stat.S_IFMT(row[1])}
+
+
+def _inode_value(db: Database, number: int, _: bytes) -> Value | None:
+    row = db.row(_INODE, number)
+    if row is None or row[4] == 0:
+        return None
+    value: Value = dict(zip(FIELDS, row, strict=True))
+    if stat.S_ISDIR(value["mode"]):
+        for field in FILE_ONLY:
+            del value[field]
+    if value["target"] is not None:
+        value["target"] = bytes(value["target"]).decode("latin-1")
+    xattrs = db.rows("SELECT name, value FROM xattr WHERE inode = ?", number)
+    if xattrs:
+        value["xattrs"] = {bytes(name).decode("latin-1"): bytes(held).decode("latin-1") for name, held in xattrs}
+    return value
+
+
+def _times_value(db: Database, number: int, _: bytes) -> Value | None:
+    row = db.row("SELECT mtime_ns, ctime_ns FROM inode WHERE id = ? AND nlink > 0 AND mode & 61440 = 16384", number)
+    return None if row is None else {"mtime_ns": row[0], "ctime_ns": row[1]}
+
+
+def _content_value(db: Database, number: int, _: bytes) -> Value | None:
+    row = db.row(_CONTENT, number)
+    if row is None:
+        return None
+    digest = None if row[4] is None else bytes(row[4]).hex()
+    return {
+        "node": identity.number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
+        "closed_ns": row[5],
+    }  # fmt: skip
+
+
+# --- writing rows ----------------------------------------------------------------------------------------------------
+
+
+def _write_entry(db: Database, number: int, name: bytes, value: Value | None) -> None:
+    if value is None:
+        db.run("DELETE FROM entry WHERE parent = ? AND name = ?", number, name)
+    elif not db.run("UPDATE entry SET child = ? WHERE parent = ? AND name = ?", value["child"], number, name):
+        db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", number, name, value["child"])
+
+
+def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> None:
+    """A row that is gone elsewhere stays here without a name, until the kernel forgets it."""
+    if value is None:
+        db.run("UPDATE inode SET nlink = 0 WHERE id = ?", number)
+        return
+    target = value["target"]
+    columns = {**value, "target": None if target is None else target.encode("latin-1")}
+    columns.pop("xattrs", None)
+    if db.row("SELECT 1 FROM inode WHERE id = ?", number):
+        db.run(f"UPDATE inode SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?", *columns.values(), number)
+    else:
+        born = columns["birth_ns"]
+        columns = {"id": number, "mtime_ns": born, "ctime_ns": born, **columns}
+        db.run(f"INSERT INTO inode ({', '.join(columns)}) VALUES ({','.join('?' * len(columns))})", *columns.values())
+    _write_xattrs(db, number, value.get("xattrs", {}))
+
+
+def _write_xattrs(db: Database, number: int, xattrs: Mapping[str, str]) -> None:
+    wanted = {name.encode("latin-1"): held.encode("latin-1") for name, held in xattrs.items()}
+    present = {bytes(name): bytes(held) for name, held in db.rows("SELECT name, value FROM xattr WHERE inode = ?", number)}
+    if wanted != present:
+        db.run("DELETE FROM xattr WHERE inode = ?", number)
+        for name, held in wanted.items():
+            db.run("INSERT INTO xattr (inode, name, value) VALUES (?,?,?)", number, name, held)
+
+
+def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> None:
+    if value is not None:
+        db.run(
+            "UPDATE inode SET mtime_ns = ?, ctime_ns = ? WHERE id = ? AND mode & 61440 = 16384",
+            value["mtime_ns"], value["ctime_ns"], number,
+        )  # fmt: skip
+
+
+def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> None:
+    """What another node wrote last; what this node wrote itself it knows better."""
+    if value is None:
+        db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ? AND peer = 1 AND state <> 3", ContentState.DOOMED, number)
+        return
+    digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
+    holding.hear(db, Heard(number, value["inode"], value["generation"], value["size"], digest))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How rows of one kind are read as a value (None: others see none) and written from one."""
+
+    read: Callable[[Database, int, bytes], Value | None]
+    write: Callable[[Database, int, bytes, Value | None], None]
+    named: bool = False
+    compared: bool = True
+    """False: put without comparing; whoever writes last has the last word."""
+
+
+def _none(db: Database, number: int, name: bytes) -> Value | None:
+    return None
+
+
+def _nothing(db: Database, number: int, name: bytes, value: Value | None) -> None:
+    pass
+
+
+KINDS: dict[str, Kind] = {
+    NAME: Kind(_entry_value, _write_entry, named=True),
+    INODE: Kind(_inode_value, _write_inode),
+    TIMES: Kind(_times_value, _write_times, compared=False),
+    CONTENT: Kind(_content_value, _write_content),
+    COPY: Kind(_none, _nothing, named=True, compared=False),
+    LAST: Kind(_none, _nothing, compared=False),
+}
+
+
+def read(db: Database, key: Key) -> Value | None:
+    """What the rows here say."""
+    return KINDS[key.kind].read(db, key.number, key.name)
+
+
+def write(db: Database, key: Key, value: Value | None) -> None:
+    """Make the rows here say `value`."""
+    KINDS[key.kind].write(db, key.number, key.name, value)

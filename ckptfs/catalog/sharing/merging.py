@@ -1,0 +1,61 @@
+"""How two changes of one value become one: pure. `base` is what both began with, `ours` what it is here, `theirs` what the store has.
+
+A field is ours where we changed it, else theirs; links are counted; what is the file's bytes (content, generation, size, time of change)
+goes together, and is that of who closed it last, which is us: we are telling it just now.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Value
+
+BYTES = ("content", "generation", "size", "mtime_ns")
+LATEST = ("atime_ns", "ctime_ns", "mtime_ns")
+
+
+def merge(kind: str, base: Value | None, ours: Value, theirs: Value) -> Value:
+    """What shall be, here and in the store."""
+    if kind == INODE:
+        return inode(base, ours, theirs)
+    if kind == CONTENT:
+        return content(ours, theirs)
+    return ours
+
+
+def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
+    """Without a base (a directory that both had before they met) it is theirs."""
+    if base is None:
+        return dict(theirs)
+    merged: Value = {name: _field(name, base, ours, theirs) for name in theirs}
+    merged["nlink"] = max(1, theirs["nlink"] + ours["nlink"] - base["nlink"])
+    if any(ours.get(name) != base.get(name) for name in BYTES):
+        merged.update({name: ours[name] for name in BYTES if name in ours})
+    for name in LATEST:
+        if name in theirs and not (name == "mtime_ns" and merged["mtime_ns"] == ours["mtime_ns"]):
+            merged[name] = max(ours[name], theirs[name])
+    xattrs = _xattrs(base.get("xattrs", {}), ours.get("xattrs", {}), theirs.get("xattrs", {}))
+    merged.pop("xattrs", None)
+    if xattrs:
+        merged["xattrs"] = xattrs
+    return merged
+
+
+def _field(name: str, base: Value, ours: Value, theirs: Value) -> Any:
+    return theirs[name] if ours.get(name) == base.get(name) else ours.get(name)
+
+
+def _xattrs(base: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> Mapping[str, str]:
+    merged = dict(theirs)
+    for name in {*base, *ours}:
+        if ours.get(name) != base.get(name):
+            if name in ours:
+                merged[name] = ours[name]
+            else:
+                merged.pop(name, None)
+    return merged
+
+
+def content(ours: Value, theirs: Value) -> Value:
+    """The later generation; of two of the same number, the one that was closed last."""
+    later = (theirs["generation"], theirs["closed_ns"]) > (ours["generation"], ours["closed_ns"])
+    return theirs if later and theirs["node"] != ours["node"] else ours

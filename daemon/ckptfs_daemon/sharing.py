@@ -1,0 +1,325 @@
+"""Owns the mount's talk with the store of its cluster: reading before rows answer a question, telling before a change is answered.
+
+Reads that are asked for at once go in one transaction, and so do changes; one commit is under way at a time, and what gathers meanwhile
+goes with the next. When the store does not answer this node is an island: rows answer, changes are marked and wait, nobody waits for them,
+until the store is back and has them all. Everything here belongs to the trio thread; only futures of the store come from others.
+If we die here: what was not told is marked in the catalog, and the next process begins by telling it.
+"""
+
+import contextlib
+import errno
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Container, Iterable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing import applying, batch, outcome, reading, touching
+from ckptfs.catalog.sharing.applying import Recent, Told
+from ckptfs.catalog.sharing.kinds import NAME, Key
+from ckptfs.catalog.store import Get, Outcome, Store
+from ckptfs.errors import CkptfsError, Unreachable, refused
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Name = tuple[int, bytes]
+
+
+class Sharing:
+    """This node's side of the shared tree."""
+
+    def __init__(
+        self,
+        db: Database,
+        store: Store,
+        number: int,
+        *,
+        is_written: Callable[[int], bool] = lambda _: False,
+        nameless: Callable[[Iterable[int]], None] = lambda _: None,
+    ) -> None:
+        """`is_written`: whether an inode is open for writing here; `nameless` is told of inodes that lost their names elsewhere."""
+        self.db = db
+        self.number = number
+        self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
+        self.island_ns = 0
+        self._store = store
+        self._written = _Written(is_written)
+        self._nameless = nameless
+        self._recent = Recent()
+        self._asked: deque[_Question] = deque()
+        self._reading = 0
+        self._to_tell = trio.Event()
+        self._went = trio.Event()
+        self._reverted: dict[Key, int] = {}
+        self._reverts = 0
+
+    @property
+    def island(self) -> bool:
+        """Whether the store does not answer."""
+        return self.island_ns != 0
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    async def fresh_name(self, parent: int, name: bytes) -> None:
+        """The rows of a name, and of what it leads to, are as the store has them."""
+        await self._fresh(reading.of_name(self.db, parent, name))
+
+    async def fresh_names(self, names: Iterable[Name]) -> None:
+        """The same for several, their directories included."""
+        keys: list[Key] = []
+        for parent, name in names:
+            keys += [*reading.of_inode(self.db, parent), *reading.of_name(self.db, parent, name)]
+        await self._fresh(list(dict.fromkeys(keys)))
+
+    async def fresh_inode(self, inode: int) -> None:
+        """The rows of an inode are as the store has them."""
+        await self._fresh(reading.of_inode(self.db, inode))
+
+    async def fresh_directory(self, inode: int, at_most: int | None = None) -> None:
+        """The names in a directory, and inodes of which nothing was known; `at_most`: only the first few."""
+        after: bytes | None = b""
+        while after is not None and not self.island:
+            items = at_most or limits.ETCD_PAGE_ITEMS
+            found = await self._read([reading.page(inode, after, items)])
+            if found is None:
+                return
+            told, after = reading.of_page(self.db, inode, after, items, found)
+            keys = reading.unknown(self.db, reading.lacking(self.db, told))
+            self._apply({**told, **await self._told(keys)})
+            if at_most:
+                return
+
+    async def fresh_ancestors(self, inode: int) -> None:
+        """Where a directory lies: it, and every directory above."""
+        passed: set[int] = set()
+        while inode and inode not in passed:
+            passed.add(inode)
+            await self._fresh(reading.above(self.db, inode)[0])
+            inode = reading.above(self.db, inode)[1]
+
+    async def _fresh(self, keys: list[Key]) -> None:
+        told = await self._told(keys)
+        while told and (more := reading.lacking(self.db, told)):
+            found = await self._told(more)
+            if not found:
+                return
+            told.update(found)
+        self._apply(told)
+
+    async def _told(self, keys: list[Key]) -> dict[Key, Told]:
+        """What the store says of these; nothing when it does not answer."""
+        if not keys:
+            return {}
+        found = await self._read(reading.gets(keys))
+        return {} if found is None else reading.answers(keys, found)
+
+    def _apply(self, told: dict[Key, Told]) -> None:
+        nameless = applying.take_over(self.db, told, self._recent, self._written)
+        if nameless:
+            self._nameless(nameless)
+
+    async def _read(self, gets: list[Get]) -> Outcome | None:
+        """Ask, together with whoever asks now; None when the store does not answer."""
+        if self.island:
+            return None
+        question = _Question(gets)
+        self._asked.append(question)
+        if self._reading < limits.SHARED_READS_MAX:
+            self._reading += 1
+            try:
+                await self._ask()
+            finally:
+                self._reading -= 1
+                self._hand_over()
+        await question.done.wait()
+        return question.answer
+
+    def _hand_over(self) -> None:
+        """Somebody whose question still waits asks for all."""
+        if self._asked and self._reading < limits.SHARED_READS_MAX:
+            self._reading += 1
+            trio.lowlevel.spawn_system_task(self._ask_on, name="shared reads")
+
+    async def _ask_on(self) -> None:
+        try:
+            await self._ask()
+        finally:
+            self._reading -= 1
+            self._hand_over()
+
+    async def _ask(self) -> None:
+        questions: list[_Question] = []
+        count = 0
+        while self._asked and (not questions or count + len(self._asked[0].gets) <= limits.ETCD_OPERATIONS_MAX):
+            questions.append(self._asked.popleft())
+            count += len(questions[-1].gets)
+        if not questions or self.island:
+            for question in questions:
+                question.done.set()
+            return
+        gets = [get for question in questions for get in question.gets]
+        try:
+            self.counts["reads"] += 1
+            found = await _answer(self._store.read_soon(gets))
+            start = 0
+            for question in questions:
+                end = start + len(question.gets)
+                question.answer = Outcome(True, found.revision, found.results[start:end])
+                start = end
+        except CkptfsError as failure:
+            self._failed(failure)
+        finally:
+            for question in questions:
+                question.done.set()
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def touched(self) -> None:
+        """Something was changed that others must learn; in the trio thread."""
+        self._to_tell.set()
+
+    async def published(self, names: Iterable[Name] = ()) -> bool:
+        """Everything that was changed up to now is in the store, or this node is an island. False: these names were taken back."""
+        reverts = self._reverts
+        last = touching.last(self.db)
+        self._to_tell.set()
+        while not self.island and touching.waiting(self.db, last):
+            await self._went.wait()
+        return not any(self._reverted.get(Key(NAME, parent, name), 0) > reverts for parent, name in names)
+
+    async def agreed(
+        self,
+        act: Callable[[], Awaitable[T]],
+        fresh: Callable[[], Awaitable[None]],
+        names: Iterable[Name] = (),
+        undo: Callable[[T], None] = lambda _: None,
+    ) -> T:
+        """Do `act` and have it in the store; again on what is true now (`fresh`) when it failed on what was known, or another was faster.
+
+        `undo` is told what came of an act that was taken back.
+        """
+        is_fresh = False
+        for _ in range(limits.SHARED_TRIES_MAX):
+            try:
+                result = await act()
+            except (OSError, CkptfsError):
+                if is_fresh or self.island:
+                    raise
+                await fresh()
+                is_fresh = True
+                continue
+            if await self.published(names):
+                return result
+            undo(result)
+            await fresh()
+            is_fresh = True
+        raise refused(errno.EAGAIN)
+
+    async def run(self) -> None:
+        """The task: tell what is touched, one transaction after the other; on an island, look for the store."""
+        while True:
+            if self.island:
+                await self._probe()
+                continue
+            self._to_tell = trio.Event()
+            if touching.last(self.db):
+                await self._tell()
+                continue
+            with trio.move_on_after(limits.WANT_LOOK_S):
+                await self._to_tell.wait()
+
+    async def _tell(self) -> None:
+        """One batch."""
+        await trio.lowlevel.checkpoint()
+        made = batch.build(self.db, self.number)
+        if made is None:
+            return
+        try:
+            if not made.changed:
+                self._note(outcome.passed(self.db, made, 0, self._recent))
+                return
+            self.counts["commits"] += 1
+            came = await _answer(self._store.commit_soon(made.compares(), made.changes(), made.otherwise()))
+            if came.succeeded:
+                self._note(outcome.passed(self.db, made, came.revision, self._recent))
+            else:
+                self.counts["conflicts"] += 1
+                self._note(outcome.refused(self.db, made, came, self._recent))
+        except CkptfsError as failure:
+            self._failed(failure)
+        finally:
+            self._went.set()
+            self._went = trio.Event()
+
+    def _note(self, result: outcome.Result) -> None:
+        if result.reverted:
+            self._reverts += 1
+            self._reverted = {key: at for key, at in self._reverted.items() if at > self._reverts - limits.SHARED_TRIES_MAX}
+            self._reverted.update(dict.fromkeys(result.reverted, self._reverts))
+        if result.nameless:
+            self._nameless(result.nameless)
+
+    # --- without the store --------------------------------------------------------------------------------------------
+
+    def _failed(self, failure: CkptfsError) -> None:
+        if not self.island:
+            self.island_ns = time.time_ns()
+            log.warning("the store of the cluster does not answer (%s): going on alone with what is known here", failure)
+        if not isinstance(failure, Unreachable):
+            log.error("the store of the cluster refused: %s", failure)
+        self._to_tell.set()
+        self._went.set()
+        self._went = trio.Event()
+
+    async def _probe(self) -> None:
+        """Look whether the store is back."""
+        await trio.sleep(limits.ISLAND_PROBE_S)
+        try:
+            await _answer(self._store.read_soon([Get(b"w/")], timeout_s=limits.ISLAND_PROBE_WAIT_S))
+        except CkptfsError:
+            return
+        log.info("the store of the cluster answers again")
+        self.island_ns = 0
+
+
+class _Question:
+    """What somebody wants to read."""
+
+    def __init__(self, gets: list[Get]) -> None:
+        self.gets = gets
+        self.done = trio.Event()
+        self.answer: Outcome | None = None
+
+
+class _Written(Container[int]):
+    """The inodes that are open for writing here."""
+
+    def __init__(self, is_written: Callable[[int], bool]) -> None:
+        self._is_written = is_written
+
+    def __contains__(self, inode: object) -> bool:
+        return isinstance(inode, int) and self._is_written(inode)
+
+
+async def _answer(future: "Future[Outcome]") -> Outcome:
+    """What a future of the store brings, without holding up anybody."""
+    if not future.done():
+        token = trio.lowlevel.current_trio_token()
+        done = trio.Event()
+
+        def wake(_: object) -> None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(done.set)
+
+        future.add_done_callback(wake)
+        await done.wait()
+    else:
+        await trio.lowlevel.checkpoint()
+    return future.result()
