@@ -1,17 +1,16 @@
-"""Who belongs to the cluster: `Node` and `World`, a node's number for ever, and its record while it lives.
+"""Who belongs to the cluster: `Node`, `World`, and the records `n/<number>` by which living nodes know one another.
 
-A number is given once to each catalog, by a transaction, under the node's name; it is in the upper bits of every id that the node makes.
-So a node whose catalog was lost gets another number: it must not make the ids of its former life again. The record `n/<number>` is
-under a lease, which is what being alive means to the others. Two catalogs under one name are refused while the first one lives.
-If we die here: a number that was taken and not kept is given to nobody else; the next start finds it under the node's name.
+A record is under its node's lease, which is what being alive means to the others. Nothing here changes anything.
+If we die here: nothing was changed.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any, Protocol
 
 from ckptfs import limits
+from ckptfs.catalog.store import Get, Store, prefix_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,49 @@ def world(nodes: Iterable[Node]) -> World:
     return World(tuple(nodes))
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One World followed by another. `returned`: nodes that live in both, and were started anew meanwhile."""
+
+    before: World
+    after: World
+
+    @property
+    def died(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.before.nodes if node.number not in self.after)
+
+    @property
+    def joined(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.after.nodes if node.number not in self.before)
+
+    @property
+    def returned(self) -> tuple[Node, ...]:
+        both = (node for node in self.after.nodes if node.number in self.before)
+        return tuple(node for node in both if node.incarnation != self.before.by_number[node.number].incarnation)
+
+
+class Membership(Protocol):
+    """What the flows see of the cluster. Any thread may ask."""
+
+    number: int
+    """This node's."""
+
+    @property
+    def world(self) -> World:
+        """The newest that is known; while the store does not answer, the last one. This node always lives."""
+
+    @property
+    def in_touch(self) -> bool:
+        """Whether the store answers: what should be decided once in the cluster waits until it does."""
+
+    def subscribe(self, told: Callable[[Change], None]) -> None:
+        """Call `told` after each change, in the mover's trio thread; it must not block."""
+
+
 # --- records ---------------------------------------------------------------------------------------------------------
 
 NODES = b"n/"
+NODES_END = prefix_end(NODES)
 
 
 def node_key(number: int) -> bytes:
@@ -67,19 +106,30 @@ def node_key(number: int) -> bytes:
     return NODES + b"%08x" % number
 
 
+def read_nodes(store: Store) -> tuple[list[Node], int]:
+    """(everybody who has a record, the revision at which that was so). Raises Compacted: begin again."""
+    nodes: list[Node] = []
+    revision, key = 0, NODES
+    while True:
+        outcome = store.read([Get(key, NODES_END, limit=limits.ETCD_PAGE_ITEMS, revision=revision)])
+        revision = revision or outcome.revision
+        items = outcome.results[0]
+        nodes += (node for item in items if (node := from_value(item.value)) is not None)
+        if len(items) < limits.ETCD_PAGE_ITEMS:
+            return nodes, revision
+        key = items[-1].key + b"\0"
+
+
 def to_value(node: Node) -> bytes:
-    """A record, as it is stored."""
-    return json.dumps(asdict(node), separators=(",", ":")).encode()
+    """A record, as it is stored. Every node reads every record, so it is short: fields have no names."""
+    return json.dumps(astuple(node), separators=(",", ":")).encode()
 
 
 def from_value(value: bytes) -> Node | None:
     """The node of a record; None for what is none, which a newer or broken node may have written."""
     try:
-        found = json.loads(value)
-        node = Node(
-            number=int(found["number"]), name=str(found["name"]), address=str(found["address"]), rank=int(found["rank"]),
-            domain=str(found["domain"]), capacity_bytes=int(found["capacity_bytes"]), incarnation=str(found["incarnation"]),
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError):
+        number, name, address, rank, domain, capacity_bytes, incarnation, *_ = json.loads(value)
+        node = Node(int(number), str(name), str(address), int(rank), str(domain), int(capacity_bytes), str(incarnation))
+    except (ValueError, TypeError):
         return None
     return node if 0 < node.number <= limits.NODE_NUMBER_MAX else None

@@ -1,0 +1,108 @@
+"""How a catalog becomes a node of a cluster: it is given a number, once and for ever, under the node's name.
+
+A number belongs to one catalog, because it is in the upper bits of every id that the node makes: a node whose catalog was lost gets another
+one, lest it makes the ids of its former life again. `number/<name>` says which catalog has the name, `taken/<number>` that the number is
+used. A name whose catalog lives cannot be taken by another one; of one that died a moment ago, the lease is waited for.
+Numbers are guessed in a range that doubles, so that ten thousand nodes that join at once do not wait in line for one counter.
+If we die here: the number is bound to the catalog in the store, and the next start finds it there.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptfs import limits
+from ckptfs.catalog.store import Compare, Get, Item, Put, Store, Target
+from ckptfs.clique.membership import Node, from_value, node_key
+from ckptfs.errors import Refused
+
+NAMES = b"number/"
+TAKEN = b"taken/"
+LOOK_S = 0.5
+GUESSES_MAX = 1000
+
+
+class NameTaken(Refused):
+    """Another daemon that lives has this node's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a name stands for: this number, and the catalog (its uuid) that has it."""
+
+    number: int
+    catalog: str
+
+    def value(self) -> bytes:
+        return json.dumps([self.number, self.catalog], separators=(",", ":")).encode()
+
+
+def name_key(name: str) -> bytes:
+    """Where it stands whose a name is."""
+    return NAMES + name.encode()
+
+
+def taken_key(number: int) -> bytes:
+    """Exists for every number that was ever given."""
+    return TAKEN + b"%08x" % number
+
+
+def join(
+    store: Store,
+    name: str,
+    catalog: str,
+    known: int = 0,
+    *,
+    dice: random.Random | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """The number of `catalog` (a uuid), which has the name `name` from now on; `known` is the one it has already, 0 for none.
+
+    Raises NameTaken while another catalog lives under that name, and Unreachable.
+    """
+    dice = dice or random.Random()
+    deadline_s = clock() + limits.NAME_WAIT_S
+    for attempt in range(GUESSES_MAX):
+        item, bound = _bound(store, name)
+        if bound is not None and bound.catalog == catalog:
+            return bound.number
+        while bound is not None and (living := _living(store, bound)) is not None:
+            if clock() >= deadline_s:
+                raise _taken(name, living)
+            sleep(LOOK_S)
+        number = known or dice.randint(1, min(1 << attempt, limits.NODE_NUMBER_MAX))
+        if _bind(store, name, item, Bound(number, catalog), known):
+            return number
+    raise Refused(f"no number could be found for the node {name}", remedy="start it again")
+
+
+def _bound(store: Store, name: str) -> tuple[Item | None, Bound | None]:
+    found = store.read([Get(name_key(name))]).results[0]
+    if not found:
+        return None, None
+    number, catalog = json.loads(found[0].value)
+    return found[0], Bound(int(number), str(catalog))
+
+
+def _living(store: Store, bound: Bound) -> Node | None:
+    """Who lives under this number."""
+    found = store.read([Get(node_key(bound.number))]).results[0]
+    return from_value(found[0].value) if found else None
+
+
+def _bind(store: Store, name: str, was: Item | None, bound: Bound, known: int) -> bool:
+    """Give the name and the number to the catalog, if nobody was faster."""
+    compares = [Compare(name_key(name), Target.MOD, "=", was.mod_revision if was is not None else 0)]
+    if not known:
+        compares.append(Compare(taken_key(bound.number), Target.VERSION, "=", 0))
+    return store.commit(compares, [Put(name_key(name), bound.value()), Put(taken_key(bound.number), name.encode())]).succeeded
+
+
+def _taken(name: str, living: Node) -> NameTaken:
+    return NameTaken(
+        f"another daemon is in the cluster as node {name}, at {living.address}",
+        remedy="give node=ANOTHER-NAME; two mounts of one machine are two nodes",
+    )

@@ -1,0 +1,259 @@
+"""Joining, living and claiming, on a real etcd and on the tests' memory store alike (P9, P11)."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from daemon_under_test import eventually
+from etcd_server import start_etcd
+from memory_store import MemoryEtcd, MemoryStore
+
+from ckptfs import limits
+from ckptfs.catalog.etcd import EtcdStore
+from ckptfs.catalog.store import Get, Put, Store
+from ckptfs.clique.claims import Claim, Claims
+from ckptfs.clique.joining import NameTaken, join, name_key
+from ckptfs.clique.membership import Node, node_key, read_nodes
+from ckptfs.clique.presence import Presence
+from ckptfs.errors import Unreachable
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore()
+        return
+    etcd = start_etcd(tmp_path)
+    made = EtcdStore(etcd.addresses, "one")
+    try:
+        yield made
+    finally:
+        made.close()
+        etcd.stop()
+
+
+class Time:
+    """A clock that only waiting moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def joined(store: Store, name: str, catalog: str, known: int = 0, time: Time | None = None) -> int:
+    time = time or Time()
+    return join(store, name, catalog, known, dice=random.Random(name + catalog), clock=time, sleep=time.sleep)
+
+
+def presence(store: Store, name: str, catalog: str, *, start: int = 1) -> Presence:
+    """A node that has joined; it lives from its first beat on."""
+    number = joined(store, name, catalog)
+    return Presence(store, Node(number, name, "a:1", number, name, 0, f"{catalog}.{start}"), catalog)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_catalog_keeps_its_number_and_no_two_have_one(store: Store) -> None:
+    numbers = {name: joined(store, name, f"catalog of {name}") for name in "abcdefgh"}
+    assert len(set(numbers.values())) == 8 and min(numbers.values()) > 0
+    for name, number in numbers.items():
+        assert joined(store, name, f"catalog of {name}") == number
+    assert max(numbers.values()) <= 1 << 12
+
+
+def test_nodes_that_join_at_once_get_different_numbers(store: Store) -> None:
+    with ThreadPoolExecutor(24) as threads:
+        numbers = list(threads.map(lambda name: joined(store, f"n{name}", f"c{name}"), range(24)))
+    assert len(set(numbers)) == 24
+
+
+def test_daemons_with_one_name_that_start_at_once_are_one_node(store: Store) -> None:
+    """P11: the name is the one's or the other's, and only that one can live."""
+    with ThreadPoolExecutor(4) as threads:
+        numbers = list(threads.map(lambda catalog: joined(store, "same", f"c{catalog}"), range(4)))
+    assert len(set(numbers)) == 4
+    lives = []
+    for catalog, number in enumerate(numbers):
+        one = Presence(store, Node(number, "same", "a:1", number, "same"), f"c{catalog}")
+        try:
+            lives.append(one.beat())
+        except NameTaken as refused:
+            assert "has joined the cluster as node same" in str(refused) and "give node=" in refused.remedy
+            assert not one.lease
+    assert lives == [True]
+
+
+def test_a_node_that_lost_its_catalog_gets_another_number(store: Store) -> None:
+    """The ids that its former life made stay unique."""
+    first = joined(store, "n", "before")
+    assert joined(store, "n", "after") not in (0, first)
+
+
+def test_a_node_whose_name_another_one_had_meanwhile_keeps_its_number(store: Store) -> None:
+    first = joined(store, "n", "ours")
+    joined(store, "n", "theirs")
+    assert joined(store, "n", "ours", known=first) == first
+
+
+def test_a_name_whose_daemon_lives_is_refused(store: Store) -> None:
+    """P11: with the address of who has it and what to do."""
+    assert presence(store, "n", "one").beat()
+    time = Time()
+    with pytest.raises(NameTaken, match="another daemon is in the cluster as node n, at a:1") as refused:
+        joined(store, "n", "other", time=time)
+    assert "node=ANOTHER-NAME" in refused.value.remedy
+    assert time.now_s >= 1000 + limits.NAME_WAIT_S
+    assert joined(store, "n", "one") == joined(store, "n", "one")
+
+
+def test_a_name_whose_daemon_died_is_free_when_its_lease_is_over(store: Store) -> None:
+    dead = presence(store, "n", "one")
+    dead.beat()
+    time = Time()
+    asked = []
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        asked.append(seconds)
+        if len(asked) == 3:
+            store.revoke(dead.lease)
+
+    assert join(store, "n", "other", clock=time, sleep=sleep) != dead.node.number
+
+
+# --- living ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_seen_by_all_and_goes_with_its_lease(store: Store) -> None:
+    one = presence(store, "n1", "c1")
+    assert one.beat() and not one.beat() and one.lease
+    nodes, revision = read_nodes(store)
+    assert nodes == [one.node] and revision > 0
+    store.revoke(one.lease)
+    assert read_nodes(store)[0] == []
+    assert one.beat() and read_nodes(store)[0] == [one.node]
+
+
+def test_many_records_are_read_page_by_page(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ETCD_PAGE_ITEMS", 3)
+    for count in range(8):
+        nodes, _ = read_nodes(store)
+        assert [node.name for node in sorted(nodes, key=lambda node: node.name)] == [f"n{number}" for number in range(count)]
+        presence(store, f"n{count}", f"c{count}").beat()
+
+
+def test_what_is_no_record_is_passed_over(store: Store) -> None:
+    one = presence(store, "n", "c")
+    one.beat()
+    for number, value in enumerate((b"", b"{}", b"[1]", b'[0,"n","a:1",0,"d",0,"i"]', b'["x","n","a:1",0,"d",0,"i"]', b"\xff"), start=1000):
+        store.commit((), [Put(node_key(number), value)])
+    assert read_nodes(store)[0] == [one.node]
+
+
+def test_a_restarted_daemon_takes_over_from_itself_at_once(store: Store) -> None:
+    former, now = presence(store, "n", "c", start=1), presence(store, "n", "c", start=2)
+    assert former.beat() and now.beat()
+    assert read_nodes(store)[0] == [now.node]
+    store.revoke(former.lease)
+    assert read_nodes(store)[0] == [now.node]
+
+
+def test_a_daemon_with_a_copy_of_the_catalog_is_noticed(store: Store) -> None:
+    first, second = presence(store, "n", "c", start=1), presence(store, "n", "c", start=2)
+    first.beat()
+    first.seen(first.node, store.read([Get(name_key("n"))]).revision)
+    assert first.lease
+    second.beat()
+    item = store.read([Get(node_key(second.node.number))]).results[0][0]
+    first.seen(second.node, item.mod_revision)
+    with pytest.raises(NameTaken, match="copy of the catalog"):
+        first.beat()
+    assert not first.lease
+
+
+def test_a_lease_is_believed_no_longer_than_it_holds() -> None:
+    time = Time()
+    store = MemoryStore(MemoryEtcd(time))
+    joined(store, "n", "c")
+    one = Presence(store, Node(joined(store, "n", "c"), "n", "a:1", 0, "n"), "c", time)
+    one.beat()
+    time.sleep(limits.NODE_LEASE_S - 1)
+    assert one.lease
+    store.reachable = False
+    with pytest.raises(Unreachable):
+        one.beat()
+    time.sleep(1)
+    assert not one.lease
+    store.reachable = True
+    assert one.beat() and one.lease
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+def claims_of(store: Store, count: int) -> list[tuple[Presence, Claims]]:
+    """So many nodes that live."""
+    made = [presence(store, f"n{number}", f"c{number}") for number in range(count)]
+    for one in made:
+        one.beat()
+    return [(one, Claims(store, one)) for one in made]
+
+
+def test_of_many_exactly_one_claims(store: Store) -> None:
+    """P9: who takes over what a dead node left."""
+    nodes = claims_of(store, 12)
+    for race in range(5):
+        with ThreadPoolExecutor(12) as threads:
+            taken = list(threads.map(lambda node, what=f"journal/{race}": node[1].take(what), nodes))
+        winners = [number for number, claim in enumerate(taken) if claim is not None]
+        assert len(winners) == 1
+        assert nodes[0][1].holder(f"journal/{race}") == nodes[winners[0]][0].node.number
+
+
+def test_a_claim_is_taken_again_by_its_holder_and_by_nobody_else(store: Store) -> None:
+    (_, ours), (_, theirs) = claims_of(store, 2)
+    claim = ours.take("x")
+    assert claim is not None and ours.take("x") == claim and ours.good(claim)
+    assert theirs.take("x") is None and theirs.take("y") is not None
+    ours.release(claim)
+    assert ours.holder("x") is None
+    again = theirs.take("x")
+    assert again is not None
+    ours.release(claim)
+    assert theirs.take("x") == again
+
+
+def test_a_claim_ends_with_its_node(store: Store) -> None:
+    (dead, ours), (_, theirs) = claims_of(store, 2)
+    claim = ours.take("x")
+    assert claim is not None
+    store.revoke(dead.lease)
+    assert eventually(lambda: theirs.take("x"), what="the claim is free") is not None
+    dead.beat()
+    assert not ours.good(claim) and ours.take("x") is None
+
+
+def test_what_only_the_claimer_may_change_is_guarded(store: Store) -> None:
+    (dead, ours), (_, theirs) = claims_of(store, 2)
+    claim = ours.take("x")
+    assert isinstance(claim, Claim) and store.commit([claim.guard()], [Put(b"done", b"1")]).succeeded
+    store.revoke(dead.lease)
+    assert theirs.take("x") is not None
+    assert not store.commit([claim.guard()], [Put(b"done", b"2")]).succeeded
+
+
+def test_without_a_lease_nothing_is_claimed(store: Store) -> None:
+    (one, ours), (_, theirs) = claims_of(store, 2)
+    lease = one.lease
+    store.revoke(lease)
+    assert ours.take("x") is None
+    assert theirs.take("x") is not None
+    assert Claims(store, presence(store, "new", "new")).take("y") is None
