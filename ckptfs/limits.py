@@ -83,6 +83,10 @@ NODE_RETURN_S = 15.0
 NAME_WAIT_S = 15.0
 # Joins and deaths that come within this time change the World once.
 WORLD_GATHER_S = 0.1
+# How often a node tells the figures of `ckptfs status --cluster`, if they have changed.
+FIGURES_INTERVAL_S = 5.0
+# Of more nodes that come or go at once only the first are named in the log.
+NODES_NAMED_MAX = 20
 PEER_LISTEN = "0.0.0.0:7420"
 PEER_SHARE = 0.5
 RANK_MAX = 2**31 - 1
@@ -100,6 +104,7 @@ PEER_SENDS_MAX = 3
 BLOCK_SOURCES_MAX = 16
 # A peer waits so long for a content that is closed here to be sealed.
 SEAL_SOON_MAX_S = 30.0
+SEAL_ASKED_S = 10.0
 
 # --- a shared catalog -------------------------------------------------------------------------------------------------
 # Ids are a node's number and so many bits of a counter of its own; together 63 bits.
@@ -152,7 +157,7 @@ ETCD_MESSAGE_BYTES_MAX = 4 * MIB
 ETCD_PAGE_ITEMS = 2000
 # etcd cuts a client off that probes an idle connection more often than every 5 s.
 ETCD_PROBE_S = 6.0
-ETCD_PROBE_WAIT_S = 1.0
+ETCD_PROBE_WAIT_S = 2.0
 
 # --- peers -----------------------------------------------------------------------------------------------------------
 # The blocks' digests of a content that travels: 4 TiB. Larger ones stay on their node and the PFS.

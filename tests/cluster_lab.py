@@ -7,9 +7,11 @@ If we die here: the next run finds /tmp/ckptfs-lab-PID-* of processes that have 
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +61,18 @@ class NodeUnderTest:
     def restart(self) -> None:
         """Unmounted in order and mounted again."""
         self._cluster.laboratory.restart_node(self.name)
+
+    def replace(self, role: str) -> None:
+        """SIGKILL its mount or mover process; returns when another one has taken its place."""
+
+        def pid() -> int:
+            with contextlib.suppress(OSError, ValueError):
+                return int(json.loads((self.state / "processes.json").read_text())[role]["pid"])
+            return 0
+
+        old = eventually(pid, what=f"a {role} process")
+        os.kill(old, signal.SIGKILL)
+        eventually(lambda: pid() not in (0, old), what=f"another {role} process")
 
     def cut(self) -> None:
         """It reaches nobody."""
@@ -144,14 +158,14 @@ class ClusterUnderTest:
 
     # --- what it shows ------------------------------------------------------------------------------------------------
 
-    def tree(self, root: Path) -> dict[str, bytes | None]:
-        """{relative path: bytes, or None for a directory} of everything below `root`, without ckptfs's own names."""
-        found: dict[str, bytes | None] = {}
+    def tree(self, root: Path) -> dict[str, bytes | int | None]:
+        """{relative path: bytes, None for a directory, or the errno of reading it} of all below `root`, without ckptfs's own names."""
+        found: dict[str, bytes | int | None] = {}
         for directory, directories, files in os.walk(root):
             directories[:] = sorted(name for name in directories if not name.startswith(".ckptfs"))
             where = Path(directory).relative_to(root)
             found |= {str(where / name): None for name in directories}
-            found |= {str(where / name): Path(directory, name).read_bytes() for name in files if not name.startswith(".ckptfs.")}
+            found |= {str(where / name): _bytes(Path(directory, name)) for name in files if not name.startswith(".ckptfs.")}
         return found
 
     def settle(self, timeout: float = WAIT_S) -> None:
@@ -173,6 +187,14 @@ class ClusterUnderTest:
     def tails(self) -> str:
         """The ends of the logs, for messages."""
         return "\n".join(f"--- {node.name}\n" + "\n".join(node.log.splitlines()[-LOG_LINES:]) for node in self.nodes)
+
+
+def _bytes(path: Path) -> bytes | int:
+    """What is in a file; the errno where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as failure:
+        return int(failure.errno or -1)
 
 
 def wait_for(path: Path, level: str, timeout: float = WAIT_S) -> None:

@@ -200,6 +200,25 @@ def lag(db: Database) -> tuple[int, int, float]:
     return int(files), int(size), 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
 
 
+def oldest_lacking(db: Database) -> int:
+    """When the oldest content was closed that still wants copies on other nodes, in ns since the epoch; 0: none does."""
+    return int(db.value("SELECT min(closed_ns) FROM content WHERE lacking = 1 AND state = 2 AND peer = 0") or 0)
+
+
+def held(db: Database) -> tuple[int, int]:
+    """(files, bytes) of other nodes' contents of which a verified copy lies here."""
+    files, size = db.row(
+        "SELECT count(*), coalesce(sum(size), 0) FROM content k WHERE k.peer = 1 AND k.state = 2"
+        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
+    ) or (0, 0)
+    return int(files), int(size)
+
+
+def known(db: Database) -> list[tuple[int, str, str, bool]]:
+    """(number, name, failure domain, whether it lived when that was last known) of every node that was ever seen."""
+    return [(number, name, domain, bool(alive)) for number, name, domain, alive in db.rows("SELECT number, name, domain, alive FROM peer")]
+
+
 # --- contents of others ----------------------------------------------------------------------------------------------
 
 
@@ -270,6 +289,21 @@ def arrived(db: Database, heard: Heard, number: int, tier: Tier) -> bool:
             "INSERT OR REPLACE INTO copy (content, tier, state, verified_ns, used_ns) VALUES (?, ?, 1, ?, ?)",
             heard.content, tier, now, now,
         )  # fmt: skip
+        return True
+
+
+def came(db: Database, seen: Content, tier: Tier, blocks: bytes) -> bool:
+    """A copy that was announced in `tier` came from other nodes and is right. False, and nothing changed, when the content has moved on."""
+    with db.change():
+        if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change):
+            return False
+        now = time.time_ns()
+        if not db.run("UPDATE copy SET state = 1, verified_ns = ?1, used_ns = ?1 WHERE content = ?2 AND tier = ?3 AND state = 0",
+                      now, seen.id, tier):  # fmt: skip
+            return False
+        db.run(
+            "UPDATE content SET blocks = coalesce(blocks, ?), told = CASE WHEN peer = 1 THEN 2 ELSE told END WHERE id = ?", blocks, seen.id
+        )
         return True
 
 

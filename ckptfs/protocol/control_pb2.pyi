@@ -256,3 +256,57 @@ class RefreshReply(_message.Message):
     DIRECTORIES_FIELD_NUMBER: _ClassVar[int]
     directories: int
     def __init__(self, directories: _Optional[int] = ...) -> None: ...
+
+class ClusterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Cluster(_message.Message):
+    __slots__ = ("name", "node", "number", "etcd", "island", "replication_factor", "members")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ETCD_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    REPLICATION_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    node: str
+    number: int
+    etcd: str
+    island: bool
+    replication_factor: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., etcd: _Optional[str] = ..., island: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("name", "number", "alive", "address", "rank", "domain", "capacity_bytes", "peers", "told", "behind_files", "behind_bytes", "lag_s", "held_files", "held_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FILES_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    HELD_FILES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    number: int
+    alive: bool
+    address: str
+    rank: int
+    domain: str
+    capacity_bytes: int
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    told: bool
+    behind_files: int
+    behind_bytes: int
+    lag_s: float
+    held_files: int
+    held_bytes: int
+    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., alive: _Optional[bool] = ..., address: _Optional[str] = ..., rank: _Optional[int] = ..., domain: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., told: _Optional[bool] = ..., behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...

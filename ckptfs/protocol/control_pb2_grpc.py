@@ -40,6 +40,11 @@ class QuestionsStub:
                 request_serializer=control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=control__pb2.Status.FromString,
                 _registered_method=True)
+        self.GetCluster = channel.unary_unary(
+                '/ckptfs.control.Questions/GetCluster',
+                request_serializer=control__pb2.ClusterRequest.SerializeToString,
+                response_deserializer=control__pb2.Cluster.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/ckptfs.control.Questions/List',
                 request_serializer=control__pb2.ListRequest.SerializeToString,
@@ -57,6 +62,12 @@ class QuestionsServicer:
     """
 
     def GetStatus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCluster(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,6 +92,11 @@ def add_QuestionsServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=control__pb2.StatusRequest.FromString,
                     response_serializer=control__pb2.Status.SerializeToString,
+            ),
+            'GetCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCluster,
+                    request_deserializer=control__pb2.ClusterRequest.FromString,
+                    response_serializer=control__pb2.Cluster.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -121,6 +137,33 @@ class Questions:
             '/ckptfs.control.Questions/GetStatus',
             control__pb2.StatusRequest.SerializeToString,
             control__pb2.Status.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptfs.control.Questions/GetCluster',
+            control__pb2.ClusterRequest.SerializeToString,
+            control__pb2.Cluster.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,11 @@ class Client:
         answer: pb.Status = self._call(self._questions().GetStatus, pb.StatusRequest())
         return answer
 
+    def cluster(self) -> pb.Cluster:
+        """All nodes of the cluster to which the mount belongs. Raises Usage when there is none."""
+        answer: pb.Cluster = self._call(self._questions().GetCluster, pb.ClusterRequest())
+        return answer
+
     def records(self, inodes: Iterable[int]) -> list[pb.Record]:
         """What is known of each inode, in order."""
         numbers = list(inodes)

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-STYLES = {"ok": "green", "normal": "green", "good": "green", "degraded": "yellow", "suspect": "yellow", "down": "red", "bad": "red"}
+STYLES = {
+    "ok": "green", "normal": "green", "good": "green", "alive": "green", "degraded": "yellow", "suspect": "yellow", "down": "red",
+    "bad": "red", "dead": "red",
+}  # fmt: skip
 
 
 def size(count: float) -> str:
@@ -118,6 +121,29 @@ def status(answer: "pb.Status") -> "RenderableType":
         troubles.append(f"[yellow]trouble[/] {_shown(where)}: {escape(trouble.what)}{escape(remedy)} (for {duration(trouble.age_s)})")
     tables = (Padding(_tiers(answer), (1, 2), expand=False), Padding(_processes(answer), (0, 2, 1, 2), expand=False))
     return Group("\n".join(lines), *tables, *troubles)
+
+
+def cluster(answer: "pb.Cluster") -> "RenderableType":
+    """All nodes of a cluster."""
+    from rich.console import Group
+    from rich.markup import escape
+
+    living = sum(member.alive for member in answer.members)
+    head = (
+        f"[bold]{escape(answer.name)}[/]: {living} of {counted(len(answer.members), 'node')}, {answer.replication_factor} copies,"
+        f" etcd {escape(answer.etcd)}   (as {escape(answer.node)} sees it)"
+    )
+    table = grid("node", "number>", "state", "rank>", "domain", "address", "copies go to", "behind", "oldest>", "holds for others")
+    for member in answer.members:
+        behind = f"{counted(member.behind_files, 'file')} ({size(member.behind_bytes)})" if member.behind_files else "nothing"
+        held = f"{counted(member.held_files, 'file')} ({size(member.held_bytes)})"
+        figures = (behind, duration(member.lag_s) if member.behind_files else "-", held)
+        table.add_row(
+            escape(member.name), str(member.number), _styled("alive" if member.alive else "dead"), str(member.rank), escape(member.domain),
+            escape(member.address), escape(", ".join(member.peers) or "nobody"), *(figures if member.told else ("unknown", "-", "unknown")),
+        )  # fmt: skip
+    island = "[yellow]island[/]: etcd does not answer this node; it shows what it knew last, and publishes its changes when etcd returns"
+    return Group(head, *([island] if answer.island else []), "", table)
 
 
 def grid(*columns: str) -> Any:

@@ -19,6 +19,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
+from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_orders import Orders
 from ckptfs_daemon.control_questions import Questions
 
@@ -45,7 +46,9 @@ class _Carried(Protocol):
     def config(self) -> Config: ...
 
 
-async def serve(inherited: _Carried, db: Database, places: Places, lanes: Lanes) -> None:
+async def serve(
+    inherited: _Carried, db: Database, places: Places, lanes: Lanes, cluster: ClusterFigures | None = None
+) -> None:  # fmt: skip
     """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again."""
     token = trio.lowlevel.current_trio_token()
 
@@ -53,7 +56,7 @@ async def serve(inherited: _Carried, db: Database, places: Places, lanes: Lanes)
         trio.from_thread.run_sync(lanes.hurry, trio_token=token)
 
     config = inherited.config
-    questions, orders = Questions(config, db, places), Orders(config, db, places, hurry)
+    questions, orders = Questions(config, db, places, cluster), Orders(config, db, places, hurry)
     while True:
         try:
             await _serve_until_gone(config.name, questions, orders)

@@ -24,6 +24,7 @@ from ckptfs.model import ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
+from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
 from ckptfs_daemon.control_waits import Waiting
@@ -36,9 +37,10 @@ KEEPALIVE_S = 2.0
 class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
     """The service `Questions`."""
 
-    def __init__(self, config: Config, db: Database, places: Places) -> None:
+    def __init__(self, config: Config, db: Database, places: Places, cluster: ClusterFigures | None = None) -> None:
         self._config = config
         self._db = db
+        self._cluster = cluster
         self._figures = Figures(config, db, places)
         self._waits = threading.BoundedSemaphore(limits.CONTROL_WAITS_MAX)
 
@@ -46,6 +48,13 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
     def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:
         """The figures of the whole mount."""
         return self._figures.status()
+
+    @translated
+    def GetCluster(self, request: pb.ClusterRequest, context: grpc.ServicerContext) -> pb.Cluster:
+        """All nodes of the cluster."""
+        if self._cluster is None:
+            raise Refused("this mount belongs to no cluster", remedy="mount it with cluster=NAME and etcd=HOST:PORT")
+        return self._cluster.described()
 
     @translated
     def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:

@@ -1,0 +1,97 @@
+"""`ckptfs status --cluster`: the nodes as the shared store has them, and what is said when it does not answer."""
+
+from pathlib import Path
+
+import pytest
+from ckptfs_client import show
+from ckptfs_client.failures import Usage
+from ckptfs_daemon import cluster_figures
+from ckptfs_daemon.cluster_figures import ClusterFigures
+from control_served import serving
+from local_node import Node
+from memory_store import MemoryStore
+
+from ckptfs.catalog import holding, identity
+from ckptfs.catalog.holding import Known
+from ckptfs.catalog.store import Get, Put
+from ckptfs.clique import membership
+
+NAMES = ("node1", "node2", "node3")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    found = Node(tmp_path)
+    found.configure(cluster="c", etcd=("a:1",), node="node1", replication_factor=2)
+    identity.take_number(found.db, 1)
+    return found
+
+
+@pytest.fixture
+def store(node: Node) -> MemoryStore:
+    """Two of three nodes live; the second has told its figures."""
+    made = MemoryStore()
+    nodes = [membership.Node(number, name, f"{name}:1", number - 1, name, 5000) for number, name in enumerate(NAMES, 1)]
+    holding.set_world(node.db, 1, 2, [Known(one.number, one.name, one.domain) for one in nodes])
+    puts = [Put(membership.node_key(one.number), membership.to_value(one)) for one in nodes[:2]]
+    made.commit([], [*puts, Put(cluster_figures.figures_key(2), cluster_figures.told(node.db))])
+    return made
+
+
+def test_who_lives_and_where_copies_go(node: Node, store: MemoryStore) -> None:
+    """N1, N4."""
+    found = ClusterFigures(node.config, node.db, store).described()
+    assert (found.name, found.node, found.number, found.island, found.replication_factor) == ("c", "node1", 1, False, 2)
+    members = [(one.name, one.alive, list(one.peers), one.told) for one in found.members]
+    assert members == [("node1", True, ["node2"], False), ("node2", True, ["node1"], True), ("node3", False, [], False)]
+    text = "\n".join(str(part) for part in show.cluster(found).renderables[:1])  # type: ignore[attr-defined]
+    assert "2 of 3 nodes" in text
+
+
+def test_figures_are_those_of_the_catalog(node: Node, store: MemoryStore) -> None:
+    """N4: what still waits for its copies."""
+    content = node.make(b"file", b"x" * 1000)
+    with serving(node) as served:
+        served.seal()
+    holding.lacks(node.db, [content])
+    store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.told(node.db))])
+    first = ClusterFigures(node.config, node.db, store).described().members[0]
+    assert (first.behind_files, first.behind_bytes, first.held_files) == (1, 1000, 0)
+    assert first.lag_s > 0
+
+
+def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> None:
+    """P1."""
+    store.reachable = False
+    found = ClusterFigures(node.config, node.db, store).described()
+    assert found.island
+    assert [(one.name, one.alive) for one in found.members] == [(name, True) for name in NAMES]
+
+
+@pytest.mark.parametrize("garbage", [b"", b"[]", b'{"oldest_ns": "x"}', b"\xff"])
+def test_broken_records_are_passed_over(node: Node, store: MemoryStore, garbage: bytes) -> None:
+    """P11."""
+    store.commit([], [Put(cluster_figures.figures_key(2), garbage), Put(membership.node_key(7), garbage)])
+    found = ClusterFigures(node.config, node.db, store).described()
+    assert [(one.name, one.told) for one in found.members if one.alive] == [("node1", False), ("node2", False)]
+
+
+def test_a_mount_without_a_cluster_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P11."""
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    with serving(Node(tmp_path)) as served, pytest.raises(Usage, match="belongs to no cluster"):
+        served.client.cluster()
+
+
+def test_figures_are_told_when_they_change_or_the_lease_does(node: Node, store: MemoryStore) -> None:
+    """The store hears nothing while nothing changes."""
+    key = cluster_figures.figures_key(1)
+    told = cluster_figures._tell_once(node.db, store, key, 0, None)
+    assert told is None and not store.read([Get(key)]).results[0]
+    lease = store.grant(10)
+    told = cluster_figures._tell_once(node.db, store, key, lease, told)
+    revision = store.read([Get(key)]).results[0][0].mod_revision
+    told = cluster_figures._tell_once(node.db, store, key, lease, told)
+    assert store.read([Get(key)]).results[0][0].mod_revision == revision
+    cluster_figures._tell_once(node.db, store, key, store.grant(10), told)
+    assert store.read([Get(key)]).results[0][0].mod_revision > revision
