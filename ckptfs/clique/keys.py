@@ -1,0 +1,228 @@
+"""Owns the keys of a cluster: its own CA, and a certificate for each node that names the node (CN) and the cluster (O).
+
+A certificate also carries one DNS name that only this node of this cluster has (`target_name`): whoever connects demands it, so that TLS
+itself refuses the wrong node and the wrong cluster. Private keys have mode 0600; nothing is ever overwritten.
+If we die here: what was written stays, and the next run names it; files appear whole or not at all.
+"""
+
+import datetime
+import functools
+import hashlib
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptfs.errors import ConfigError, Refused
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+CA_CERTIFICATE, CA_KEY = "ca.pem", "ca.key"
+NODE_CERTIFICATE, NODE_KEY = "node.pem", "node.key"
+CA_DAYS, NODE_DAYS = 3650, 1825
+SKEW = datetime.timedelta(days=1)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a node shows to its peers and judges them by; PEM. `expires` is when the first of its certificates does."""
+
+    node: str
+    cluster: str
+    ca: bytes
+    certificate: bytes
+    key: bytes
+    expires: datetime.datetime
+
+
+def target_name(cluster: str, node: str) -> str:
+    """The DNS name in the certificate of this node of this cluster, and of no other."""
+    return f"n-{hashlib.sha256(f'{cluster}/{node}'.encode()).hexdigest()[:40]}.ckptfs"
+
+
+def init(directory: Path, cluster: str) -> None:
+    """Make the CA of `cluster` in `directory`. Raises Refused when there is one."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    _demand_name(cluster, "cluster")
+    _demand_absent(directory / CA_CERTIFICATE, directory / CA_KEY)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name(cluster, f"{cluster} CA")
+    certificate = _builder(name, name, key, CA_DAYS, authority=True).sign(key, _hash())
+    _write(directory / CA_KEY, _key_pem(key), 0o600)
+    _write(directory / CA_CERTIFICATE, _pem(certificate), 0o644)
+
+
+def issue(directory: Path, node: str, addresses: Sequence[str] = ()) -> Path:
+    """Make DIRECTORY/NODE with all that the node `node` needs; `addresses` are hosts that its certificate names too."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    _demand_name(node, "node")
+    try:
+        ca = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
+        ca_key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), None)
+    except FileNotFoundError as failure:
+        raise Refused(f"{directory} has no keys of a cluster", remedy="ckptfs keys init makes them") from failure
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    target = directory / node
+    _demand_absent(*(target / name for name in (CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY)))
+    key = ec.generate_private_key(ec.SECP256R1())
+    cluster = _organization(ca)
+    names = x509.SubjectAlternativeName([x509.DNSName(target_name(cluster, node)), *map(_address, addresses)])
+    builder = _builder(_name(cluster, node), ca.subject, key, NODE_DAYS, authority=False).add_extension(names, critical=False)
+    certificate = builder.sign(ca_key, _hash())
+    target.mkdir(mode=0o700, exist_ok=True)
+    _write(target / NODE_KEY, _key_pem(key), 0o600)
+    _write(target / CA_CERTIFICATE, _pem(ca), 0o644)
+    _write(target / NODE_CERTIFICATE, _pem(certificate), 0o644)
+    return target
+
+
+def load(directory: Path) -> Identity:
+    """What `issue` made, as it lies on a node. Raises ConfigError, which names what is wrong."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        ca, certificate, key = ((directory / name).read_bytes() for name in (CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY))
+    except OSError as failure:
+        raise ConfigError(f"the keys cannot be read: {failure}", remedy="ckptfs keys issue makes a node's directory") from failure
+    if os.stat(directory / NODE_KEY).st_mode & 0o077:
+        raise ConfigError(f"{directory / NODE_KEY} is open to others", remedy=f"chmod 600 {directory / NODE_KEY}")
+    try:
+        parsed, authority = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_certificate(ca)
+        parsed.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature) as failure:
+        raise ConfigError(f"{directory / NODE_CERTIFICATE} is no certificate of the CA in {directory / CA_CERTIFICATE}") from failure
+    expires = min(parsed.not_valid_after_utc, authority.not_valid_after_utc)
+    if expires <= datetime.datetime.now(datetime.UTC):
+        raise ConfigError(f"the certificate in {directory} expired on {expires:%Y-%m-%d}", remedy="issue a new one with ckptfs keys issue")
+    _demand_key_fits(directory)
+    return Identity(_common_name(parsed), _organization(parsed), ca, certificate, key, expires)
+
+
+@functools.lru_cache(maxsize=1024)
+def subject(pem: bytes) -> tuple[str, str]:
+    """(node, cluster) that a certificate names; empty where it names none. TLS has checked its signature."""
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate(pem)
+    return _common_name(certificate), _organization(certificate)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _demand_name(name: str, what: str) -> None:
+    if not NAME.fullmatch(name):
+        raise Refused(f"{name!r} cannot name a {what}; accepted: up to 63 letters, digits, '.', '_' and '-', a letter or digit first")
+
+
+def _demand_absent(*paths: Path) -> None:
+    for path in paths:
+        if path.exists():
+            raise Refused(f"{path} exists, and keys are never overwritten", remedy="remove it first if it is of no use any more")
+
+
+def _demand_key_fits(directory: Path) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(directory / NODE_CERTIFICATE, directory / NODE_KEY)
+    except (ssl.SSLError, OSError) as failure:
+        raise ConfigError(f"{directory / NODE_KEY} is not the key of {directory / NODE_CERTIFICATE}") from failure
+
+
+def _hash() -> "hashes.SHA256":
+    from cryptography.hazmat.primitives import hashes
+
+    return hashes.SHA256()
+
+
+def _name(cluster: str, common: str) -> "x509.Name":
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, cluster), x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+
+def _common_name(certificate: "x509.Certificate") -> str:
+    from cryptography.x509.oid import NameOID
+
+    found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else ""
+
+
+def _organization(certificate: "x509.Certificate") -> str:
+    from cryptography.x509.oid import NameOID
+
+    found = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+    return str(found[0].value) if found else ""
+
+
+def _address(text: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text):
+            raise Refused(f"{text!r} is no host name and no IP address") from None
+        return x509.DNSName(text)
+
+
+def _builder(
+    name: "x509.Name", issuer: "x509.Name", key: "ec.EllipticCurvePrivateKey", days: int, *, authority: bool
+) -> "x509.CertificateBuilder":
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(issuer, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - SKEW).not_valid_after(now + datetime.timedelta(days=days))
+    builder = builder.add_extension(x509.BasicConstraints(authority, 0 if authority else None), critical=True)
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only")
+    usage = dict.fromkeys(others, False)
+    builder = builder.add_extension(
+        x509.KeyUsage(digital_signature=not authority, key_cert_sign=authority, crl_sign=authority, **usage), critical=True
+    )
+    if authority:
+        return builder
+    return builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+
+
+def _pem(certificate: "x509.Certificate") -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _key_pem(key: "ec.EllipticCurvePrivateKey") -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """A new file, whole or absent; never an old one's place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        os.fchmod(fd, mode)
+        os.write(fd, data)
+        os.fsync(fd)
+        os.link(temporary, path)
+    except FileExistsError as failure:
+        raise Refused(f"{path} exists, and keys are never overwritten") from failure
+    finally:
+        os.close(fd)
+        os.unlink(temporary)

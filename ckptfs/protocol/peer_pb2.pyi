@@ -1,0 +1,127 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OfferRequest(_message.Message):
+    __slots__ = ("content", "inode", "generation", "size", "digest", "blocks", "whole")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    content: int
+    inode: int
+    generation: int
+    size: int
+    digest: bytes
+    blocks: bytes
+    whole: bytes
+    def __init__(self, content: _Optional[int] = ..., inode: _Optional[int] = ..., generation: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., whole: _Optional[bytes] = ...) -> None: ...
+
+class OfferReply(_message.Message):
+    __slots__ = ("transfer", "lacking", "verified")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    lacking: bytes
+    verified: bool
+    def __init__(self, transfer: _Optional[int] = ..., lacking: _Optional[bytes] = ..., verified: _Optional[bool] = ...) -> None: ...
+
+class TransferRequest(_message.Message):
+    __slots__ = ("transfer",)
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    def __init__(self, transfer: _Optional[int] = ...) -> None: ...
+
+class ProgressReply(_message.Message):
+    __slots__ = ("lacking",)
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    lacking: bytes
+    def __init__(self, lacking: _Optional[bytes] = ...) -> None: ...
+
+class FinishReply(_message.Message):
+    __slots__ = ("verified",)
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    verified: bool
+    def __init__(self, verified: _Optional[bool] = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ("content", "digest", "borrow")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BORROW_FIELD_NUMBER: _ClassVar[int]
+    content: int
+    digest: bytes
+    borrow: bool
+    def __init__(self, content: _Optional[int] = ..., digest: _Optional[bytes] = ..., borrow: _Optional[bool] = ...) -> None: ...
+
+class Record(_message.Message):
+    __slots__ = ("content", "inode", "generation", "size", "digest", "blocks", "loan")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOAN_FIELD_NUMBER: _ClassVar[int]
+    content: int
+    inode: int
+    generation: int
+    size: int
+    digest: bytes
+    blocks: bytes
+    loan: int
+    def __init__(self, content: _Optional[int] = ..., inode: _Optional[int] = ..., generation: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., loan: _Optional[int] = ...) -> None: ...
+
+class ReturnRequest(_message.Message):
+    __slots__ = ("loan",)
+    LOAN_FIELD_NUMBER: _ClassVar[int]
+    loan: int
+    def __init__(self, loan: _Optional[int] = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("content", "timeout_ms")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    content: int
+    timeout_ms: int
+    def __init__(self, content: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class SealReply(_message.Message):
+    __slots__ = ("record",)
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    record: Record
+    def __init__(self, record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
+
+class ForgetRequest(_message.Message):
+    __slots__ = ("contents",)
+    CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    contents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, contents: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Nothing(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PingReply(_message.Message):
+    __slots__ = ("room",)
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    def __init__(self, room: _Optional[int] = ...) -> None: ...
+
+class ConnectReply(_message.Message):
+    __slots__ = ("port", "token", "keys")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    token: bytes
+    keys: bytes
+    def __init__(self, port: _Optional[int] = ..., token: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...

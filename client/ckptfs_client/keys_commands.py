@@ -1,0 +1,49 @@
+"""`ckptfs keys init|issue`: the keys by which the nodes of a cluster recognise one another.
+
+If we die here: what was written is whole; the next run names what is there.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptfs_client.failures import Failed
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Makes a cluster's own CA, and a certificate for each of its nodes.")
+
+Keys = Annotated[Path, typer.Argument(metavar="DIR", help="Where the CA lies. Keep ca.key safe: whoever has it can make nodes.")]
+
+
+@app.command()
+def init(directory: Keys, cluster: Annotated[str, typer.Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs") -> None:
+    """Make the CA of a cluster: DIR/ca.pem and DIR/ca.key."""
+    from ckptfs.clique import keys
+    from ckptfs.errors import CkptfsError
+
+    try:
+        keys.init(directory, cluster)
+    except (CkptfsError, OSError) as failure:
+        raise _failed(failure) from failure
+    print(f"{directory}/{keys.CA_CERTIFICATE} is the CA of cluster {cluster}; ckptfs keys issue {directory} NODE makes the keys of a node")
+
+
+@app.command()
+def issue(
+    directory: Keys,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, as in node=NAME; without that, its host name.")],
+    address: Annotated[list[str] | None, typer.Option(help="A host name or IP address to name in the certificate too.")] = None,
+) -> None:
+    """Make DIR/NODE with ca.pem, node.pem and node.key: copy it to the node and give keys=DIRECTORY there."""
+    from ckptfs.clique import keys
+    from ckptfs.errors import CkptfsError
+
+    try:
+        target = keys.issue(directory, node, address or [])
+    except (CkptfsError, OSError) as failure:
+        raise _failed(failure) from failure
+    print(f"{target} holds the keys of node {node}; copy it there and mount with keys=DIRECTORY")
+
+
+def _failed(failure: Exception) -> Failed:
+    return Failed(str(failure), remedy=getattr(failure, "remedy", ""))

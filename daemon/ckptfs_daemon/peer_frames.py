@@ -1,0 +1,259 @@
+"""The raw messages in which blocks travel: the same over a gRPC stream and over a bulk connection. No transport and no threads in here.
+
+A request is one *command*. Blocks follow one another, each a *header* (number, bytes on the wire, encoding) and then its bytes in pieces of
+`limits.PEER_PIECE_BYTES`, the last one shorter; an END header closes them. Both sides know the length of the next message before it comes,
+so that nothing is taken that was not announced, and nothing is announced that does not fit the block. A block is written only when all
+of it is here and has its digest.
+If we die here: the blocks that were written are whole and right; the others are lacking.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import xxhash
+import zstandard
+
+from ckptfs import limits
+from ckptfs_daemon.peer_refusals import Refusal, Why
+
+COMMAND = struct.Struct("<BB6xQQQ")
+HEADER = struct.Struct("<QIB3x")
+NUMBER_MAX = 2**63 - 1
+ZSTD_LEVEL = 1
+
+
+class Kind(IntEnum):
+    """What a command asks for."""
+
+    SEND = 1
+    READ = 2
+
+
+class Encoding(IntEnum):
+    """What follows a header."""
+
+    RAW = 0
+    ZSTD = 1
+    END = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """SEND: blocks of transfer `id` follow. READ: `count` blocks of loan `id` from block `first` on; `squeeze`: zstd is welcome."""
+
+    kind: Kind
+    id: int
+    first: int = 0
+    count: int = 0
+    squeeze: bool = False
+
+    def packed(self) -> bytes:
+        return COMMAND.pack(self.kind, self.squeeze, self.id, self.first, self.count)
+
+    @classmethod
+    def parsed(cls, message: bytes | memoryview) -> "Command":
+        """Raises Refusal."""
+        if len(message) != COMMAND.size:
+            raise Refusal(Why.MALFORMED, f"a command has {COMMAND.size} bytes, not {len(message)}")
+        kind, squeeze, number, first, count = COMMAND.unpack(message)
+        if kind not in set(Kind) or squeeze > 1 or max(number, first, count) > NUMBER_MAX or bytes(message[2:8]) != bytes(6):
+            raise Refusal(Why.MALFORMED, "this is no command")
+        return cls(Kind(kind), number, first, count, bool(squeeze))
+
+
+def end(count: int) -> bytes:
+    """The header after the last block."""
+    return HEADER.pack(count, 0, Encoding.END)
+
+
+def failed(refusal: Refusal) -> tuple[bytes, bytes]:
+    """(header, text) that end a connection with a reason."""
+    text = str(refusal).encode()[:256]
+    return HEADER.pack(refusal.why, len(text), Encoding.FAILED), text
+
+
+def blocks_of(size: int) -> int:
+    """How many blocks a content of `size` bytes has."""
+    return -(-size // limits.BLOCK_BYTES)
+
+
+def block_bytes(size: int, number: int) -> int:
+    """How long block `number` is."""
+    return min(limits.BLOCK_BYTES, size - number * limits.BLOCK_BYTES)
+
+
+def bitmap(numbers: Iterable[int], count: int) -> bytes:
+    """A bit for each of `count` blocks, lowest first."""
+    bits = bytearray(-(-count // 8))
+    for number in numbers:
+        bits[number >> 3] |= 1 << (number & 7)
+    return bytes(bits)
+
+
+def numbers_of(bits: bytes, count: int) -> list[int]:
+    """The numbers below `count` whose bits are set. Raises Refusal when the map has another length."""
+    if len(bits) != -(-count // 8):
+        raise Refusal(Why.MALFORMED, f"a map of {count} blocks has {-(-count // 8)} bytes, not {len(bits)}")
+    return [number for number in range(count) if bits[number >> 3] >> (number & 7) & 1]
+
+
+class Landing(Protocol):
+    """Where blocks arrive. All three may raise Refusal."""
+
+    @property
+    def size(self) -> int: ...
+
+    def claim(self, number: int) -> bytes:
+        """Block `number` begins: the digest that it must have. Refused when it was not asked for, or is arriving already."""
+
+    def land(self, number: int, data: memoryview) -> None:
+        """The block is here and right: write it."""
+
+    def drop(self, number: int) -> None:
+        """The block that began will not come."""
+
+
+class Arriving:
+    """One stream of blocks: `place()` is where the next message goes, exactly as long as it must be; `filled()` says that it is there."""
+
+    def __init__(self, landing: Landing) -> None:
+        self._landing = landing
+        self._header = memoryview(bytearray(HEADER.size))
+        self._block = memoryview(bytearray(min(limits.BLOCK_BYTES, max(landing.size, 1))))
+        self._body = self._block[:0]
+        self._filled = 0
+        self._number: int | None = None
+        self._digest = b""
+        self._squeezed = False
+        self._running = xxhash.xxh3_128()
+        self._length = 0
+        self._text: memoryview | None = None
+        self._code = 0
+        self.count = 0
+        self.wire_bytes = 0
+        self.ended = False
+
+    def place(self) -> memoryview:
+        """Room for the next message."""
+        if self._text is not None:
+            return self._text
+        if self._number is None:
+            return self._header
+        return self._body[self._filled : self._filled + limits.PEER_PIECE_BYTES]
+
+    def filled(self) -> None:
+        """The next message is in its place. Raises Refusal."""
+        if self._text is not None:
+            raise Refusal(Why(self._code), bytes(self._text).decode(errors="replace"))
+        if self._number is None:
+            self._begin(*HEADER.unpack(self._header))
+            return
+        piece = self.place()
+        self._filled += len(piece)
+        self.wire_bytes += len(piece)
+        if not self._squeezed:
+            self._running.update(piece)
+        if self._filled == len(self._body):
+            self._land()
+
+    def take(self, message: bytes) -> None:
+        """The same for a message that is in memory already."""
+        place = self.place()
+        if len(message) != len(place):
+            raise Refusal(Why.OUT_OF_ORDER, f"a message of {len(place)} bytes was due, not one of {len(message)}")
+        place[:] = message
+        self.filled()
+
+    def close(self) -> None:
+        """The stream is over, whichever way."""
+        if self._number is not None:
+            number, self._number = self._number, None
+            self._landing.drop(number)
+
+    def _begin(self, number: int, wire_bytes: int, encoding: int) -> None:
+        if self.ended:
+            raise Refusal(Why.OUT_OF_ORDER, "messages after the end")
+        if encoding == Encoding.END:
+            if number != self.count or wire_bytes:
+                raise Refusal(Why.OUT_OF_ORDER, f"the end names {number} blocks, {self.count} came")
+            self.ended = True
+        elif encoding == Encoding.FAILED and number in set(Why) and wire_bytes <= 256:
+            self._text, self._code = memoryview(bytearray(wire_bytes)), number
+            if not wire_bytes:
+                self.filled()
+        else:
+            self._begin_block(number, wire_bytes, encoding)
+
+    def _begin_block(self, number: int, wire_bytes: int, encoding: int) -> None:
+        if number >= blocks_of(self._landing.size) or encoding not in (Encoding.RAW, Encoding.ZSTD):
+            raise Refusal(Why.MALFORMED, f"there is no block {number} with encoding {encoding}")
+        self._length = block_bytes(self._landing.size, number)
+        self._squeezed = encoding == Encoding.ZSTD
+        if wire_bytes != self._length and not (self._squeezed and 0 < wire_bytes < self._length):
+            raise Refusal(Why.MALFORMED, f"block {number} has {self._length} bytes, not {wire_bytes}")
+        self._digest = self._landing.claim(number)
+        self._number = number
+        self._filled = 0
+        self._running.reset()
+        self._body = self._block[:wire_bytes]
+
+    def _land(self) -> None:
+        assert self._number is not None
+        number, data = self._number, self._body
+        if self._squeezed:
+            data = _loosened(self._body, self._length)
+            self._running.update(data)
+        if self._running.digest() != self._digest:
+            raise Refusal(Why.WRONG_DIGEST, f"block {number} has not the digest that it should have")
+        self._landing.land(number, data)
+        self._number = None
+        self.count += 1
+
+
+def _loosened(body: memoryview, length: int) -> memoryview:
+    """The block that `body` was squeezed from; never more than `length` bytes, whatever it says."""
+    try:
+        if zstandard.frame_content_size(body) != length:
+            raise Refusal(Why.MALFORMED, "a squeezed block announces another length")
+        data = zstandard.ZstdDecompressor().decompress(body, max_output_size=length)
+    except zstandard.ZstdError as failure:
+        raise Refusal(Why.MALFORMED, "a squeezed block cannot be read") from failure
+    if len(data) != length:
+        raise Refusal(Why.MALFORMED, "a squeezed block has another length")
+    return memoryview(data)
+
+
+class SourceChanged(Exception):
+    """The file that is being sent became shorter."""
+
+
+def departing(fd: int, size: int, numbers: Iterable[int], squeezes: Callable[[memoryview], bool]) -> Iterator[memoryview]:
+    """The messages of these blocks, without the end. Each is good until the next is asked for. Raises OSError, SourceChanged.
+
+    `squeezes(block)` decides for each block whether zstd is tried; it travels raw where that does not make it smaller.
+    """
+    buffer = memoryview(bytearray(min(limits.BLOCK_BYTES, max(size, 1))))
+    for number in numbers:
+        block = buffer[: block_bytes(size, number)]
+        _read(fd, block, number * limits.BLOCK_BYTES)
+        body, encoding = block, Encoding.RAW
+        if squeezes(block):
+            squeezed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(block)
+            if len(squeezed) < len(block):
+                body, encoding = memoryview(squeezed), Encoding.ZSTD
+        yield memoryview(HEADER.pack(number, len(body), encoding))
+        for offset in range(0, len(body), limits.PEER_PIECE_BYTES):
+            yield body[offset : offset + limits.PEER_PIECE_BYTES]
+
+
+def _read(fd: int, block: memoryview, offset: int) -> None:
+    while block:
+        count = os.preadv(fd, [block], offset)
+        if not count:
+            raise SourceChanged
+        block, offset = block[count:], offset + count
