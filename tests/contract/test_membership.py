@@ -47,9 +47,9 @@ class Time:
         self.now_s += seconds
 
 
-def joined(store: Store, name: str, catalog: str, known: int = 0, time: Time | None = None) -> int:
-    time = time or Time()
-    return join(store, name, catalog, known, dice=random.Random(name + catalog), clock=time, sleep=time.sleep)
+def joined(store: Store, name: str, catalog: str, known: int = 0, clock: Time | None = None) -> int:
+    clock = clock or Time()
+    return join(store, name, catalog, known, dice=random.Random(name + catalog), clock=clock, sleep=clock.sleep)
 
 
 def presence(store: Store, name: str, catalog: str, *, start: int = 1) -> Presence:
@@ -106,27 +106,27 @@ def test_a_node_whose_name_another_one_had_meanwhile_keeps_its_number(store: Sto
 def test_a_name_whose_daemon_lives_is_refused(store: Store) -> None:
     """P11: with the address of who has it and what to do."""
     assert presence(store, "n", "one").beat()
-    time = Time()
+    clock = Time()
     with pytest.raises(NameTaken, match="another daemon is in the cluster as node n, at a:1") as refused:
-        joined(store, "n", "other", time=time)
+        joined(store, "n", "other", clock=clock)
     assert "node=ANOTHER-NAME" in refused.value.remedy
-    assert time.now_s >= 1000 + limits.NAME_WAIT_S
+    assert clock.now_s >= 1000 + limits.NAME_WAIT_S
     assert joined(store, "n", "one") == joined(store, "n", "one")
 
 
 def test_a_name_whose_daemon_died_is_free_when_its_lease_is_over(store: Store) -> None:
     dead = presence(store, "n", "one")
     dead.beat()
-    time = Time()
+    clock = Time()
     asked = []
 
     def sleep(seconds: float) -> None:
-        time.sleep(seconds)
+        clock.sleep(seconds)
         asked.append(seconds)
         if len(asked) == 3:
             store.revoke(dead.lease)
 
-    assert join(store, "n", "other", clock=time, sleep=sleep) != dead.node.number
+    assert join(store, "n", "other", clock=clock, sleep=sleep) != dead.node.number
 
 
 # --- living ----------------------------------------------------------------------------------------------------------
@@ -180,17 +180,17 @@ def test_a_daemon_with_a_copy_of_the_catalog_is_noticed(store: Store) -> None:
 
 
 def test_a_lease_is_believed_no_longer_than_it_holds() -> None:
-    time = Time()
-    store = MemoryStore(MemoryEtcd(time))
+    clock = Time()
+    store = MemoryStore(MemoryEtcd(clock))
     joined(store, "n", "c")
-    one = Presence(store, Node(joined(store, "n", "c"), "n", "a:1", 0, "n"), "c", time)
+    one = Presence(store, Node(joined(store, "n", "c"), "n", "a:1", 0, "n"), "c", clock)
     one.beat()
-    time.sleep(limits.NODE_LEASE_S - 1)
+    clock.sleep(limits.NODE_LEASE_S - 1)
     assert one.lease
     store.reachable = False
     with pytest.raises(Unreachable):
         one.beat()
-    time.sleep(1)
+    clock.sleep(1)
     assert not one.lease
     store.reachable = True
     assert one.beat() and one.lease
