@@ -167,6 +167,6 @@ def abandoned(db: Database) -> list[tuple[int, int, Tier]]:
         (row[0], row[1], Tier(row[2]))
         for row in db.rows(
             "SELECT k.id, k.inode, min(c.tier) FROM content k JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.state = 0"
-            " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = k.id AND h.writer = 1) GROUP BY k.id"
+            " AND k.id NOT IN (SELECT content FROM handle WHERE writer = 1 AND content IS NOT NULL) GROUP BY k.id"
         )
     ]

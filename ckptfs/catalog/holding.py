@@ -351,7 +351,7 @@ def older(db: Database, tier: Tier, at_most: int) -> list[int]:
     """Contents of which only a former generation lies in `tier`, and that nobody has open."""
     rows = db.rows(
         "SELECT content FROM copy WHERE tier = ? AND state = 3"
-        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = copy.content) LIMIT ?",
+        " AND copy.content NOT IN (SELECT content FROM handle WHERE content IS NOT NULL) LIMIT ?",
         tier, at_most,
     )  # fmt: skip
     return [row[0] for row in rows]

@@ -31,6 +31,10 @@ OURS_EVERYWHERE = b".ckptfs."
 
 _GET = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
 _FIND = f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?"
+_LOOKUP = (
+    f"SELECT directory.mode, directory.complete, {INODE_COLUMNS_JOINED} FROM inode directory"
+    " LEFT JOIN entry ON entry.parent = directory.id AND entry.name = ?2 LEFT JOIN inode ON inode.id = entry.child WHERE directory.id = ?1"
+)
 _MAKE = (
     "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent)"
     " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)"
@@ -53,10 +57,16 @@ def find(db: Database, parent: int, name: bytes) -> Inode | None:
 
 def lookup(db: Database, parent: int, name: bytes) -> Inode:
     """What `name` in `parent` leads to. Raises ENOENT, ENOTDIR, ENAMETOOLONG, Unvisited."""
-    inode = find(db, parent, name_checked(name))
-    if inode is None:
-        raise _missing(db, parent)
-    return inode
+    row = db.row(_LOOKUP, parent, name_checked(name))
+    if row is None:
+        raise refused(errno.ENOENT)
+    if row[2] is not None:
+        return inode_of(row[2:])
+    if not stat.S_ISDIR(row[0]):
+        raise refused(errno.ENOTDIR)
+    if not row[1]:
+        raise Unvisited(parent)
+    raise refused(errno.ENOENT)
 
 
 def demand_free(parent: int, name: bytes) -> None:
@@ -186,16 +196,6 @@ def _directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, 
     if not stat.S_ISDIR(row[0]):
         raise refused(errno.ENOTDIR)
     return row[0], row[1], bool(row[2]), row[3]
-
-
-def _missing(db: Database, parent: int) -> Exception:
-    """Why there is nothing under a name of `parent`."""
-    row = db.row("SELECT mode, complete FROM inode WHERE id=?", parent)
-    if row is not None and not stat.S_ISDIR(row[0]):
-        return refused(errno.ENOTDIR)
-    if row is not None and not row[1]:
-        return Unvisited(parent)
-    return refused(errno.ENOENT)
 
 
 def _enter(db: Database, parent: int, name: bytes, child: int) -> None:

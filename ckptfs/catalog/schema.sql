@@ -94,6 +94,7 @@ CREATE TABLE peer (
 );
 
 -- Open files as the kernel knows them: they outlive the mount process. Cleared when a new FUSE connection begins.
+-- Every create and every open writes here, and there are few rows: an index would cost more than looking through them all.
 CREATE TABLE handle (
     id INTEGER PRIMARY KEY AUTOINCREMENT, -- the lower half of FUSE's fh
     inode INTEGER NOT NULL,              -- what is open
@@ -101,8 +102,6 @@ CREATE TABLE handle (
     writer INTEGER NOT NULL,             -- 1: opened for writing
     backing INTEGER NOT NULL DEFAULT 0    -- the kernel's backing id, 0 on the buffered path
 );
-CREATE INDEX handle_inode ON handle (inode);
-CREATE INDEX handle_content ON handle (content);
 
 -- The first answer to every change, kept for requests that the kernel sends again after a crash. A ring: slot = (request/2) % ANSWERS_KEPT.
 CREATE TABLE answer (slot INTEGER PRIMARY KEY, request INTEGER NOT NULL, body BLOB NOT NULL);

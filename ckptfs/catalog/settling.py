@@ -109,7 +109,7 @@ def doom_older(db: Database, inode: int, newer: int) -> int:
     return db.run(
         "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4)"
         " AND generation < (SELECT generation FROM content WHERE id = ?2)"
-        " AND NOT EXISTS (SELECT 1 FROM handle WHERE handle.content = content.id)"
+        " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
         " AND NOT EXISTS (SELECT 1 FROM inode WHERE inode.content = content.id)",
         inode, newer,
     )  # fmt: skip
@@ -193,7 +193,7 @@ def spare(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Co
     """
     rows = db.rows(
         f"SELECT {_CONTENT} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
-        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = k.inode)"
+        " AND k.inode NOT IN (SELECT inode FROM handle)"
         " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
         f" AND {'' if elsewhere else 'NOT '}{_ELSEWHERE} ORDER BY k.peer DESC, c.used_ns, k.id LIMIT ?",
         tier, at_most,
@@ -230,7 +230,7 @@ def doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> lis
     rows = db.rows(
         "SELECT k.id, c.tier FROM content k LEFT JOIN copy c ON c.content = k.id"
         " WHERE k.state = 3 AND k.id > ? AND (c.tier IS NULL OR c.tier IN (SELECT value FROM json_each(?)))"
-        " AND NOT EXISTS (SELECT 1 FROM handle WHERE handle.content = k.id) ORDER BY k.id LIMIT ?",
+        " AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
     return [(row[0], None if row[1] is None else Tier(row[1])) for row in rows]

@@ -26,6 +26,7 @@ disk.labels("place:create", "place:open", "place:remove", "place:rename")
 PFS_WORK_DIRECTORY = ".ckptfs"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NOTHING: Mapping[Tier, int] = {}
+_BOUNDLESS = {Tier.PFS: Room(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -236,8 +237,8 @@ class Places(Mapping[Tier, Place]):
         rooms = self.local_rooms()
         if promised:
             rooms = {tier: space.without(room, promised.get(tier, 0)) for tier, room in rooms.items()}
-        if Tier.PFS in self:
-            rooms = rooms | {Tier.PFS: Room(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
+        if Tier.PFS in self._places:
+            rooms = rooms | _BOUNDLESS
         tier = space.choose(rooms, expected_bytes, self._ram_high)
         if tier is None:
             raise NoRoom("every tier is full", remedy="remove files, or configure a larger tier")
@@ -259,7 +260,7 @@ class Places(Mapping[Tier, Place]):
     def after(self, tier: Tier) -> Iterator[Tier]:
         """The tiers that a content can move on to when `tier` is full, in order."""
         order = space.ORDER
-        yield from (other for other in order[order.index(tier) + 1 :] if other in self)
+        yield from (other for other in order[order.index(tier) + 1 :] if other in self._places)
 
     def close(self) -> None:
         """Give all descriptors back."""

@@ -48,7 +48,7 @@ def fits(room: Room, expected_bytes: int, high: float) -> bool:
 
 def without(room: Room, promised_bytes: int) -> Room:
     """`room` as it will be when writers have written what is expected of them."""
-    return Room(room.total, max(0, room.free - promised_bytes), room.used + promised_bytes)
+    return Room(room.total, max(0, room.free - promised_bytes), room.used + promised_bytes) if promised_bytes else room
 
 
 def watched(room: Room, expected_bytes: int | None) -> bool:

@@ -45,7 +45,8 @@ class OpenFile:
     kind: bytes | None = None
     expected: int = 0
     handles: dict[int, bool] = field(default_factory=dict)
-    ended: list[tuple[int, bool]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    writer_ended: bool = False
     atime_ns: int = 0
     synced_s: float = float("-inf")
     named: bool = False
@@ -64,7 +65,7 @@ class OpenFile:
     @property
     def closing(self) -> bool:
         """Whether the last writer's release waits to be committed."""
-        return self.content is not None and any(writer for _, writer in self.ended) and not self.writers
+        return self.writer_ended and self.content is not None and not self.writers
 
     @property
     def promised(self) -> int:

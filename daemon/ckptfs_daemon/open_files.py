@@ -97,8 +97,8 @@ class OpenFiles:
         """What writers are still expected to write, by tier."""
         sums: dict[Tier, int] = {}
         for file in self._promising:
-            if file.tier is not None and file.tier is not Tier.PFS:
-                sums[file.tier] = sums.get(file.tier, 0) + file.promised
+            if file.tier is not None and file.tier is not Tier.PFS and (promised := file.promised):
+                sums[file.tier] = sums.get(file.tier, 0) + promised
         return sums
 
     # --- opening ------------------------------------------------------------------------------------------------------
@@ -145,7 +145,11 @@ class OpenFiles:
         if file is None:
             answer()  # It was committed before a crash, and is told again.
             return
-        file.ended.append((handle, file.handles.pop(handle)))
+        file.ended.append(handle)
+        file.writer_ended |= file.handles.pop(handle)
+        if file.closing:
+            self._promising.pop(file, None)
+            file.expected = 0
         self._ending[file] = None
         self._answers.append(answer)
         self._some_ended.set()
@@ -192,7 +196,7 @@ class OpenFiles:
 
     def _write_end(self, file: OpenFile) -> list[int]:
         """The rows of one file's ended handles; the contents that are not needed any more."""
-        for handle, _ in file.ended:
+        for handle in file.ended:
             if handle > 0:
                 handles.remove(self.db, handle)
         if not file.closing and file.handles:
@@ -224,10 +228,8 @@ class OpenFiles:
     def _forget(self, file: OpenFile, doomed: list[int]) -> None:
         """The rows are committed: now the descriptors, the backing id, and what was unlinked."""
         closed = file.closing
-        if closed:
-            self._promising.pop(file, None)
-            file.expected = 0
         file.ended.clear()
+        file.writer_ended = False
         del self._ending[file]
         if not file.handles:
             del self.by_inode[file.inode]

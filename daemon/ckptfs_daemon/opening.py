@@ -44,8 +44,27 @@ class Later(Exception):
         self.wait = wait
 
 
-class Undo(contextlib.ExitStack):
-    """What an attempt that fails must take back."""
+class Undo:
+    """What an attempt that fails must take back, the last first. Most do not fail: an ExitStack is made only for those that do."""
+
+    def __init__(self) -> None:
+        self._acts: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+
+    def callback(self, act: Callable[..., object], *values: object) -> None:
+        self._acts.append((act, values))
+
+    def pop_all(self) -> None:
+        """It did not fail."""
+        self._acts.clear()
+
+    def __enter__(self) -> "Undo":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._acts:
+            with contextlib.ExitStack() as stack:
+                for act, values in self._acts:
+                    stack.callback(act, *values)
 
 
 class Opening:
