@@ -12,13 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptfs_client import keys_commands
 from ckptfs_client.failures import EXIT_CODES, ClientError, Usage
+from ckptfs_client.lab import commands as lab_commands
 
 EPILOG = "Exit codes: " + "; ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
 app = typer.Typer(
     name="ckptfs", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
     help="Looks after ckptfs mounts: what is where, and how safe it is.",
 )  # fmt: skip
+app.add_typer(lab_commands.app, name="lab")
+app.add_typer(keys_commands.app, name="keys")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, a line for each change.")]
@@ -59,6 +63,7 @@ def status(
     directory: Directory = None,
     json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second until interrupted.")] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="The nodes of the cluster: who lives, where copies go, what lags.")] = False,
 ) -> None:
     """Tiers and budgets, what the PFS lacks, the data path, troubles, and the processes of each mount.
 
@@ -67,6 +72,11 @@ def status(
     from ckptfs_client import mounts
     from ckptfs_client.watching import statuses, watched
 
+    if cluster:
+        if watch:
+            raise Usage("--cluster and --watch exclude each other")
+        _cluster(directory, json=json)
+        return
     chosen = [mounts.chosen(directory)] if directory is not None else mounts.mounted() or [mounts.chosen(None)]
     if watch:
         watched(chosen, json=json)
@@ -80,6 +90,19 @@ def status(
         return
     for answer in answers:
         show.put(show.status(answer))
+
+
+def _cluster(directory: Path | None, *, json: bool) -> None:
+    """Show the nodes of the cluster to which a mount belongs."""
+    from ckptfs_client import mounts, show
+    from ckptfs_client.client import Client
+
+    with Client(mounts.chosen(directory)) as client:
+        answer = client.cluster()
+    if json:
+        show.emit(show.plain(answer))
+    else:
+        show.put(show.cluster(answer))
 
 
 @app.command("ls", epilog=EPILOG)

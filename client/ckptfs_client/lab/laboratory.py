@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptfs.errors import CkptfsError
 from ckptfs_client.failures import ClientError, Failed, NotInTime, NotPermitted
 from ckptfs_client.lab import etcd, namespaces, network, nodes, plan, processes
 from ckptfs_client.lab.plan import Node, Plan
@@ -183,7 +184,17 @@ class Laboratory:
 
     def _make_keys(self, found: Plan) -> None:
         """A certificate for each node that has none, from a CA of the lab's own."""
-        raise NotImplementedError
+        from ckptfs.clique import keys
+
+        home = self.directory / "keys"
+        try:
+            if not home.exists():
+                keys.init(home, found.cluster)
+            for node in found.all_nodes():
+                if not node.keys.exists():
+                    keys.issue(home, node.name, [node.address])
+        except CkptfsError as failure:
+            raise Failed(str(failure), remedy=failure.remedy) from failure
 
     def _refuse_what_is_there(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):
