@@ -6,6 +6,7 @@ What the sharing of the namespace would do (`c/` keys, rows of files that other 
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +15,20 @@ from local_node import Node as LocalNode
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import digest, limits
-from ckptfs.catalog import contents, database, holding, identity, namespace, settling
+from ckptfs.catalog import contents, holding, identity, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard, Known
+from ckptfs.catalog.store import Put
 from ckptfs.clique import membership
 from ckptfs.clique.membership import World
 from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Reachable, Record, Sent, Speed
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
+from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.hold import Hold
+from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.seal import Seal
-from ckptfs.model import ROOT, ContentState, Tier
+from ckptfs.model import ROOT, ContentState, Level, Tier
 from ckptfs.tiers.place import Places
 
 MIB = limits.MIB
@@ -146,8 +150,6 @@ class Cluster:
                 holding.set_world(node.db, node.number, node.factor, known)
 
     def put(self, key: str, value: object) -> None:
-        from ckptfs.catalog.store import Put
-
         self.store.commit([], [Put(key.encode(), json.dumps(value).encode())])
 
     def node(self, name: str) -> Node:
@@ -279,5 +281,24 @@ def offer_of(node: Node, content: int) -> Offer:
     return Offer(content, row.inode, row.generation, row.size, row.digest, row.blocks or b"")
 
 
-__all__ = ["MIB", "Cluster", "Node", "PeersHere", "early", "offer_of"]
-_ = (database, namespace, threading)
+def around(node: Node) -> Surroundings:
+    """What the flows of a node know of the others."""
+    return Surroundings(node.number, node.factor, node.jump, node.peers, node.store, lambda: node.world)
+
+
+def replicate_of(node: Node) -> Replicate:
+    return Replicate(node.db, node.places, node.told, around(node))
+
+
+def until(condition: Callable[[], object], step: Callable[[], object] = lambda: None) -> None:
+    """Steps until a condition holds, at most a minute."""
+    end, pause = time.monotonic() + 60, threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        step()
+        pause.wait(0.005)
+
+
+def level(node: Node, content: int) -> Level:
+    """The level of the file that holds a content, as `node` knows it."""
+    return report.level(node.db, node.inode(content))

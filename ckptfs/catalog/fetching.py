@@ -59,6 +59,12 @@ def look(db: Database, inode: int) -> Fetchable | None:
         return Fetchable(inode, content, here, _on_pfs(db, inode))
 
 
+def content_of(db: Database, inode: int) -> int | None:
+    """The id of what the file holds, whether anything else is known of that or not."""
+    found: int | None = db.value("SELECT content FROM inode WHERE id = ?", inode)
+    return found
+
+
 def _on_pfs(db: Database, inode: int) -> OnPfs | None:
     shown = db.row("SELECT generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns FROM published WHERE inode = ?", inode)
     if shown is None:

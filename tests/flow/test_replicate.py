@@ -2,39 +2,17 @@
 
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Cluster, Node
+from clique_world import MIB, Cluster, level, replicate_of, until
 
-from ckptfs import limits
-from ckptfs.catalog import contents, holding, report, settling
-from ckptfs.clique.peers import PeerFailed
-from ckptfs.clique.surroundings import Surroundings
-from ckptfs.flow.replicate import Replicate
+from ckptfs import disk, limits
+from ckptfs.catalog import contents, holding, settling
+from ckptfs.clique.peers import PeerFailed, PeerLied
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
 BLOCK = limits.BLOCK_BYTES
-
-
-def replicate_of(node: Node) -> Replicate:
-    around = Surroundings(node.number, node.factor, node.jump, node.peers, node.store, lambda: node.world)
-    return Replicate(node.db, node.places, node.told, around)
-
-
-def until(condition: Callable[[], object], step: Callable[[], object] = lambda: None) -> None:
-    """Steps until a condition holds, at most a minute."""
-    end, pause = time.monotonic() + 60, threading.Event()
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        step()
-        pause.wait(0.005)
-
-
-def level(node: Node, content: int) -> Level:
-    return report.level(node.db, node.inode(content))
 
 
 def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
@@ -195,3 +173,24 @@ def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
     until(lambda: all(level(one, content) is Level.CLIQUE for content in written), flow.step)
     assert two.files(Tier.RAM) == set(written)
     until(lambda: holding.lag(one.db)[0] == 0, flow.step)
+
+
+@pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("replicate:")))
+def test_a_failure_here_costs_a_try(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a copy that is suspected is read for its digest."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", os.urandom(BLOCK))
+    lied = [1]
+
+    def lie(act: str, name: str) -> None:
+        if act == "block" and lied:
+            lied.clear()
+            raise PeerLied("so it seems")
+
+    one.peers.fault = lie
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    assert two.data(content) == one.data(content) and one.copies(content) == {Tier.RAM: CopyState.GOOD}

@@ -27,8 +27,7 @@ from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
 
-transfer.labels("replicate:check")
-disk.labels("replicate:counted")
+disk.labels("replicate:check:read", "replicate:counted")
 
 BATCH_CONTENTS = 256
 FORGET_BATCH = 64

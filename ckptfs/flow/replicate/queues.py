@@ -3,6 +3,7 @@
 If we die here: what was queued stands in the catalog.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from ckptfs import limits
 from ckptfs.clique.membership import Node
 from ckptfs.model import Content, Tier
+
+log = logging.getLogger(__name__)
 
 Act = Callable[[Node, Content, Tier], bool]
 Ended = Callable[[Node, bool], None]
@@ -81,6 +84,8 @@ class Queues:
             well = False
             try:
                 well = self._act(queue.node, content, tier)
+            except Exception:
+                log.exception("sending content %d to %s failed in a way that nobody foresaw", content.id, queue.node.name)
             finally:
                 self._forget(queue, content.id)
                 self._ended(queue.node, well)

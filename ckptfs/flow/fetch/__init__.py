@@ -1,4 +1,4 @@
-"""Takes: wants of the kind 'fetch': files that somebody opens and that lie on the PFS only.
+"""Takes: wants of the kind 'fetch': files that somebody opens and that lie on other nodes or on the PFS only.
 Leaves: a sealed content with a verified copy in RAM or NVMe, or the word that the file on the PFS may be read itself.
 If we die here: a FILLING copy and its file, which recovery removes; the want is still open and is taken again.
 
@@ -17,8 +17,11 @@ from ckptfs import disk, limits
 from ckptfs.catalog import fetching, pfs_paths, report, settling, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Arrived, Fetchable
+from ckptfs.clique.peers import PeerFailed
+from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoRoom, refused
+from ckptfs.flow.fetch.from_peers import FromPeers
 from ckptfs.model import Content, ContentState, Notify, Tier
 from ckptfs.tiers import pfs_open, transfer
 from ckptfs.tiers.place import Place, Places
@@ -36,7 +39,9 @@ MOVED_ON = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
 class Fetch:
     """Brings one file a step. Steps may overlap: a file that one of them has in hand is left alone by the others."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, around: Surroundings | None = None) -> None:
+        """`around`: the other nodes; None on a node that is alone."""
+        self._peers = None if around is None else FromPeers(db, places, around)
         self._db = db
         self._places = places
         self._config = config
@@ -97,7 +102,7 @@ class Fetch:
             self._failed(want, code if code in {errno.ESTALE, errno.ENOSPC, errno.EACCES} else errno.EIO)
             deleted = fetching.look(self._db, want.inode) is None
             level = logging.DEBUG if deleted else logging.WARNING
-            log.log(level, "%s cannot be fetched from the PFS: %s", self._name(want.inode), failure)
+            log.log(level, "%s cannot be fetched: %s", self._name(want.inode), failure)
         except Exception:
             self._failed(want, errno.EIO)
             raise
@@ -119,13 +124,18 @@ class Fetch:
     def _fetch(self, want: wants.Want) -> str:
         """Do what is wanted; the result. Raises Busy when it has to wait for something."""
         found = fetching.look(self._db, want.inode)
+        if self._peers is not None and found is not None and not found.here:
+            found = self._peers.look(want.inode, self._progress(want))
         if found is None:
             raise refused(errno.ESTALE)
         if found.here or (found.content is None and found.on_pfs is None):
             return wants.HERE
-        if found.on_pfs is None or not _shown(found):
+        if found.content is not None and self._from_peers(want, found.content, shown=_shown(found)):
+            return wants.HERE
+        if not _shown(found):
             raise DigestMismatch("no good copy is left, and the PFS does not show this generation of the file")
-        tier = self._tier(found, want.argument == wants.FOR_WRITING)
+        assert found.on_pfs is not None
+        tier = self._tier(found.on_pfs.size, want.argument == wants.FOR_WRITING, strange=found.on_pfs.digest is None)
         with _closing(self._open(found)) as source:
             if tier is not None:
                 self._bring(want, found, tier, source)
@@ -133,15 +143,32 @@ class Fetch:
             self._check_in_place(want, found, source)
         return wants.DIRECT
 
+    def _from_peers(self, want: wants.Want, content: Content, *, shown: bool) -> bool:
+        """Bring a file from the nodes that have it; False when none of them gave it and the PFS may. Raises Busy to be tried again."""
+        if self._peers is None or content.state is not ContentState.SEALED:
+            return False
+        sources = self._peers.sources(content)
+        if not sources:
+            return False
+        tier = self._tier(content.size, want.argument == wants.FOR_WRITING or not shown)
+        if tier is None:
+            return False
+        try:
+            self._peers.bring(content, sources, tier, self._progress(want))
+        except PeerFailed as failure:
+            if shown:
+                log.info("%s comes from the PFS: %s", self._name(want.inode), failure)
+                return False
+            raise Busy(str(failure)) from failure
+        return True
+
     # --- where to ---------------------------------------------------------------------------------------------------------
 
-    def _tier(self, found: Fetchable, writing: bool) -> Tier | None:
-        """Where the file shall go; None: nowhere, the PFS's own file will do."""
-        assert found.on_pfs is not None
-        size = found.on_pfs.size
-        if writing:
+    def _tier(self, size: int, demanded: bool, *, strange: bool = False) -> Tier | None:
+        """Where the file shall go; None: nowhere, the PFS's own will do. `demanded`: it must come here; `strange`: never read before."""
+        if demanded:
             return self._places.choose(size)
-        generous = found.on_pfs.digest is None and size > limits.FETCH_WHOLE_BYTES
+        generous = strange and size > limits.FETCH_WHOLE_BYTES
         with suppress(NoRoom):
             tier = self._places.choose(size * limits.FETCH_ROOM_RATIO if generous else size)
             if tier is not Tier.PFS:
@@ -252,7 +279,8 @@ class _Progress:
 
 def _shown(found: Fetchable) -> bool:
     """Whether the PFS shows exactly what the file is to be."""
-    assert found.on_pfs is not None
+    if found.on_pfs is None:
+        return False
     content: Content | None = found.content
     if content is None:
         return found.on_pfs.complete

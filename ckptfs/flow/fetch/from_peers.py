@@ -1,0 +1,209 @@
+"""Owns how a content comes here from other nodes: who has it, what its blocks are, and every block found right before the copy counts.
+
+The copy is FILLING under the content's own id from before its file exists. Sources that fail, lie or stall are left by `Peers.fetch` in the
+middle of the file; when nobody is left the file may still be on the PFS, which is the caller's to try.
+If we die here: a FILLING copy and its file, which recovery removes; the want is still open.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import fetching, holding, settling
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.fetching import Fetchable
+from ckptfs.catalog.holding import Heard
+from ckptfs.clique import holders
+from ckptfs.clique.membership import Node
+from ckptfs.clique.peers import PeerFailed, Record
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, Unreachable
+from ckptfs.model import Content, ContentState, CopyState, Tier
+from ckptfs.tiers import transfer
+from ckptfs.tiers.place import Place, Places
+
+log = logging.getLogger(__name__)
+
+transfer.labels("gather:check")
+transfer.labels("gather:older")
+disk.labels("gather:reserved", "gather:write", "gather:fsync", "gather:directory", "gather:arrived")
+
+WIDTH = digest.BLOCK_DIGEST_BYTES
+Progress = Callable[[], None]
+
+
+class FromPeers:
+    """Brings contents from other nodes. Several threads may do so at once, of different files."""
+
+    def __init__(self, db: Database, places: Places, around: Surroundings) -> None:
+        self._db = db
+        self._places = places
+        self._around = around
+
+    def look(self, inode: int, progress: Progress) -> Fetchable | None:
+        """The file as it is known now that the store and its writer were asked. Raises Busy while its writer has not sealed it."""
+        number = fetching.content_of(self._db, inode)
+        if number is None:
+            return fetching.look(self._db, inode)
+        writer = self._refresh(number)
+        found = fetching.look(self._db, inode)
+        if found is None or found.here or found.content is None or not found.content.peer or found.content.state is not ContentState.CLOSED:
+            return found
+        if writer is None:
+            raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
+        progress()
+        self._have_sealed(found.content, writer)
+        return fetching.look(self._db, inode)
+
+    def _refresh(self, number: int) -> Node | None:
+        """Ask the store who has it; the node that wrote it, if it lives. An island goes by what it knows."""
+        try:
+            shared = holders.refresh(self._db, self._around.store, [number], self._around.number)[number]
+        except (Unreachable, StoreRefused) as failure:
+            log.debug("the holders of content %d cannot be asked for: %s", number, failure)
+            return None
+        return None if shared.writer is None else self._around.see().by_number.get(shared.writer)
+
+    def _have_sealed(self, content: Content, writer: Node) -> None:
+        """Have the writer seal what is closed there."""
+        try:
+            record = self._around.peers.seal_soon(writer, content.id, limits.SEAL_ASKED_S)
+        except PeerFailed as failure:
+            raise Busy(f"{writer.name} wrote the file and has not sealed it: {failure}") from failure
+        if record is None:
+            raise Busy(f"the file is being written on {writer.name}")
+        with self._db.change():
+            holding.hear(self._db, _heard(record))
+            copy = holding.PeerCopy(content.id, writer.number, record.generation, record.digest)
+            holding.peer_has(self._db, copy)
+
+    # --- bringing it here --------------------------------------------------------------------------------------------
+
+    def sources(self, content: Content) -> list[Node]:
+        """The living nodes that are known to have exactly this generation, the fastest first."""
+        nodes = self._around.others(holding.elsewhere(self._db, content))
+        by_name = {node.name: node for node in nodes}
+        return [by_name[node.name] for node in self._around.peers.ranked(nodes)]
+
+    def bring(self, content: Content, sources: list[Node], tier: Tier, progress: Progress) -> None:
+        """Make a good copy in `tier`. Raises PeerFailed when no source gave it, Busy when it has moved on, OSError from the tier."""
+        record = self._record(content, sources)
+        older = self._older(content, tier)
+        try:
+            if not settling.fill(self._db, content, tier):
+                raise Busy("the file changed while it was fetched")
+            try:
+                disk.act("gather:reserved", lambda: None)
+                place = self._places[tier]
+                place.remove(content.id)
+                self._fill(record, sources, place, older, progress)
+                if not disk.act("gather:arrived", holding.came, self._db, content, tier, record.blocks):
+                    raise Busy("the file changed while it was fetched")
+            except BaseException:
+                with suppress(OSError, CkptfsError):
+                    self._places[tier].remove(content.id)
+                fetching.give_up(self._db, content.id, tier)
+                raise
+        finally:
+            if older >= 0:
+                os.close(older)
+        if tier is not Tier.RAM:
+            self._db.persist()
+
+    def _record(self, content: Content, sources: list[Node]) -> Record:
+        """The blocks' digests: from here, or from the first source that gives those of which the content's is made."""
+        assert content.digest is not None
+        if content.blocks is not None and digest.whole(content.blocks, content.size) == content.digest:
+            return Record(content.id, content.inode, content.generation, content.size, content.digest, content.blocks)
+        failure = PeerFailed("no node that has the file can be reached")
+        for node in sources:
+            try:
+                record = self._around.peers.record(node, content.id, content.digest)
+            except PeerFailed as refusal:
+                failure = refusal
+                continue
+            if record.size == content.size and digest.whole(record.blocks, record.size) == content.digest:
+                return record
+            failure = PeerFailed(f"{node.name} tells of other blocks than those of this content")
+        raise failure
+
+    def _older(self, content: Content, tier: Tier) -> int:
+        """A descriptor of a former generation that lies in `tier`, whose blocks may serve; -1 without one."""
+        states = {copy.tier: copy.state for copy in settling.copies(self._db, content.id)}
+        if states.get(tier) is CopyState.OLDER:
+            with suppress(FileNotFoundError):
+                return self._places[tier].open(content.id)
+        return -1
+
+    def _fill(self, record: Record, sources: list[Node], place: Place, older: int, progress: Progress) -> None:
+        with _closing(place.create(record.content)) as target:
+            os.ftruncate(target, record.size)
+            lacking = _Lacking(record)
+            if older >= 0:
+                lacking.take_from(older, target)
+            if lacking.numbers:
+                tell = _Telling(progress)
+                self._around.peers.fetch(sources, record, lacking.numbers, target, tell)
+            if place.tier is not Tier.RAM:
+                disk.act("gather:fsync", os.fsync, target)
+                disk.act("gather:directory", place.persist_names)
+                os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
+                found = transfer.read(target, label="gather:check", before_block=progress)
+                if found != (record.size, record.digest, record.blocks):
+                    raise DigestMismatch(f"what was written to {place.tier} reads back as something else")
+
+
+class _Lacking:
+    """The blocks that are not in the file yet. Holes need not come."""
+
+    def __init__(self, record: Record) -> None:
+        digests = (record.blocks[start : start + WIDTH] for start in range(0, len(record.blocks), WIDTH))
+        self._digests = list(digests)
+        self.numbers = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
+
+    def take_from(self, source: int, target: int) -> None:
+        """Copy the blocks that are the same in a former generation."""
+        blocks = transfer.read(source, label="gather:older")[2]
+        former = [blocks[start : start + WIDTH] for start in range(0, len(blocks), WIDTH)]
+        left = []
+        for number in self.numbers:
+            if not (number < len(former) and former[number] == self._digests[number] and self._copied(source, target, number)):
+                left.append(number)
+        self.numbers = left
+
+    def _copied(self, source: int, target: int, number: int) -> bool:
+        data = os.pread(source, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)
+        if digest.block(data) != self._digests[number]:
+            return False
+        disk.write_all("gather:write", target, data, number * limits.BLOCK_BYTES)
+        return True
+
+
+class _Telling:
+    """Called with each block that arrived, by several threads: one of them at a time tells whoever waits."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def __call__(self, number: int) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._progress()
+            finally:
+                self._lock.release()
+
+
+def _heard(record: Record) -> Heard:
+    return Heard(record.content, record.inode, record.generation, record.size, record.digest, record.blocks)
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,183 @@
+"""P4, P7, P9, N3: a file that lies on other nodes comes here block by block, each found right; what one source cannot give another does."""
+
+import os
+from pathlib import Path
+
+import pytest
+from clique_world import MIB, Cluster, Node, around, level, replicate_of, until
+
+from ckptfs import disk, limits
+from ckptfs.catalog import contents, holding, settling, wants
+from ckptfs.clique import holders
+from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.recover import Recover
+from ckptfs.flow.tell import Tell
+from ckptfs.model import ContentState, CopyState, Level, Tier
+
+BLOCK = limits.BLOCK_BYTES
+
+
+def fetch_of(node: Node) -> Fetch:
+    return Fetch(node.db, node.places, node.config, node.told, around(node))
+
+
+def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None) -> wants.Want:
+    """Have a file fetched; the answered want."""
+    flow = flow or fetch_of(node)
+    want = wants.ask(node.db, wants.FETCH, inode, argument)
+
+    def answered() -> bool:
+        row = wants.get(node.db, want)
+        return row is None or row.state != wants.WANTED
+
+    until(answered, flow.step)
+    row = wants.get(node.db, want)
+    assert row is not None
+    return row
+
+
+def replicated(cluster: Cluster, name: bytes, data: bytes) -> int:
+    """A file of node 1 that node 2 holds, and of which the store knows."""
+    one, two = cluster.nodes[:2]
+    content = one.written(name, data)
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    Tell(two.db, around(two)).step()
+    return content
+
+
+def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 3)
+    one, _, three = cluster.nodes
+    content = replicated(cluster, b"a", data := os.urandom(2 * BLOCK + 5))
+    inode = one.inode(content)
+    assert bring(three, inode).result == wants.HERE
+    assert three.data(content) == data
+    (copy,) = settling.copies(three.db, content)
+    assert copy.state is CopyState.GOOD and copy.verified_ns > 0
+    assert level(three, content) is Level.CLIQUE
+    Tell(three.db, around(three)).step()
+    assert holders.read(three.store, [content])[content].holders == [1, 2, 3]
+    assert holding.untold(three.db, 10) == []
+
+
+def test_what_is_closed_and_not_sealed_is_sealed_for_the_reader(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.make(b"a", b"hello")
+    one.publish_shared(content)
+    held = contents.held(two.db, one.inode(content))
+    assert held is not None and held.state is ContentState.CLOSED and held.peer
+    assert bring(two, one.inode(content)).result == wants.HERE
+    assert two.data(content) == b"hello"
+
+
+@pytest.mark.parametrize("trouble", ["dead", "lies", "cut"])
+def test_the_holder_serves_when_the_writer_does_not(tmp_path: Path, trouble: str) -> None:
+    cluster = Cluster(tmp_path, 3)
+    one, _, three = cluster.nodes
+    content = replicated(cluster, b"a", data := os.urandom(3 * BLOCK))
+    if trouble == "dead":
+        one.kill()
+    elif trouble == "lies":
+        three.peers.spoil.add("n1")
+    else:
+        cluster.cut.add("n1")
+    assert bring(three, one.inode(content)).result == wants.HERE
+    assert three.data(content) == data
+
+
+def test_a_node_that_lost_its_ram_gets_its_own_files_back(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster, b"a", data := os.urandom(BLOCK))
+    one.lose_ram()
+    Recover(one.db, one.places, one.config, one.told).step()
+    assert one.state(content) is ContentState.SEALED, "it is not lost: a peer has it"
+    assert level(one, content) is Level.LOCAL, "one copy is less than was wanted"
+    assert bring(one, one.inode(content)).result == wants.HERE
+    assert one.data(content) == data and level(one, content) is Level.CLIQUE
+    assert two.files(Tier.RAM) == {content}
+
+
+def test_nobody_left_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 2)
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster, b"a", b"hello")
+    one.kill()
+    two.kill()
+    answer = bring(three, one.inode(content))
+    assert (answer.state, answer.error) == (wants.FAILED, 5)
+    assert three.copies(content) == {} and three.files(Tier.RAM) == set()
+    assert three.state(content) is ContentState.SEALED
+    two.revive()
+    assert bring(three, one.inode(content)).result == wants.HERE
+
+
+def test_an_island_goes_by_what_it_knows(tmp_path: Path) -> None:
+    """P1: without the store the peers that are known to have it serve."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster, b"a", b"hello")
+    one.lose_ram()
+    one.store.reachable = False
+    assert bring(one, one.inode(content)).result == wants.HERE
+    assert one.data(content) == b"hello" and two.data(content) == b"hello"
+
+
+def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
+    """The others' copies are an older generation then, which does not count and is never served."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster, b"a", os.urandom(4 * BLOCK))
+    inode = one.inode(content)
+    assert bring(three, inode, wants.FOR_WRITING).result == wants.HERE
+    three.rewrite(content, lambda data: data.__setitem__(0, data[0] ^ 1))
+    row = settling.content(three.db, content)
+    assert row is not None and not row.peer and row.generation == 2
+    assert one.copies(content) == two.copies(content) == {Tier.RAM: CopyState.OLDER}
+    assert level(three, content) is Level.LOCAL
+    assert bring(one, inode).result == wants.HERE
+    assert one.data(content) == three.data(content)
+    fetched = [act for act, _ in one.peers.asked if act == "fetch"]
+    assert len(fetched) == 1
+    flow = replicate_of(three)
+    until(lambda: level(three, content) is Level.CLIQUE, flow.step)
+
+
+def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 3)
+    one, _, three = cluster.nodes
+    content = replicated(cluster, b"a", os.urandom(4 * BLOCK))
+    bring(three, one.inode(content))
+    one.rewrite(content, lambda data: data.__setitem__(2 * BLOCK, data[2 * BLOCK] ^ 1))
+    came: list[int] = []
+    real = three.peers.fetch
+
+    def counted(sources, record, wanted, fd, on_block=lambda number: None):  # type: ignore[no-untyped-def]
+        came.extend(wanted)
+        return real(sources, record, wanted, fd, on_block)
+
+    three.peers.fetch = counted  # type: ignore[method-assign]
+    bring(three, one.inode(content))
+    assert came == [2] and three.data(content) == one.data(content)
+
+
+@pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("gather:")))
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
+def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, 3, nvme=True)
+    one, _, three = cluster.nodes
+    content = replicated(cluster, b"a", os.urandom(BLOCK + 3))
+    if tier is Tier.NVME:
+        three.squeeze(Tier.RAM, MIB)
+    bring(three, one.inode(content))
+    one.rewrite(content, lambda data: data.__setitem__(0, data[0] ^ 1))
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    bring(three, one.inode(content))
+    monkeypatch.setattr(disk, "_fault", "")
+    assert settling.by_state(three.db, CopyState.FILLING) == []
+    assert bring(three, one.inode(content)).result == wants.HERE
+    assert three.data(content, tier) == one.data(content)
