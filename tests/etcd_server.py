@@ -36,8 +36,8 @@ def free_ports(count: int) -> list[int]:
 class Member:
     """One server. It ends with this process, whatever happens."""
 
-    def __init__(self, name: str, directory: Path, ports: tuple[int, int], tls: Sequence[str] = ()) -> None:
-        self.name, self.directory, self._tls = name, directory, tls
+    def __init__(self, name: str, directory: Path, ports: tuple[int, int], tls: Sequence[str], more: Sequence[str]) -> None:
+        self.name, self.directory, self._tls, self._more = name, directory, tls, more
         self.address = f"127.0.0.1:{ports[0]}"
         self.peer = f"http://127.0.0.1:{ports[1]}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,7 +52,7 @@ class Member:
             "listen-peer-urls": self.peer, "initial-advertise-peer-urls": self.peer, "initial-cluster": all_members,
             "heartbeat-interval": heartbeat_ms, "election-timeout": election_ms, "log-level": "warn",
         }  # fmt: skip
-        command = ["setpriv", "--pdeathsig", "KILL", "etcd", "--unsafe-no-fsync", *self._tls]
+        command = ["setpriv", "--pdeathsig", "KILL", "etcd", "--unsafe-no-fsync", *self._tls, *self._more]
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 [*command, *(f"--{key}={value}" for key, value in arguments.items())], stdout=log, stderr=log, env=_environment()
@@ -87,8 +87,8 @@ class Member:
 class Etcd:
     """The members of one etcd; `stop`, `start`, `pause` and `resume` mean all of them."""
 
-    def __init__(self, directory: Path, members: int = 1, tls: Sequence[str] = ()) -> None:
-        self._directory, self._count, self._tls = directory, members, tls
+    def __init__(self, directory: Path, members: int, tls: Sequence[str], more: Sequence[str]) -> None:
+        self._directory, self._count, self._tls, self._more = directory, members, tls, more
         self.members: list[Member] = []
 
     @property
@@ -99,7 +99,9 @@ class Etcd:
         """Start for the first time; when somebody takes a port meanwhile, again with others."""
         for _ in range(STARTS_MAX):
             ports = free_ports(2 * self._count)
-            self.members = [Member(f"m{n}", self._directory, (ports[2 * n], ports[2 * n + 1]), self._tls) for n in range(self._count)]
+            self.members = [
+                Member(f"m{n}", self._directory, (ports[2 * n], ports[2 * n + 1]), self._tls, self._more) for n in range(self._count)
+            ]
             self.start_soon()
             if eventually(self._settled, what="etcd answers") == "answers":
                 return self
@@ -167,11 +169,11 @@ def _listens(member: Member) -> bool:
         return one.connect_ex((host, int(port))) == 0
 
 
-def start_etcd(directory: Path, members: int = 1, tls: Sequence[str] = ()) -> Etcd:
-    """An etcd that answers; skips the test where it is not installed. Whoever starts it stops it."""
+def start_etcd(directory: Path, members: int = 1, tls: Sequence[str] = (), more: Sequence[str] = ()) -> Etcd:
+    """An etcd that answers, with `tls` and `more` among its arguments; whoever starts it stops it. Without etcd the test is skipped."""
     if shutil.which("etcd") is None:
         pytest.skip("NO ETCD HERE: etcd is not installed")
-    return Etcd(directory, members, tls).begin()
+    return Etcd(directory, members, tls, more).begin()
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ Two implementations pass one contract suite: `ckptfs.catalog.etcd` and the tests
 without the cluster's prefix. Every change gets a revision, a number that grows over the whole store; an item knows the one
 that made it and the one that changed it last, and transactions compare these.
 A commit whose answer was lost is sent once more, so it can conflict with itself: whoever reads `succeeded=False` looks
-whether what it wanted is there already. If we die here: a transaction is whole or absent, a lease runs out.
+whether what it wanted is there already. One that was not answered in time may still be done, even after later ones: what is
+put without a comparison must bear that. If we die here: a transaction is whole or absent, a lease runs out.
 """
 
 from collections.abc import Iterator, Sequence

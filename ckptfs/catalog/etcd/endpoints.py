@@ -31,6 +31,8 @@ OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", int(limits.ETCD_TRY_S * 500)),
     ("grpc.keepalive_time_ms", int(limits.ETCD_PROBE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(limits.ETCD_PROBE_WAIT_S * 1000)),
+    # The same bound in grpc since 1.62, where a server whose kernel still acknowledges bytes counts as alive for the other one.
+    ("grpc.http2.ping_timeout_ms", int(limits.ETCD_PROBE_WAIT_S * 1000)),
     ("grpc.http2.max_pings_without_data", 0),
 )
 

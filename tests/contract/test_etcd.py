@@ -1,0 +1,195 @@
+"""What only a real etcd can show: members that die, hang or lose the others, TLS, and an etcd that is full (P1)."""
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemon_under_test import eventually
+from etcd_server import Etcd, Member, start_etcd
+
+from ckptfs.catalog.etcd import EtcdStore
+from ckptfs.catalog.store import ENDLESS, Compare, Delete, Get, Item, Put, Target
+from ckptfs.errors import StoreRefused, Unreachable
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Etcd]:
+    """An etcd of three members."""
+    etcd = start_etcd(tmp_path, members=3)
+    try:
+        yield etcd
+    finally:
+        etcd.stop()
+
+
+@pytest.fixture
+def store(three: Etcd) -> Iterator[EtcdStore]:
+    made = EtcdStore(three.addresses, "one")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def value(store: EtcdStore, key: bytes) -> bytes:
+    items: tuple[Item, ...] = store.read([Get(key)], timeout_s=PATIENCE_S).results[0]
+    return items[0].value
+
+
+def put(store: EtcdStore, key: bytes, new: bytes) -> int:
+    return store.commit((), [Put(key, new)], timeout_s=PATIENCE_S).revision
+
+
+def used(store: EtcdStore, etcd: Etcd) -> Member:
+    """The member that answers this store."""
+    address = store.about(timeout_s=PATIENCE_S).address
+    return next(member for member in etcd.members if member.address == address)
+
+
+def test_etcd_says_who_it_is(three: Etcd, store: EtcdStore) -> None:
+    about = store.about(timeout_s=PATIENCE_S)
+    assert about.address in three.addresses and about.has_leader and about.size_bytes > 0
+    assert tuple(map(int, about.version.split(".")[:2])) >= (3, 4)
+
+
+@pytest.mark.parametrize("trouble", ["stopped", "paused"])
+def test_calls_and_watches_go_on_when_the_member_that_answers_them_goes(three: Etcd, store: EtcdStore, trouble: str) -> None:
+    """Each member in turn, so the leader too."""
+    revision = put(store, b"a", b"0")
+    told: list[bytes] = []
+    watch = store.watch(b"a", None, revision)
+
+    def listen() -> None:
+        for events in watch:
+            told.extend(event.item.value for event in events.events if event.item)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    expected = [b"0"]
+    for number in range(1, 4):
+        member = used(store, three)
+        member.stop() if trouble == "stopped" else member.pause()
+        expected.append(b"%d" % number)
+        # The member that hangs may do it, too, when it goes on; so nobody does what is done already.
+        store.commit([Compare(b"a", Target.VALUE, "<", expected[-1])], [Put(b"a", expected[-1])], timeout_s=PATIENCE_S)
+        assert value(store, b"a") == expected[-1] and used(store, three) is not member
+        eventually(lambda: told == expected, what="the watch tells of it, once")
+        three.start_member(member) if trouble == "stopped" else member.resume()
+        eventually(lambda: all(_answers(three, one) for one in three.members), what="all members are back")
+    watch.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def _answers(etcd: Etcd, member: Member) -> bool:
+    store = EtcdStore([member.address], "one")
+    try:
+        return bool(store.read([Get(b"a")], timeout_s=1.0).revision)
+    except Unreachable:
+        return False
+    finally:
+        store.close()
+
+
+def test_a_member_without_the_others_is_left(three: Etcd, store: EtcdStore) -> None:
+    """Two of three are gone: nobody may answer; one comes back: the two that are a majority do."""
+    put(store, b"a", b"1")
+    gone = three.members[:2]
+    for member in gone:
+        member.stop()
+    with pytest.raises(Unreachable):
+        store.commit((), [Put(b"a", b"2")], timeout_s=2.0)
+    with pytest.raises(Unreachable):
+        store.read([Get(b"a")], timeout_s=2.0)
+    three.start_member(gone[0])
+    assert value(store, b"a") in (b"1", b"2")
+    assert put(store, b"a", b"3") and value(store, b"a") == b"3"
+
+
+def test_an_etcd_that_hangs_is_unreachable_and_answers_again_when_it_goes_on(etcd: Etcd) -> None:
+    store = EtcdStore(etcd.addresses, "one")
+    put(store, b"a", b"1")
+    etcd.pause()
+    for _ in range(2):
+        with pytest.raises(Unreachable):
+            store.read([Get(b"a")], timeout_s=0.3)
+    waiting = store.read_soon([Get(b"a")], timeout_s=PATIENCE_S)
+    etcd.resume()
+    assert waiting.result(PATIENCE_S).results[0][0].value == b"1"
+    store.close()
+
+
+def test_calls_that_wait_end_when_the_store_is_closed(etcd: Etcd) -> None:
+    store = EtcdStore(etcd.addresses, "one")
+    etcd.pause()
+    waiting = [store.read_soon([Get(b"a")], timeout_s=10 * PATIENCE_S) for _ in range(50)]
+    store.close()
+    assert all(isinstance(one.exception(PATIENCE_S), Unreachable) for one in waiting)
+    etcd.resume()
+
+
+def test_a_full_etcd_is_as_good_as_none(tmp_path: Path) -> None:
+    """P1: what it holds can be read; changes are tried again later, and there is no EINVAL for them."""
+    etcd = start_etcd(tmp_path, more=["--quota-backend-bytes=4000000"])
+    store = EtcdStore(etcd.addresses, "one")
+    try:
+        with pytest.raises(Unreachable, match="space exceeded"):
+            for number in range(100):
+                put(store, b"%d" % number, bytes(1_000_000))
+        assert value(store, b"0") == bytes(1_000_000)
+        assert store.commit((), [Delete(b"0")], timeout_s=PATIENCE_S).succeeded
+    finally:
+        store.close()
+        etcd.stop()
+
+
+def test_what_no_message_can_hold_is_refused(etcd: Etcd) -> None:
+    store = EtcdStore(etcd.addresses, "one")
+    with pytest.raises(StoreRefused, match="too large"):
+        put(store, b"a", bytes(2_000_000))
+    for number in range(5):
+        put(store, b"%d" % number, bytes(1_000_000))
+    with pytest.raises(StoreRefused, match="larger than max"):
+        store.read([Get(b"", ENDLESS)])
+    assert value(store, b"1") == bytes(1_000_000)
+    store.close()
+
+
+def _openssl(directory: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """An authority, and a key with a certificate of it for each of server and client."""
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    _openssl(tmp_path, "req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=authority")
+    (tmp_path / "more").write_text("subjectAltName=IP:127.0.0.1")
+    for name in ("server", "client"):
+        _openssl(tmp_path, "req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "more"]
+        _openssl(tmp_path, "x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signed)
+    return tmp_path
+
+
+def test_tls_with_a_certificate_for_each_side(keys: Path) -> None:
+    ca, cert, key = keys / "ca.pem", keys / "client.pem", keys / "client.key"
+    tls = [f"--cert-file={keys}/server.pem", f"--key-file={keys}/server.key", f"--trusted-ca-file={ca}", "--client-cert-auth"]
+    etcd = start_etcd(keys, tls=tls)
+    known, nobody, plain = EtcdStore(etcd.addresses, "one", ca=ca, cert=cert, key=key), EtcdStore(etcd.addresses, "one", ca=ca), None
+    try:
+        put(known, b"a", b"1")
+        assert value(known, b"a") == b"1"
+        plain = EtcdStore(etcd.addresses, "one")
+        for stranger in (nobody, plain):
+            with pytest.raises(Unreachable):
+                stranger.read([Get(b"a")], timeout_s=1.0)
+    finally:
+        for store in (known, nobody, plain):
+            if store:
+                store.close()
+        etcd.stop()
