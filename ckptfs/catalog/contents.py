@@ -113,6 +113,11 @@ def close(db: Database, inode: int, content: int, size: int, atime_ns: int, mtim
     journal.append(db, "content", inode, content=content)
 
 
+def written(db: Database, inode: int, size: int, atime_ns: int, mtime_ns: int) -> None:
+    """A writer has closed its descriptor, and others may see what it wrote."""
+    db.run(_WRITTEN, size, mtime_ns, atime_ns, inode)
+
+
 def synced(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int) -> None:
     """An open file was fsynced: the PFS shall be told what it holds so far."""
     db.run(_WRITTEN, size, mtime_ns, atime_ns, inode)

@@ -43,7 +43,9 @@ class _Held:
 class Shared(Protocol):
     """What is done with each connection of a catalog that is shared with other nodes."""
 
-    factory: type[sqlite3.Connection]
+    @property
+    def factory(self) -> type[sqlite3.Connection]:
+        """The class of the connections."""
 
     def prepare(self, connection: sqlite3.Connection) -> None:
         """It was opened."""

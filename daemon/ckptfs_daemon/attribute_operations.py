@@ -32,11 +32,13 @@ class AttributeOperations(Handler):
     @answered
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
         """The attributes of an inode."""
+        await self.fresh_inode(inode)
         return self.reply(self.current(inode))
 
     @answered
     async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
         """What a symlink points to."""
+        await self.fresh_inode(inode)
         target = self.current(inode).target
         if target is None:
             raise refused(errno.EINVAL)
@@ -48,11 +50,12 @@ class AttributeOperations(Handler):
     ) -> EntryAttributes:
         """chmod, chown, truncate and utimens, also several at once."""
         request = edge.request()
-        if self.told(request) is not None:
+        if await self.told(request) is not None:
             return self.reply(self.current(inode))
         if fields.update_size:
+            await self.fresh_inode(inode)
             await self.resize(inode, attr.st_size, fh)
-        return self.reply(await self._set(request, inode, attr, fields))
+        return self.reply(await self.agreed(lambda: self._set(request, inode, attr, fields), inodes=[inode]))
 
     async def _set(self, request: Request, inode: int, attr: EntryAttributes, fields: "SetattrFields") -> Inode:
         """The part of setattr that is the catalog's."""
@@ -66,9 +69,15 @@ class AttributeOperations(Handler):
         def act(db: Database, _: bool) -> Inode:
             answers.keep(db, request.number)
             return attributes.set_attributes(
-                db, inode, mode=attr.st_mode if fields.update_mode else None, uid=attr.st_uid if fields.update_uid else None,
-                gid=attr.st_gid if fields.update_gid else None, atime_ns=atime_ns, mtime_ns=mtime_ns,
-                ctime_ns=attr.st_ctime_ns if fields.update_ctime else None, kill_set_id=kill,
+                db,
+                inode,
+                mode=attr.st_mode if fields.update_mode else None,
+                uid=attr.st_uid if fields.update_uid else None,
+                gid=attr.st_gid if fields.update_gid else None,
+                atime_ns=atime_ns,
+                mtime_ns=mtime_ns,
+                ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
+                kill_set_id=kill,
             )
 
         if atime_ns is not None or mtime_ns is not None:

@@ -1,7 +1,8 @@
 """Owns the bell: how the mount and the mover wake each other. A message is a hint; what there is to do stands in the catalog.
 
 From the mount: `WORK`, and `URGENT` with the kind of a want (somebody waits). From the mover: `WANTS` (some were answered), `INODE` and 8
-bytes (forget its attributes and pages), `ENTRY` and 8 bytes and a name (forget that name). Numbers are little endian.
+bytes (forget its attributes and pages), `ENTRY` and 8 bytes and a name (forget that name), `TOUCHED` (other nodes must learn of something).
+Numbers are little endian.
 If we die here: what was rung waits in the socket, which the supervisor keeps open, for the next process.
 """
 
@@ -19,6 +20,7 @@ URGENT = b"!"
 WANTS = b"w"
 INODE = b"i"
 ENTRY = b"e"
+TOUCHED = b"p"
 
 MESSAGE_BYTES_MAX = 512
 PATIENCE_S = 1.0

@@ -9,6 +9,7 @@ from ckptfs.tiers.place import Places
 from ckptfs_daemon.asking import Asking
 from ckptfs_daemon.bells import Bell
 from ckptfs_daemon.open_files import OpenFiles
+from ckptfs_daemon.sharing import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +23,5 @@ class Context:
     bell: Bell
     asking: Asking
     open_files: OpenFiles
+    sharing: Sharing | None = None
+    """None: this node is alone."""

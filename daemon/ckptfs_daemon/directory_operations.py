@@ -40,6 +40,9 @@ class DirectoryOperations(Handler):
     @answered
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         """Fill the reply with entries after the offset `start_id`."""
+        if self.context.sharing is not None and start_id == 0:
+            await self.context.sharing.fresh_inode(fh)
+            await self.context.sharing.fresh_directory(fh)
         directory = self.current(fh)
         if not directory.is_directory:
             raise refused(errno.ENOTDIR)

@@ -23,6 +23,7 @@ from ckptfs_daemon import bells, edge
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.extra_operations import ExtraOperations
 from ckptfs_daemon.open_file import OpenFile, in_thread, on_pfs
+from ckptfs_daemon.open_files import HANDLE_MASK
 from ckptfs_daemon.open_operations import OpenOperations
 from ckptfs_daemon.opening import SET_ID, Opening, pfs_descriptor
 from ckptfs_daemon.wishes import Wish
@@ -138,7 +139,22 @@ class FileOperations(OpenOperations, ExtraOperations):
 
     @answered
     async def flush(self, fh: int) -> None:
-        """A descriptor is closed: what the kernel kept it has written by now."""
+        """A descriptor is closed: what the kernel kept it has written by now, and other nodes that open the file see it."""
+        sharing = self.context.sharing
+        file = None if sharing is None else self.context.open_files.by_handle.get(fh & HANDLE_MASK)
+        if sharing is None or file is None or not file.handles.get(fh & HANDLE_MASK):
+            return
+        self._written(file)
+        await sharing.published()
+
+    def _written(self, file: OpenFile) -> None:
+        """The size and times of an open file, as they are now, go into its inode."""
+        if file.content is None or file.fd < 0:
+            return
+        status = os.fstat(file.fd)
+        with self.context.open_files.change() as db:
+            if contents.has_name(db, file.inode):
+                contents.written(db, file.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
 
     @answered
     async def fsync(self, fh: int, datasync: bool) -> None:

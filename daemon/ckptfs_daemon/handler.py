@@ -7,7 +7,7 @@ If we die here: before the commit nothing happened, after it the answer is in th
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptfs import limits
@@ -45,16 +45,57 @@ class Handler:
 
     def reply_as_is(self, inode: Inode, written: bool = False) -> EntryAttributes:
         """The attributes of `inode`, which says itself all that there is to say; `written`: somebody has it open for writing."""
-        if self.context.data_path is not DataPath.PASSTHROUGH:
-            return replies.attributes(inode)
-        entry = replies.attributes(inode, replies.GATHER_BYTES)
-        if written:
+        passthrough = self.context.data_path is DataPath.PASSTHROUGH
+        entry = replies.attributes(inode, replies.GATHER_BYTES if passthrough else replies.BLOCK_BYTES)
+        if self.context.sharing is not None:
+            # Another node may change it at any time, and does not tell us.
+            entry.entry_timeout = entry.attr_timeout = 0
+        if written and passthrough:
             entry.attr_timeout = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S
         return entry
 
-    def told(self, request: Request) -> bytes | None:
-        """The answer that this request got before a crash; None when it is new or was not answered."""
-        return answers.told(self.context.db, request.number) if request.again else None
+    def nothing(self) -> EntryAttributes:
+        """There is no such name."""
+        return replies.nothing(limits.NEGATIVE_TIMEOUT_S if self.context.sharing is None else 0)
+
+    async def told(self, request: Request) -> bytes | None:
+        """The answer that this request got before a crash; None when it is new, was not answered, or was taken back since."""
+        if not request.again:
+            return None
+        if self.context.sharing is not None:
+            await self.context.sharing.published()
+        return answers.told(self.context.db, request.number)
+
+    # --- with the other nodes -----------------------------------------------------------------------------------------
+
+    async def fresh_inode(self, inode: int) -> None:
+        """What other nodes did to an inode is known here."""
+        if self.context.sharing is not None:
+            await self.context.sharing.fresh_inode(inode)
+
+    async def agreed(
+        self,
+        act: Callable[[], Awaitable[T]],
+        names: Iterable[tuple[int, bytes]] = (),
+        inodes: Iterable[int] = (),
+        undo: Callable[[T], None] = lambda _: None,
+    ) -> T:
+        """Do `act`, a change of these names or inodes, and return when the other nodes see it; alone at once.
+
+        Where it fails on what was known here, or another node was faster, it is done again on what is true. `undo` is told what came of an
+        act that was taken back.
+        """
+        sharing = self.context.sharing
+        if sharing is None:
+            return await act()
+        names, inodes = tuple(names), tuple(inodes)
+
+        async def fresh() -> None:
+            for inode in inodes:
+                await sharing.fresh_inode(inode)
+            await sharing.fresh_change(names)
+
+        return await sharing.agreed(act, fresh, names, undo)
 
     async def change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
         """Run `act(db, blind)` as one change, with the releases that came before; visit what it finds unvisited, and try again.

@@ -7,7 +7,6 @@ If we die here: see handler.py.
 import stat
 from typing import TYPE_CHECKING
 
-from ckptfs import limits
 from ckptfs.catalog import answers, namespace, renaming
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.directories import Unvisited
@@ -35,17 +34,19 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
     @answered
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
         """What a name leads to; a reply without an inode where there is none, which the kernel remembers too."""
+        if self.context.sharing is not None:
+            await self.context.sharing.fresh_name(parent_inode, name)
         try:
             return self.reply(namespace.lookup(self.context.db, parent_inode, name))
         except FileNotFoundError:
-            return replies.nothing(limits.NEGATIVE_TIMEOUT_S)
+            return self.nothing()
         except Unvisited as missing:
             directory = missing.directory
         try:
             await self.visited(directory, must=True)
             return self.reply(namespace.lookup(self.context.db, parent_inode, name))
         except FileNotFoundError:
-            return replies.nothing(limits.NEGATIVE_TIMEOUT_S)
+            return self.nothing()
         except (OSError, CkptfsError):
             if not intent.creates(ctx.pid):
                 raise
@@ -70,7 +71,7 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
     async def _make(
         self, request: Request, parent: int, name: bytes, mode: int, ctx: "RequestContext", *, rdev: int = 0, target: bytes | None = None
     ) -> EntryAttributes:
-        told = self.told(request)
+        told = await self.told(request)
         if told is not None:
             return self.reply(self.current(int.from_bytes(told, "little")))
 
@@ -79,46 +80,48 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
             answers.keep(db, request.number, inode.id.to_bytes(NAMED, "little"))
             return inode
 
-        return self.reply(await self.change(act, creates=True))
+        made = await self.agreed(lambda: self.change(act, creates=True), [(parent, name)])
+        return self.reply(made)
 
     @answered
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: "RequestContext") -> EntryAttributes:
         """Give a file another name."""
         request = edge.request()
-        if self.told(request) is not None:
+        if await self.told(request) is not None:
             return self.reply(self.current(inode))
 
         def act(db: Database, blind: bool) -> Inode:
             answers.keep(db, request.number)
             return namespace.link(db, inode, new_parent_inode, new_name, blind=blind)
 
-        return self.reply(await self.change(act, creates=True))
+        linked = await self.agreed(lambda: self.change(act, creates=True), [(new_parent_inode, new_name)], [inode])
+        return self.reply(linked)
 
     @answered
     async def unlink(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
         """Take away a name of something that is no directory."""
         request = edge.request()
-        if self.told(request) is not None:
+        if await self.told(request) is not None:
             return
 
         def act(db: Database, _: bool) -> Inode:
             answers.keep(db, request.number)
             return namespace.unlink(db, parent_inode, name)
 
-        self.unnamed(await self.change(act))
+        self.unnamed(await self.agreed(lambda: self.change(act), [(parent_inode, name)]))
 
     @answered
     async def rmdir(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
         """Take away an empty directory."""
         request = edge.request()
-        if self.told(request) is not None:
+        if await self.told(request) is not None:
             return
 
         def act(db: Database, _: bool) -> Inode:
             answers.keep(db, request.number)
             return namespace.rmdir(db, parent_inode, name)
 
-        self.unnamed(await self.change(act))
+        self.unnamed(await self.agreed(lambda: self.change(act), [(parent_inode, name)]))
 
     @answered
     async def rename(
@@ -126,13 +129,14 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
     ) -> None:
         """Rename, replace or exchange."""
         request = edge.request()
-        if self.told(request) is not None:
+        if await self.told(request) is not None:
             return
 
         def act(db: Database, blind: bool) -> Inode | None:
             answers.keep(db, request.number)
             return renaming.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, blind=blind)
 
-        replaced = await self.change(act, creates=True)
+        names = [(parent_inode_old, name_old), (parent_inode_new, name_new)]
+        replaced = await self.agreed(lambda: self.change(act, creates=True), names)
         if replaced is not None:
             self.unnamed(replaced)

@@ -30,13 +30,15 @@ class OpenOperations(Handler):
     async def create(self, parent: int, name: bytes, mode: int, flags: int, ctx: "RequestContext") -> tuple[FileInfo, EntryAttributes]:
         """Make a file and open it."""
         request = edge.request()
-        body = self.told(request)
+        body = await self.told(request)
         if body is not None:
             opened = Opened.unpack(body)
             return self._info(opened), self.reply(self.current(opened.inode))
         creating = Creating(self.context, request, parent, name, mode, (ctx.uid, ctx.gid))
         try:
-            opened = await self._created(creating)
+            opened = await self.agreed(
+                lambda: self._created(creating), [(parent, name)], undo=lambda made: self.context.open_files.end(made.handle)
+            )
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
@@ -58,9 +60,10 @@ class OpenOperations(Handler):
     async def open(self, inode: int, flags: int, ctx: "RequestContext") -> FileInfo:
         """Open a file that is there."""
         request = edge.request()
-        body = self.told(request)
+        body = await self.told(request)
         if body is not None:
             return self._info(Opened.unpack(body))
+        await self.fresh_inode(inode)
         truncate = bool(flags & os.O_TRUNC)
         writer = truncate or flags & os.O_ACCMODE != os.O_RDONLY
         wish = Wish(inode, writer, truncate, request, root=ctx.uid == 0, hasty=bool(flags & os.O_NONBLOCK))
@@ -68,7 +71,7 @@ class OpenOperations(Handler):
 
     def _info(self, opened: Opened) -> FileInfo:
         """The reply. Nothing may be awaited after it."""
-        if opened.backing:
+        if opened.backing and self.context.sharing is None:
             # Where the kernel keeps no pages there is nothing to flush: saves a round trip at each close.
             door.set_open_flags(door.FOPEN_NOFLUSH)
         buffered = self.context.data_path is DataPath.BUFFERED

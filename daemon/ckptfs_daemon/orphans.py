@@ -46,6 +46,12 @@ class OrphanOperations(Handler):
         if inode.nlink == 0:
             self._orphans.add(inode.id)
 
+    def lost_names(self, inodes: Iterable[int]) -> None:
+        """These have no name any more: another node took it away."""
+        self._orphans.update(inodes)
+        self._forgotten.update(inodes)
+        self._wake.set()
+
     async def forget(self, inode_list: Iterable[tuple[int, int]]) -> None:
         """The kernel dropped these inodes. Never raises."""
         forgotten = self._orphans.intersection(inode for inode, _ in inode_list)

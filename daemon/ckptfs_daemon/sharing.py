@@ -35,23 +35,15 @@ Name = tuple[int, bytes]
 class Sharing:
     """This node's side of the shared tree."""
 
-    def __init__(
-        self,
-        db: Database,
-        store: Store,
-        number: int,
-        *,
-        is_written: Callable[[int], bool] = lambda _: False,
-        nameless: Callable[[Iterable[int]], None] = lambda _: None,
-    ) -> None:
-        """`is_written`: whether an inode is open for writing here; `nameless` is told of inodes that lost their names elsewhere."""
+    def __init__(self, db: Database, store: Store, number: int, is_written: Callable[[int], bool]) -> None:
+        """`is_written`: whether an inode is open for writing here."""
         self.db = db
         self.number = number
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.island_ns = 0
         self._store = store
         self._written = _Written(is_written)
-        self._nameless = nameless
+        self._nameless: Callable[[Iterable[int]], None] = lambda _: None
         self._recent = Recent()
         self._asked: deque[_Question] = deque()
         self._reading = 0
@@ -59,6 +51,10 @@ class Sharing:
         self._went = trio.Event()
         self._reverted: dict[Key, int] = {}
         self._reverts = 0
+
+    def serve(self, nameless: Callable[[Iterable[int]], None]) -> None:
+        """`nameless` is told from now on of inodes that lost their names elsewhere."""
+        self._nameless = nameless
 
     @property
     def island(self) -> bool:
@@ -70,13 +66,6 @@ class Sharing:
     async def fresh_name(self, parent: int, name: bytes) -> None:
         """The rows of a name, and of what it leads to, are as the store has them."""
         await self._fresh(reading.of_name(self.db, parent, name))
-
-    async def fresh_names(self, names: Iterable[Name]) -> None:
-        """The same for several, their directories included."""
-        keys: list[Key] = []
-        for parent, name in names:
-            keys += [*reading.of_inode(self.db, parent), *reading.of_name(self.db, parent, name)]
-        await self._fresh(list(dict.fromkeys(keys)))
 
     async def fresh_inode(self, inode: int) -> None:
         """The rows of an inode are as the store has them."""
@@ -95,6 +84,15 @@ class Sharing:
             self._apply({**told, **await self._told(keys)})
             if at_most:
                 return
+
+    async def fresh_change(self, names: Iterable[Name]) -> None:
+        """All that a change of these names depends on: them, where their directories lie, whether what they lead to is empty."""
+        for parent, name in names:
+            await self.fresh_ancestors(parent)
+            await self.fresh_name(parent, name)
+            child = reading.directory(self.db, parent, name)
+            if child is not None:
+                await self.fresh_directory(child, at_most=1)
 
     async def fresh_ancestors(self, inode: int) -> None:
         """Where a directory lies: it, and every directory above."""
@@ -224,6 +222,7 @@ class Sharing:
 
     async def run(self) -> None:
         """The task: tell what is touched, one transaction after the other; on an island, look for the store."""
+        touching.begin(self.db)
         while True:
             if self.island:
                 await self._probe()

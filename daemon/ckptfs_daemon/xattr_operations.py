@@ -38,11 +38,12 @@ class XattrOperations(Handler):
             # Asked for a capability at the first write to each file: answered without a detour.
             raise FUSEError(errno.ENODATA)
         request = edge.request()
-        if self.told(request) is not None:
+        if await self.told(request) is not None:
             # pyfuse3 asks for the value before it creates: this one was created by us for this very request.
             raise refused(errno.ENODATA)
         if name.startswith(OURS):
             return self._virtual(inode, name.removeprefix(OURS))
+        await self.fresh_inode(inode)
         if name.startswith(STORED):
             return attributes.get_xattr(self.context.db, inode, name)
         raise refused(errno.EOPNOTSUPP)
@@ -63,6 +64,7 @@ class XattrOperations(Handler):
     @answered
     async def listxattr(self, inode: int, ctx: "RequestContext") -> "Sequence[bytes]":
         """The names of the attributes; trusted ones only for root."""
+        await self.fresh_inode(inode)
         names = attributes.list_xattrs(self.context.db, inode)
         return names if ctx.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
 
@@ -80,7 +82,7 @@ class XattrOperations(Handler):
 
     async def _change(self, inode: int, what: "Callable[[Database], None]") -> None:
         request = edge.request()
-        if self.told(request) is not None:
+        if await self.told(request) is not None:
             return
 
         def act(db: Database, _: bool) -> None:
@@ -88,7 +90,7 @@ class XattrOperations(Handler):
             answers.keep(db, request.number)
             what(db)
 
-        await self.change(act)
+        await self.agreed(lambda: self.change(act), inodes=[inode])
 
     def _demand_settable(self, name: bytes) -> None:
         if name.startswith(OURS):

@@ -28,6 +28,14 @@ def of_name(db: Database, parent: int, name: bytes) -> list[Key]:
     return [Key(NAME, parent, name), *(of_inode(db, child) if child is not None else ())]
 
 
+def directory(db: Database, parent: int, name: bytes) -> int | None:
+    """The directory that a name leads to, as far as it is known here."""
+    found: int | None = db.value(
+        "SELECT i.id FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? AND e.name = ? AND i.mode & 61440 = 16384", parent, name
+    )
+    return found
+
+
 def above(db: Database, inode: int) -> tuple[list[Key], int]:
     """What the place of a directory depends on, and its parent as far as it is known here."""
     row = db.row("SELECT parent, name FROM entry WHERE child = ?", inode)

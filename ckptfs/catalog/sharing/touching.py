@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, TIMES, Key
+from ckptfs.model import ROOT
 
 NO_NAME = "x''"
 
@@ -80,7 +81,7 @@ class Touching:
 
     factory = Marked
 
-    def __init__(self, on_touched: Callable[[], None]) -> None:
+    def __init__(self, on_touched: Callable[[], None] = lambda: None) -> None:
         """`on_touched` is called in whatever thread has just committed something that others must learn."""
         self.on_touched = on_touched
 
@@ -164,6 +165,14 @@ def told(db: Database, keys: Iterable[Key], up_to: int) -> None:
 def dismiss(db: Database, key: Key) -> None:
     """Nothing about this key is to be told any more."""
     db.run("DELETE FROM touched_key WHERE kind = ? AND number = ? AND name = ?", *key)
+
+
+def begin(db: Database) -> None:
+    """The root, which every node has from its beginning, is to be told once; where another node was first it becomes that node's."""
+    with db.change():
+        for kind in (INODE, TIMES):
+            if db.value("SELECT 1 FROM seen_key WHERE kind = ? AND number = ?", kind, ROOT) is None:
+                touch(db, Key(kind, ROOT))
 
 
 def compact(db: Database) -> None:
