@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from ckptfs import config as configuration
-from ckptfs.catalog import adoption, database, settling
+from ckptfs.catalog import adoption, belonging, database, settling
 from ckptfs.config import Config
 from ckptfs.errors import Refused
 from ckptfs.model import Tier
@@ -58,17 +58,25 @@ def _prepare_state(config: Config) -> int:
     lock.end_leftovers(config.state / "processes.json")
     database.create(config.state / "catalog.db")
     database.check(config.state / "catalog.db")
-    if config.pfs is None:
-        _demand_pfs(config)
+    _demand(config)
     ram_mount.prepare(config)
     return held
 
 
-def _demand_pfs(config: Config) -> None:
-    """A catalog that has a PFS needs it: what lies only there could not be read, and what changes meanwhile would never be told to it."""
+def _demand(config: Config) -> None:
+    """A catalog that has a PFS needs it: what lies only there could not be read, and what changes meanwhile would never be told to it.
+
+    The same goes for its cluster, whose number for this node is needed before anything is made here.
+    """
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
-        adoption.demand_none(db, config.state)
+        if config.pfs is None:
+            adoption.demand_none(db, config.state)
+        belonging.demand(db, config.cluster, config.state)
+        if config.cluster is not None:
+            from ckptfs_daemon import cluster_store  # A node that is alone does without gRPC here.
+
+            cluster_store.enter(config, db)
     finally:
         db.close()
 
