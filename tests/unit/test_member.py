@@ -1,0 +1,205 @@
+"""A node's membership in its mover: who lives, what an outage of the store changes (nothing), what people are told (P1, P9)."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from ckptfs_daemon.member import TROUBLE, Member
+from memory_store import MemoryEtcd, MemoryStore
+
+from ckptfs import limits
+from ckptfs.catalog import belonging, database
+from ckptfs.catalog.database import Database
+from ckptfs.clique.joining import join
+from ckptfs.clique.membership import Change, Node
+
+PATIENCE_S = 60.0
+
+
+class Clock:
+    """The store's own: leases run out when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Station:
+    """One node: catalog, way to the store, member."""
+
+    def __init__(self, place: Path, etcd: MemoryEtcd, name: str) -> None:
+        path = place / f"{name}.db"
+        database.create(path)
+        self.name = name
+        self.db = Database(path, journalled=False)
+        self.store = MemoryStore(etcd)
+        self.number = join(self.store, name, belonging.catalog_id(self.db))
+        self.reports: dict[str, Any] = {}
+        self.changes: list[Change] = []
+        self.member = self.begin()
+
+    def begin(self) -> Member:
+        """Another mover of this node."""
+        node = Node(self.number, self.name, "a:1", self.number, self.name, 0, f"{self.name}.{belonging.begin(self.db)}")
+        self.member = Member(self.db, self.store, node, self._report)
+        self.member.subscribe(self.changes.append)
+        return self.member
+
+    def _report(self, key: str, value: Any) -> None:
+        self.reports[key] = value
+
+    def names(self) -> list[str]:
+        return sorted(node.name for node in self.member.world.nodes)
+
+
+@pytest.fixture
+def etcd(monkeypatch: pytest.MonkeyPatch) -> MemoryEtcd:
+    """A store whose leases are kept often."""
+    monkeypatch.setattr(limits, "NODE_BEAT_S", 0.02)
+    monkeypatch.setattr(limits, "WORLD_GATHER_S", 0.005)
+    monkeypatch.setattr(limits, "NODE_RETURN_S", 0.0)
+    return MemoryEtcd(Clock())
+
+
+@pytest.fixture
+def stations(tmp_path: Path, etcd: MemoryEtcd) -> Iterator[list[Station]]:
+    made = [Station(tmp_path, etcd, name) for name in ("a", "b", "c")]
+    yield made
+    for one in made:
+        one.store.close()
+        one.db.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    with trio.fail_after(PATIENCE_S):
+        while not condition():
+            await trio.sleep(0.005)
+
+
+def run(act: Callable[[trio.Nursery], Any]) -> None:
+    """`act`, and end everything that it started."""
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            await act(nursery)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def pass_time(etcd: MemoryEtcd, seconds: float) -> None:
+    assert isinstance(etcd.clock, Clock)
+    etcd.clock.now_s += seconds
+    etcd.expire()
+
+
+def test_nodes_see_one_another_come_and_go(stations: list[Station], etcd: MemoryEtcd) -> None:
+    """P9: and the flows are told."""
+    a, b, _ = stations
+
+    async def act(nursery: trio.Nursery) -> None:
+        for one in stations:
+            nursery.start_soon(one.member.run)
+        await until(lambda: all(one.names() == ["a", "b", "c"] and one.member.in_touch for one in stations))
+        etcd.revoke(b.member.presence.lease)
+        b.store.reachable = False
+        await until(lambda: a.names() == ["a", "c"])
+        assert [node.name for node in a.changes[-1].died] == ["b"]
+        b.store.reachable = True
+        await until(lambda: a.names() == ["a", "b", "c"])
+        assert [node.name for node in a.changes[-1].joined] == ["b"]
+
+    run(act)
+
+
+def test_an_outage_of_the_store_kills_nobody(stations: list[Station], etcd: MemoryEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: longer than every lease; people are told of it, and that it is over; no flow hears of a death."""
+    monkeypatch.setattr(limits, "NODE_RETURN_S", 30.0)
+
+    async def act(nursery: trio.Nursery) -> None:
+        for one in stations:
+            nursery.start_soon(one.member.run)
+        await until(lambda: all(one.names() == ["a", "b", "c"] for one in stations))
+        for one in stations:
+            one.store.reachable = False
+        await until(lambda: all(not one.member.in_touch and one.reports.get(TROUBLE) for one in stations))
+        pass_time(etcd, 10 * limits.NODE_LEASE_S)
+
+        for one in stations:
+            one.store.reachable = True
+            await until(lambda one=one: one.member.in_touch and one.reports[TROUBLE] is None)
+        await until(lambda: all(one.member.presence.lease for one in stations))
+        assert all(one.names() == ["a", "b", "c"] for one in stations)
+
+    run(act)
+    assert [change.died for one in stations for change in one.changes if change.died] == []
+
+
+def test_who_does_not_come_back_after_an_outage_is_dead(stations: list[Station], etcd: MemoryEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P9: a little later than otherwise."""
+    monkeypatch.setattr(limits, "NODE_RETURN_S", 0.3)
+    a, b, c = stations
+
+    async def act(nursery: trio.Nursery) -> None:
+        for one in stations:
+            nursery.start_soon(one.member.run)
+        await until(lambda: all(one.names() == ["a", "b", "c"] for one in stations))
+        for one in stations:
+            one.store.reachable = False
+        await until(lambda: not any(one.member.in_touch for one in stations))
+        pass_time(etcd, 10 * limits.NODE_LEASE_S)
+        a.store.reachable = b.store.reachable = True
+        await until(lambda: a.names() == b.names() == ["a", "b"])
+        assert c.names() == ["a", "b", "c"]
+
+    run(act)
+
+
+def test_a_store_that_forgot_what_happened_is_read_again(stations: list[Station], etcd: MemoryEtcd) -> None:
+    a, b, c = stations
+
+    async def act(nursery: trio.Nursery) -> None:
+        for one in (a, b):
+            nursery.start_soon(one.member.run)
+        await until(lambda: a.names() == b.names() == ["a", "b"])
+        a.store.reachable = False
+        nursery.start_soon(c.member.run)
+        await until(lambda: b.names() == ["a", "b", "c"])
+        etcd.compact(etcd.revision)
+        a.store.reachable = True
+        await until(lambda: a.names() == ["a", "b", "c"])
+
+    run(act)
+
+
+def test_a_mover_that_starts_while_the_store_is_away_knows_its_peers(stations: list[Station]) -> None:
+    """P1: an island has its neighbours' addresses."""
+    a, b, _ = stations
+
+    async def before(nursery: trio.Nursery) -> None:
+        for one in (a, b):
+            nursery.start_soon(one.member.run)
+        await until(lambda: a.names() == ["a", "b"] and len(belonging.last_world(a.db)) == 2)
+
+    run(before)
+    a.store.reachable = False
+    assert a.begin().world.nodes and a.names() == ["a", "b"] and not a.member.in_touch
+
+
+def test_a_name_that_another_daemon_took_is_told(stations: list[Station]) -> None:
+    """P11: and this node does not live any more."""
+    a, b, _ = stations
+    join(a.store, "a", "another catalog")
+
+    async def act(nursery: trio.Nursery) -> None:
+        for one in (a, b):
+            nursery.start_soon(one.member.run)
+        await until(lambda: a.reports.get(TROUBLE) and b.names() == ["b"] and b.member.presence.lease)
+        assert "another daemon has joined the cluster as node a" in a.reports[TROUBLE]["what"]
+        assert not a.member.presence.lease
+
+    run(act)
