@@ -152,8 +152,9 @@ ETCD_PAUSE_S = 0.05
 # etcd's own bounds for one transaction, as it is when nobody configures it (1.5 MiB with everything around it).
 ETCD_OPERATIONS_MAX = 128
 ETCD_REQUEST_BYTES_MAX = 1_400 * KIB
-ETCD_MESSAGE_BYTES_MAX = 4 * MIB
-# An item is expected to have less than 1 KiB; names may have more, one by one.
+# What a failed commit reads instead comes in one answer, and may be larger than what was to be put.
+ETCD_ANSWER_BYTES_MAX = 16 * MIB
+# Of names with 255 bytes so many are a megabyte.
 ETCD_PAGE_ITEMS = 2000
 # etcd cuts a client off that probes an idle connection more often than every 5 s.
 ETCD_PROBE_S = 6.0
@@ -192,6 +193,8 @@ PEER_SWEEP_S = 2.0
 # Nothing at all arrives for so long, or less than a piece for so long: the stream is broken off.
 PEER_STALL_S = 15.0
 PEER_PIECE_S = 120.0
+# Where there are other sources they take over after this time already.
+PEER_PATIENCE_S = 2.0
 PEER_CALL_S = 10.0
 # Preparing a file, and checking it at the end, may take the disk so long.
 PEER_DISK_S = 120.0
@@ -204,6 +207,8 @@ PEER_DOUBT_S = 30.0
 PEER_KEEP_ALIVE_S = 10.0
 PEER_KEEP_ALIVE_WAIT_S = 5.0
 PEER_SPEED_SAMPLE_BYTES_MIN = MIB
+# zstd is tried on links that are known to be slower than this: about half of what it makes of one core.
+PEER_SQUEEZE_BYTES_PER_S = 200 * MIB
 
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
@@ -238,7 +243,7 @@ assert HINT_GATHER_S <= HINT_GATHER_MAX_S < VISIT_WAIT_S and EARLY_SEAL_LOOK_S <
 assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
 assert WANT_LOOK_S < VISIT_WAIT_S < WANT_KEPT_S
 assert PFS_ACT_WAIT_S < WATCHDOG_S
-assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_MESSAGE_BYTES_MAX
+assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_ANSWER_BYTES_MAX
 assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PEER_STALL_S < PEER_IDLE_S
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
 assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)

@@ -75,9 +75,15 @@ class Member:
     def pause(self) -> None:
         """It keeps its connections and answers nothing."""
         self._signal(signal.SIGSTOP)
+        eventually(self._stands_still, what="every thread of etcd has stopped")
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
+
+    def _stands_still(self) -> bool:
+        assert self._process is not None
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
+        return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
     def _signal(self, number: int) -> None:
         assert self._process is not None
@@ -124,6 +130,11 @@ class Etcd:
     def stop(self) -> None:
         for member in self.members:
             member.stop()
+
+    def wipe(self) -> None:
+        """Delete the data of members that are stopped."""
+        for member in self.members:
+            shutil.rmtree(self._directory / member.name)
 
     def pause(self) -> None:
         for member in self.members:

@@ -11,7 +11,7 @@ from etcd_server import Etcd, Member, start_etcd
 
 from ckptfs.catalog.etcd import EtcdStore
 from ckptfs.catalog.store import ENDLESS, Compare, Delete, Get, Item, Put, Target
-from ckptfs.errors import StoreRefused, Unreachable
+from ckptfs.errors import Compacted, StoreRefused, Unreachable
 
 PATIENCE_S = 120.0
 
@@ -147,15 +147,35 @@ def test_a_full_etcd_is_as_good_as_none(tmp_path: Path) -> None:
         etcd.stop()
 
 
-def test_what_no_message_can_hold_is_refused(etcd: Etcd) -> None:
+def test_what_no_message_can_hold(etcd: Etcd) -> None:
+    """A value is refused, and so is a range; many keys are read in parts."""
     store = EtcdStore(etcd.addresses, "one")
     with pytest.raises(StoreRefused, match="too large"):
         put(store, b"a", bytes(2_000_000))
-    for number in range(5):
-        put(store, b"%d" % number, bytes(1_000_000))
+    keys = [b"%d" % number for number in range(20)]
+    for key in keys:
+        put(store, key, key * 700_000)
     with pytest.raises(StoreRefused, match="larger than max"):
-        store.read([Get(b"", ENDLESS)])
-    assert value(store, b"1") == bytes(1_000_000)
+        store.read([Get(b"", ENDLESS)], timeout_s=PATIENCE_S)
+    found = store.read([Get(key) for key in keys], timeout_s=PATIENCE_S).results
+    assert [items[0].value for items in found] == [key * 700_000 for key in keys]
+    store.close()
+
+
+def test_a_watch_notices_that_etcd_lost_its_data(etcd: Etcd) -> None:
+    """And does not wait for a revision that will be something else."""
+    store = EtcdStore(etcd.addresses, "one")
+    revision = [put(store, b"a", b"%d" % number) for number in range(10)][-1]
+    watch = store.watch(b"a", None, revision)
+    assert [event.revision for event in next(watch).events] == [revision]
+    etcd.stop()
+    etcd.wipe()
+    etcd.start()
+    with pytest.raises(Compacted, match="lost its data"):
+        next(watch)
+    again = store.watch(b"a", None, store.read([Get(b"a")], timeout_s=PATIENCE_S).revision + 1)
+    put(store, b"a", b"new")
+    assert [event.item.value for event in next(again).events if event.item] == [b"new"]
     store.close()
 
 

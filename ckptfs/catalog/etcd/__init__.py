@@ -16,7 +16,7 @@ import grpc
 from ckptfs import limits
 from ckptfs.catalog.etcd.endpoints import Endpoints
 from ckptfs.catalog.etcd.watch import EtcdWatch
-from ckptfs.catalog.etcd.wire import Wire
+from ckptfs.catalog.etcd.wire import AnswerTooLarge, Wire
 from ckptfs.catalog.store import WAIT_S, Compare, Get, Operation, Outcome
 from ckptfs.errors import LeaseGone
 from ckptfs.protocol import etcd_pb2 as pb
@@ -50,9 +50,7 @@ class EtcdStore:
         return self.commit_soon(compares, changes, otherwise, timeout_s=timeout_s).result()
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Future[Outcome]:
-        if len(gets) <= limits.ETCD_OPERATIONS_MAX:
-            return self.commit_soon((), gets, timeout_s=timeout_s)
-        return _LongRead(self, gets, timeout_s).future
+        return _Read(self, gets, timeout_s).future
 
     def commit_soon(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
@@ -84,31 +82,41 @@ class EtcdStore:
         return About(self._endpoints.current().address, status.version, status.dbSize, status.leader != 0)
 
 
-class _LongRead:
-    """A read of more than fits one transaction: the first part gives the revision that the others are read at."""
+class _Read:
+    """A read in parts where it does not fit one transaction or one answer: the first gives the revision that the others are read at."""
 
     def __init__(self, store: EtcdStore, gets: Sequence[Get], timeout_s: float) -> None:
         self.future: Future[Outcome] = Future()
         self.future.set_running_or_notify_cancel()
-        self._store, self._left, self._deadline_s = store, list(gets), time.monotonic() + timeout_s
+        self._store, self._left, self._deadline_s = store, gets, time.monotonic() + timeout_s
+        self._most = limits.ETCD_OPERATIONS_MAX
         self._found = Outcome(True, 0, ())
         self._next_part()
 
     def _next_part(self) -> None:
-        part, self._left = self._left[: limits.ETCD_OPERATIONS_MAX], self._left[limits.ETCD_OPERATIONS_MAX :]
-        gets = [replace(get, revision=get.revision or self._found.revision) for get in part]
-        self._store.commit_soon((), gets, timeout_s=self._deadline_s - time.monotonic()).add_done_callback(self._read)
+        gets = self._left[: self._most]
+        if self._found.revision:
+            gets = [replace(get, revision=get.revision or self._found.revision) for get in gets]
+        self._store.commit_soon((), gets, timeout_s=self._deadline_s - time.monotonic()).add_done_callback(self._answered)
 
-    def _read(self, part: Future[Outcome]) -> None:
-        if failure := part.exception():
+    def _answered(self, part: Future[Outcome]) -> None:
+        failure = part.exception()
+        asked = min(self._most, len(self._left))
+        if isinstance(failure, AnswerTooLarge) and asked > 1:
+            self._most = asked // 2
+        elif failure:
             self.future.set_exception(failure)
             return
-        outcome = part.result()
-        self._found = Outcome(True, self._found.revision or outcome.revision, self._found.results + outcome.results)
-        if self._left:
-            self._next_part()
         else:
-            self.future.set_result(self._found)
+            self._take(part.result())
+            self._left = self._left[asked:]
+            if not self._left:
+                self.future.set_result(self._found)
+                return
+        self._next_part()
+
+    def _take(self, part: Outcome) -> None:
+        self._found = Outcome(True, self._found.revision or part.revision, self._found.results + part.results)
 
 
 def _lease(granted: pb.LeaseGrantResponse) -> int:

@@ -24,8 +24,7 @@ METADATA = (("hasleader", "true"),)
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_send_message_length", limits.ETCD_MESSAGE_BYTES_MAX),
-    ("grpc.max_receive_message_length", limits.ETCD_MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", limits.ETCD_ANSWER_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", int(limits.ETCD_TRY_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", int(limits.ETCD_TRY_S * 500)),

@@ -12,7 +12,7 @@ from ckptfs import limits
 from ckptfs.catalog.etcd.endpoints import METADATA, Endpoints
 from ckptfs.catalog.etcd.wire import Wire, error, passing
 from ckptfs.catalog.store import WatchEvents
-from ckptfs.errors import Compacted, StoreRefused
+from ckptfs.errors import Compacted, StoreRefused, Unreachable
 from ckptfs.protocol import etcd_pb2 as pb
 
 
@@ -35,7 +35,11 @@ class EtcdWatch:
     def __next__(self) -> WatchEvents:
         while not self._closed.is_set() and not self._endpoints.closed.is_set():
             response = self._response()
-            told = self._told(response) if response is not None else None
+            try:
+                told = self._told(response) if response is not None else None
+            except Unreachable:
+                self._again()
+                continue
             if told is not None:
                 return told
         raise StopIteration
@@ -86,7 +90,7 @@ class EtcdWatch:
             self._refused(response)
             return None
         if response.created:
-            self._next_revision = self._next_revision or response.header.revision + 1
+            self._created(response.header.revision)
             return None
         self._parts.extend(response.events)
         if response.fragment:
@@ -96,6 +100,15 @@ class EtcdWatch:
         revision = events[-1].revision if events else response.header.revision
         self._next_revision = max(self._next_revision, revision + 1)
         return WatchEvents(revision, events)
+
+    def _created(self, revision: int) -> None:
+        """The watch stands, at a member that is at this revision."""
+        self._next_revision = self._next_revision or revision + 1
+        if revision + 1 < self._next_revision:
+            # That member lags; or etcd lost its data, and what we wait for will be something else.
+            newest = self._endpoints.call("transaction", pb.TxnRequest(), self._wire.outcome, limits.ETCD_WAIT_S).result().revision
+            if newest + 1 < self._next_revision:
+                raise Compacted(f"etcd is at revision {newest} and was at {self._next_revision - 1} before: it lost its data")
 
     def _refused(self, response: pb.WatchResponse) -> None:
         if response.compact_revision:

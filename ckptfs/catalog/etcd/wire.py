@@ -29,6 +29,10 @@ _PASSING = {
 }
 
 
+class AnswerTooLarge(StoreRefused):
+    """What was asked for does not fit one answer."""
+
+
 class Wire:
     """Translates for one cluster."""
 
@@ -108,4 +112,6 @@ def error(code: grpc.StatusCode | None, details: str, address: str) -> CkptfsErr
         return Compacted(f"etcd at {address}: {details}")
     if "lease not found" in details:
         return LeaseGone(f"etcd at {address}: {details}")
+    if "Received message larger" in details:
+        return AnswerTooLarge(f"etcd at {address}: {details}")
     return StoreRefused(f"etcd at {address} refused: {details or code}")
