@@ -142,7 +142,7 @@ class Mount(Node):
 
     def _reap(self, inode: int | None) -> None:
         if inode is not None:
-            for content in namespace.reap(self.db, inode) or []:
+            for content in namespace.reap(self.db, [inode]).get(inode, []):
                 self.places[Tier.RAM].remove(content)
 
     # --- trees --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import errno
 import sqlite3
 import stat
 import time
+from collections.abc import Iterable
 
 from ckptfs import limits
 from ckptfs.catalog import identity, journal
@@ -172,10 +173,14 @@ def orphans(db: Database) -> set[int]:
     return {row[0] for row in db.rows("SELECT id FROM inode WHERE nlink=0")}
 
 
-def reap(db: Database, inode: int) -> list[int] | None:
-    """The kernel forgot an unlinked inode: delete it, doom its contents. The contents' ids; None when it is open or has a name."""
-    if db.value("SELECT nlink FROM inode WHERE id=?", inode) or db.row("SELECT 1 FROM handle WHERE inode=? LIMIT 1", inode):
-        return None
+def reap(db: Database, inodes: Iterable[int]) -> dict[int, list[int]]:
+    """The kernel forgot these unlinked inodes: delete them, doom their contents, whose ids are given. What is open or has a name stays."""
+    opened = {row[0] for row in db.rows("SELECT DISTINCT inode FROM handle")}
+    gone = [inode for inode in inodes if inode not in opened and not db.value("SELECT nlink FROM inode WHERE id=?", inode)]
+    return {inode: _reap(db, inode) for inode in gone}
+
+
+def _reap(db: Database, inode: int) -> list[int]:
     doomed = [row[0] for row in db.rows("SELECT id FROM content WHERE inode=?", inode)]
     if doomed:
         db.run("UPDATE content SET state=? WHERE inode=?", ContentState.DOOMED, inode)

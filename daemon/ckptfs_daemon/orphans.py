@@ -84,7 +84,7 @@ class OrphanOperations(Handler):
     def _reap(self, inodes: list[int]) -> None:
         """Delete these inodes in one change, and their bytes in RAM at once. What is still open stays an orphan."""
         with self.context.db.change() as db:
-            reaped = {inode: contents for inode in inodes if (contents := namespace.reap(db, inode)) is not None}
+            reaped = namespace.reap(db, inodes)
         self._orphans.difference_update(reaped)
         doomed = [content for contents in reaped.values() for content in contents]
         self.context.open_files.discard(doomed)

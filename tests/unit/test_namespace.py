@@ -120,12 +120,12 @@ def test_reap_deletes_what_nobody_holds_and_nothing_else(db: Database) -> None:
     with db.change():
         content = db.insert("INSERT INTO content (inode, generation, state) VALUES (?, 1, 2)", file.id)
         attributes.set_xattr(db, file.id, b"user.x", b"1")
-        assert namespace.reap(db, file.id) is None, "it has a name"
+        assert namespace.reap(db, [file.id]) == {}, "it has a name"
         namespace.unlink(db, ROOT, b"file")
         handle = db.insert("INSERT INTO handle (inode, content, writer) VALUES (?, ?, 0)", file.id, content)
-        assert namespace.reap(db, file.id) is None, "it is open"
+        assert namespace.reap(db, [file.id]) == {}, "it is open"
         db.run("DELETE FROM handle WHERE id=?", handle)
-        assert namespace.reap(db, file.id) == [content]
+        assert namespace.reap(db, [file.id]) == {file.id: [content]}
     assert code(namespace.get, db, file.id) == errno.ENOENT
     assert db.value("SELECT state FROM content WHERE id=?", content) == 3
     assert attributes.list_xattrs(db, file.id) == []
