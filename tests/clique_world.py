@@ -3,6 +3,7 @@
 What the sharing of the namespace would do (`c/` keys, rows of files that other nodes made) is done here by hand, as simply as can be.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -17,15 +18,16 @@ from memory_store import MemoryEtcd, MemoryStore
 from ckptfs import digest, limits
 from ckptfs.catalog import contents, holding, identity, report, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import Heard, Known
+from ckptfs.catalog.holding import Heard
 from ckptfs.catalog.store import Put
 from ckptfs.clique import membership
 from ckptfs.clique.membership import World
 from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Reachable, Record, Sent, Speed
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
 from ckptfs.clique.surroundings import Surroundings
-from ckptfs.errors import CkptfsError
+from ckptfs.errors import CkptfsError, Unreachable
 from ckptfs.flow.hold import Hold
+from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ROOT, ContentState, Level, Tier
@@ -50,7 +52,7 @@ class Node(LocalNode):
         self.hold = Hold(self.db, self.places, 0.5, self.told)
         self.peers = PeersHere(cluster, self)
         self.alive = True
-        self.factor, self.jump = 2, 1
+        self.repair = Repair(self.db, self.told, around(self))
 
     @property
     def world(self) -> World:
@@ -129,25 +131,24 @@ class Node(LocalNode):
 class Cluster:
     """The nodes, what they share, and faults: `cut` holds names of nodes that nobody reaches although they live."""
 
-    def __init__(self, root: Path, count: int, *, domains: Sequence[str] = (), nvme: bool = False) -> None:
+    def __init__(self, root: Path, count: int, *, domains: Sequence[str] = (), nvme: bool = False, factor: int = 2) -> None:
+        self.factor = factor
         self.etcd = MemoryEtcd()
         self.cut: set[str] = set()
         self.nodes: list[Node] = []
         self.store = MemoryStore(self.etcd)
+        self.world = World()
         for number in range(1, count + 1):
             self.nodes.append(Node(root / f"n{number}", number, self, domain=domains[number - 1] if domains else "", nvme=nvme))
         self.changed()
 
-    @property
-    def world(self) -> World:
-        return membership.world(node.member for node in self.nodes if node.alive)
-
     def changed(self) -> None:
         """Every node that lives sees who lives."""
+        self.world = membership.world(node.member for node in self.nodes if node.alive)
         for node in self.nodes:
             if node.alive:
-                known = [Known(one.number, one.member.name, one.member.domain) for one in self.nodes if one.alive]
-                holding.set_world(node.db, node.number, node.factor, known)
+                with contextlib.suppress(Unreachable):
+                    node.repair.step()
 
     def put(self, key: str, value: object) -> None:
         self.store.commit([], [Put(key.encode(), json.dumps(value).encode())])
@@ -283,7 +284,7 @@ def offer_of(node: Node, content: int) -> Offer:
 
 def around(node: Node) -> Surroundings:
     """What the flows of a node know of the others."""
-    return Surroundings(node.number, node.factor, node.jump, node.peers, node.store, lambda: node.world)
+    return Surroundings(node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.world)
 
 
 def replicate_of(node: Node) -> Replicate:

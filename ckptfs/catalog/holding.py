@@ -51,7 +51,7 @@ class Known:
     number: int
     name: str
     domain: str
-    alive: bool = True
+    incarnation: str = ""
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -63,8 +63,8 @@ def set_world(db: Database, here: int, factor: int, nodes: Iterable[Known]) -> N
         db.run("UPDATE peer SET alive = 0, here = 0")
         for node in nodes:
             db.run(
-                "INSERT OR REPLACE INTO peer (number, name, domain, alive, here) VALUES (?, ?, ?, ?, ?)",
-                node.number, node.name, node.domain, node.alive, node.number == here,
+                "INSERT OR REPLACE INTO peer (number, name, domain, alive, here, incarnation) VALUES (?, ?, ?, 1, ?, ?)",
+                node.number, node.name, node.domain, node.number == here, node.incarnation,
             )  # fmt: skip
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('factor', ?)", factor)
 
@@ -74,6 +74,18 @@ def forget_world(db: Database) -> None:
     with db.change():
         for table in ("peer", "peer_copy"):
             db.run(f"DELETE FROM {table}")
+
+
+def living(db: Database) -> dict[int, Known]:
+    """The nodes that lived when this was last told, this one too."""
+    rows = db.rows("SELECT number, name, domain, incarnation FROM peer WHERE alive = 1")
+    return {row[0]: Known(*row) for row in rows}
+
+
+def ever_seen(db: Database, node: int) -> str | None:
+    """The incarnation in which a node was last seen; None for one that never was."""
+    found: str | None = db.value("SELECT incarnation FROM peer WHERE number = ?", node)
+    return found
 
 
 def names(db: Database) -> dict[int, str]:
@@ -182,14 +194,30 @@ def lack_all(db: Database) -> int:
         return db.run("UPDATE content SET lacking = 1 WHERE state = 2 AND peer = 0 AND lacking = 0")
 
 
-def held_with(db: Database, node: int) -> list[int]:
-    """The contents that lie here, whoever wrote them, and of which a copy was known at `node`."""
+def doubt_node(db: Database, node: int) -> int:
+    """What a node had may be gone: it is offered anew, which costs nothing where it is still there. How many contents that concerns."""
+    with db.change():
+        own = "SELECT p.content FROM peer_copy p JOIN content k ON k.id = p.content WHERE p.node = ?"
+        count = db.run(f"UPDATE content SET lacking = 1 WHERE lacking = 0 AND state = 2 AND peer = 0 AND id IN ({own})", node)
+        db.run("DELETE FROM peer_copy WHERE node = ? AND content IN (SELECT id FROM content WHERE peer = 0)", node)
+        return count
+
+
+def held_after(db: Database, after: int, at_most: int) -> list[Content]:
+    """Other nodes' contents of which a copy that counts lies here, in the order of their ids."""
     rows = db.rows(
-        "SELECT k.id FROM peer_copy p JOIN content k ON k.id = p.content WHERE p.node = ? AND k.state = 2"
-        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id",
-        node,
-    )
-    return [row[0] for row in rows]
+        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.peer = 1 AND k.id > ?"
+        " AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
+        after, at_most,
+    )  # fmt: skip
+    return [_content(row) for row in rows]
+
+
+def lost_with(db: Database, node: int) -> int:
+    """A node died: this node's own contents of which it had a copy want another one. How many those are."""
+    with db.change():
+        had = "SELECT content FROM peer_copy WHERE node = ?"
+        return db.run(f"UPDATE content SET lacking = 1 WHERE lacking = 0 AND state = 2 AND peer = 0 AND id IN ({had})", node)
 
 
 def lag(db: Database) -> tuple[int, int, float]:
@@ -379,11 +407,6 @@ def held_bytes(db: Database, tier: Tier | None = None) -> int:
     )
 
 
-def held_count(db: Database) -> int:
-    """How many contents of other nodes lie here whole."""
-    return int(db.value("SELECT count(DISTINCT k.id) FROM content k JOIN copy c ON c.content = k.id WHERE k.peer = 1 AND c.state = 1"))
-
-
 def recent_blocks(db: Database, at_most: int) -> list[tuple[int, Tier, bytes]]:
     """(content, tier, blocks' digests) of contents that came last, whose blocks may be those of the next one."""
     rows = db.rows(
@@ -396,3 +419,8 @@ def recent_blocks(db: Database, at_most: int) -> list[tuple[int, Tier, bytes]]:
 
 def _content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
     return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))
+
+
+def factor(db: Database) -> int:
+    """How many copies are wanted, this node's own included, as it was last told; 0 when it never was."""
+    return int(db.value("SELECT value FROM meta WHERE key = 'factor'") or 0)

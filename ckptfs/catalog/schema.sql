@@ -90,7 +90,8 @@ CREATE TABLE peer (
     name TEXT NOT NULL,                  -- its name
     domain TEXT NOT NULL,                -- its failure domain
     alive INTEGER NOT NULL,              -- 1: it holds its lease
-    here INTEGER NOT NULL DEFAULT 0      -- 1: this node
+    here INTEGER NOT NULL DEFAULT 0,     -- 1: this node
+    incarnation TEXT NOT NULL DEFAULT '' -- which of its lives that is: what it had may be gone in another one
 );
 
 -- Open files as the kernel knows them: they outlive the mount process. Cleared when a new FUSE connection begins.

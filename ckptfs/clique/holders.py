@@ -75,11 +75,14 @@ def learn(db: Database, number: int, shared: Shared, here: int) -> None:
     """The catalog learns what the store says of a content. Joins the caller's transaction."""
     if shared.heard is None:
         return
-    if shared.writer != here:
-        holding.hear(db, shared.heard)
     copies = [copy for copy in shared.copies if copy.node != here]
-    if shared.writer not in (None, here) and shared.heard.digest is not None:
-        assert shared.writer is not None
+    if shared.writer == here:
+        # What peers said they have verified they may not have told the store yet.
+        for copy in copies:
+            holding.peer_has(db, copy)
+        return
+    holding.hear(db, shared.heard)
+    if shared.writer is not None and shared.heard.digest is not None:
         copies.append(PeerCopy(number, shared.writer, shared.heard.generation, shared.heard.digest))
     holding.peers_have(db, number, copies)
 

@@ -28,10 +28,8 @@ def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
 
 
 def test_three_copies_in_three_failure_domains(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 5, domains=["r1", "r1", "r2", "r2", "r3"])
+    cluster = Cluster(tmp_path, 5, domains=["r1", "r1", "r2", "r2", "r3"], factor=3)
     one = cluster.nodes[0]
-    one.factor = 3
-    cluster.changed()
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -75,9 +73,8 @@ def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str
 
 def test_a_peer_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
     """Two copies are wanted; the one that goes to the node that answers arrives while the other one hangs."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = Cluster(tmp_path, 3, factor=3)
     one, two, three = cluster.nodes
-    one.factor = 3
     released = threading.Event()
 
     def hang(act: str, name: str) -> None:

@@ -1,0 +1,106 @@
+"""Takes: a world of nodes that has changed: some died, some joined, some live again and may have lost what they had.
+Leaves: `content.lacking` for every content that has fewer copies now than are wanted, which the replicate flow makes again.
+If we die here: the world that was compared with is the one in the catalog, and the comparison is made again.
+
+For a content whose writer lives that one sees to it. For one whose writer is dead the first of the living holders does, who stands for
+it in placement too: all of them ask the same store and see the same world, and two that do not only make a copy too many.
+"""
+
+import logging
+
+from ckptfs.catalog import holding
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.holding import Known
+from ckptfs.clique import holders, placement
+from ckptfs.clique.holders import Shared
+from ckptfs.clique.membership import World
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.model import Content, Notify
+
+log = logging.getLogger(__name__)
+
+
+class Repair:
+    """Follows the world, and after a death looks through what is held here, one batch a step."""
+
+    def __init__(self, db: Database, notify: Notify, around: Surroundings) -> None:
+        self._db = db
+        self._notify = notify
+        self._around = around
+        self._seen: World | None = None
+        self._after: int | None = None
+        self._wanted = 0
+
+    def step(self) -> bool:
+        """True: there is more to look through."""
+        world = self._around.see()
+        if world is not self._seen:
+            self._follow(world)
+            self._seen = world
+        return self._after is not None and self._look_through(world, self._after)
+
+    def due_s(self) -> float | None:
+        """Only when the world changes."""
+        return None
+
+    # --- the world ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, world: World) -> None:
+        """Take the new world into the catalog, together with what it means for this node's own contents."""
+        now = {node.number: Known(node.number, node.name, node.domain, node.incarnation) for node in world.nodes}
+        factor = self._around.factor
+        with self._db.change():
+            before = holding.living(self._db)
+            if before == now and factor == holding.factor(self._db):
+                return
+            died = [node for node in before.values() if node.number not in now]
+            lacking = sum(holding.lost_with(self._db, node.number) for node in died)
+            lacking += sum(holding.doubt_node(self._db, number) for number in self._reborn(now))
+            if _more_is_possible(before, now, factor) or factor != holding.factor(self._db):
+                lacking += holding.lack_all(self._db)
+            holding.set_world(self._db, self._around.number, factor, now.values())
+        if died:
+            self._after = 0
+        if lacking:
+            log.info("the nodes have changed: %d contents of this one may want copies elsewhere", lacking)
+        self._notify.work()
+
+    def _reborn(self, now: dict[int, Known]) -> list[int]:
+        """Nodes that live another life than the one in which they were last seen."""
+        seen = {number: holding.ever_seen(self._db, number) for number in now if number != self._around.number}
+        return [number for number, incarnation in seen.items() if incarnation not in (None, now[number].incarnation)]
+
+    # --- what is held here -------------------------------------------------------------------------------------------
+
+    def _look_through(self, world: World, after: int) -> bool:
+        """Which contents of dead nodes are this one's to copy. Raises Unreachable; then the same batch comes again."""
+        batch = holding.held_after(self._db, after, holders.LOOKED_AT_MAX)
+        told = holders.refresh(self._db, self._around.store, [content.id for content in batch], self._around.number)
+        mine = [content.id for content in batch if self._is_mine(content, told[content.id], world)]
+        if holding.lacks(self._db, mine):
+            self._wanted += len(mine)
+            self._notify.work()
+        self._after = batch[-1].id if batch else None
+        if not batch and self._wanted:
+            log.info("%d contents of nodes that died are copied from here, to have as many copies as before", self._wanted)
+            self._wanted = 0
+        return bool(batch)
+
+    def _is_mine(self, content: Content, shared: Shared, world: World) -> bool:
+        """Whether this node is the one to copy a content that it holds."""
+        around, heard = self._around, shared.heard
+        if heard is None or shared.writer is None or shared.writer in world:
+            return False
+        if (heard.generation, heard.digest) != (content.generation, content.digest):
+            return False
+        living = {number for number in shared.holders if number in world} | {around.number}
+        if not placement.wanted(world, living, shared.writer, around.factor, around.jump):
+            return False
+        return min(living) == around.number
+
+
+def _more_is_possible(before: dict[int, Known], now: dict[int, Known], factor: int) -> bool:
+    """Whether contents that could not have all their copies may have them now: there were too few nodes, or too few failure domains."""
+    nodes, domains = len(before), len({node.domain for node in before.values()})
+    joined = now.keys() - before.keys()
+    return bool(joined) and (nodes < factor or domains < factor)

@@ -1,0 +1,129 @@
+"""P9: when nodes die the survivors bring copies back to the wanted number, once; what a node had in another life is doubted."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, around, level, replicate_of, until
+
+from ckptfs.catalog import holding
+from ckptfs.errors import Unreachable
+from ckptfs.flow.tell import Tell
+from ckptfs.model import Level, Tier
+
+
+def settle(cluster: Cluster) -> None:
+    """Everything that the living nodes want to do is done."""
+    flows = {node.number: replicate_of(node) for node in cluster.nodes if node.alive}
+
+    def step() -> None:
+        for node in cluster.nodes:
+            if node.alive:
+                while node.repair.step():
+                    pass
+                flows[node.number].step()
+                Tell(node.db, around(node)).step()
+
+    def quiet() -> bool:
+        return all(
+            flow.in_flight() == (0, 0) and not holding.lacking(node.db, 0, 1) and not holding.untold(node.db, 1)
+            for node in cluster.nodes
+            if node.alive and (flow := flows[node.number])
+        )
+
+    step()
+    until(quiet, step)
+
+
+def copies(cluster: Cluster, content: int) -> set[str]:
+    """The living nodes that have a copy that counts."""
+    return {node.member.name for node in cluster.nodes if node.alive and Tier.RAM in node.copies(content)}
+
+
+def test_the_writer_replaces_a_holder_that_died(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 3)
+    one = cluster.nodes[0]
+    content = one.written(b"a", b"hello")
+    settle(cluster)
+    assert copies(cluster, content) == {"n1", "n2"} and level(one, content) is Level.CLIQUE
+    cluster.nodes[1].kill()
+    assert level(one, content) is Level.LOCAL
+    settle(cluster)
+    assert copies(cluster, content) == {"n1", "n3"} and level(one, content) is Level.CLIQUE
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_the_holders_replace_a_writer_that_died(tmp_path: Path, factor: int) -> None:
+    cluster = Cluster(tmp_path, 5, factor=factor)
+    one = cluster.nodes[0]
+    written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(70)]
+    settle(cluster)
+    one.kill()
+    settle(cluster)
+    for content in written:
+        assert len(copies(cluster, content)) == factor
+    holder = cluster.nodes[1]
+    assert level(holder, written[0]) is Level.CLIQUE
+
+
+def test_it_goes_on_death_after_death(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 5)
+    content = cluster.nodes[0].written(b"a", data := os.urandom(5000))
+    settle(cluster)
+    for _ in range(3):
+        first = next(node for node in cluster.nodes if node.alive and Tier.RAM in node.copies(content))
+        first.kill()
+        settle(cluster)
+        assert len(copies(cluster, content)) == 2
+    assert all(node.data(content) == data for node in cluster.nodes if node.alive)
+
+
+def test_a_node_that_lives_again_without_its_ram_is_not_believed(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", b"hello")
+    settle(cluster)
+    two.lose_ram()
+    two.member = replace(two.member, incarnation="another.2")
+    cluster.changed()
+    assert level(one, content) is Level.LOCAL
+    settle(cluster)
+    assert copies(cluster, content) == {"n1", "n2"} and level(one, content) is Level.CLIQUE
+
+
+def test_a_node_that_joins_gets_the_copies_that_nobody_could_hold(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 3, factor=3)
+    one, _, three = cluster.nodes
+    three.kill()
+    content = one.written(b"a", b"hello")
+    settle(cluster)
+    assert copies(cluster, content) == {"n1", "n2"}
+    three.revive()
+    settle(cluster)
+    assert copies(cluster, content) == {"n1", "n2", "n3"}
+
+
+def test_without_the_store_the_repair_waits(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 3)
+    one, two, _ = cluster.nodes
+    content = one.written(b"a", b"hello")
+    settle(cluster)
+    two.store.reachable = False
+    one.kill()
+    with pytest.raises(Unreachable):
+        two.repair.step()
+    two.store.reachable = True
+    settle(cluster)
+    assert len(copies(cluster, content)) == 2
+
+
+def test_nothing_is_copied_where_the_writer_lives(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 4)
+    one, two, _, four = cluster.nodes
+    content = one.written(b"a", b"hello")
+    settle(cluster)
+    four.kill()
+    settle(cluster)
+    assert copies(cluster, content) == {"n1", "n2"}
+    assert two.peers.sent == []
