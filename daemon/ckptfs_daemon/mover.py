@@ -12,9 +12,10 @@ import signal
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import report, settling, wants
+from ckptfs.catalog import identity, report, settling, wants
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing.touching import Touching
 from ckptfs.config import Config
 from ckptfs.flow.drop import Drop
 from ckptfs.flow.evict import Evict
@@ -28,8 +29,10 @@ from ckptfs.model import Notify, Tier
 from ckptfs.tiers import lease
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import bells, control, lifeline
+from ckptfs_daemon.cluster_store import open_store
 from ckptfs_daemon.inherited import READY, Inherited
 from ckptfs_daemon.lanes import Flow, Lane, Lanes
+from ckptfs_daemon.member import Member, describe
 from ckptfs_daemon.probing import Watch
 
 log = logging.getLogger(__name__)
@@ -47,25 +50,30 @@ def run(inherited: Inherited) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lease.ignore_signal()
     config = inherited.config
-    db = Database(config.state / "catalog.db", journalled=config.pfs is not None)
-    return trio.run(_serve, inherited, db)
+    bell = bells.Bell(inherited.bell)
+    touching = None if config.cluster is None else Touching(lambda: bell.ring(bells.TOUCHED))
+    db = Database(config.state / "catalog.db", journalled=config.pfs is not None, clustered=touching is not None, shared=touching)
+    return trio.run(_serve, inherited, db, bell)
 
 
-async def _serve(inherited: Inherited, db: Database) -> int:
+async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
     config = inherited.config
     places = Places.adopt(config, instance(db))
-    bell = bells.Bell(inherited.bell)
     token = trio.lowlevel.current_trio_token()
     lanes: Lanes
     notify = bells.MountNotify(bell, lambda: token.run_sync_soon(lanes.hint, idempotent=True))
     flows = _Flows(db, places, config, notify)
     lanes = Lanes([Lane(name, flow, lambda key, value: settling.report(db, key, value)) for name, flow in flows.lanes()])
+    member = _member(config, db, places) if config.cluster is not None else None
     await trio.to_thread.run_sync(flows.prepare)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
         nursery.start_soon(_listen, bell, lanes, name="bell")
         nursery.start_soon(lanes.run, name="lanes")
         nursery.start_soon(control.serve, inherited, db, places, lanes, name="control")
+        if member is not None:
+            member.subscribe(lambda _: lanes.hint())
+            nursery.start_soon(member.run, name="member")
         for watch in _watches(db, places, config, lanes):
             nursery.start_soon(watch.run, name="watch")
         inherited.link.send(READY)
@@ -73,6 +81,13 @@ async def _serve(inherited: Inherited, db: Database) -> int:
         await _drain(db, lanes, config)
         nursery.cancel_scope.cancel()
     return 0
+
+
+def _member(config: Config, db: Database, places: Places) -> Member:
+    """This node among the others of its cluster."""
+    capacity = sum(places[tier].room().total for tier in LOCAL if tier in places)
+    node = describe(config, db, identity.number(db), int(config.peer_share * capacity))
+    return Member(db, open_store(config), node, lambda key, value: settling.report(db, key, value))
 
 
 class _Flows:
