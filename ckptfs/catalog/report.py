@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ckptfs import lifecycle, limits
-from ckptfs.catalog import holding, journal
+from ckptfs.catalog import journal, peers
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import Published, Record
 from ckptfs.model import ROOT, Content, ContentState, Copy, CopyState, Level, Tier
@@ -71,7 +71,7 @@ def record(db: Database, inode: int) -> Record:
         content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6], bool(row[7]))
         copies = () if content is None else tuple(copies_of(db, content.id))
         handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ?", inode))
-        clique = holding.clique_of(db, content)
+        clique = peers.clique_of(db, content)
         return Record(content, copies, _published(db, inode), handles, clique)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfs import lifecycle
-from ckptfs.catalog import holding
+from ckptfs.catalog import peers
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import Published, Record
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
@@ -63,7 +63,7 @@ def record(db: Database, number: int) -> Record:
         shown = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", known.inode)
         handles = db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", known.inode, number)
         published = None if shown is None else Published(shown[0], bool(shown[1]), shown[2])
-        return Record(known, copies(db, number), published, handles, holding.clique_of(db, known))
+        return Record(known, copies(db, number), published, handles, peers.clique_of(db, known))
 
 
 def unchanged(db: Database, seen: Content) -> bool:
@@ -328,7 +328,7 @@ def lose(db: Database, seen: Content) -> bool:
         found = record(db, seen.id)
         if not unchanged(db, seen) or any(map(lifecycle.good, found.copies)) or lifecycle.published_whole(found):
             return False
-        if seen.peer or holding.elsewhere(db, seen):
+        if seen.peer or peers.elsewhere(db, seen):
             return False
         set_state(db, seen.id, ContentState.LOST)
         return True

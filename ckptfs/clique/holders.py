@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptfs import limits
-from ckptfs.catalog import holding
+from ckptfs.catalog import holding, peers
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import Heard, PeerCopy
+from ckptfs.catalog.holding import Heard
+from ckptfs.catalog.peers import PeerCopy
 from ckptfs.catalog.store import Compare, Delete, Get, Item, Operation, Put, Store, Target, prefix_end
 from ckptfs.model import Content
 
@@ -79,12 +80,12 @@ def learn(db: Database, number: int, shared: Shared, here: int) -> None:
     if shared.writer == here:
         # What peers said they have verified they may not have told the store yet.
         for copy in copies:
-            holding.peer_has(db, copy)
+            peers.peer_has(db, copy)
         return
     holding.hear(db, shared.heard)
     if shared.writer is not None and shared.heard.digest is not None:
         copies.append(PeerCopy(number, shared.writer, shared.heard.generation, shared.heard.digest))
-    holding.peers_have(db, number, copies)
+    peers.peers_have(db, number, copies)
 
 
 def tell(store: Store, node: int, news: Iterable[tuple[Content, bool]]) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 
 from ckptfs import disk, lifecycle
-from ckptfs.catalog import holding, report, settling
+from ckptfs.catalog import peers, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
@@ -100,7 +100,7 @@ class Recover:
             record = settling.record(self._db, content.id)
             if record.content != content or lifecycle.published_whole(record) or any(map(lifecycle.good, record.copies)):
                 return
-            if content.state is ContentState.SEALED and holding.elsewhere(self._db, content):
+            if content.state is ContentState.SEALED and peers.elsewhere(self._db, content):
                 return  # A peer has it: it comes back when somebody opens it, or when copies are repaired.
             if not settling.is_current(self._db, content):
                 settling.set_state(self._db, content.id, ContentState.DOOMED)

@@ -8,9 +8,9 @@ it in placement too: all of them ask the same store and see the same world, and 
 
 import logging
 
-from ckptfs.catalog import holding
+from ckptfs.catalog import holding, peers
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import Known
+from ckptfs.catalog.peers import Known
 from ckptfs.clique import holders, placement
 from ckptfs.clique.holders import Shared
 from ckptfs.clique.membership import World
@@ -50,15 +50,15 @@ class Repair:
         now = {node.number: Known(node.number, node.name, node.domain, node.incarnation) for node in world.nodes}
         factor = self._around.factor
         with self._db.change():
-            before = holding.living(self._db)
-            if before == now and factor == holding.factor(self._db):
+            before = peers.living(self._db)
+            if before == now and factor == peers.factor(self._db):
                 return
             died = [node for node in before.values() if node.number not in now]
-            lacking = sum(holding.lost_with(self._db, node.number) for node in died)
-            lacking += sum(holding.doubt_node(self._db, number) for number in self._reborn(now))
-            if _more_is_possible(before, now, factor) or factor != holding.factor(self._db):
-                lacking += holding.lack_all(self._db)
-            holding.set_world(self._db, self._around.number, factor, now.values())
+            lacking = sum(peers.lost_with(self._db, node.number) for node in died)
+            lacking += sum(peers.doubt_node(self._db, number) for number in self._reborn(now))
+            if _more_is_possible(before, now, factor) or factor != peers.factor(self._db):
+                lacking += peers.lack_all(self._db)
+            peers.set_world(self._db, self._around.number, factor, now.values())
         if died:
             self._after = 0
         if lacking:
@@ -67,7 +67,7 @@ class Repair:
 
     def _reborn(self, now: dict[int, Known]) -> list[int]:
         """Nodes that live another life than the one in which they were last seen."""
-        seen = {number: holding.ever_seen(self._db, number) for number in now if number != self._around.number}
+        seen = {number: peers.ever_seen(self._db, number) for number in now if number != self._around.number}
         return [number for number, incarnation in seen.items() if incarnation not in (None, now[number].incarnation)]
 
     # --- what is held here -------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Repair:
         batch = holding.held_after(self._db, after, holders.LOOKED_AT_MAX)
         told = holders.refresh(self._db, self._around.store, [content.id for content in batch], self._around.number)
         mine = [content.id for content in batch if self._is_mine(content, told[content.id], world)]
-        if holding.lacks(self._db, mine):
+        if peers.lacks(self._db, mine):
             self._wanted += len(mine)
             self._notify.work()
         self._after = batch[-1].id if batch else None

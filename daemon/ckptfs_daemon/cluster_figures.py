@@ -12,7 +12,7 @@ from collections.abc import Callable
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import holding, identity
+from ckptfs.catalog import holding, identity, peers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.store import Put, Store, prefix_end, scan
 from ckptfs.clique import membership, placement
@@ -31,9 +31,9 @@ def figures_key(number: int) -> bytes:
 
 def told(db: Database) -> bytes:
     """This node's figures, as they are stored. They change only when something else does than the time."""
-    (behind_files, behind_bytes, _), (held_files, held_bytes) = holding.lag(db), holding.held(db)
+    (behind_files, behind_bytes, _), (held_files, held_bytes) = peers.lag(db), holding.held(db)
     figures = {
-        "oldest_ns": holding.oldest_lacking(db), "behind_files": behind_files, "behind_bytes": behind_bytes,
+        "oldest_ns": peers.oldest_lacking(db), "behind_files": behind_files, "behind_bytes": behind_bytes,
         "held_files": held_files, "held_bytes": held_bytes,
     }  # fmt: skip
     return json.dumps(figures, separators=(",", ":")).encode()
@@ -83,7 +83,7 @@ class ClusterFigures:
         answer.members.extend(self._living(world, node, figures.get(figures_key(node.number))) for node in world.nodes)
         answer.members.extend(
             pb.Member(name=name, number=number, domain=domain, alive=alive and answer.island)
-            for number, name, domain, alive in sorted(holding.known(self._db), key=lambda one: one[1])
+            for number, name, domain, alive in sorted(peers.known(self._db), key=lambda one: one[1])
             if number not in world
         )
         return answer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from clique_world import Cluster, around, level, replicate_of, until
 
-from ckptfs.catalog import holding
+from ckptfs.catalog import holding, peers
 from ckptfs.errors import Unreachable
 from ckptfs.flow.tell import Tell
 from ckptfs.model import Level, Tier
@@ -27,7 +27,7 @@ def settle(cluster: Cluster) -> None:
 
     def quiet() -> bool:
         return all(
-            flow.in_flight() == (0, 0) and not holding.lacking(node.db, 0, 1) and not holding.untold(node.db, 1)
+            flow.in_flight() == (0, 0) and not peers.lacking(node.db, 0, 1) and not holding.untold(node.db, 1)
             for node in cluster.nodes
             if node.alive and (flow := flows[node.number])
         )

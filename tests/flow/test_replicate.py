@@ -8,7 +8,7 @@ import pytest
 from clique_world import MIB, Cluster, level, replicate_of, until
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, holding, settling
+from ckptfs.catalog import contents, peers, settling
 from ckptfs.clique.peers import PeerFailed, PeerLied
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
@@ -22,8 +22,8 @@ def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     assert two.data(content) == data and three.copies(content) == {}
-    until(lambda: not holding.lacking(one.db, 0, 10), flow.step)
-    assert holding.lag(one.db)[0] == 0
+    until(lambda: not peers.lacking(one.db, 0, 10), flow.step)
+    assert peers.lag(one.db)[0] == 0
     assert cluster.nodes[0].peers.sent == [("n2", content, len(data))]
 
 
@@ -128,7 +128,7 @@ def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path
     one.peers.fault = reopen
     flow.step()
     until(lambda: flow.in_flight() == (0, 0) and seen)
-    assert two.copies(content) == {} and holding.peer_copies(one.db, content) == []
+    assert two.copies(content) == {} and peers.peer_copies(one.db, content) == []
     assert one.state(content) is ContentState.OPEN
     one.rewrite(content, lambda data: data.reverse())
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -156,7 +156,7 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     settling.set_state(one.db, content, ContentState.DOOMED)
     settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
     until(lambda: two.hold.doubted == {content}, flow.step)
-    assert holding.unneeded(one.db, 10) == []
+    assert peers.unneeded(one.db, 10) == []
 
 
 def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
     flow = replicate_of(one)
     until(lambda: all(level(one, content) is Level.CLIQUE for content in written), flow.step)
     assert two.files(Tier.RAM) == set(written)
-    until(lambda: holding.lag(one.db)[0] == 0, flow.step)
+    until(lambda: peers.lag(one.db)[0] == 0, flow.step)
 
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("replicate:")))

@@ -11,8 +11,8 @@ from control_served import serving
 from local_node import Node
 from memory_store import MemoryStore
 
-from ckptfs.catalog import holding, identity
-from ckptfs.catalog.holding import Known
+from ckptfs.catalog import identity, peers
+from ckptfs.catalog.peers import Known
 from ckptfs.catalog.store import Get, Put
 from ckptfs.clique import membership
 
@@ -32,7 +32,7 @@ def store(node: Node) -> MemoryStore:
     """Two of three nodes live; the second has told its figures."""
     made = MemoryStore()
     nodes = [membership.Node(number, name, f"{name}:1", number - 1, name, 5000) for number, name in enumerate(NAMES, 1)]
-    holding.set_world(node.db, 1, 2, [Known(one.number, one.name, one.domain) for one in nodes])
+    peers.set_world(node.db, 1, 2, [Known(one.number, one.name, one.domain) for one in nodes])
     puts = [Put(membership.node_key(one.number), membership.to_value(one)) for one in nodes[:2]]
     made.commit([], [*puts, Put(cluster_figures.figures_key(2), cluster_figures.told(node.db))])
     return made
@@ -53,7 +53,7 @@ def test_figures_are_those_of_the_catalog(node: Node, store: MemoryStore) -> Non
     content = node.make(b"file", b"x" * 1000)
     with serving(node) as served:
         served.seal()
-    holding.lacks(node.db, [content])
+    peers.lacks(node.db, [content])
     store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.told(node.db))])
     first = ClusterFigures(node.config, node.db, store).described().members[0]
     assert (first.behind_files, first.behind_bytes, first.held_files) == (1, 1000, 0)

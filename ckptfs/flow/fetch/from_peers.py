@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import fetching, holding, settling
+from ckptfs.catalog import fetching, holding, peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Fetchable
 from ckptfs.catalog.holding import Heard
@@ -77,14 +77,14 @@ class FromPeers:
             raise Busy(f"the file is being written on {writer.name}")
         with self._db.change():
             holding.hear(self._db, _heard(record))
-            copy = holding.PeerCopy(content.id, writer.number, record.generation, record.digest)
-            holding.peer_has(self._db, copy)
+            copy = peers.PeerCopy(content.id, writer.number, record.generation, record.digest)
+            peers.peer_has(self._db, copy)
 
     # --- bringing it here --------------------------------------------------------------------------------------------
 
     def sources(self, content: Content) -> list[Node]:
         """The living nodes that are known to have exactly this generation, the fastest first."""
-        nodes = self._around.others(holding.elsewhere(self._db, content))
+        nodes = self._around.others(peers.elsewhere(self._db, content))
         by_name = {node.name: node for node in nodes}
         return [by_name[node.name] for node in self._around.peers.ranked(nodes)]
 

@@ -11,9 +11,9 @@ import os
 import threading
 
 from ckptfs import disk
-from ckptfs.catalog import holding, report, settling
+from ckptfs.catalog import peers, report, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import PeerCopy
+from ckptfs.catalog.peers import PeerCopy
 from ckptfs.clique import holders, placement
 from ckptfs.clique.membership import Node, World
 from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Sent
@@ -79,7 +79,7 @@ class Replicate:
         self._forget_unneeded(world)
         if len(world) < 2 or self._around.factor < 2:
             return False
-        batch = holding.lacking(self._db, self._after, BATCH_CONTENTS)
+        batch = peers.lacking(self._db, self._after, BATCH_CONTENTS)
         for content, tier in batch:
             self._after = content.id
             self._plan(content, tier, world)
@@ -92,14 +92,14 @@ class Replicate:
         """Queue a content for those who shall get it; nobody left to ask: it has what copies it can get."""
         around = self._around
         if content.digest is None or (content.size and not content.blocks):
-            holding.satisfied(self._db, content)  # More blocks than can be offered.
+            peers.satisfied(self._db, content)  # More blocks than can be offered.
             return
         on_way = self._queues.nodes_of(content.id)
-        has = {around.number, *holding.elsewhere(self._db, content), *on_way}
+        has = {around.number, *peers.elsewhere(self._db, content), *on_way}
         wanted = placement.wanted(world, has, around.number, around.factor, around.jump)
         if not wanted:
             if not on_way:
-                holding.satisfied(self._db, content)
+                peers.satisfied(self._db, content)
             return
         avoided = self._avoiding.nodes(content.id)
         for node in placement.wanted(self._without(world, avoided), has, around.number, around.factor, around.jump) if avoided else wanted:
@@ -172,15 +172,15 @@ class Replicate:
             if done:
                 with self._db.change():
                     for copy in done:
-                        holding.peer_has(self._db, copy)
+                        peers.peer_has(self._db, copy)
                 disk.act("replicate:counted", lambda: None)
 
     def _finish(self, content: Content) -> None:
         """Whether that was the last copy that was wanted: then who waits for it shall look."""
         around = self._around
-        has = {around.number, *holding.elsewhere(self._db, content)}
+        has = {around.number, *peers.elsewhere(self._db, content)}
         if not placement.wanted(around.see(), has, around.number, around.factor, around.jump):
-            holding.satisfied(self._db, content)
+            peers.satisfied(self._db, content)
             self._notify.work()
 
     def _doubt(self, node: Node, content: Content, tier: Tier, failure: PeerLied) -> None:
@@ -210,7 +210,7 @@ class Replicate:
 
     def _forget_unneeded(self, world: World) -> None:
         """Contents that are gone here are held by nobody: the store forgets their copies, and the peers are told."""
-        gone = holding.unneeded(self._db, FORGET_BATCH)
+        gone = peers.unneeded(self._db, FORGET_BATCH)
         if not gone:
             return
         holders.forget(self._around.store, {copy.content for copy in gone})
@@ -224,4 +224,4 @@ class Replicate:
                     log.debug("%s cannot be told what it may forget (%s); it will find out", node.name, failure)
         with self._db.change():
             for copy in gone:
-                holding.peer_lacks(self._db, copy.content, copy.node)
+                peers.peer_lacks(self._db, copy.content, copy.node)
