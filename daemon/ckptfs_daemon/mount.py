@@ -13,12 +13,15 @@ from pathlib import Path
 
 import trio
 
+from ckptfs.catalog import identity
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing.touching import Touching
+from ckptfs.config import Config
 from ckptfs.model import DataPath
 from ckptfs.tiers import adoption
 from ckptfs.tiers.place import Places
-from ckptfs_daemon import bells, door, lifeline
+from ckptfs_daemon import bells, cluster_store, door, lifeline
 from ckptfs_daemon.asking import Asking
 from ckptfs_daemon.bells import Bell
 from ckptfs_daemon.context import Context
@@ -28,6 +31,7 @@ from ckptfs_daemon.name_operations import NameOperations
 from ckptfs_daemon.open_files import OpenFiles
 from ckptfs_daemon.passthrough import Passthrough
 from ckptfs_daemon.quick import QuickOperations
+from ckptfs_daemon.sharing import Sharing
 
 import pyfuse3  # isort: skip
 
@@ -46,8 +50,11 @@ def run(inherited: Inherited) -> int:
     """Serve the connection; 0 when it was unmounted."""
     _raise_descriptor_limit()
     operations = Operations(_wire(inherited))
+    if operations.context.sharing is not None:
+        operations.context.sharing.serve(operations.lost_names)
     operations.serve_extras()
-    operations.serve_quick()
+    if operations.context.sharing is None:
+        operations.serve_quick()
     door.open_session(operations, inherited)
     trio.run(_serve, inherited, operations)
     door.close_session()
@@ -66,11 +73,15 @@ def _raise_descriptor_limit() -> None:
 
 def _wire(inherited: Inherited) -> Context:
     config = inherited.config
-    db = Database(config.state / "catalog.db", journalled=config.pfs is not None, patient=True)
+    touching = None if config.cluster is None else Touching()
+    db = Database(
+        config.state / "catalog.db", journalled=config.pfs is not None, patient=True, clustered=touching is not None, shared=touching
+    )
     places = Places.adopt(config, instance(db))
     adoption.adopt(db, places)
     bell = Bell(inherited.bell)
     passthrough = Passthrough(inherited.fuse_fd) if inherited.data_path is DataPath.PASSTHROUGH else None
+    open_files = OpenFiles(db, places, passthrough, bell)
     return Context(
         config=config,
         data_path=inherited.data_path,
@@ -78,8 +89,15 @@ def _wire(inherited: Inherited) -> Context:
         places=places,
         bell=bell,
         asking=Asking(db, bell),
-        open_files=OpenFiles(db, places, passthrough, bell),
+        open_files=open_files,
+        sharing=None if touching is None else _share(config, db, open_files, touching),
     )
+
+
+def _share(config: Config, db: Database, open_files: OpenFiles, touching: Touching) -> Sharing:
+    sharing = Sharing(db, cluster_store.open_store(config), identity.number(db), open_files.is_written)
+    touching.on_touched = sharing.touched
+    return sharing
 
 
 async def _serve(inherited: Inherited, operations: Operations) -> None:
@@ -89,6 +107,8 @@ async def _serve(inherited: Inherited, operations: Operations) -> None:
         nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
         nursery.start_soon(_obey, inherited.link, name="link")
         await context.open_files.start(inherited.resumed)
+        if context.sharing is not None:
+            nursery.start_soon(context.sharing.run, name="sharing")
         operations.start(nursery)
         nursery.start_soon(_listen, context, name="bell")
         nursery.start_soon(operations.reap_forgotten, name="orphans")
@@ -111,6 +131,9 @@ async def _listen(context: Context) -> None:
             async for message in context.bell.messages():
                 if message == bells.WANTS:
                     context.asking.answered()
+                elif message == bells.TOUCHED:
+                    if context.sharing is not None:
+                        context.sharing.touched()
                 else:
                     invalidations.put(message)
         finally:

@@ -21,7 +21,7 @@ from ckptfs import limits
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, batch, outcome, reading, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
-from ckptfs.catalog.sharing.kinds import NAME, Key
+from ckptfs.catalog.sharing.kinds import LAST, NAME, Key
 from ckptfs.catalog.store import Get, Outcome, Store
 from ckptfs.errors import CkptfsError, Unreachable, refused
 
@@ -51,6 +51,7 @@ class Sharing:
         self._went = trio.Event()
         self._reverted: dict[Key, int] = {}
         self._reverts = 0
+        self._sent: batch.Batch | None = None
 
     def serve(self, nameless: Callable[[Iterable[int]], None]) -> None:
         """`nameless` is told from now on of inodes that lost their names elsewhere."""
@@ -223,6 +224,7 @@ class Sharing:
     async def run(self) -> None:
         """The task: tell what is touched, one transaction after the other; on an island, look for the store."""
         touching.begin(self.db)
+        await self._look_back()
         while True:
             if self.island:
                 await self._probe()
@@ -244,6 +246,7 @@ class Sharing:
             if not made.changed:
                 self._note(outcome.passed(self.db, made, 0, self._recent))
                 return
+            self._sent = made
             self.counts["commits"] += 1
             came = await _answer(self._store.commit_soon(made.compares(), made.changes(), made.otherwise()))
             if came.succeeded:
@@ -251,6 +254,7 @@ class Sharing:
             else:
                 self.counts["conflicts"] += 1
                 self._note(outcome.refused(self.db, made, came, self._recent))
+            self._sent = None
         except CkptfsError as failure:
             self._failed(failure)
         finally:
@@ -280,12 +284,23 @@ class Sharing:
     async def _probe(self) -> None:
         """Look whether the store is back."""
         await trio.sleep(limits.ISLAND_PROBE_S)
+        if await self._look_back():
+            log.info("the store of the cluster answers again")
+            self.island_ns = 0
+
+    async def _look_back(self) -> bool:
+        """Find out whether the last batch passed whose answer did not come. False: the store does not answer."""
+        own = Key(LAST, self.number)
         try:
-            await _answer(self._store.read_soon([Get(b"w/")], timeout_s=limits.ISLAND_PROBE_WAIT_S))
-        except CkptfsError:
-            return
-        log.info("the store of the cluster answers again")
-        self.island_ns = 0
+            came = await _answer(self._store.read_soon(reading.gets([own]), timeout_s=limits.ISLAND_PROBE_WAIT_S))
+        except CkptfsError as failure:
+            self._failed(failure)
+            return False
+        result = outcome.look_back(self.db, reading.answers([own], came)[own], self._sent, self._recent)
+        self._sent = None
+        if result is not None:
+            self._note(result)
+        return True
 
 
 class _Question:

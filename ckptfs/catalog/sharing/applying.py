@@ -92,7 +92,6 @@ def gone(db: Database, inode: int, asked: int, recent: Recent) -> None:
     for key in (Key(INODE, inode), Key(TIMES, inode)):
         seen.put(db, key, seen.NEVER)
         recent.gone(key, asked)
-        touching.dismiss(db, key)
     for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?1 OR parent = ?1", inode):
         key = Key(NAME, parent, bytes(name))
         if not touching.is_touched(db, key):

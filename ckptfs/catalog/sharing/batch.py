@@ -58,7 +58,12 @@ class Batch:
             raw = kinds.wire(key)
             done.append(Delete(raw) if value is None else Put(raw, value))
         once = {operation.key for operation in done}
-        return [*done, *(operation for operation in self.more if operation.key not in once), Put(kinds.wire(self.last), b"")]
+        return [*done, *(operation for operation in self.more if operation.key not in once), Put(kinds.wire(self.last), self.note())]
+
+    def note(self) -> bytes:
+        """What this node's own key holds: which keys the transaction deleted, for a process that has to find out whether it passed."""
+        deleted = [kinds.wire(key).decode("latin-1") for key, value in self.changed.items() if value is None]
+        return kinds.pack({"deleted": deleted}) or b""
 
     def otherwise(self) -> list[Get]:
         """What is read when it does not hold: everything that was compared, and this node's own last transaction first."""

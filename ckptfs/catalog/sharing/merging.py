@@ -23,9 +23,9 @@ def merge(kind: str, base: Value | None, ours: Value, theirs: Value) -> Value:
 
 
 def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
-    """Without a base (a directory that both had before they met) it is theirs."""
+    """Without a base (the root, which both had before they met) it is theirs, with the subdirectories of both."""
     if base is None:
-        return dict(theirs)
+        return {**theirs, "nlink": theirs["nlink"] + ours["nlink"] - 2}
     merged: Value = {name: _field(name, base, ours, theirs) for name in theirs}
     merged["nlink"] = max(1, theirs["nlink"] + ours["nlink"] - base["nlink"])
     if any(ours.get(name) != base.get(name) for name in BYTES):

@@ -2,17 +2,17 @@
 
 A name that another node changed first: the changes here that have to do with it are taken back, and whoever made them does them again on
 what is true now. Attributes are merged. What was told but whose answer was lost is recognised by this node's own key.
-If we die here: one change of the catalog, whole or not at all; an unnoted success is found by the next batch that fails on it.
+If we die here: one change of the catalog, whole or not at all; of a success that was not noted the next process hears by that key.
 """
 
 from dataclasses import dataclass, field
 
-from ckptfs.catalog import answers
+from ckptfs.catalog import answers, identity
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.batch import Batch
-from ckptfs.catalog.sharing.kinds import INODE, NAME, Key, Value
+from ckptfs.catalog.sharing.kinds import INODE, LAST, NAME, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.catalog.store import Outcome
 
@@ -40,14 +40,35 @@ def passed(db: Database, batch: Batch, revision: int, recent: Recent) -> Result:
                 recent.gone(key, revision)
         touching.told(db, [*batch.changed, *batch.same], batch.up_to)
         if revision:
-            seen.put(db, batch.last, Seen(revision, b""))
+            seen.put(db, batch.last, Seen(revision, batch.note()))
     return Result(True)
+
+
+def look_back(db: Database, own: Told, sent: Batch | None, recent: Recent) -> Result | None:
+    """What this node's own key says of the batch `sent`, whose answer did not come; None: it has not passed.
+
+    Without `sent`, of one that another process of this node sent before it died: all that it changed is taken for untold, but for what it
+    deleted, which would look as if somebody else had.
+    """
+    if own.seen.revision <= seen.get(db, Key(LAST, identity.number(db))).revision:
+        return None
+    if sent is not None:
+        return passed(db, sent, own.seen.revision, recent)
+    with touching.applying(db):
+        for raw in (own.seen.content or {"deleted": []})["deleted"]:
+            seen.put(db, kinds.parse(raw.encode("latin-1")), seen.NEVER)
+        seen.put(db, Key(LAST, identity.number(db)), own.seen)
+    return Result(False)
 
 
 def refused(db: Database, batch: Batch, outcome: Outcome, recent: Recent) -> Result:
     """Some of what the batch compared was not so."""
     keys = batch.questions()
     told = reading.answers(keys, outcome)
+    own = told.pop(batch.last).seen
+    if own.revision > seen.get(db, batch.last).revision:
+        # The batch had passed, that answer was lost, and the store was asked once more.
+        return passed(db, batch, own.revision, recent)
     with touching.applying(db):
         refusal = _Refusal(db, batch, told, outcome.revision, recent)
         for items in outcome.results[len(keys) :]:
@@ -74,17 +95,11 @@ class _Refusal:
             self._contested |= self._leading_to(name.number)
 
     def settle(self) -> Result:
-        own = self._told.pop(self._batch.last).seen
-        last = seen.get(self._db, self._batch.last)
         for key, one in self._told.items():
-            if one.seen.revision == own.revision > last.revision:
-                # Our own transaction, whose answer was lost.
-                seen.put(self._db, key, one.seen)
-            elif key in self._batch.compared and one.seen.revision != self._batch.compared[key]:
+            if key in self._batch.compared and one.seen.revision != self._batch.compared[key]:
                 self._differs(key, one)
             elif key.kind == INODE and key not in self._batch.compared and one.seen.value is None:
                 self._gone(key.number)
-        seen.put(self._db, self._batch.last, own)
         if self._contested:
             self._take_back()
             answers.forget_all(self._db)
@@ -92,9 +107,7 @@ class _Refusal:
 
     def _differs(self, key: Key, told: Told) -> None:
         """Another node changed this key since it was seen here."""
-        if key in self._batch.changed and self._batch.changed[key] == told.seen.value:
-            seen.put(self._db, key, told.seen)
-        elif key.kind == INODE and told.seen.value is None:
+        if key.kind == INODE and told.seen.value is None:
             self._gone(key.number)
         elif key not in self._batch.changed:
             # A name above a directory that moves.
@@ -215,4 +228,3 @@ class _Refusal:
             now = seen.NEVER
         kinds.write(self._db, key, now.content)
         seen.put(self._db, key, now)
-        touching.dismiss(self._db, key)

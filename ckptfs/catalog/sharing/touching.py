@@ -162,11 +162,6 @@ def told(db: Database, keys: Iterable[Key], up_to: int) -> None:
         db.run("DELETE FROM touched_key WHERE kind = ? AND number = ? AND name = ? AND change <= ?", *key, up_to)
 
 
-def dismiss(db: Database, key: Key) -> None:
-    """Nothing about this key is to be told any more."""
-    db.run("DELETE FROM touched_key WHERE kind = ? AND number = ? AND name = ?", *key)
-
-
 def begin(db: Database) -> None:
     """The root, which every node has from its beginning, is to be told once; where another node was first it becomes that node's."""
     with db.change():

@@ -1,0 +1,229 @@
+"""Catalogs of several nodes on one store, in one process and in virtual time: what mount processes do, without mounts.
+
+A `Node` does what the kernel and a mount do for a path: look up every part of it, change, return when that is told. `Slow` is a way to the
+store that takes its time, and loses answers; cut off, a node is an island. Run it under `trio.testing.MockClock(autojump_threshold=0)`.
+"""
+
+import random
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trio
+from ckptfs_daemon.sharing import Sharing
+from memory_store import MemoryEtcd, MemoryStore
+
+from ckptfs.catalog import attributes, database, directories, identity, namespace, renaming
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing import kinds
+from ckptfs.catalog.sharing.kinds import INODE, NAME
+from ckptfs.catalog.sharing.touching import Touching
+from ckptfs.catalog.store import Compare, Get, Operation, Outcome
+from ckptfs.errors import Unreachable
+from ckptfs.model import ROOT, Inode
+
+T = TypeVar("T")
+Tree = dict[bytes, tuple[int, int, int, int]]
+"""Path -> (inode, type and mode, links, size)."""
+
+
+class Slow(MemoryStore):
+    """Requests and answers take up to `delay_s` each; a `loss` of answers never comes, and the store asks again, as the real one does."""
+
+    def __init__(self, etcd: MemoryEtcd, dice: random.Random, delay_s: float = 0.002, loss: float = 0.0) -> None:
+        super().__init__(etcd)
+        self._dice, self._delay_s, self._loss = dice, delay_s, loss
+
+    def read_soon(self, gets: Sequence[Get], *, timeout_s: float = 3.0) -> Future[Outcome]:
+        return self._later(lambda: self.read(gets), timeout_s)
+
+    def commit_soon(
+        self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = 3.0
+    ) -> Future[Outcome]:
+        return self._later(lambda: self.commit(compares, changes, otherwise), timeout_s)
+
+    def _later(self, act: Callable[[], Outcome], timeout_s: float) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+
+        async def run() -> None:
+            deadline = trio.current_time() + timeout_s
+            while trio.current_time() < deadline:
+                await trio.sleep(self._dice.uniform(0, self._delay_s))
+                try:
+                    outcome = act()
+                except Unreachable:
+                    break
+                await trio.sleep(self._dice.uniform(0, self._delay_s))
+                if self.reachable and self._dice.random() >= self._loss:
+                    future.set_result(outcome)
+                    return
+            future.set_exception(Unreachable("no answer"))
+
+        trio.lowlevel.spawn_system_task(run)
+        return future
+
+
+class Node:
+    """One node: its catalog and its side of the shared tree."""
+
+    def __init__(self, directory: Path, number: int, store: MemoryStore) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        database.create(directory / "catalog.db")
+        self.store, self.number = store, number
+        touching = Touching()
+        self.db = Database(directory / "catalog.db", journalled=False, clustered=True, shared=touching)
+        identity.take_number(self.db, number)
+        self.sharing = Sharing(self.db, store, number, lambda _: False)
+        touching.on_touched = self.sharing.touched
+
+    def cut(self, off: bool) -> None:
+        self.store.reachable = not off
+
+    # --- what applications do -----------------------------------------------------------------------------------------
+
+    async def parent(self, path: str) -> tuple[int, bytes]:
+        """(the directory of a path's last part, that part), as the kernel walks there."""
+        *above, name = path.encode().split(b"/")
+        directory = ROOT
+        for part in above:
+            directory = (await self.lookup(directory, part)).id
+        return directory, name
+
+    async def lookup(self, directory: int, name: bytes) -> Inode:
+        await self.sharing.fresh_name(directory, name)
+        return namespace.lookup(self.db, directory, name)
+
+    async def make(self, path: str, mode: int = stat.S_IFREG | 0o644) -> Inode:
+        parent, name = await self.parent(path)
+        return await self._agreed(lambda db: namespace.make(db, parent, name, mode, uid=0, gid=0), [(parent, name)])
+
+    async def mkdir(self, path: str) -> Inode:
+        return await self.make(path, stat.S_IFDIR | 0o755)
+
+    async def unlink(self, path: str) -> Inode:
+        parent, name = await self.parent(path)
+        await self.lookup(parent, name)
+        return await self._agreed(lambda db: namespace.unlink(db, parent, name), [(parent, name)])
+
+    async def rmdir(self, path: str) -> Inode:
+        parent, name = await self.parent(path)
+        await self.lookup(parent, name)
+        return await self._agreed(lambda db: namespace.rmdir(db, parent, name), [(parent, name)])
+
+    async def link(self, path: str, new: str) -> Inode:
+        parent, name = await self.parent(path)
+        inode = (await self.lookup(parent, name)).id
+        new_parent, new_name = await self.parent(new)
+        return await self._agreed(lambda db: namespace.link(db, inode, new_parent, new_name), [(new_parent, new_name)], [inode])
+
+    async def rename(self, path: str, new: str, flags: int = 0) -> Inode | None:
+        parent, name = await self.parent(path)
+        new_parent, new_name = await self.parent(new)
+        await self.lookup(parent, name)
+        await self.sharing.fresh_name(new_parent, new_name)
+        names = [(parent, name), (new_parent, new_name)]
+        return await self._agreed(lambda db: renaming.rename(db, parent, name, new_parent, new_name, flags), names)
+
+    async def set(self, path: str, **fields: Any) -> Inode:
+        parent, name = await self.parent(path)
+        inode = (await self.lookup(parent, name)).id
+        return await self._agreed(lambda db: attributes.set_attributes(db, inode, **fields), (), [inode])
+
+    async def grow(self, path: str, size: int, mtime_ns: int) -> None:
+        """What a writer's close tells."""
+        parent, name = await self.parent(path)
+        inode = (await self.lookup(parent, name)).id
+        await self._agreed(lambda db: db.run("UPDATE inode SET size = ?, mtime_ns = ? WHERE id = ?", size, mtime_ns, inode), (), [inode])
+
+    async def stat(self, path: str) -> Inode:
+        parent, name = await self.parent(path)
+        return await self.lookup(parent, name)
+
+    async def names(self, path: str = "") -> list[bytes]:
+        inode = (await self.stat(path)).id if path else ROOT
+        await self.sharing.fresh_directory(inode)
+        return sorted(entry.name for entry, _ in directories.read(self.db, inode))
+
+    async def _agreed(self, change: Callable[[Database], T], names: Sequence[tuple[int, bytes]], inodes: Sequence[int] = ()) -> T:
+        async def act() -> T:
+            with self.db.change() as db:
+                return change(db)
+
+        async def fresh() -> None:
+            for inode in inodes:
+                await self.sharing.fresh_inode(inode)
+            await self.sharing.fresh_change(names)
+
+        return await self.sharing.agreed(act, fresh, names)
+
+    async def tree(self) -> Tree:
+        """Everything, read anew."""
+        found: Tree = {}
+        todo = [(b"", ROOT)]
+        while todo:
+            path, directory = todo.pop()
+            await self.sharing.fresh_directory(directory)
+            for entry, _ in list(directories.read(self.db, directory)):
+                await self.sharing.fresh_inode(entry.child)
+                inode = namespace.get(self.db, entry.child)
+                found[path + b"/" + entry.name] = (inode.id, inode.mode, inode.nlink, 0 if inode.is_directory else inode.size)
+                if inode.is_directory:
+                    todo.append((path + b"/" + entry.name, inode.id))
+        return found
+
+
+def stored(etcd: MemoryEtcd) -> dict[kinds.Key, kinds.Value]:
+    """Every shared value of the store."""
+    found = {}
+    for item in MemoryStore(etcd).read([Get(b"", b"\0")]).results[0]:
+        value = kinds.unpack(item.value)
+        assert value is not None
+        found[kinds.parse(item.key)] = value
+    return found
+
+
+def stored_tree(etcd: MemoryEtcd) -> Tree:
+    """The tree in the store; fails where it is not one: names that lead nowhere, inodes without names, wrong links, loops."""
+    values = stored(etcd)
+    names = {key: value["child"] for key, value in values.items() if key.kind == NAME}
+    inodes = {key.number: value for key, value in values.items() if key.kind == INODE}
+    assert set(names.values()) <= set(inodes), "a name leads nowhere"
+    assert set(inodes) <= {*names.values(), ROOT}, f"without a name: {set(inodes) - {*names.values(), ROOT}}"
+    found: Tree = {}
+    todo, passed = [(b"", ROOT)], set()
+    while todo:
+        path, directory = todo.pop()
+        assert directory not in passed, "a directory has two names"
+        passed.add(directory)
+        children = {key.name: child for key, child in names.items() if key.number == directory}
+        subdirectories = sum(stat.S_ISDIR(inodes[child]["mode"]) for child in children.values())
+        assert inodes[directory]["nlink"] == 2 + subdirectories, f"links of {path!r}"
+        for name, child in children.items():
+            value = inodes[child]
+            found[path + b"/" + name] = (child, value["mode"], value["nlink"], value.get("size", 0))
+            if stat.S_ISDIR(value["mode"]):
+                assert value["parent"] == directory, f"parent of {name!r}"
+                todo.append((path + b"/" + name, child))
+            else:
+                assert value["nlink"] == list(names.values()).count(child), f"links of {path + b'/' + name!r}"
+    assert {number for number, value in inodes.items() if stat.S_ISDIR(value["mode"])} == passed, "a directory is out of reach"
+    return found
+
+
+async def running(nodes: Sequence[Node], act: Callable[[], Awaitable[T]]) -> T:
+    """Do `act` while the nodes tell what they change."""
+    async with trio.open_nursery() as nursery:
+        for node in nodes:
+            nursery.start_soon(node.sharing.run)
+        result = await act()
+        nursery.cancel_scope.cancel()
+    return result
+
+
+async def settled(nodes: Sequence[Node]) -> None:
+    """Every node has told everything."""
+    for node in nodes:
+        while node.sharing.island or not await node.sharing.published() or node.sharing.island:
+            await trio.sleep(0.1)
