@@ -56,10 +56,10 @@ class Endpoint:
         }
         self._standing: Any = None
 
-    def begin(self, call: str, request: object, timeout_s: float) -> "grpc.Future[Any]":
-        """Send a request."""
+    def begin(self, call: str, request: object, timeout_s: float, patient: bool) -> "grpc.Future[Any]":
+        """Send a request; `patient`: wait for a connection where there is none."""
         self._stand()
-        pending: grpc.Future[Any] = self.calls[call].future(request, timeout=timeout_s, metadata=METADATA)
+        pending: grpc.Future[Any] = self.calls[call].future(request, timeout=timeout_s, metadata=METADATA, wait_for_ready=patient)
         return pending
 
     def _stand(self) -> None:
@@ -133,10 +133,11 @@ class Call(Generic[Answer]):
             self.future.set_exception(self._failure)
             return
         self._endpoint = self._endpoints.current()
+        count = len(self._endpoints)
         # The first round finds an endpoint that answers quickly; after it every one may take its time.
-        first = self._tries < len(self._endpoints) > 1
+        try_s = min(left_s, limits.ETCD_TRY_S) if self._tries < count > 1 else left_s
         try:
-            pending = self._endpoint.begin(self._call, self._request, min(left_s, limits.ETCD_TRY_S) if first else left_s)
+            pending = self._endpoint.begin(self._call, self._request, try_s, patient=count == 1 and self._tries > 0)
         except ValueError as closed:
             self.future.set_exception(error(None, str(closed), self._endpoint.address))
             return
@@ -147,7 +148,9 @@ class Call(Generic[Answer]):
         if code is grpc.StatusCode.OK:
             self.future.set_result(self._finish(pending.result()))
             return
-        self._failure = error(code, details, self._endpoint.address)
+        # That the time was over says less than why an earlier try failed.
+        if code is not grpc.StatusCode.DEADLINE_EXCEEDED or not self._tries:
+            self._failure = error(code, details, self._endpoint.address)
         if not passing(code, details):
             self.future.set_exception(self._failure)
             return
