@@ -199,17 +199,18 @@ class _Refusal:
     def _count(self, parent: int, child: int, links: int) -> None:
         row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", child)
         known = seen.get(self._db, Key(INODE, child)).content
-        if not child or child in self._dead or (row is None and known is None):
+        if not child or (row is None and known is None):
             return
         if row is None:
             assert known is not None
             kinds.write(self._db, Key(INODE, child), {**known, "nlink": 0})
             row = (known["mode"] & 0o170000, 0)
-        if row[0] != reading.DIRECTORY:
+        if row[0] != reading.DIRECTORY and child not in self._dead:
             self._db.run("UPDATE inode SET nlink = max(0, nlink + ?) WHERE id = ?", links, child)
-        else:
+        elif row[0] == reading.DIRECTORY:
             self._db.run("UPDATE inode SET nlink = max(2, nlink + ?) WHERE id = ? AND nlink > 0", links, parent)
-            self._directory(child, known, row[1], links)
+            if child not in self._dead:
+                self._directory(child, known, row[1], links)
 
     def _directory(self, child: int, known: Value | None, nlink: int, links: int) -> None:
         """A directory that was made here never was; one that was moved or removed is where it was."""
