@@ -22,7 +22,7 @@ from ckptfs.clique.peers import PeerFailed, Record
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, Unreachable
 from ckptfs.model import Content, ContentState, CopyState, Tier
-from ckptfs.tiers import transfer
+from ckptfs.tiers import removal, transfer
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
@@ -93,25 +93,33 @@ class FromPeers:
         record = self._record(content, sources)
         older = self._older(content, tier)
         try:
-            if not settling.fill(self._db, content, tier):
-                raise Busy("the file changed while it was fetched")
+            place = self._places[tier]
+            self._reserve(content, place)
             try:
                 disk.act("gather:reserved", lambda: None)
-                place = self._places[tier]
-                place.remove(content.id)
                 self._fill(record, sources, place, older, progress)
                 if not disk.act("gather:arrived", holding.came, self._db, content, tier, record.blocks):
                     raise Busy("the file changed while it was fetched")
             except BaseException:
-                with suppress(OSError, CkptfsError):
-                    self._places[tier].remove(content.id)
+                # A peer may have sent the same content meanwhile: then the row and the file are those of its copy, and stay.
                 fetching.give_up(self._db, content.id, tier)
+                with suppress(OSError, CkptfsError):
+                    removal.remove_forgotten(self._db, place, content.id)
                 raise
         finally:
             if older >= 0:
                 os.close(older)
         if tier is not Tier.RAM:
             self._db.persist()
+
+    def _reserve(self, content: Content, place: Place) -> None:
+        """Announce the copy, and take away the file of a former one: in one transaction, since a peer may send the same content."""
+        with self._db.change():
+            if not settling.fill(self._db, content, place.tier):
+                raise Busy("the file changed while it was fetched")
+            former = place.detach(content.id)
+        if former >= 0:
+            os.close(former)
 
     def _record(self, content: Content, sources: list[Node]) -> Record:
         """The blocks' digests: from here, or from the first source that gives those of which the content's is made."""
@@ -139,7 +147,7 @@ class FromPeers:
         return -1
 
     def _fill(self, record: Record, sources: list[Node], place: Place, older: int, progress: Progress) -> None:
-        with _closing(place.create(record.content)) as target:
+        with _closing(_created(place, record.content)) as target:
             os.ftruncate(target, record.size)
             lacking = _Lacking(record)
             if older >= 0:
@@ -199,6 +207,13 @@ class _Telling:
 
 def _heard(record: Record) -> Heard:
     return Heard(record.content, record.inode, record.generation, record.size, record.digest, record.blocks)
+
+
+def _created(place: Place, content: int) -> int:
+    try:
+        return place.create(content)
+    except FileExistsError as failure:
+        raise Busy("a peer sends the file just now") from failure
 
 
 @contextmanager

@@ -169,7 +169,7 @@ class Hold:
         place = arriving.place
         disk.act("hold:outdated", holding.begin_replacing, self._db, offer.content)
         with self._db.change():
-            # Only one generation of a content can arrive at a time, and nothing else makes files of peers' contents.
+            # Only one generation of a content can arrive at a time. Who fetches it just now finds this one in its place.
             if (known := settling.content(self._db, offer.content)) is not None and not _older(known, offer):
                 return False
             disk.act("hold:rename", place.rename, arriving.number, offer.content)

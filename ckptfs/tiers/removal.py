@@ -1,0 +1,23 @@
+"""Owns how the file of a copy goes that was forgotten: at once, however large it is, and never one that somebody has announced since.
+
+Whoever brings a content back announces that first, which cannot happen inside our transaction. On the PFS, which must not be asked inside
+one, files are left to the sweep of what no row names.
+If we die here: a file without a row, which the drop flow finds.
+"""
+
+import os
+
+from ckptfs.catalog import settling
+from ckptfs.catalog.database import Database
+from ckptfs.model import Tier
+from ckptfs.tiers.place import Place
+
+
+def remove_forgotten(db: Database, place: Place, number: int) -> None:
+    """Remove the file of a copy that is on record no more."""
+    if place.tier is Tier.PFS:
+        return
+    with db.change():
+        fd = -1 if settling.known(db, number, place.tier) else place.detach(number)
+    if fd >= 0:
+        os.close(fd)
