@@ -100,6 +100,13 @@ RECEPTION_KEPT_S = 60.0
 # Contents that wait to be sent to one peer, and how many are sent to it at once.
 PEER_QUEUE_MAX = 512
 PEER_SENDS_MAX = 3
+# What lies here is compared with the store so often; what came less than so long ago is left alone.
+RECONCILE_INTERVAL_S = 1800.0
+RECONCILE_AGE_S = 60.0
+# A copy that is one too many, or of an older generation, is kept so long for whoever reads it again, or its next generation.
+SPARE_KEPT_S = 600.0
+# A content of which a dead node never told anybody is kept so long.
+UNTOLD_KEPT_S = 86_400.0
 # So many of the contents that came last are looked through for blocks of the next one.
 BLOCK_SOURCES_MAX = 16
 # A peer waits so long for a content that is closed here to be sealed.
@@ -177,7 +184,7 @@ PEER_STREAMS_MAX = 16
 PEER_STREAMS_OF_ONE_MAX = 8
 PEER_SEALS_MAX = 8
 PEER_CONNECTIONS_MAX = 64
-PEER_CONNECTIONS_OF_ONE_MAX = 8
+PEER_CONNECTIONS_OF_ONE_MAX = 16
 PEER_TOKENS_OF_ONE_MAX = 16
 PEER_TRANSFERS_MAX = 256
 PEER_TRANSFERS_OF_ONE_MAX = 64
@@ -201,6 +208,7 @@ PEER_DISK_S = 120.0
 PEER_TRIES_MAX = 4
 PEER_SOURCES_MAX = 3
 PEER_LINKS_MAX = 128
+# Streams that this node has with one peer at once, in each direction.
 PEER_LINK_STREAMS_MAX = 4
 # After a failure a peer ranks behind the others for this long; a bulk port that cannot be reached is tried again after it.
 PEER_DOUBT_S = 30.0
@@ -247,3 +255,4 @@ assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD
 assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PEER_STALL_S < PEER_IDLE_S
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
 assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)
+assert 2 * PEER_LINK_STREAMS_MAX <= PEER_STREAMS_OF_ONE_MAX < PEER_CONNECTIONS_OF_ONE_MAX

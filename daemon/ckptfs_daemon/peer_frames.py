@@ -24,6 +24,8 @@ COMMAND = struct.Struct("<BB6xQQQ")
 HEADER = struct.Struct("<QIB3x")
 NUMBER_MAX = 2**63 - 1
 ZSTD_LEVEL = 1
+SAMPLE_BYTES = 64 * limits.KIB
+SAMPLE_RATIO_MAX = 0.8
 
 
 class Kind(IntEnum):
@@ -226,6 +228,12 @@ def _loosened(body: memoryview, length: int) -> memoryview:
     if len(data) != length:
         raise Refusal(Why.MALFORMED, "a squeezed block has another length")
     return memoryview(data)
+
+
+def pays(block: memoryview) -> bool:
+    """Whether zstd makes a sample of the block enough smaller to be worth its time on a slow link."""
+    sample = block[len(block) // 2 :][:SAMPLE_BYTES]
+    return len(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(sample)) < SAMPLE_RATIO_MAX * len(sample)
 
 
 class SourceChanged(Exception):

@@ -28,6 +28,7 @@ class Used:
         self.peer = peer
         self.lock = threading.Lock()
         self.ended = False
+        self._last: Callable[[], None] = lambda: None
         self._clock = clock
         self._streams = 0
         self._used = clock()
@@ -44,6 +45,9 @@ class Used:
             with self.lock:
                 self._streams -= 1
                 self._used = self._clock()
+                last = self.ended and not self._streams
+            if last:
+                self._last()
 
     def touch(self) -> None:
         self._used = self._clock()
@@ -52,13 +56,22 @@ class Used:
         """Whether nobody used it for too long."""
         return not self._streams and self._clock() - self._used > limits.PEER_IDLE_S
 
-    def end(self) -> None:
+    def end_unused(self) -> None:
         """No stream may use it any more; Refused (busy) while one does."""
         with self.lock:
             self._check()
             if self._streams:
                 raise Refusal(Why.BUSY, "streams still use it")
             self.ended = True
+
+    def end(self, last: Callable[[], None]) -> None:
+        """No stream may begin any more; `last` is called when none is left, which may be now."""
+        with self.lock:
+            self._check()
+            self.ended, self._last = True, last
+            unused = not self._streams
+        if unused:
+            last()
 
     def _check(self) -> None:
         if self.ended:
@@ -194,16 +207,15 @@ class Ledger:
         transfer = self.transfers.get(peer, number)
         if left := transfer.lacking():
             raise Refusal(Why.INCOMPLETE, f"{len(left)} blocks have not come, the first is {left[0]}")
-        transfer.end()
+        transfer.end_unused()
         self.transfers.remove(number)
         return self.shelf.received(transfer.token)
 
     def abandon(self, peer: str, number: int) -> None:
-        """The transfer ends; refused while a stream uses it."""
+        """The transfer ends; the shelf hears of it when no stream uses it any more."""
         transfer = self.transfers.get(peer, number)
-        transfer.end()
         self.transfers.remove(number)
-        self.shelf.abandon(transfer.token)
+        transfer.end(lambda: self.shelf.abandon(transfer.token))
 
     def lend(self, peer: str, content: int, digest: bytes | None) -> tuple[int, Loan]:
         """Borrow a copy: (the loan's id, the loan)."""
@@ -212,14 +224,13 @@ class Ledger:
             return fill(Borrowed(peer, loan, self._clock)), loan
 
     def give_back(self, peer: str, number: int) -> None:
-        """The loan ends; refused while a stream uses it."""
+        """The loan ends; its descriptor is closed when no stream uses it any more."""
         borrowed = self.loans.get(peer, number)
-        borrowed.end()
         self.loans.remove(number)
-        os.close(borrowed.loan.fd)
+        borrowed.end(lambda: os.close(borrowed.loan.fd))
 
     def sweep(self, everything: bool = False) -> None:
-        """End what nobody used for long, or `everything` that no stream uses."""
+        """End what nobody used for long, or `everything`."""
         for number, transfer in self.transfers.all():
             if everything or transfer.idle():
                 _unless_used(self.abandon, transfer.peer, number)

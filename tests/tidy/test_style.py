@@ -97,7 +97,16 @@ def imports(tree: ast.Module) -> set[str]:
     [
         ("sqlite3", ("ckptfs/catalog/",)),
         ("pyfuse3", ("daemon/ckptfs_daemon/",)),
-        ("grpc", ("ckptfs/protocol/", "ckptfs/catalog/etcd/", "daemon/ckptfs_daemon/control", "client/ckptfs_client/")),
+        (
+            "grpc",
+            (
+                "ckptfs/protocol/",
+                "ckptfs/catalog/etcd/",
+                "daemon/ckptfs_daemon/control",
+                "daemon/ckptfs_daemon/peer_",
+                "client/ckptfs_client/",
+            ),
+        ),
         ("torch", ()),
         ("ckptfs_daemon", ("daemon/ckptfs_daemon/",)),
         ("ckptfs_client", ("client/ckptfs_client/",)),

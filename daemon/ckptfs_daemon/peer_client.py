@@ -1,0 +1,222 @@
+"""`Peers`, as `ckptfs.clique.peers` describes it: one link for each node, and what is done over them.
+
+Any thread may call; calls block. Links are bounded: the one that was used longest ago goes when there are too many.
+If we die here: peers end what we left; nothing is kept here but figures.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckptfs import digest, limits
+from ckptfs.clique.keys import Identity
+from ckptfs.clique.peers import OnBlock, PeerFailed, PeerLied, Reachable, Record, Sent, Speed
+from ckptfs.clique.shelf import Offer
+from ckptfs.errors import Refused
+from ckptfs.protocol import peer_pb2 as pb
+from ckptfs_daemon import peer_checks, peer_fetch, peer_send
+from ckptfs_daemon.peer_frames import block_bytes, blocks_of, numbers_of
+from ckptfs_daemon.peer_link import Link
+from ckptfs_daemon.peer_refusals import Refusal
+
+CORES_A_STREAM = 4
+AGAIN_S = 0.1
+
+
+class PeerClient:
+    """The other nodes of `cluster`, for the node `me`."""
+
+    def __init__(self, me: str, cluster: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None) -> None:
+        self._about = me, cluster, identity
+        self._bulk = bulk
+        cores = os.cpu_count() or 1
+        self._streams = streams or max(1, min(limits.PEER_LINK_STREAMS_MAX, cores // CORES_A_STREAM))
+        self._links: dict[str, Link] = {}
+        self._lock = threading.Lock()
+
+    # --- sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, node: Reachable, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> Sent:
+        """See `Peers.send`."""
+        link = self._link(node)
+        if blocks_of(offer.size) > limits.PEER_BLOCKS_MAX:
+            raise Refused(f"{offer.size} bytes are more than peers hold of one content")
+        request = pb.OfferRequest(
+            content=offer.content,
+            inode=offer.inode,
+            generation=offer.generation,
+            size=offer.size,
+            digest=offer.digest or b"",
+            blocks=offer.blocks,
+        )
+        if not offer.early and 0 < offer.size <= limits.PEER_WHOLE_BYTES_MAX:
+            return _send_whole(link, request, source_fd)
+        reply = link.ask(link.calls.Offer, request, limits.PEER_DISK_S)
+        lacking = _lacking(link, offer, reply.lacking)
+        try:
+            moved = self._send_blocks(link, offer, source_fd, reply.transfer, lacking, wanted)
+            verified = link.ask(link.calls.Finish, pb.TransferRequest(transfer=reply.transfer), limits.PEER_DISK_S).verified
+        except BaseException:
+            link.tell(link.calls.Abandon, pb.TransferRequest(transfer=reply.transfer))
+            raise
+        if not verified:
+            raise PeerLied(f"{link.name} found that what it has is not what was offered")
+        return Sent(len(lacking), moved, not offer.early)
+
+    def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, lacking: list[int], wanted: Callable[[], bool]) -> int:
+        """Send until nothing is lacking. A try that brought something forward is followed by another. The bytes on the wire."""
+        moved, failures = 0, 0
+        while lacking:
+            work = peer_send.Work(fd, offer.size, transfer, lacking[::-1], wanted, link.measured.squeeze)
+            begun = time.monotonic()
+            try:
+                peer_send.streams(link, work, min(self._streams, len(lacking)))
+                sent = sum(block_bytes(offer.size, number) for number in lacking)
+                link.measured.moved(sent, work.moved, time.monotonic() - begun)
+                return moved + work.moved
+            except PeerFailed as failure:
+                moved += work.moved
+                if isinstance(failure, PeerLied) or not wanted():
+                    raise
+                before = len(lacking)
+                time.sleep(AGAIN_S * 2**failures)
+                reply = link.ask(link.calls.Progress, pb.TransferRequest(transfer=transfer))
+                lacking = _lacking(link, offer, reply.lacking)
+                failures = 0 if len(lacking) < before else failures + 1
+                if failures >= limits.PEER_TRIES_MAX:
+                    raise
+        return moved
+
+    # --- fetching ----------------------------------------------------------------------------------------------------
+
+    def fetch(
+        self, sources: Sequence[Reachable], record: Record, wanted: Sequence[int], target_fd: int, on_block: OnBlock = lambda number: None
+    ) -> int:
+        """See `Peers.fetch`."""
+        if not wanted:
+            return 0
+        if not sources:
+            raise PeerFailed("nobody to fetch from")
+        streams = min(self._streams, len(wanted))
+        fetching = peer_fetch.Fetching(record, wanted, target_fd, on_block, max(streams, min(len(sources), limits.PEER_SOURCES_MAX)))
+        return peer_fetch.fetch([self._link(node) for node in sources], fetching, streams)
+
+    def record(self, node: Reachable, content: int, digest: bytes | None) -> Record:
+        """See `Peers.record`."""
+        link = self._link(node)
+        reply = link.ask(link.calls.GetRecord, pb.RecordRequest(content=content, digest=digest or b""), limits.PEER_STALL_S)
+        return _record(link, reply, content, digest)
+
+    def seal_soon(self, node: Reachable, content: int, timeout_s: float) -> Record | None:
+        """See `Peers.seal_soon`."""
+        link = self._link(node)
+        timeout_s = min(timeout_s, limits.PEER_SEAL_WAIT_S_MAX)
+        request = pb.SealRequest(content=content, timeout_ms=int(timeout_s * 1000))
+        reply = link.ask(link.calls.SealSoon, request, timeout_s + limits.PEER_CALL_S)
+        return _record(link, reply.record, content, None) if reply.HasField("record") else None
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    def forget(self, node: Reachable, contents: Sequence[int]) -> None:
+        """See `Peers.forget`."""
+        link = self._link(node)
+        for start in range(0, len(contents), limits.PEER_FORGET_MAX):
+            link.ask(link.calls.Forget, pb.ForgetRequest(contents=contents[start : start + limits.PEER_FORGET_MAX]))
+
+    def ping(self, node: Reachable) -> Speed:
+        """See `Peers.ping`."""
+        link = self._link(node)
+        begun = time.monotonic()
+        link.measured.room = link.ask(link.calls.Ping, pb.Nothing()).room
+        link.measured.rtt(time.monotonic() - begun)
+        return link.measured.speed()
+
+    def speed(self, node: Reachable) -> Speed:
+        """See `Peers.speed`."""
+        with self._lock:
+            link = self._links.get(node.name)
+        return link.measured.speed() if link else Speed(None, None, None)
+
+    def ranked(self, nodes: Sequence[Reachable]) -> list[Reachable]:
+        """See `Peers.ranked`."""
+        with self._lock:
+            links = {node.name: self._links.get(node.name) for node in nodes}
+
+        def order(node: Reachable) -> tuple[bool, float]:
+            link = links[node.name]
+            return (link.measured.doubtful, -(link.measured.bytes_per_s or 0.0)) if link else (False, 0.0)
+
+        return sorted(nodes, key=order)
+
+    def figures(self) -> dict[str, dict[str, float | None]]:
+        """{node: what was measured}, for status."""
+        with self._lock:
+            links = list(self._links.values())
+        return {
+            link.name: {"rtt_s": link.measured.rtt_s, "bytes_per_s": link.measured.bytes_per_s, "failed": float(link.measured.doubtful)}
+            for link in links
+        }
+
+    def keep(self, names: Sequence[str]) -> None:
+        """See `Peers.keep`."""
+        with self._lock:
+            gone = [self._links.pop(name) for name in set(self._links) - set(names)]
+        for link in gone:
+            link.close()
+
+    def close(self) -> None:
+        """See `Peers.close`."""
+        self.keep(())
+
+    def _link(self, node: Reachable) -> Link:
+        """The link to a node; a new one when it has another address now."""
+        old: list[Link] = []
+        with self._lock:
+            link = self._links.get(node.name)
+            if link is None or link.address != node.address:
+                old += [link] if link else []
+                link = self._links[node.name] = Link(*self._about, node.name, node.address, bulk=self._bulk)
+                while len(self._links) > limits.PEER_LINKS_MAX:
+                    oldest = min(self._links.values(), key=lambda one: (one is link, one.used))
+                    old.append(self._links.pop(oldest.name))
+        for one in old:
+            one.close()
+        return link
+
+
+def _send_whole(link: Link, request: Any, fd: int) -> Sent:
+    """A small content travels inside its offer."""
+    request.whole = os.pread(fd, request.size, 0)
+    if len(request.whole) != request.size or digest.block(request.whole) != request.blocks:
+        raise PeerLied("the file is not what its digest says")
+    reply = link.ask(link.calls.Offer, request, limits.PEER_DISK_S)
+    if not reply.verified:
+        raise PeerLied(f"{link.name} found that what it has is not what was offered")
+    return Sent(1, request.size, True)
+
+
+def _lacking(link: Link, offer: Offer, bits: bytes) -> list[int]:
+    try:
+        numbers = numbers_of(bits, blocks_of(offer.size))
+    except Refusal as refusal:
+        raise link.failed(refusal) from refusal
+    if not peer_checks.lacking_makes_sense(offer, numbers):
+        raise PeerLied(f"{link.name} asks for blocks that were not offered")
+    return numbers
+
+
+def _record(link: Link, reply: Any, content: int, wanted: bytes | None) -> Record:
+    """What a peer says, checked: its blocks' digests are those of its digest, which is the one that was asked for."""
+    whole = (
+        reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES and len(reply.blocks) == blocks_of(reply.size) * digest.BLOCK_DIGEST_BYTES
+    )
+    if (
+        reply.content != content
+        or not whole
+        or digest.whole(reply.blocks, reply.size) != reply.digest
+        or wanted not in (None, reply.digest)
+    ):
+        raise PeerLied(f"{link.name} tells of another content than the one asked for")
+    return Record(reply.content, reply.inode, reply.generation, reply.size, reply.digest, reply.blocks)

@@ -1,0 +1,53 @@
+"""Who is calling: the node's name from its certificate, of our CA and our cluster. Without keys: what the caller says, on loopback only.
+
+Every call passes here. If we die here: nothing is kept.
+"""
+
+import grpc
+
+from ckptfs.clique.keys import Identity, subject
+from ckptfs_daemon.peer_refusals import Refusal, Why
+
+NODE_METADATA = "ckptfs-node"
+CLUSTER_METADATA = "ckptfs-cluster"
+LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
+UNKNOWN = "unknown"
+
+
+class Gate:
+    """Names the peer behind a call."""
+
+    def __init__(self, cluster: str, identity: Identity | None) -> None:
+        self._cluster = cluster
+        self._secure = identity is not None
+
+    def peer(self, context: grpc.ServicerContext) -> str:
+        """The calling node's name. Raises Refusal for strangers."""
+        node, cluster = self._certified(context) if self._secure else self._claimed(context)
+        if not node or cluster != self._cluster:
+            raise Refusal(Why.STRANGER, f"this is cluster {self._cluster}")
+        return node
+
+    @staticmethod
+    def _certified(context: grpc.ServicerContext) -> tuple[str, str]:
+        found = context.auth_context().get("x509_pem_cert")
+        if not found:
+            raise Refusal(Why.STRANGER, "no certificate")
+        return subject(bytes(found[0]))
+
+    @staticmethod
+    def _claimed(context: grpc.ServicerContext) -> tuple[str, str]:
+        if not context.peer().startswith(LOOPBACK):
+            raise Refusal(Why.STRANGER, "without keys only this machine may ask")
+        said = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        return said.get(NODE_METADATA, "")[:64], said.get(CLUSTER_METADATA, "")
+
+
+def server_credentials(identity: Identity) -> grpc.ServerCredentials:
+    """TLS that demands a certificate of our CA."""
+    return grpc.ssl_server_credentials([(identity.key, identity.certificate)], identity.ca, require_client_auth=True)
+
+
+def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
+    """TLS that shows our certificate and trusts our CA only."""
+    return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)

@@ -1,0 +1,205 @@
+"""What peers do for one another, over every way that bytes can travel (N1, N2): the client and the server of the product together."""
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ckptfs_daemon.peer_client import PeerClient
+from daemon_under_test import eventually
+from peer_world import Keyring, PeerNode, There, client, digests, offer_of, record_of
+
+from ckptfs import limits
+from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused
+from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
+
+BLOCK = limits.BLOCK_BYTES
+WAYS = {"socket": (True, True), "socket without keys": (False, True), "grpc": (True, False), "grpc without keys": (False, False)}
+
+
+@pytest.fixture(scope="module")
+def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    return Keyring(tmp_path_factory.mktemp("keys") / "ca")
+
+
+class Pair:
+    """One node that serves and one that asks."""
+
+    def __init__(self, directory: Path, keyring: Keyring | None, bulk: bool, streams: int = 2) -> None:
+        self.node = PeerNode(directory, "node1", keyring("node1") if keyring else None, bulk=bulk)
+        self.peers = client("node2", keyring("node2") if keyring else None, bulk=bulk, streams=streams)
+
+    def stop(self) -> None:
+        self.peers.close()
+        self.node.stop()
+
+
+@pytest.fixture(params=list(WAYS))
+def pair(request: pytest.FixtureRequest, tmp_path: Path, keyring: Keyring) -> Iterator[Pair]:
+    secure, bulk = WAYS[request.param]
+    made = Pair(tmp_path, keyring if secure else None, bulk)
+    yield made
+    made.stop()
+    assert made.node.shelf.arriving() == 0
+
+
+@pytest.fixture
+def fast(tmp_path: Path, keyring: Keyring) -> Iterator[Pair]:
+    """The way that is the default."""
+    made = Pair(tmp_path, keyring, True)
+    yield made
+    made.stop()
+
+
+def file_of(directory: Path, data: bytes) -> int:
+    path = directory / f"source-{random.getrandbits(48):x}"
+    path.write_bytes(data)
+    return os.open(path, os.O_RDONLY)
+
+
+def send(peers: PeerClient, there: There, directory: Path, data: bytes, offer: Offer | None = None) -> tuple[int, int, bool]:
+    fd = file_of(directory, data)
+    try:
+        sent = peers.send(there, offer or offer_of(data), fd)
+    finally:
+        os.close(fd)
+    return sent.blocks_lacking, sent.bytes_moved, sent.verified
+
+
+SIZES = [0, 1, limits.PEER_WHOLE_BYTES_MAX, limits.PEER_WHOLE_BYTES_MAX + 1, BLOCK, BLOCK + 16, 3 * BLOCK + limits.PEER_PIECE_BYTES + 5]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_sent_is_there_and_can_be_fetched(pair: Pair, tmp_path: Path, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    _, _, verified = send(pair.peers, pair.node.there, tmp_path, data)
+    assert verified
+    assert pair.node.shelf.path(7).read_bytes() == data
+    record = pair.peers.record(pair.node.there, 7, digests(data)[0])
+    assert record == record_of(offer_of(data))
+    target, blocks = tmp_path / "target", list(range(-(-size // BLOCK)))
+    came: list[int] = []
+    with open(target, "w+b") as file:
+        assert pair.peers.fetch([pair.node.there], record, blocks, file.fileno(), came.append) == size
+    assert target.read_bytes() == data and sorted(came) == blocks
+    assert pair.node.server.refusals.figures() == {}
+
+
+def test_only_what_is_lacking_travels(pair: Pair, tmp_path: Path) -> None:
+    data = bytearray(os.urandom(5 * BLOCK))
+    assert send(pair.peers, pair.node.there, tmp_path, bytes(data))[0] == 5
+    data[BLOCK + 3] ^= 1
+    lacking, moved, verified = send(pair.peers, pair.node.there, tmp_path, bytes(data), offer_of(bytes(data), generation=2))
+    assert (lacking, verified) == (1, True) and BLOCK <= moved < BLOCK + 1024
+    assert send(pair.peers, pair.node.there, tmp_path, bytes(data), offer_of(bytes(data), generation=2)) == (0, 0, True)
+
+
+def test_an_early_offer_brings_what_no_longer_changes(pair: Pair, tmp_path: Path) -> None:
+    data = os.urandom(3 * BLOCK)
+    _, blocks = digests(data)
+    early = Offer(7, 8, 1, len(data), None, blocks[:16] + UNKNOWN_BLOCK + blocks[32:])
+    assert send(pair.peers, pair.node.there, tmp_path, data, early)[::2] == (2, False)
+    assert 7 not in pair.node.shelf.held
+    assert send(pair.peers, pair.node.there, tmp_path, data)[::2] == (1, True)
+
+
+def test_a_source_that_changed_is_found_out(pair: Pair, tmp_path: Path) -> None:
+    """P4: a copy counts only with the digest that was offered."""
+    data = os.urandom(3 * BLOCK)
+    offer = offer_of(data)
+    changed = data[: BLOCK + 9] + b"?" + data[BLOCK + 10 :]
+    with pytest.raises(PeerLied):
+        send(pair.peers, pair.node.there, tmp_path, changed, offer)
+    with pytest.raises(PeerLied):
+        send(pair.peers, pair.node.there, tmp_path, data[:BLOCK], offer)
+    eventually(lambda: pair.node.shelf.arriving() == 0, what="what had arrived is given up")
+    assert not pair.node.shelf.held
+    assert send(pair.peers, pair.node.there, tmp_path, data)[2]
+
+
+def test_a_small_source_that_changed_is_found_out(fast: Pair, tmp_path: Path) -> None:
+    with pytest.raises(PeerLied):
+        send(fast.peers, fast.node.there, tmp_path, b"now", offer_of(b"was"))
+
+
+def test_no_room_says_so(pair: Pair, tmp_path: Path) -> None:
+    pair.node.shelf.room_bytes = BLOCK
+    with pytest.raises(PeerRefused) as refused:
+        send(pair.peers, pair.node.there, tmp_path, os.urandom(BLOCK + 1))
+    assert refused.value.code == errno.ENOSPC
+    assert pair.peers.ping(pair.node.there).room_bytes == BLOCK
+    assert pair.node.server.refusals.figures() == {"node2": {"full": 1}}
+
+
+def test_what_is_not_there_is_not_lent(pair: Pair) -> None:
+    with pytest.raises(PeerRefused) as refused:
+        pair.peers.record(pair.node.there, 99, None)
+    assert refused.value.code == errno.ENOENT
+    offer = pair.node.shelf.hold(b"x", 99)
+    assert pair.peers.record(pair.node.there, 99, None) == record_of(offer)
+    with pytest.raises(PeerRefused):
+        pair.peers.record(pair.node.there, 99, bytes(16))
+
+
+def test_the_rest_of_the_calls(fast: Pair) -> None:
+    offer = fast.node.shelf.hold(b"abc", 5)
+    assert fast.peers.seal_soon(fast.node.there, 5, 3.0) == record_of(offer)
+    assert fast.peers.seal_soon(fast.node.there, 6, 1e9) is None
+    assert fast.node.shelf.sealed_soon == [(5, 3.0), (6, limits.PEER_SEAL_WAIT_S_MAX)]
+    fast.peers.forget(fast.node.there, list(range(1, limits.PEER_FORGET_MAX + 2)))
+    assert len(fast.node.shelf.forgotten) == limits.PEER_FORGET_MAX + 1
+    speed = fast.peers.ping(fast.node.there)
+    assert speed.rtt_s is not None and speed == fast.peers.speed(fast.node.there)
+
+
+def test_a_call_that_is_no_longer_wanted_ends(pair: Pair, tmp_path: Path) -> None:
+    data = os.urandom(4 * BLOCK)
+    asked = iter([True, True, False])
+    fd = file_of(tmp_path, data)
+    with pytest.raises(PeerFailed, match="no longer wanted"):
+        pair.peers.send(pair.node.there, offer_of(data), fd, wanted=lambda: next(asked, False))
+    os.close(fd)
+    eventually(lambda: pair.node.shelf.arriving() == 0, what="what had arrived is given up")
+
+
+def test_nobody_there_says_so_at_once(keyring: Keyring, tmp_path: Path) -> None:
+    peers = client("node2", keyring("node2"))
+    with pytest.raises(PeerFailed, match="does not answer"):
+        peers.ping(There("node1", "127.0.0.1:9"))
+    assert [node.name for node in peers.ranked([There("node1", "127.0.0.1:9"), There("node3", "127.0.0.1:9")])] == ["node3", "node1"]
+    peers.close()
+
+
+def test_loans_and_connections_are_given_back(fast: Pair, tmp_path: Path) -> None:
+    offer = fast.node.shelf.hold(os.urandom(2 * BLOCK))
+    with open(tmp_path / "target", "w+b") as file:
+        for _ in range(limits.PEER_LOANS_OF_ONE_MAX // 2 + 3):
+            fast.peers.fetch([fast.node.there], record_of(offer), [0, 1], file.fileno())
+    eventually(lambda: len(fast.node.server.ledger.loans) == 0, what="loans are returned")
+    fast.peers.keep([])
+    eventually(lambda: fast.node.server.figures()["connections"] == 0, what="connections are closed")
+
+
+def test_many_at_once(pair: Pair, tmp_path: Path) -> None:
+    datas = {content: os.urandom(BLOCK + content) for content in range(10, 16)}
+    failures: list[Exception] = []
+
+    def one(content: int) -> None:
+        fd = file_of(tmp_path, datas[content])
+        try:
+            assert pair.peers.send(pair.node.there, offer_of(datas[content], content), fd).verified
+        except Exception as failure:
+            failures.append(failure)
+        finally:
+            os.close(fd)
+
+    threads = [threading.Thread(target=one, args=(content,)) for content in datas]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert {content: pair.node.shelf.path(content).read_bytes() for content in datas} == datas

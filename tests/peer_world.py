@@ -1,0 +1,161 @@
+"""A shelf in memory and on a directory of files, and servers and clients of the peer protocol around it: for the tests of the transport."""
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfs_daemon.peer_client import PeerClient
+from ckptfs_daemon.peer_server import PeerServer
+
+from ckptfs import digest, limits
+from ckptfs.clique import keys
+from ckptfs.clique.keys import Identity
+from ckptfs.clique.peers import Record
+from ckptfs.clique.shelf import UNKNOWN_BLOCK, Loan, NotHere, Offer, Reception
+from ckptfs.errors import Busy, NoRoom
+
+CLUSTER = "moon"
+WIDTH = digest.BLOCK_DIGEST_BYTES
+
+
+def digests(data: bytes) -> tuple[bytes, bytes]:
+    """(digest over all, blocks' digests) of a content."""
+    running = digest.Running()
+    running.update(data)
+    return running.finish()
+
+
+def offer_of(data: bytes, content: int = 7, generation: int = 1, *, early: bool = False) -> Offer:
+    """An offer of these bytes."""
+    whole, blocks = digests(data)
+    return Offer(content, content + 1, generation, len(data), None if early else whole, blocks)
+
+
+def record_of(offer: Offer) -> Record:
+    """The record of a sealed offer."""
+    assert offer.digest is not None
+    return Record(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class There:
+    """A node that can be reached."""
+
+    name: str
+    address: str
+
+
+class MemoryShelf:
+    """The simplest `Shelf`: a file for each content, no catalog."""
+
+    def __init__(self, directory: Path, room: int = 1 << 40) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.held: dict[int, Offer] = {}
+        self.forgotten: list[int] = []
+        self.abandoned = 0
+        self.sealed_soon: list[tuple[int, float]] = []
+        self.room_bytes = room
+        self._arriving: dict[int, tuple[Offer, int]] = {}
+        self._lock = threading.Lock()
+        self._tokens = 0
+
+    def path(self, content: int) -> Path:
+        return self.directory / f"{content:016x}"
+
+    def receive(self, offer: Offer) -> Reception:
+        with self._lock:
+            if any(other.content == offer.content for other, _ in self._arriving.values()):
+                raise Busy("it is arriving already")
+            if offer.size > self.room_bytes:
+                raise NoRoom("the share for peers is full")
+            self._tokens += 1
+            token = self._tokens
+            fd = os.open(self.path(offer.content), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.truncate(fd, offer.size)
+            if offer.size:
+                os.posix_fallocate(fd, 0, offer.size)
+            self._arriving[token] = (offer, fd)
+        wanted = [offer.blocks[start : start + WIDTH] for start in range(0, len(offer.blocks), WIDTH)]
+        lacking = [number for number, one in enumerate(wanted) if one != UNKNOWN_BLOCK and self._block(fd, offer, number) != one]
+        return Reception(token, fd, lacking)
+
+    def received(self, token: int) -> bool:
+        with self._lock:
+            offer, fd = self._arriving.pop(token)
+        with os.fdopen(fd, "rb") as file:
+            right = offer.early or digests(file.read()) == (offer.digest, offer.blocks)
+        if right and not offer.early:
+            self.held[offer.content] = offer
+        return right
+
+    def abandon(self, token: int) -> None:
+        with self._lock:
+            _, fd = self._arriving.pop(token)
+            self.abandoned += 1
+        os.close(fd)
+
+    def lend(self, content: int, digest: bytes | None) -> Loan:
+        offer = self.held.get(content)
+        if offer is None or offer.digest is None or digest not in (None, offer.digest):
+            raise NotHere("no such copy")
+        fd = os.open(self.path(content), os.O_RDONLY | os.O_CLOEXEC)
+        return Loan(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks, fd)
+
+    def seal_soon(self, content: int, timeout_s: float) -> Loan | None:
+        self.sealed_soon.append((content, timeout_s))
+        with suppress(NotHere):
+            return self.lend(content, None)
+        return None
+
+    def forget(self, contents: Sequence[int]) -> None:
+        self.forgotten += contents
+
+    def room(self) -> int:
+        return self.room_bytes
+
+    def arriving(self) -> int:
+        """How many receptions have not ended."""
+        return len(self._arriving)
+
+    def hold(self, data: bytes, content: int = 7, generation: int = 1) -> Offer:
+        """Put a content here; what would be offered of it."""
+        self.path(content).write_bytes(data)
+        self.held[content] = offer_of(data, content, generation)
+        return self.held[content]
+
+    @staticmethod
+    def _block(fd: int, offer: Offer, number: int) -> bytes:
+        return digest.block(os.pread(fd, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES))
+
+
+class Keyring:
+    """Identities of a cluster, made as they are asked for."""
+
+    def __init__(self, directory: Path, cluster: str = CLUSTER) -> None:
+        keys.init(directory, cluster)
+        self._directory = directory
+
+    def __call__(self, node: str) -> Identity:
+        target = self._directory / node
+        return keys.load(target if target.exists() else keys.issue(self._directory, node))
+
+
+class PeerNode:
+    """A node that serves: its shelf, its server, and how to reach it."""
+
+    def __init__(self, directory: Path, name: str, identity: Identity | None, *, bulk: bool = True, room: int = 1 << 40) -> None:
+        self.shelf = MemoryShelf(directory / name, room)
+        self.server = PeerServer(self.shelf, "127.0.0.1:0", CLUSTER, identity, bulk=bulk)
+        self.there = There(name, f"127.0.0.1:{self.server.port}")
+
+    def stop(self) -> None:
+        self.server.stop()
+
+
+def client(name: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None) -> PeerClient:
+    """A client that calls itself `name`."""
+    return PeerClient(name, CLUSTER, identity, bulk=bulk, streams=streams)

@@ -1,0 +1,105 @@
+"""The keys of a cluster: made once, whole, private, and judged when they are loaded (F6)."""
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from ckptfs_client.cli import app
+from typer.testing import CliRunner
+
+from ckptfs.clique import keys
+from ckptfs.errors import ConfigError, Refused
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    directory = tmp_path / "keys"
+    keys.init(directory, "moon")
+    return directory
+
+
+def test_a_node_gets_what_it_needs_and_nothing_of_the_authority(authority: Path) -> None:
+    directory = keys.issue(authority, "node1", ["127.0.0.1", "node1.example"])
+    assert sorted(os.listdir(directory)) == ["ca.pem", "node.key", "node.pem"]
+    identity = keys.load(directory)
+    assert (identity.node, identity.cluster) == ("node1", "moon")
+    assert keys.subject(identity.certificate) == ("node1", "moon")
+    for path in (authority / "ca.key", directory / "node.key"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_openssl_agrees(authority: Path) -> None:
+    directory = keys.issue(authority, "node1")
+    for purpose in ("sslserver", "sslclient"):
+        command = ["openssl", "verify", "-CAfile", str(authority / "ca.pem"), "-purpose", purpose, str(directory / "node.pem")]
+        assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_nothing_is_overwritten(authority: Path) -> None:
+    directory = keys.issue(authority, "node1")
+    before = {path: path.read_bytes() for path in (*authority.glob("ca.*"), *directory.iterdir())}
+    for again in (lambda: keys.init(authority, "moon"), lambda: keys.issue(authority, "node1")):
+        with pytest.raises(Refused, match="never overwritten"):
+            again()
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("name", ["", "../node", "a/b", "-a", "a" * 64, "näh"])
+def test_odd_names_are_refused(authority: Path, name: str) -> None:
+    with pytest.raises(Refused, match="accepted"):
+        keys.issue(authority, name)
+    with pytest.raises(Refused, match="accepted"):
+        keys.init(authority / "x", name)
+
+
+def test_an_odd_address_is_refused_before_anything_is_written(authority: Path) -> None:
+    with pytest.raises(Refused, match="no host name"):
+        keys.issue(authority, "node1", ["a b"])
+    assert not (authority / "node1").exists()
+
+
+def test_names_in_certificates_differ_by_node_and_cluster() -> None:
+    names = {keys.target_name(cluster, node) for cluster in ("a", "b", "ab") for node in ("a", "A", "b", "ba")}
+    assert len(names) == 12
+
+
+def test_keys_that_are_open_to_others_are_refused(authority: Path) -> None:
+    directory = keys.issue(authority, "node1")
+    (directory / "node.key").chmod(0o640)
+    with pytest.raises(ConfigError, match="open to others"):
+        keys.load(directory)
+
+
+def test_a_certificate_of_another_authority_is_refused(authority: Path, tmp_path: Path) -> None:
+    keys.init(tmp_path / "other", "moon")
+    directory, other = keys.issue(authority, "node1"), keys.issue(tmp_path / "other", "node1")
+    (directory / "ca.pem").write_bytes((other / "ca.pem").read_bytes())
+    with pytest.raises(ConfigError, match="no certificate of the CA"):
+        keys.load(directory)
+
+
+def test_a_key_that_does_not_fit_is_refused(authority: Path) -> None:
+    directory, other = keys.issue(authority, "node1"), keys.issue(authority, "node2")
+    (directory / "node.key").write_bytes((other / "node.key").read_bytes())
+    with pytest.raises(ConfigError, match="not the key"):
+        keys.load(directory)
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        keys.load(tmp_path)
+    with pytest.raises(Refused, match="no keys of a cluster"):
+        keys.issue(tmp_path, "node1")
+
+
+def test_the_command_makes_them(tmp_path: Path) -> None:
+    run = CliRunner()
+    directory = tmp_path / "keys"
+    assert run.invoke(app, ["keys", "init", str(directory), "--cluster", "moon"]).exit_code == 0
+    assert run.invoke(app, ["keys", "issue", str(directory), "node1", "--address", "10.0.0.1"]).exit_code == 0
+    assert keys.load(directory / "node1").node == "node1"
+    refused = run.invoke(app, ["keys", "issue", str(directory), "node1"])
+    assert refused.exit_code != 0 and "never overwritten" in str(refused.exception)
