@@ -118,6 +118,10 @@ class Node(LocalNode):
             self.places[Tier.RAM].remove(number)
         self.db.run("DELETE FROM copy WHERE tier = 'ram'")
 
+    def hold_open(self, content: int) -> None:
+        """Somebody has the file open."""
+        super().hold(content)
+
     def kill(self) -> None:
         """The node answers nobody, and its lease runs out."""
         self.alive = False

@@ -51,7 +51,10 @@ def held(db: Database, inode: int) -> Held | None:
     present = {row[2] for row in rows}
     tiers = tuple(tier for tier in Tier if tier in present)
     state = None if first[1] is None else ContentState(first[1])
-    return Held(inode_of(first[5:]), first[0], state, tiers, first[3] is not None, bool(first[4]))
+    row = inode_of(first[5:])
+    # In a cluster a content may be known by its id only: the store has the rest.
+    content = first[0] or (row.content if db.clustered else None)
+    return Held(row, content, state, tiers, first[3] is not None, bool(first[4]))
 
 
 def begin(db: Database, inode: int, tier: Tier, *, reserved: int | None = None, changed_ns: int | None = None) -> int:

@@ -68,7 +68,7 @@ def hear(db: Database, heard: Heard) -> bool:
         same = generation == heard.generation
         if same and not peer and (state == ContentState.CLOSED or digest == heard.digest or heard.digest is None):
             return True
-        if same and peer and heard.digest is None:
+        if same and peer and (heard.digest is None or (digest == heard.digest and (blocks is not None or heard.blocks is None))):
             return True
         if digest is None or digest != heard.digest:
             _outdate(db, heard.content)
@@ -96,7 +96,8 @@ def _add(db: Database, heard: Heard) -> None:
 
 def _outdate(db: Database, content: int) -> None:
     """What lies here of this content is of another generation from now on."""
-    db.run("UPDATE copy SET state = ?, verified_ns = 0 WHERE content = ? AND state IN (1, 2)", CopyState.OLDER, content)
+    now = time.time_ns()
+    db.run("UPDATE copy SET state = ?, verified_ns = 0, used_ns = ? WHERE content = ? AND state IN (1, 2)", CopyState.OLDER, now, content)
 
 
 def begin_replacing(db: Database, content: int) -> None:
@@ -137,6 +138,12 @@ def came(db: Database, seen: Content, tier: Tier, blocks: bytes) -> bool:
         return True
 
 
+def tell_again(db: Database, content: int) -> None:
+    """The store shall be told of the copy here once more."""
+    with db.change():
+        db.run("UPDATE content SET told = 2 WHERE id = ? AND peer = 1", content)
+
+
 def untold(db: Database, at_most: int) -> list[tuple[Content, bool]]:
     """Contents of which the cluster's store shall learn that a copy is here (True), or no longer is."""
     rows = db.rows(
@@ -170,6 +177,13 @@ def own(db: Database, content: Content) -> bool:
                            content.id, content.change))  # fmt: skip
 
 
+def was_shared(db: Database, inode: int) -> bool:
+    """Whether the store had this inode when it was last asked, and nothing about it waits to be told: if it is gone there, it is gone."""
+    touched = "SELECT 1 FROM touched_key WHERE kind = 'i' AND number = ? LIMIT 1"
+    seen = "SELECT 1 FROM seen_key WHERE kind = 'i' AND number = ? LIMIT 1"
+    return db.value(touched, inode) is None and db.value(seen, inode) is not None
+
+
 def disown(db: Database, content: Content) -> bool:
     """Another node has what this one took for its own, word for word. False when it has moved on."""
     with db.change():
@@ -177,25 +191,44 @@ def disown(db: Database, content: Content) -> bool:
                            content.id, content.change))  # fmt: skip
 
 
-def older(db: Database, tier: Tier, at_most: int) -> list[int]:
-    """Contents of which only a former generation lies in `tier`, and that nobody has open."""
+def older(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
+    """Contents of which a former generation lies in `tier` that nobody has open, and that became one before `before_ns`."""
     rows = db.rows(
-        "SELECT content FROM copy WHERE tier = ? AND state = 3"
-        " AND copy.content NOT IN (SELECT content FROM handle WHERE content IS NOT NULL) LIMIT ?",
-        tier, at_most,
+        "SELECT content FROM copy WHERE tier = ? AND state = 3 AND used_ns < ?"
+        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = copy.content) LIMIT ?",
+        tier, before_ns, at_most,
     )  # fmt: skip
     return [row[0] for row in rows]
 
 
-def sealed(db: Database, after: int, at_most: int, *, peer: bool) -> list[Content]:
-    """Sealed contents that lie here, of other nodes or of this one, in the order of their ids."""
+def unused_since(db: Database, content: int) -> int:
+    """When any copy here of a content was used or made last, in ns since the epoch."""
+    return int(db.value("SELECT coalesce(max(max(used_ns, verified_ns)), 0) FROM copy WHERE content = ?", content))
+
+
+def owned_after(db: Database, after: int, before_ns: int, at_most: int) -> list[Content]:
+    """This node's own contents, sealed or lost, that were closed before `before_ns`, in the order of their ids."""
     rows = db.rows(
-        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.id > ? AND k.peer = ?"
-        " AND k.state IN (1, 2, 4) AND (? OR k.state <> 1) AND (? = 0 OR EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id))"
-        " ORDER BY k.id LIMIT ?",
-        after, peer, peer, peer, at_most,
+        "SELECT id, inode, generation, state, size, digest, NULL, change, peer FROM content"
+        " WHERE peer = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ? ORDER BY id LIMIT ?",
+        after, before_ns, at_most,
     )  # fmt: skip
     return [_content(row) for row in rows]
+
+
+def settle_fate(db: Database, content: Content, *, gone: bool) -> bool:
+    """Nobody needs a content any more (`gone`), or not here. False, and nothing changed, when it moved on or somebody has it open."""
+    with db.change():
+        if db.row("SELECT state, change FROM content WHERE id = ?", content.id) != (content.state, content.change):
+            return False
+        if db.value("SELECT 1 FROM handle WHERE content = ? LIMIT 1", content.id) is not None:
+            return False
+        if gone:
+            db.run("UPDATE content SET state = 3, change = change + 1, told = 0 WHERE id = ?", content.id)
+        else:
+            db.run("DELETE FROM copy WHERE content = ?", content.id)
+            db.run("UPDATE content SET change = change + 1, told = 0 WHERE id = ?", content.id)
+        return True
 
 
 def held_bytes(db: Database, tier: Tier | None = None) -> int:

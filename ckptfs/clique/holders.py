@@ -6,6 +6,7 @@ The writer's own copy is not under `p/`: that it wrote it says as much. A key un
 If we die here: each transaction is whole or absent, and whoever has a copy tells of it again.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,17 @@ def read(store: Store, contents: Sequence[int]) -> dict[int, Shared]:
     gets = [get for number in contents for get in _gets(number)]
     results = store.read(gets).results if gets else ()
     return {number: _shared(number, results[2 * place], results[2 * place + 1]) for place, number in enumerate(contents)}
+
+
+def files(store: Store, inodes: Sequence[int]) -> dict[int, int | None]:
+    """What these files hold now, as the store says: content ids, None for nothing. Files that are gone are left out."""
+    results = store.read([Get(b"i/%016x" % inode) for inode in inodes]).results if inodes else ()
+    found: dict[int, int | None] = {}
+    for inode, items in zip(inodes, results, strict=True):
+        if items:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                found[inode] = json.loads(items[0].value)["content"]
+    return found
 
 
 def refresh(db: Database, store: Store, contents: Sequence[int], here: int) -> dict[int, Shared]:

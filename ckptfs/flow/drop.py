@@ -7,7 +7,6 @@ The mount makes a content's file first and commits its row then: an unknown file
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterable
 
@@ -16,6 +15,7 @@ from ckptfs.catalog import settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import CopyState, Notify, Tier
+from ckptfs.tiers import removal
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
@@ -76,18 +76,7 @@ class Drop:
                 if not lifecycle.may_drop(settling.record(self._db, number), tier):
                     continue
                 settling.forget_copy(self._db, number, tier)
-            disk.act("drop:quarantined", self._remove_forgotten, tier, place, number)
-
-    def _remove_forgotten(self, tier: Tier, place: Place, number: int) -> None:
-        """Remove a file whose copy was forgotten, unless somebody brings the content back just now. On the PFS, which must not be asked
-        inside a transaction, it is left to the sweep of what no row names.
-        """
-        if tier is Tier.PFS:
-            return
-        with self._db.change():
-            fd = -1 if settling.known(self._db, number, tier) else place.detach(number)
-        if fd >= 0:
-            os.close(fd)
+            disk.act("drop:quarantined", removal.remove_forgotten, self._db, place, number)
 
     def _drop_leftovers(self, tier: Tier, place: Place) -> tuple[int, int]:
         """Remove old files without a row; how many, and their bytes. The files are listed before the rows, so that a row that is made

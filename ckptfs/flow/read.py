@@ -24,5 +24,5 @@ def way(held: Held) -> Way:
         return Way.HERE
     if held.content is None:
         return Way.FETCH if held.published else Way.EMPTY
-    elsewhere = held.state is ContentState.SEALED or (held.peer and held.state is ContentState.CLOSED)
+    elsewhere = held.state in (None, ContentState.SEALED) or (held.peer and held.state is ContentState.CLOSED)
     return Way.FETCH if elsewhere else Way.LOST

@@ -128,6 +128,8 @@ class Fetch:
             found = self._peers.look(want.inode, self._progress(want))
         if found is None:
             raise refused(errno.ESTALE)
+        if found.content is None and found.on_pfs is None and fetching.content_of(self._db, want.inode) is not None:
+            raise DigestMismatch("the cluster knows nothing of the content that the file should have")
         if found.here or (found.content is None and found.on_pfs is None):
             return wants.HERE
         if found.content is not None and self._from_peers(want, found.content, shown=_shown(found)):

@@ -1,0 +1,185 @@
+"""Takes: what lies here and what the cluster's store says of it: contents of other nodes, contents that this node took for its own.
+Leaves: nothing here that another node has written anew, deleted or replaced, and no copy that is one too many.
+If we die here: each decision is one transaction, taken from what the store says then; the next sweep begins anew.
+
+A node that comes back with old data looks through all of it at once, and what somebody opens is asked for in the store anyhow, so what
+is old is never served as new. Nothing goes while the store does not answer, nor at the word of a peer alone (P5). What came a moment ago is
+left alone: its writer may not have told of it yet.
+"""
+
+import errno
+import logging
+import time
+
+from ckptfs import disk, limits
+from ckptfs.catalog import holding, identity, settling
+from ckptfs.catalog.database import Database
+from ckptfs.clique import holders, placement
+from ckptfs.clique.holders import Shared
+from ckptfs.clique.peers import PeerFailed, PeerRefused
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.model import Content, Notify, Tier
+from ckptfs.tiers import removal
+from ckptfs.tiers.place import Places
+
+log = logging.getLogger(__name__)
+
+disk.labels("reconcile:forgotten", "reconcile:released")
+
+BATCH_CONTENTS = holders.LOOKED_AT_MAX // 2
+LOCAL = (Tier.RAM, Tier.NVME)
+
+
+class Reconcile:
+    """Sweeps through everything now and then, one batch a step: first what is held for others, then this node's own."""
+
+    def __init__(self, db: Database, places: Places, notify: Notify, around: Surroundings, doubted: set[int]) -> None:
+        """`doubted`: contents of which a peer said that they need not be held; they are looked at first, and taken out of the set."""
+        self._db = db
+        self._places = places
+        self._notify = notify
+        self._around = around
+        self._doubted = doubted
+        self._sweep_s = time.monotonic()
+        self._held_after: int | None = None
+        self._own_after: int | None = None
+        self._dropped = 0
+
+    def step(self) -> bool:
+        """Look at one batch. True: there is more. Raises Unreachable while the store is; then the same batch comes again."""
+        if self._doubted:
+            doubted = [self._doubted.pop() for _ in range(min(len(self._doubted), BATCH_CONTENTS))]
+            found = [content for number in doubted if (content := settling.content(self._db, number)) is not None and content.peer]
+            self._look_at_held(found, young=True)
+            return bool(self._doubted)
+        if time.monotonic() >= self._sweep_s:
+            self._sweep_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
+            self._held_after = 0
+        return self._sweep()
+
+    def due_s(self) -> float | None:
+        """Until the next sweep."""
+        return max(0.0, self._sweep_s - time.monotonic())
+
+    def _sweep(self) -> bool:
+        if self._held_after is not None:
+            batch = holding.held_after(self._db, self._held_after, BATCH_CONTENTS)
+            self._look_at_held(batch)
+            self._held_after = batch[-1].id if batch else None
+            self._own_after = self._own_after if batch else 0
+            return True
+        if self._own_after is not None:
+            own = holding.owned_after(self._db, self._own_after, time.time_ns() - _ns(limits.RECONCILE_AGE_S), BATCH_CONTENTS)
+            self._look_at_own(own)
+            self._own_after = own[-1].id if own else None
+            if not own:
+                self._drop_older()
+                if self._dropped:
+                    log.info("%d contents that were here are of no use any more: other nodes changed or deleted them", self._dropped)
+                    self._dropped = 0
+            return bool(own)
+        return False
+
+    # --- what is held for others -------------------------------------------------------------------------------------
+
+    def _look_at_held(self, batch: list[Content], *, young: bool = False) -> None:
+        told, files = self._ask(batch)
+        replaced = self._sealed_successors(batch, files)
+        for content in batch:
+            shared = told[content.id]
+            age_s = (time.time_ns() - holding.unused_since(self._db, content.id)) / 1e9
+            if not young and age_s < limits.RECONCILE_AGE_S:
+                continue
+            if shared.heard is None:
+                gone = content.inode not in files and self._nobody_knows(content, age_s)
+            else:
+                gone = content.inode not in files or content.id in replaced
+            if gone:
+                self._drop(content)
+            elif age_s > limits.SPARE_KEPT_S and self._is_spare(content, shared):
+                self._release(content, shared)
+
+    def _ask(self, batch: list[Content]) -> tuple[dict[int, Shared], dict[int, int | None]]:
+        """What the store says of contents and of their files; the catalog learns of newer generations by it."""
+        around = self._around
+        told = holders.refresh(self._db, around.store, [content.id for content in batch], around.number)
+        return told, holders.files(around.store, sorted({content.inode for content in batch}))
+
+    def _sealed_successors(self, batch: list[Content], files: dict[int, int | None]) -> set[int]:
+        """Contents whose files have another one now, which is sealed: until then the former one stays (P5)."""
+        successors = {content.id: now for content in batch if (now := files.get(content.inode)) not in (None, content.id)}
+        wanted = sorted({now for now in successors.values() if now is not None})
+        shared = holders.read(self._around.store, wanted)
+        sealed = {number for number, one in shared.items() if one.heard is not None and one.heard.digest is not None}
+        return {content for content, now in successors.items() if now in sealed}
+
+    def _nobody_knows(self, content: Content, age_s: float) -> bool:
+        """The store never heard of a content: its writer may be an island. Whether that one is gone, or has it no more."""
+        home = self._around.see().by_number.get(identity.home(content.id))
+        if home is None:
+            return age_s > limits.UNTOLD_KEPT_S
+        if home.number == self._around.number:
+            return True
+        try:
+            self._around.peers.record(home, content.id, None)
+        except PeerRefused as refusal:
+            return refusal.code == errno.ENOENT
+        except PeerFailed:
+            return False
+        return False
+
+    def _is_spare(self, content: Content, shared: Shared) -> bool:
+        """Whether enough other nodes that live have it, by the order of placement."""
+        around, heard = self._around, shared.heard
+        if heard is None or shared.writer is None or (heard.generation, heard.digest) != (content.generation, content.digest):
+            return False
+        world = around.see()
+        spare = placement.superfluous(world, shared.holders, shared.writer, around.factor, around.jump)
+        return any(node.number == around.number for node in spare)
+
+    def _drop(self, content: Content) -> None:
+        holders.tell(self._around.store, self._around.number, [(content, False)])
+        if disk.act("reconcile:forgotten", holding.settle_fate, self._db, content, gone=True):
+            self._dropped += 1
+            self._notify.work()
+
+    def _release(self, content: Content, shared: Shared) -> None:
+        """Drop a copy that is one too many. The others' word for theirs must stand while ours is taken back: they may be at the same."""
+        mine = holders.copy_key(content.id, self._around.number)
+        if not holders.release(self._around.store, self._around.number, content.id, [item for item in shared.items if item.key != mine]):
+            return
+        if not disk.act("reconcile:released", holding.settle_fate, self._db, content, gone=False):
+            holding.tell_again(self._db, content.id)
+            return
+        for tier in LOCAL:
+            if tier in self._places:
+                removal.remove_forgotten(self._db, self._places[tier], content.id)
+
+    # --- this node's own ---------------------------------------------------------------------------------------------
+
+    def _look_at_own(self, batch: list[Content]) -> None:
+        told, files = self._ask(batch)
+        replaced = self._sealed_successors(batch, files)
+        for content in batch:
+            shared = told[content.id]
+            if shared.writer not in (None, self._around.number):
+                holding.disown(self._db, content)  # Another node finished what this one had begun.
+            elif not holding.was_shared(self._db, content.inode):
+                continue  # What the store does not know was not told yet.
+            elif (content.inode not in files or content.id in replaced) and holding.settle_fate(self._db, content, gone=True):
+                self._dropped += 1
+                self._notify.work()
+
+    def _drop_older(self) -> None:
+        """Former generations that lend their blocks to nobody."""
+        before_ns = time.time_ns() - _ns(limits.SPARE_KEPT_S)
+        for tier in LOCAL:
+            if tier not in self._places:
+                continue
+            for number in holding.older(self._db, tier, before_ns, BATCH_CONTENTS):
+                settling.forget_copy(self._db, number, tier)
+                removal.remove_forgotten(self._db, self._places[tier], number)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,200 @@
+"""P5, P7, P9: a node that comes back with old data never serves it as new, drops what is of no use, and nothing on which anybody counts."""
+
+import os
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, Node, around, level, replicate_of, until
+
+from ckptfs import disk, limits
+from ckptfs.catalog import settling
+from ckptfs.catalog.store import Delete
+from ckptfs.clique import holders
+from ckptfs.errors import Unreachable
+from ckptfs.flow.drop import Drop
+from ckptfs.flow.reconcile import Reconcile
+from ckptfs.flow.tell import Tell
+from ckptfs.model import ContentState, CopyState, Level, Tier
+
+
+@pytest.fixture(autouse=True)
+def old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is here came long ago."""
+    monkeypatch.setattr(limits, "RECONCILE_AGE_S", -1.0)
+    monkeypatch.setattr(limits, "SPARE_KEPT_S", -1.0)
+
+
+def sweep(node: Node) -> None:
+    """Look through everything, and drop what is doomed."""
+    flow = Reconcile(node.db, node.places, node.told, around(node), node.hold.doubted)
+    while flow.step():
+        pass
+    Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
+
+
+def replicated(cluster: Cluster, name: bytes = b"a") -> int:
+    one, two = cluster.nodes[:2]
+    content = one.written(name, os.urandom(3000))
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    Tell(two.db, around(two)).step()
+    for node in (one, two):
+        node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'')", node.inode(content))
+    return content
+
+
+def delete(cluster: Cluster, *keys: str) -> None:
+    cluster.store.commit([], [Delete(key.encode()) for key in keys])
+
+
+def test_what_everybody_counts_on_stays(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 3)
+    content = replicated(cluster)
+    for node in cluster.nodes:
+        sweep(node)
+    assert [node.copies(content) for node in cluster.nodes] == [{Tier.RAM: CopyState.GOOD}] * 2 + [{}]
+
+
+def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    delete(cluster, f"i/{one.inode(content):016x}")
+    for node in cluster.nodes:
+        node.db.run("DELETE FROM entry")
+        sweep(node)
+        assert node.files(Tier.RAM) == set() and node.state(content) is None
+    assert holders.read(two.store, [content])[content].copies == ()
+
+
+def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
+    """P1: an island's files."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
+    one.db.run("DELETE FROM seen_key")
+    sweep(one)
+    sweep(two)
+    assert one.copies(content) == two.copies(content) == {Tier.RAM: CopyState.GOOD}
+    one.kill()
+    sweep(two)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "its writer may come back"
+
+
+def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
+    """The former content stays until its successor is sealed."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    newer = three.written(b"b", b"newer")
+    cluster.put(f"i/{inode:016x}", {"content": newer, "nlink": 1})
+    sealed = {"node": 3, "inode": inode, "generation": 9, "state": 2, "size": 5, "digest": "00" * 16, "closed_ns": 1}
+    cluster.put(f"c/{newer:016x}", {**sealed, "digest": None})
+    sweep(two)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
+    cluster.put(f"c/{newer:016x}", sealed)
+    for node in (one, two):
+        sweep(node)
+        assert content not in node.files(Tier.RAM)
+
+
+def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    row = settling.content(one.db, content)
+    assert row is not None and row.digest is not None
+    value = {"node": 2, "inode": row.inode, "generation": 7, "state": 2, "size": 3, "digest": "11" * 16, "closed_ns": 1}
+    cluster.put(f"c/{content:016x}", value)
+    loan = one.hold.lend(content, None)
+    os.close(loan.fd)
+    sweep(one)
+    seen = settling.content(one.db, content)
+    assert seen is not None and seen.peer and seen.generation == 7
+    assert one.files(Tier.RAM) == set(), "the former generation is of no use to anybody"
+    _ = two
+
+
+def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    content = replicated(cluster)
+    delete(cluster, f"i/{cluster.nodes[0].inode(content):016x}")
+    for node in cluster.nodes:
+        node.hold_open(content)
+        sweep(node)
+        assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
+    """A node died, its copies were made again elsewhere, and it comes back with what it had."""
+    cluster = Cluster(tmp_path, 4)
+    one, two, *_ = cluster.nodes
+    content = replicated(cluster)
+    two.kill()
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    two.revive()
+    for node in cluster.nodes:
+        Tell(node.db, around(node)).step()
+    for node in cluster.nodes:
+        sweep(node)
+    having = [node.member.name for node in cluster.nodes if node.copies(content)]
+    assert having == ["n1", "n2"]
+    assert sorted(holders.read(one.store, [content])[content].holders) == [1, 2]
+    for node in cluster.nodes:
+        assert len(node.files(Tier.RAM)) == len(node.copies(content))
+
+
+def test_two_that_are_too_many_do_not_go_at_once(tmp_path: Path) -> None:
+    """Each rests on the other: the second finds that the store has changed since it was asked."""
+    cluster = Cluster(tmp_path, 4)
+    one, two, three, _ = cluster.nodes
+    content = replicated(cluster)
+    shared = holders.read(one.store, [content])[content]
+    cluster.put(f"p/{content:016x}/00000003", {"generation": 1, "digest": "00"})
+    mine = holders.copy_key(content, 2)
+    assert holders.release(two.store, 2, content, [item for item in shared.items if item.key != mine]), "what came later is no matter"
+    again = holders.read(one.store, [content])[content]
+    cluster.put(f"c/{content:016x}", {"node": 1})
+    assert not holders.release(three.store, 3, content, list(again.items))
+
+
+def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    two.hold.forget([content])
+    sweep(two)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "a peer's word is not enough"
+    delete(cluster, f"i/{one.inode(content):016x}")
+    two.hold.forget([content, 77, 78])
+    sweep(two)
+    assert two.files(Tier.RAM) == set() and two.hold.doubted == set()
+
+
+def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    delete(cluster, f"i/{one.inode(content):016x}")
+    two.store.reachable = False
+    with pytest.raises(Unreachable):
+        sweep(two)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+@pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("reconcile:")))
+def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    delete(cluster, f"i/{one.inode(content):016x}")
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    if label == "reconcile:forgotten":
+        with pytest.raises(OSError):
+            sweep(two)
+    sweep(two)
+    assert two.state(content) in (None, ContentState.DOOMED)
