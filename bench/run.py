@@ -20,16 +20,17 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
 
-import suites  # noqa: E402 - beside this file; the tests' daemon is found by the line above
+import simulated  # noqa: E402 - beside this file; the tests' daemon is found by the line above
+import suites  # noqa: E402
 from daemon_under_test import DaemonUnderTest, environment, eventually  # noqa: E402
 
 GIB = 1 << 30
 TARGETS = {
     "write 4 MiB pieces": 0.95, "write 64 KiB pieces": 0.9, "write 4 KiB pieces": 0.65, "hot read": 0.9,
     "torch.save": 1.0, "torch.load": 0.9, "create + 4 KiB + close /s": 2000, "write-back against cp": 0.9,
-    "idle memory MB": 200,
+    "idle memory MB": 200, "etcd: 10,000 nodes against 3": 1.4,
 }
-AT_MOST = {"idle memory MB"}
+AT_MOST = {"idle memory MB", "etcd: 10,000 nodes against 3"}
 
 
 class Bench:
@@ -120,6 +121,14 @@ def names(bench: Bench) -> None:
     bench.note("create + 4 KiB + close /s", median["ckptfs"]["create"])
     for act in median["ckptfs"]:
         bench.note(f"{act} /s", median["ckptfs"][act], ", ".join(f"{place} {rates[act]:.0f}" for place, rates in median.items()))
+
+
+def cluster(bench: Bench) -> None:
+    """What a checkpoint costs a node at the store that all nodes share, in clusters of any size."""
+    if bench.wanted(name := "etcd: 10,000 nodes against 3"):
+        costs = simulated.run()
+        messages, length = simulated.together(costs[-1])
+        bench.note(name, simulated.growth(costs), f"{messages:.0f} messages, {length / 1000:.1f} kB a checkpoint and node")
 
 
 class Rivals:
@@ -245,7 +254,7 @@ def main() -> int:
         bench.daemon.start()
         bench.results["data path"] = bench.daemon.processes().get("data_path")
         print(f"data path: {bench.results['data path']} ({bench.daemon.processes().get('data_path_reason')})")
-        for suite in (idle, sequential, names, write_back, kill_pause):
+        for suite in (idle, sequential, names, write_back, kill_pause, cluster):
             suite(bench)
     finally:
         bench.daemon.close()
