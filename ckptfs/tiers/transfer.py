@@ -2,7 +2,8 @@
 
 Where both ends can share blocks (FICLONE) nothing is copied and the digest is read from the target. Everywhere else the bytes pass
 through one small buffer that stays in the processor's cache: the digest needs them there anyway, so copy_file_range would touch them twice.
-If we die here: the target holds a beginning of the source under a name that nobody believes yet; the caller starts over.
+If we die here: the target holds a beginning of the source under a name that nobody believes yet; whoever copies into it again writes
+only what is not on its disk by then.
 """
 
 import contextlib
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 
 from ckptfs import digest, disk, limits
 from ckptfs.tiers.write_behind import WriteBehind
+
+disk.labels("resume:persist", "resume:read")
 
 FICLONE = 0x40049409
 PIECE_BYTES = 512 * limits.KIB
@@ -29,19 +32,22 @@ def labels(label: str) -> None:
 
 
 def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> Digested:
-    """Copy all of `source_fd` into the empty file `target_fd`; what was copied, digested. `before_block` may raise to stop early.
+    """Copy all of `source_fd` into the file `target_fd`; what was copied, digested. `before_block` may raise to stop early.
 
-    Raises what the disk raises. Does not fsync.
+    The target is empty, or what an earlier copy left: what is right of that stays. Raises what the disk raises. Does not fsync.
     """
     size = os.fstat(source_fd).st_size
     if size >= CLONE_BYTES_MIN and _clone(source_fd, target_fd):
         return read(target_fd, label=label, before_block=before_block)
+    left = _left(source_fd, size, target_fd)
     running = digest.Running()
     behind = WriteBehind(target_fd)
     for offset, piece in _pieces(source_fd, size, label, running, before_block):
-        disk.write_all(f"{label}:write", target_fd, piece, offset)
-        behind.reached(offset + len(piece))
-    if running.size:
+        end = offset + len(piece)
+        if end > left or not _holds(target_fd, piece, offset):
+            disk.write_all(f"{label}:write", target_fd, piece, offset)
+        behind.reached(end)
+    if running.size or left:
         disk.act(f"{label}:truncate", os.ftruncate, target_fd, running.size)
     return _digested(running)
 
@@ -57,6 +63,26 @@ def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambd
 def _digested(running: digest.Running) -> Digested:
     whole, blocks = running.finish()
     return running.size, whole, blocks
+
+
+def _left(source_fd: int, size: int, target_fd: int) -> int:
+    """How much of the target an earlier copy left that is worth looking at; there is nothing else in it then.
+
+    What is looked at comes from the disk: a page whose writing failed may still be in memory, and look right.
+    """
+    left = os.fstat(target_fd).st_size
+    if left and os.fstat(source_fd).st_blocks * 512 < size:
+        os.ftruncate(target_fd, 0)  # Where the source has holes, something else might be left.
+        return 0
+    if left:
+        disk.act("resume:persist", os.fsync, target_fd)
+        os.posix_fadvise(target_fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return left
+
+
+def _holds(target_fd: int, piece: memoryview, offset: int) -> bool:
+    """Whether these bytes are where they belong."""
+    return digest.block(disk.act("resume:read", os.pread, target_fd, len(piece), offset)) == digest.block(piece)
 
 
 def _clone(source_fd: int, target_fd: int) -> bool:

@@ -1,7 +1,7 @@
 """Takes: the journal: what happened in the mount, in order, with the sealed contents of files.
 Leaves: the same tree as plain files on the PFS, each whole or absent, always in a state that the mount passed through (P6).
-If we die here: the batch in hand is in the catalog; the next mover takes it back if its temporary files were not whole, and finishes it if
-they were. No row of the journal goes before the PFS shows what it says.
+If we die here: the batch in hand is in the catalog; the next mover finishes it if its temporary files were whole, and plans it anew if they
+were not, going on with the large ones. No row of the journal goes before the PFS shows what it says.
 
 One batch: `plan` decides, `stage` makes temporary files, the batch is written down, `apply` makes them appear, the catalog is told.
 """
@@ -123,13 +123,14 @@ class WriteBack:
         tree.check(self._adopted())
         self._begun = True
         found = pfs_batch.read(self._db)
-        if found is not None:
-            self._recover(tree, *found)
+        if found is not None and found[0]:
+            self._apply(tree, found[1])
             return True
         self._aside.begin()
         rows = journal.head(self._db, ROWS_TOGETHER, self._aside.after)
         if not rows:
             self._aside.ended()
+            self._stager(tree).clear([])
             return self._set_times(tree)
         return self._write_back(tree, rows)
 
@@ -145,15 +146,6 @@ class WriteBack:
         if adoption.adopt(self._db, uuid or adoption.UNIDENTIFIED):
             log.info("the PFS at %s is new to this catalog; everything is written back to it", self._config.pfs)
         return uuid
-
-    def _recover(self, tree: PfsTree, ready: bool, batch: Batch) -> None:
-        """A mover died, or the PFS failed, with this in hand."""
-        if ready:
-            self._apply(tree, batch)
-            return
-        Stager(self._db, self._places, tree, self._progress).discard(batch.actions)
-        with self._db.change():
-            pfs_batch.take_back(self._db)
 
     def _write_back(self, tree: PfsTree, rows: list[Row]) -> bool:
         """Plan, stage and apply. What moves on meanwhile is planned anew."""
@@ -186,11 +178,12 @@ class WriteBack:
     def _stage(self, tree: PfsTree, planner: Planner) -> Batch:
         """Make the temporary files, and write the batch down."""
         batch = Batch(planner.last, [action for action in planner.actions if action.key in planner.puts])
+        stager = self._stager(tree)
+        stager.clear(batch.actions)
         if batch.actions:
             with self._db.change():
                 pfs_batch.write(self._db, batch, ready=False)
             disk.act("write_back:begun", lambda: None)
-        stager = Stager(self._db, self._places, tree, self._progress)
         try:
             staged = self._put_all(stager, planner)
             self._sync(stager, planner)
@@ -210,6 +203,9 @@ class WriteBack:
                 pfs_batch.write(self._db, batch, ready=True)
             disk.act("write_back:written_down", lambda: None)
         return batch
+
+    def _stager(self, tree: PfsTree) -> Stager:
+        return Stager(self._db, self._places, tree, self._progress)
 
     def _put_all(self, stager: Stager, planner: Planner) -> dict[int, Staged]:
         staged: dict[int, Staged] = {}

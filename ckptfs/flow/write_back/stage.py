@@ -1,6 +1,6 @@
 """Takes: the puts of a plan: what is to appear on the PFS, and the copies of contents on this node.
 Leaves: temporary files beside where they will appear: whole, verified against the sealed digest (P4), with their attributes, on disk.
-If we die here: temporary files, whose names the batch in hand tells; the next mover removes them.
+If we die here: temporary files, whose names the batch in hand tells; the next mover goes on with the large ones, and removes the rest.
 
 A sealed content is copied without asking whether somebody opens it for writing meanwhile: the digest decides. What has it is that
 generation, whatever became of the file since; what has not was changed under our hands, and is planned anew. So it is with a large
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import pfs_view, report, settling
+from ckptfs.catalog import pfs_batch, pfs_view, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get
 from ckptfs.catalog.pfs_batch import Action, Spot
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 transfer.labels("write_back")
 
 disk.labels(
-    "write_back:source", "write_back:create", "write_back:make", "write_back:fsync", "write_back:syncfs", "write_back:discard",
-    "write_back:check:read",
+    "write_back:source", "write_back:create", "write_back:resume", "write_back:make", "write_back:fsync", "write_back:syncfs",
+    "write_back:discard", "write_back:check:read",
 )  # fmt: skip
 
 # From how many files on one syncfs is cheaper than an fsync of each: 64 files of 4 KiB on ext4 took 9 ms with fsync, 1 ms with syncfs.
@@ -108,12 +108,22 @@ class Stager:
                 if action.temporary and spot is not None:
                     self._remove(spot, action.temporary)
 
+    def clear(self, planned: Iterable[Action]) -> None:
+        """Remove what a mover that died had begun and is not `planned` again, and forget its batch unless there is another one now."""
+        found = pfs_batch.read(self._db)
+        if found is None:
+            return
+        again = {(action.at, action.temporary) for action in planned}
+        self.discard(action for action in found[1].actions if (action.at, action.temporary) not in again)
+        if not again:
+            with self._db.change():
+                pfs_batch.take_back(self._db)
+
     # --- one temporary file ---------------------------------------------------------------------------------------------
 
     def _put(self, action: Action, put: Put, wanted: Inode) -> Staged:
         directory = self._tree.directory(action.at.path)
-        if look(directory, action.temporary) is not None:
-            self._remove(action.at, action.temporary)
+        begun = self._begun(directory, action, put, wanted)
         if stat.S_ISDIR(wanted.mode):
             there = look(directory, action.at.name)
             shown = pfs_view.View(self._db).shown(action.at.parent, action.at.name)
@@ -122,20 +132,34 @@ class Stager:
                 return Staged(Mark(there.st_ino), merged=True)
         try:
             if stat.S_ISREG(wanted.mode):
-                return self._file(directory, action, put, wanted)
+                return self._file(directory, action, put, wanted, begun)
             return self._other(directory, action.temporary, wanted)
         except BaseException:
             with contextlib.suppress(OSError):
                 self._remove(action.at, action.temporary)
             raise
 
-    def _file(self, directory: int, action: Action, put: Put, wanted: Inode) -> Staged:
+    def _begun(self, directory: int, action: Action, put: Put, wanted: Inode) -> int | None:
+        """A descriptor of what a mover that died had made of a large file; anything else under the temporary name is removed."""
+        there = look(directory, action.temporary)
+        if there is None:
+            return None
+        # Anybody but these may still have it open for writing.
+        owners = {os.geteuid(), wanted.uid, os.fstat(directory).st_uid}
+        ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
+        if ours and put.content is not None and there.st_size >= limits.BLOCK_BYTES:
+            return disk.open_file("write_back:resume", action.temporary, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory)
+        self._remove(action.at, action.temporary)
+        return None
+
+    def _file(self, directory: int, action: Action, put: Put, wanted: Inode, begun: int | None) -> Staged:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        fd = disk.open_file("write_back:create", action.temporary, flags, 0o600, dir_fd=directory)
+        fd = disk.open_file("write_back:create", action.temporary, flags, 0o600, dir_fd=directory) if begun is None else begun
         try:
-            _check_owner(fd)
+            if begun is None:
+                _check_owner(fd)
             size, whole, blocks = self._fill(fd, put)
-            pfs_attributes.apply(directory, action.temporary, wanted, pfs_view.xattrs(self._db, put.inode), fresh=True)
+            pfs_attributes.apply(directory, action.temporary, wanted, pfs_view.xattrs(self._db, put.inode), fresh=begun is None)
             found = os.fstat(fd)
         except BaseException:
             os.close(fd)
@@ -179,7 +203,6 @@ class Stager:
         for copy in settling.copies(self._db, content.id):
             if copy.state is not CopyState.GOOD or copy.tier not in self._places:
                 continue
-            os.ftruncate(fd, 0)
             try:
                 copied = self._copy(fd, content, copy.tier)
             except _BadCopy as failure:
@@ -228,7 +251,7 @@ class Stager:
         except OSError as failure:
             raise _BadCopy from failure
         try:
-            return transfer.copy(source, fd, label="write_back", before_block=self._hook(fd, content))
+            return transfer.copy(source, fd, label="write_back", before_block=self._hook(content))
         finally:
             os.close(source)
 
@@ -236,7 +259,7 @@ class Stager:
         with acting.as_ourselves():  # The tiers are closed to everybody else.
             return disk.act("write_back:source", self._places[tier].open, content.id)
 
-    def _hook(self, fd: int, content: Content) -> Callable[[], None]:
+    def _hook(self, content: Content) -> Callable[[], None]:
         """What happens before each block: people see progress, and a reopened file ends it."""
         blocks = 0
 
@@ -244,7 +267,7 @@ class Stager:
             nonlocal blocks
             blocks += 1
             if blocks % 4 == 0:
-                self._progress(content.inode, os.fstat(fd).st_size, content.size)
+                self._progress(content.inode, min(blocks * limits.BLOCK_BYTES, content.size), content.size)
                 self._stay(content)
 
         return before_block
