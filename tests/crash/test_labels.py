@@ -45,11 +45,14 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonUnd
 def work(daemon: DaemonUnderTest, name: str) -> None:
     """Make the daemon do all it can: create, replace, rename, link, delete, import, on both sides."""
     root = daemon.path / name
-    root.mkdir()
-    (daemon.pfs / name).mkdir(exist_ok=True)
+    # The stranger is first: what comes into a directory that write-back made is found at the next refresh only.
+    (daemon.pfs / name).mkdir()
     (daemon.pfs / name / "stranger").write_bytes(b"was there")
+    root.mkdir(exist_ok=True)
     for number in range(6):
         (root / f"file{number}").write_bytes(os.urandom(20_000 * number))
+    for number in range(16):
+        (root / f"burst{number}").write_bytes(b"in one batch with others")
     os.rename(root / "file1", root / "renamed")
     os.link(root / "file2", root / "linked")
     os.symlink("file2", root / "symbolic")
