@@ -16,6 +16,13 @@ from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import Clique
 from ckptfs.model import Content, ContentState, Tier
 
+DOMAINS = (
+    "(SELECT count(DISTINCT n.domain) FROM peer_copy o JOIN peer n ON n.number = o.node"
+    " WHERE o.content = c.id AND o.generation = c.generation AND o.digest = c.digest AND n.alive = 1"
+    " AND n.domain <> (SELECT domain FROM peer WHERE here = 1))"
+)
+"""SQL: in how many failure domains other than this node's the content `c` has verified copies."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeerCopy:
@@ -131,6 +138,12 @@ def peers_have(db: Database, content: int, copies: Sequence[PeerCopy]) -> None:
 def peer_copies(db: Database, content: int) -> list[PeerCopy]:
     """Every copy that is known on other nodes, of whatever generation."""
     return [PeerCopy(*row) for row in db.rows("SELECT content, node, generation, digest FROM peer_copy WHERE content = ?", content)]
+
+
+def strange_content(db: Database, inode: int) -> int | None:
+    """The content of a file that another node wrote last; None for this node's own."""
+    found: int | None = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.peer = 1", inode)
+    return found
 
 
 def unneeded(db: Database, at_most: int) -> list[PeerCopy]:

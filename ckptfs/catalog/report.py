@@ -7,7 +7,7 @@ at once, also while the PFS hangs.
 import stat
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptfs import lifecycle, limits
 from ckptfs.catalog import journal, peers
@@ -100,9 +100,12 @@ def digest(db: Database, inode: int) -> bytes | None:
 
 
 def places(db: Database, inode: int, found: Record) -> list[tuple[str, str, int]]:
-    """(tier, state, when its digest was last found right in ns, 0 for never) of every copy, what the PFS shows included."""
+    """(tier or name of another node, state, when its digest was last found right here in ns, 0 for never) of every copy, what the PFS
+    shows included.
+    """
     words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.OLDER: "older"}
     rows = [(copy.tier.value, words[copy.state], copy.verified_ns) for copy in found.copies]
+    rows += [(name, words[CopyState.GOOD], 0) for name, _ in (found.clique.elsewhere if found.clique is not None else ())]
     if found.published is not None:
         checked = db.value("SELECT checked_ns FROM published WHERE inode = ?", inode) or 0
         rows.append((Tier.PFS.value, "published" if lifecycle.published_whole(found) else "earlier", int(checked)))
@@ -180,26 +183,32 @@ def counts(db: Database) -> Counts:
     by_level: Counter[Level] = Counter()
     lost = 0
     with db.snapshot():
+        clique = peers.clique_of(db, None)
         directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
         handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
         groups = db.rows(
             "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
-            " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0), count(*)"
+            " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
+            f" coalesce(c.peer, 0), {peers.DOMAINS if clique is not None else 0}, count(*)"
             " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN published p ON p.inode = i.id"
-            f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4"
+            f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4, 5, 6"
         )
-    for state, held, shown, same, count in groups:
-        by_level[lifecycle.level(_typical(state, held, shown, same))] += count
+    for state, held, shown, same, peer, domains, count in groups:
+        typical = _typical(state, held, shown, same, bool(peer))
+        if clique is not None:
+            elsewhere = tuple(("", f"/{number}") for number in range(domains))
+            typical = replace(typical, clique=replace(clique, elsewhere=elsewhere))
+        by_level[lifecycle.level(typical)] += count
         lost += count if state == ContentState.LOST and not same else 0
     return Counts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
 
 
-def _typical(state: int | None, held: bool, shown: bool, same: bool) -> Record:
+def _typical(state: int | None, held: bool, shown: bool, same: bool, peer: bool) -> Record:
     """A record that stands for all files of a group: `shown` on the PFS, and `same` as the content that is here."""
     published = Published(1 if same else 0, bool(same), b"d") if shown else None
     if state is None:
         return Record(None, (), published)
-    content = Content(1, 1, 1, ContentState(state), 0, b"d", None, 0)
+    content = Content(1, 1, 1, ContentState(state), 0, b"d", None, 0, peer)
     return Record(content, (Copy(1, Tier.RAM, CopyState.GOOD, 1, 0),) if held else (), published)
 
 

@@ -125,7 +125,7 @@ def list_files(
 @app.command(epilog=EPILOG)
 def wait(
     paths: Paths,
-    level: Annotated[str, typer.Option(help="local: every ckptfs process may die; pfs: it is on the parallel filesystem.")] = "pfs",
+    level: Annotated[str, typer.Option(help="local: every ckptfs process may die; clique: this node may; pfs: it is on the PFS.")] = "pfs",
     timeout: Annotated[str | None, typer.Option(help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
     json: JsonLines = False,
 ) -> None:

@@ -7,7 +7,7 @@ If we die here: nothing was changed.
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import trio
 
@@ -15,7 +15,7 @@ from ckptfs import limits
 from ckptfs.catalog import holding, identity, peers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.store import Put, Store, prefix_end, scan
-from ckptfs.clique import membership, placement
+from ckptfs.clique import holders, membership, placement
 from ckptfs.clique.membership import Node, World
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
@@ -65,6 +65,18 @@ class ClusterFigures:
         self._config = config
         self._db = db
         self._store = store
+
+    def ask_for_copies(self, inodes: Iterable[int]) -> None:
+        """Learn from the store who has what other nodes wrote of these files: of that this node is not told by itself."""
+        here = identity.number(self._db)
+        contents = [number for inode in inodes if (number := peers.strange_content(self._db, inode)) is not None]
+        with contextlib.suppress(CkptfsError):
+            for start in range(0, len(contents), holders.LOOKED_AT_MAX):
+                holders.refresh(self._db, self._store, contents[start : start + holders.LOOKED_AT_MAX], here)
+
+    def is_alone(self) -> bool:
+        """Whether no other node lives, as far as is known."""
+        return len(peers.living(self._db)) < 2
 
     def described(self) -> pb.Cluster:
         """The cluster now; as it was known last when the store does not answer."""

@@ -62,6 +62,8 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         if len(request.inodes) > limits.CONTROL_LIST_MAX:
             raise Refused(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
         under_way = self._figures.under_way()
+        if self._cluster is not None:
+            self._cluster.ask_for_copies(request.inodes)
         return pb.ListReply(records=[self._record(inode, under_way) for inode in request.inodes])
 
     def _record(self, inode: int, under_way: dict[str, Any]) -> pb.Record:
@@ -98,8 +100,13 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
             self._waits.release()
 
     def _level(self, text: str) -> Level:
-        if text not in (Level.LOCAL, Level.PFS):
-            raise Refused(f"{text!r} is not a level that can be waited for; accepted: local, pfs")
+        if text not in (Level.LOCAL, Level.CLIQUE, Level.PFS):
+            raise Refused(f"{text!r} is not a level that can be waited for; accepted: local, clique, pfs")
+        if text == Level.CLIQUE and (self._cluster is None or self._config.replication_factor < 2):
+            raise Refused(
+                "this mount keeps no copies on other nodes, so no file will ever reach the level clique",
+                remedy="mount it with cluster=NAME, etcd=HOST:PORT and a replication_factor of at least 2",
+            )
         if text == Level.PFS and self._config.pfs is None:
             raise Refused("this mount has no PFS, so no file will ever reach the level pfs", remedy="mount it with pfs=DIRECTORY")
         return Level(text)
@@ -108,10 +115,14 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         """A message whenever the figures change, and one now and then to notice a client that went away."""
         waiting = Waiting(self._db, inode, wanted)
         pause, told, told_at, before = LOOK_FIRST_S, pb.Progress(), 0.0, pb.Progress()
+        asked_at = 0.0
         while context.is_active():
+            if wanted is Level.CLIQUE and self._cluster is not None and time.monotonic() - asked_at > KEEPALIVE_S:
+                self._cluster.ask_for_copies(waiting.left)
+                asked_at = time.monotonic()
             progress = waiting.look(self._figures.copied())
             if not progress.done and not progress.obstacle:
-                progress.obstacle, progress.remedy = self._figures.obstacle()
+                progress.obstacle, progress.remedy = self._obstacle(wanted)
             if progress != told or time.monotonic() - told_at > KEEPALIVE_S:
                 told, told_at = progress, time.monotonic()
                 yield progress
@@ -121,6 +132,12 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
             threading.Event().wait(pause)
             pause = min(2 * pause, LOOK_LAST_S) if progress == before else LOOK_FIRST_S
             before = progress
+
+    def _obstacle(self, wanted: Level) -> tuple[str, str]:
+        """What stands in the way, and what to do about it."""
+        if wanted is Level.CLIQUE and self._cluster is not None and self._cluster.is_alone():
+            return "no other node of the cluster lives", "start another one, or see that it reaches etcd"
+        return self._figures.obstacle()
 
 
 def _share(under_way: dict[str, Any]) -> float:

@@ -36,6 +36,11 @@ class Waiting:
         self._others: set[int] = set()
         self._writers = False
 
+    @property
+    def left(self) -> list[int]:
+        """Some of those that lack it still."""
+        return [inode for inode, _ in zip(self._left, range(LACKING_MAX), strict=False)]
+
     def look(self, copied: Mapping[int, int]) -> pb.Progress:
         """Look at the next ones; what is left, less the bytes already `copied` of files that are on their way.
 
@@ -67,7 +72,7 @@ class Waiting:
             return True
         if not stat.S_ISREG(found.mode):
             self._others.add(inode)
-            return self._wanted is Level.LOCAL or not journal.waiting(self._db, inode, self._end)
+            return self._wanted is not Level.PFS or not journal.waiting(self._db, inode, self._end)
         content = found.record.content
         if content is not None and content.state is ContentState.LOST and not published_whole(found.record):
             path = report.path_of(self._db, inode).decode(errors="backslashreplace")
@@ -76,6 +81,7 @@ class Waiting:
         if content is not None and content.state is ContentState.OPEN:
             self._writers = True
             return False
-        if self._wanted is Level.LOCAL:
-            return found.level is not Level.NONE
+        if self._wanted is not Level.PFS:
+            order = list(Level)
+            return order.index(found.level) >= order.index(self._wanted)
         return found.level is Level.PFS and not journal.waiting(self._db, inode, self._end)

@@ -171,7 +171,9 @@ def test_a_wait_that_can_never_end_is_refused(served: Served) -> None:
     with pytest.raises(Failed, match="lost is lost: no place holds its content") as failure:
         list(served.client.wait(inode, "local"))
     assert failure.value.remedy == "write it again, or delete it"
-    with pytest.raises(Usage, match="is not a level that can be waited for; accepted: local, pfs"):
+    with pytest.raises(Usage, match="is not a level that can be waited for; accepted: local, clique, pfs"):
+        list(served.client.wait(inode, "none"))
+    with pytest.raises(Usage, match="keeps no copies on other nodes"):
         list(served.client.wait(inode, "clique"))
     with pytest.raises(Failed, match="No such file"):
         list(served.client.wait(4711, "local"))

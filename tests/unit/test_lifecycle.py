@@ -1,10 +1,12 @@
 """P3, P5: what a file survives, and when a copy may go, from nothing but its record."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.lifecycle import Published, Record, level, may_drop, published_whole, same_file
+from ckptfs.lifecycle import Clique, Published, Record, demand, level, may_drop, published_whole, same_file
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
 
 DIGEST = b"d" * 16
@@ -99,3 +101,39 @@ def test_a_file_on_the_pfs_is_the_same_when_only_fractions_of_its_time_are_gone(
         assert not same_file(known, (11, mtime_ns, 42)) and not same_file(known, (10, mtime_ns, 43))
     for mtime_ns in (1_700_000_000_123_456_788, 1_700_000_001_000_000_000, 1_699_999_999_000_000_000):
         assert not same_file(known, (10, mtime_ns, 42))
+
+
+def clique(*domains: str, demand: int = 2) -> Clique:
+    return Clique("here", demand, tuple((f"node {number}", domain) for number, domain in enumerate(domains)))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (Record(content(), (copy(),), clique=clique("r2")), Level.CLIQUE),
+        (Record(content(), (copy(),), clique=clique("here")), Level.LOCAL),
+        (Record(content(), (copy(verified_ns=0),), clique=clique("r2")), Level.LOCAL),
+        (Record(content(), (copy(Tier.PFS),), clique=clique("r2")), Level.LOCAL),
+        (Record(content(), (copy(state=CopyState.OLDER),), clique=clique("r2")), Level.LOCAL),
+        (Record(content(), (), clique=clique("r2")), Level.LOCAL),
+        (Record(content(), (), clique=clique("r2", "r2")), Level.LOCAL),
+        (Record(content(), (), clique=clique("r2", "r3")), Level.CLIQUE),
+        (Record(content(), (copy(),), clique=clique("r2", demand=3)), Level.LOCAL),
+        (Record(content(), (copy(),), clique=clique("r2", "r3", demand=3)), Level.CLIQUE),
+        (Record(content(), (copy(),), SHOWN, clique=clique("r2")), Level.PFS),
+        (Record(content(ContentState.CLOSED), (copy(),), clique=clique("r2")), Level.LOCAL),
+        (Record(content(ContentState.OPEN), (copy(),), clique=clique("r2", "r3")), Level.LOCAL),
+        (Record(content(ContentState.DOOMED), (copy(),), clique=clique("r2", "r3")), Level.NONE),
+        (Record(content(), (), clique=clique()), Level.NONE),
+        (Record(replace(content(), peer=True), (), clique=clique()), Level.LOCAL),
+        (Record(None, clique=clique()), Level.CLIQUE),
+    ],
+)
+def test_the_clique_s_level_counts_failure_domains(record: Record, expected: Level) -> None:
+    """P9: whole files on as many of them as were asked for, this node's own included."""
+    assert level(record) is expected
+
+
+@given(st.integers(1, 16), st.integers(0, 10_000))
+def test_one_domain_is_never_enough(factor: int, alive: int) -> None:
+    assert 2 <= demand(factor, alive) <= max(2, factor)
