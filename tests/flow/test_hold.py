@@ -8,7 +8,7 @@ import pytest
 from clique_world import MIB, Cluster, early, offer_of
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import holding, settling
+from ckptfs.catalog import contents, holding, settling
 from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused
 from ckptfs.clique.shelf import NotHere, Offer
 from ckptfs.errors import Busy, NoRoom, Refused
@@ -305,3 +305,22 @@ def test_a_liar_is_found_out(two: Cluster) -> None:
     one.spoil(content, Tier.RAM)
     with pytest.raises(PeerLied):
         send(two, content, offer)
+
+
+def test_what_is_written_here_while_a_peer_sends_does_not_give_way(two: Cluster) -> None:
+    """P5: the copy of what was closed here a moment ago goes on to count."""
+    one, other = two.nodes
+    content = one.written(b"a", b"x" * BLOCK)
+    send(two, content)
+    offer = offer_of(one, content)
+    other.db.run("DELETE FROM copy WHERE content = ?", content)
+    reception = other.hold.receive(offer)
+    os.pwrite(reception.fd, b"x" * BLOCK, 0)
+    other.db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, 'ram', 1, 1)", content)
+    with other.db.change():
+        contents.reopen(other.db, other.inode(content), content, Tier.RAM)
+        contents.close(other.db, other.inode(content), content, 5, 1, 2)
+    with pytest.raises(Busy):
+        other.hold.received(reception.token)
+    assert other.state(content) is ContentState.CLOSED
+    assert other.copies(content) == {Tier.RAM: CopyState.GOOD}

@@ -21,7 +21,7 @@ from ckptfs.clique.shelf import Loan, NotHere, Offer, Reception
 from ckptfs.errors import Busy, CkptfsError, Refused
 from ckptfs.flow.hold.arriving import Arriving
 from ckptfs.flow.hold.room import Room
-from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
+from ckptfs.model import ContentState, CopyState, Notify, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place, Places
 
@@ -167,11 +167,13 @@ class Hold:
             log.error("what arrived of content %d does not have the digest that was offered; it was thrown away", offer.content)
             return False
         place = arriving.place
-        disk.act("hold:outdated", holding.begin_replacing, self._db, offer.content)
+        # What the file held so far must not count any more before it is another one. What was written here since does not give way.
+        with self._db.change():
+            self._demand_way(offer)
+            disk.act("hold:outdated", holding.begin_replacing, self._db, offer.content)
         with self._db.change():
             # Only one generation of a content can arrive at a time. Who fetches it just now finds this one in its place.
-            if (known := settling.content(self._db, offer.content)) is not None and not _older(known, offer):
-                return False
+            self._demand_way(offer)
             disk.act("hold:rename", place.rename, arriving.number, offer.content)
             if not holding.arrived(self._db, _heard(offer), arriving.number, place.tier):
                 raise Busy("the content moved on")
@@ -183,6 +185,16 @@ class Hold:
         self._drop_former(offer.content, place.tier)
         self._notify.work()
         return True
+
+    def _demand_way(self, offer: Offer) -> None:
+        """Refuse when what is known here does not give way to what is offered any more: somebody wrote here meanwhile, or deleted it."""
+        known = settling.content(self._db, offer.content)
+        if known is None:
+            return
+        mine = known.state is ContentState.CLOSED and not known.peer
+        same = known.generation == offer.generation and known.digest in (None, offer.digest)
+        if known.state in (ContentState.OPEN, ContentState.DOOMED) or mine or not (same or known.generation < offer.generation):
+            raise Busy("the content moved on")
 
     def _kept(self, place: Place, fd: int, offer: Offer) -> bool:
         """On a disk the bytes are read back from where they lie; in RAM they were written a moment ago by the one who checked them."""
@@ -310,10 +322,3 @@ def _demand_whole(offer: Offer) -> None:
 
 def _heard(offer: Offer) -> Heard:
     return Heard(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)
-
-
-def _older(known: Content, offer: Offer) -> bool:
-    """Whether what is known here may give way to what is offered, or is the same."""
-    if known.state in (ContentState.OPEN, ContentState.DOOMED):
-        return False
-    return known.generation < offer.generation or (known.generation == offer.generation and known.digest in (None, offer.digest))
