@@ -12,7 +12,7 @@ import signal
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import identity, report, settling, wants
+from ckptfs.catalog import report, settling, wants
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing.touching import Touching
@@ -29,10 +29,9 @@ from ckptfs.model import Notify, Tier
 from ckptfs.tiers import lease
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import bells, control, lifeline
-from ckptfs_daemon.cluster_store import open_store
 from ckptfs_daemon.inherited import READY, Inherited
 from ckptfs_daemon.lanes import Flow, Lane, Lanes
-from ckptfs_daemon.member import Member, describe
+from ckptfs_daemon.neighbours import Neighbours
 from ckptfs_daemon.probing import Watch
 
 log = logging.getLogger(__name__)
@@ -62,18 +61,18 @@ async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
     token = trio.lowlevel.current_trio_token()
     lanes: Lanes
     notify = bells.MountNotify(bell, lambda: token.run_sync_soon(lanes.hint, idempotent=True))
-    flows = _Flows(db, places, config, notify)
+    neighbours = Neighbours(db, places, config, notify) if config.cluster is not None else None
+    flows = _Flows(db, places, config, notify, neighbours)
     lanes = Lanes([Lane(name, flow, lambda key, value: settling.report(db, key, value)) for name, flow in flows.lanes()])
-    member = _member(config, db, places) if config.cluster is not None else None
     await trio.to_thread.run_sync(flows.prepare)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
         nursery.start_soon(_listen, bell, lanes, name="bell")
         nursery.start_soon(lanes.run, name="lanes")
-        nursery.start_soon(control.serve, inherited, db, places, lanes, name="control")
-        if member is not None:
-            member.subscribe(lambda _: lanes.hint())
-            nursery.start_soon(member.run, name="member")
+        nursery.start_soon(control.serve, inherited, db, places, lanes, neighbours.figures if neighbours else None, name="control")
+        if neighbours is not None:
+            neighbours.member.subscribe(lambda _: lanes.hint())
+            nursery.start_soon(neighbours.run, name="neighbours")
         for watch in _watches(db, places, config, lanes):
             nursery.start_soon(watch.run, name="watch")
         inherited.link.send(READY)
@@ -83,22 +82,16 @@ async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
     return 0
 
 
-def _member(config: Config, db: Database, places: Places) -> Member:
-    """This node among the others of its cluster."""
-    capacity = sum(places[tier].room().total for tier in LOCAL if tier in places)
-    node = describe(config, db, identity.number(db), int(config.peer_share * capacity))
-    return Member(db, open_store(config), node, lambda key, value: settling.report(db, key, value))
-
-
 class _Flows:
     """All steps of a file's path, and which of them may hang on their own."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, neighbours: Neighbours | None) -> None:
         self._db = db
         self._config = config
+        self._neighbours = neighbours
         self._recover = Recover(db, places, config, notify)
         self._visit = Visit(db, places, config, notify)
-        self._fetch = Fetch(db, places, config, notify)
+        self._fetch = Fetch(db, places, config, notify, neighbours.around if neighbours else None)
         self._write_back = WriteBack(db, places, config, notify)
         self._lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, places, config, notify, LOCAL)),
@@ -112,8 +105,11 @@ class _Flows:
                 ("drop pfs", Drop(db, places, config, notify, REMOTE)),
                 ("write back", self._write_back),
                 ("visit", self._visit),
-                *((f"fetch {number}", self._fetch) for number in range(1, limits.FETCHES_MAX + 1)),
             ]
+        if neighbours is not None:
+            self._lanes += neighbours.lanes()
+        if config.pfs is not None or neighbours is not None:
+            self._lanes += [(f"fetch {number}", self._fetch) for number in range(1, limits.FETCHES_MAX + 1)]
 
     def lanes(self) -> list[tuple[str, Flow]]:
         """(name, flow) of every lane."""
@@ -126,6 +122,8 @@ class _Flows:
         self._write_back.prepare()
         self._fetch.prepare()
         self._visit.prepare()
+        if self._neighbours is not None:
+            self._neighbours.prepare()
 
 
 def _watches(db: Database, places: Places, config: Config, lanes: Lanes) -> list[Watch]:

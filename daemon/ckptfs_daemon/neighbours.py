@@ -1,0 +1,92 @@
+"""Wires what the mover has to do with the other nodes of its cluster. Read `Neighbours` as the table of contents.
+
+If we die here: peers end what we left half done, and the next mover joins again under the same number.
+"""
+
+import logging
+
+import trio
+
+from ckptfs.catalog import identity, settling
+from ckptfs.catalog.database import Database
+from ckptfs.clique import keys
+from ckptfs.clique.membership import Change
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.config import Config
+from ckptfs.flow.hold import Hold
+from ckptfs.flow.reconcile import Reconcile
+from ckptfs.flow.repair import Repair
+from ckptfs.flow.replicate import Replicate
+from ckptfs.flow.tell import Tell
+from ckptfs.model import Notify, Tier
+from ckptfs.tiers.place import Places
+from ckptfs_daemon import cluster_figures, peer_server
+from ckptfs_daemon.cluster_figures import ClusterFigures
+from ckptfs_daemon.cluster_store import open_store
+from ckptfs_daemon.lanes import Flow
+from ckptfs_daemon.member import Member, describe
+from ckptfs_daemon.peer_client import PeerClient
+from ckptfs_daemon.peer_server import PeerServer
+
+log = logging.getLogger(__name__)
+
+LOCAL = (Tier.RAM, Tier.NVME)
+
+
+class Neighbours:
+    """The other nodes, for this node's flows, and this node for theirs. Only in a mount with `cluster`."""
+
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+        assert config.cluster is not None
+        self._db = db
+        self._config = config
+        self._identity = None if config.keys is None else keys.load(config.keys)
+        self._store = open_store(config)
+        self._peers = PeerClient(config.node, config.cluster, self._identity)
+        capacity = sum(places[tier].room().total for tier in LOCAL if tier in places)
+        node = describe(config, db, identity.number(db), int(config.peer_share * capacity))
+        self.member = Member(db, self._store, node, lambda key, value: settling.report(db, key, value))
+        self.member.subscribe(self._follow)
+        self.around = Surroundings(
+            node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.member.world
+        )
+        self.figures = ClusterFigures(config, db, self._store)
+        self._hold = Hold(db, places, config.peer_share, notify)
+        self._replicate = Replicate(db, places, notify, self.around)
+        self._tell = Tell(db, self.around)
+        self._repair = Repair(db, notify, self.around)
+        self._reconcile = Reconcile(db, places, notify, self.around, self._hold.doubted)
+
+    def lanes(self) -> list[tuple[str, Flow]]:
+        """(name, flow) of every lane that only a cluster has."""
+        return [("replicate", self._replicate), ("tell", self._tell), ("repair", self._repair), ("reconcile", self._reconcile)]
+
+    def prepare(self) -> None:
+        """Once, before the first step."""
+        self._tell.prepare()
+
+    async def run(self) -> None:
+        """Live among them until cancelled."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.member.run, name="member")
+                nursery.start_soon(peer_server.serve, self._server, name="peers")
+                nursery.start_soon(self._tell_figures, name="figures")
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._close)
+
+    def _server(self) -> PeerServer:
+        assert self._config.cluster is not None
+        return PeerServer(self._hold, self._config.listen, self._config.cluster, self._identity)
+
+    async def _tell_figures(self) -> None:
+        await cluster_figures.tell(self._db, self._store, self.member.number, lambda: self.member.presence.lease)
+
+    def _follow(self, change: Change) -> None:
+        self._peers.keep([node.name for node in change.after.nodes])
+
+    def _close(self) -> None:
+        self._replicate.close()
+        self._peers.close()
+        self._store.close()
