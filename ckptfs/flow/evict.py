@@ -46,6 +46,7 @@ class Evict:
         self._relieving: set[Tier] = set()
         self._stuck: set[Tier] = set()
         self._idle_until_s: dict[Tier, float] = {}
+        self._put_off: set[Tier] = set()
         self._look_s = LOOK_FIRST_S
         self._free = -1
         self._demote_at_s = 0.0
@@ -58,10 +59,10 @@ class Evict:
         return any(more)
 
     def due_s(self) -> float | None:
-        """Until the room is looked at again: soon while it shrinks, now and then while there are writers, else never."""
+        """Until the room is looked at again: soon while it shrinks, now and then while somebody writes, else for what was put off."""
         if not settling.writers(self._db) and not self._stuck:
             self._look_s, self._free = LOOK_FIRST_S, -1
-            return None
+            return min((max(0.0, self._idle_until_s[tier] - time.monotonic()) for tier in self._put_off), default=None)
         free = self._places[Tier.RAM].room().free
         self._look_s = min(2 * self._look_s, LOOK_LAST_S) if free == self._free else LOOK_FIRST_S
         self._free = free
@@ -69,7 +70,7 @@ class Evict:
 
     def hurry(self) -> None:
         """What could not leave a moment ago may do so now."""
-        self._idle_until_s = {}
+        self._idle_until_s, self._put_off = {}, set()
         self._demote_at_s = 0.0
 
     # --- making room -------------------------------------------------------------------------------------------------
@@ -81,7 +82,11 @@ class Evict:
         better = max(must, self._had_better_leave(room)) if tier is Tier.RAM else must
         if not must:
             self._is_well(tier)
-        if not better or time.monotonic() < self._idle_until_s.get(tier, 0.0):
+        self._put_off.discard(tier)
+        if not better:
+            return False
+        if time.monotonic() < self._idle_until_s.get(tier, 0.0):
+            self._put_off.add(tier)
             return False
         if self._drop_spare(self._places[tier], better) or (must and tier is Tier.RAM and self._demote_one()):
             self._stuck.discard(tier)

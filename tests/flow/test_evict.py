@@ -3,6 +3,7 @@
 import logging
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,22 @@ def test_room_is_made_for_the_next_one_while_that_costs_nothing(node: Node) -> N
         node.publish(content)
     settle(evict(node))
     assert node.files(Tier.RAM) == set(contents[2:])
+
+
+def test_what_becomes_safe_while_evict_rests_leaves_without_another_hint(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last hint may come while evict rests after having found nothing to do."""
+    contents = filled(node, 8)
+    step = evict(node)
+    assert not step.step() and step.due_s() is None
+    for content in contents:
+        node.publish(content)
+    assert not step.step()
+    due_s = step.due_s()
+    assert due_s is not None
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + due_s)
+    settle(step)
+    assert node.files(Tier.RAM) == set(contents[2:]) and step.due_s() is None
 
 
 @pytest.mark.parametrize(
