@@ -22,6 +22,7 @@ from ckptfs.errors import CkptfsError
 from ckptfs.protocol import control_pb2 as pb
 
 FIGURES = b"s/"
+LEASE_LOOK_S = 0.5
 
 
 def figures_key(number: int) -> bytes:
@@ -46,7 +47,7 @@ async def tell(db: Database, store: Store, number: int, lease: Callable[[], int]
         # Not told is not lost: somebody who looks sees older figures, and the next round brings them.
         with contextlib.suppress(CkptfsError):
             before = await trio.to_thread.run_sync(_tell_once, db, store, figures_key(number), lease(), before, abandon_on_cancel=True)
-        await trio.sleep(limits.FIGURES_INTERVAL_S)
+        await trio.sleep(limits.FIGURES_INTERVAL_S if before else LEASE_LOOK_S)
 
 
 def _tell_once(db: Database, store: Store, key: bytes, lease: int, before: tuple[bytes, int] | None) -> tuple[bytes, int] | None:

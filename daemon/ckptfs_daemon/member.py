@@ -53,6 +53,9 @@ class Member:
         self._world = self._roster.world()
         self._told: list[Told] = []
         self._news = trio.Event()
+        self._has_read = False
+        self.met = trio.Event()
+        """Set once the World is what the store shows: before that, nobody is known to a node that is new."""
         self._trouble = ""
 
     @property
@@ -101,6 +104,7 @@ class Member:
             try:
                 nodes, revision = await _in_thread(lambda: read_nodes(self._store))
                 self._roster.read(nodes, trio.current_time())
+                self._has_read = True
                 self._answered()
                 pauses.over()
                 await self._watch(revision + 1)
@@ -139,6 +143,8 @@ class Member:
             self._news = trio.Event()
             self._roster.settle(trio.current_time())
             await self._become(self._roster.world())
+            if self._has_read:
+                self.met.set()
 
     async def _become(self, now: World) -> None:
         change = Change(self._world, now)

@@ -75,6 +75,10 @@ async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
             nursery.start_soon(neighbours.run, name="neighbours")
         for watch in _watches(db, places, config, lanes):
             nursery.start_soon(watch.run, name="watch")
+        if neighbours is not None:
+            # Else the first files that are opened would seem to be nowhere.
+            with trio.move_on_after(limits.ETCD_WAIT_S):
+                await neighbours.member.met.wait()
         inherited.link.send(READY)
         await lifeline.told_to_stop(inherited.link)
         await _drain(db, lanes, config)
