@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
 
-import simulated  # noqa: E402 - beside this file; the tests' daemon is found by the line above
+import peers  # noqa: E402 - beside this file; the tests' daemon is found by the line above
+import simulated  # noqa: E402
 import suites  # noqa: E402
 from daemon_under_test import DaemonUnderTest, environment, eventually  # noqa: E402
 
@@ -28,9 +29,9 @@ GIB = 1 << 30
 TARGETS = {
     "write 4 MiB pieces": 0.95, "write 64 KiB pieces": 0.9, "write 4 KiB pieces": 0.65, "hot read": 0.9,
     "torch.save": 1.0, "torch.load": 0.9, "create + 4 KiB + close /s": 2000, "write-back against cp": 0.9,
-    "idle memory MB": 200, "etcd: 10,000 nodes against 3": 1.4,
+    "idle memory MB": 200, "replicate against raw TCP": 1.6, "fetch against raw TCP": 0.6, "etcd: 10,000 nodes against 3": 1.4,
 }
-AT_MOST = {"idle memory MB", "etcd: 10,000 nodes against 3"}
+AT_MOST = {"idle memory MB", "replicate against raw TCP", "etcd: 10,000 nodes against 3"}
 
 
 class Bench:
@@ -129,6 +130,15 @@ def cluster(bench: Bench) -> None:
         costs = simulated.run()
         messages, length = simulated.together(costs[-1])
         bench.note(name, simulated.growth(costs), f"{messages:.0f} messages, {length / 1000:.1f} kB a checkpoint and node")
+
+
+def transport(bench: Bench) -> None:
+    """Bytes to a peer and from one: the time of the first, the speed of the second, against a plain socket."""
+    for word, once in peers.MEASURES.items():
+        if bench.wanted(name := f"{word} against raw TCP"):
+            pairs = peers.measure(once, size=bench.size, rounds=bench.rounds)
+            value = peers.ratio(pairs)
+            bench.note(name, value if word == "replicate" else 1 / value, peers.detail(pairs, bench.size))
 
 
 class Rivals:
@@ -254,7 +264,7 @@ def main() -> int:
         bench.daemon.start()
         bench.results["data path"] = bench.daemon.processes().get("data_path")
         print(f"data path: {bench.results['data path']} ({bench.daemon.processes().get('data_path_reason')})")
-        for suite in (idle, sequential, names, write_back, kill_pause, cluster):
+        for suite in (idle, sequential, names, write_back, kill_pause, transport, cluster):
             suite(bench)
     finally:
         bench.daemon.close()

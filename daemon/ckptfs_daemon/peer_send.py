@@ -49,17 +49,15 @@ class Work:
         yield Command(Kind.SEND, self.transfer).packed()
         taken: list[int] = []
         try:
-            for message in peer_frames.departing(self.fd, self.size, self.take(taken), peer_frames.pays if self.squeeze else _never):
+            for message in peer_frames.departing(
+                self.fd, self.size, self.take(taken), peer_frames.pays if self.squeeze else peer_frames.never
+            ):
                 yield message
                 self.moved += len(message)
                 self.moved_at = time.monotonic()
         except SourceChanged:
             raise PeerLied("the file became shorter while it was sent") from None
         yield peer_frames.end(len(taken))
-
-
-def _never(_block: memoryview) -> bool:
-    return False
 
 
 def stream(link: Link, work: Work) -> None:

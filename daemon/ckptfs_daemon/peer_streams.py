@@ -69,7 +69,7 @@ class Streams:
 
 def _messages(fd: int, size: int, numbers: range, squeeze: bool) -> Iterator[bytes | memoryview]:
     try:
-        yield from peer_frames.departing(fd, size, numbers, peer_frames.pays if squeeze else lambda _block: False)
+        yield from peer_frames.departing(fd, size, numbers, peer_frames.pays if squeeze else peer_frames.never)
     except peer_frames.SourceChanged:
         raise Refusal(Why.BROKEN, "the copy became shorter") from None
     yield peer_frames.end(len(numbers))
