@@ -96,10 +96,18 @@ REPLICATION_JUMP_MAX = 1_000_000
 CLIQUE_WAIT_S = 30.0
 # What arrives from peers at once, and how long a part waits for the rest before it goes.
 RECEPTIONS_MAX = 64
-RECEPTION_KEPT_S = 60.0
+RECEPTION_KEPT_S = 300.0
 # Contents that wait to be sent to one peer, and how many are sent to it at once.
 PEER_QUEUE_MAX = 512
 PEER_SENDS_MAX = 3
+# fsyncs that wait for other nodes and are served at once.
+SECURES_MAX = 2
+# Of so many files that are being written, from this size on, so many blocks are read at a look, and looked at so often.
+AHEAD_FILES_MAX = 8
+AHEAD_BYTES_MIN = 16 * MIB
+AHEAD_BLOCKS_MAX = 8
+AHEAD_LOOK_S = 0.05
+AHEAD_IDLE_S = 0.5
 # What lies here is compared with the store so often; what came less than so long ago is left alone.
 RECONCILE_INTERVAL_S = 1800.0
 RECONCILE_AGE_S = 60.0

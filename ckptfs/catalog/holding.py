@@ -24,6 +24,8 @@ class Heard:
     size: int
     digest: bytes | None
     blocks: bytes | None = None
+    open: bool = False
+    """Somebody writes it just now: what was closed before is still what everybody else reads."""
 
     @property
     def state(self) -> ContentState:
@@ -65,6 +67,8 @@ def hear(db: Database, heard: Heard) -> bool:
         generation, state, digest, peer, blocks = known
         if state == ContentState.OPEN or generation > heard.generation or (state == ContentState.DOOMED):
             return False
+        if heard.open and digest is not None:
+            return bool(peer)
         same = generation == heard.generation
         if same and not peer and (state == ContentState.CLOSED or digest == heard.digest or heard.digest is None):
             return True

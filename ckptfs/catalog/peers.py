@@ -140,6 +140,36 @@ def peer_copies(db: Database, content: int) -> list[PeerCopy]:
     return [PeerCopy(*row) for row in db.rows("SELECT content, node, generation, digest FROM peer_copy WHERE content = ?", content)]
 
 
+def being_written(db: Database, at_most: int) -> list[tuple[Content, Tier]]:
+    """Contents of this node's own that somebody has open for writing, with the tier of this node that has them."""
+    rows = db.rows(
+        "SELECT DISTINCT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer, c.tier FROM handle h"
+        " JOIN content k ON k.id = h.content AND k.state = 0 JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs'"
+        " WHERE h.writer = 1 LIMIT ?",
+        at_most,
+    )
+    return [(_content(row[:9]), Tier(row[9])) for row in rows]
+
+
+def snapshot(db: Database, content: int) -> Content | None:
+    """What an open content holds now becomes a generation of its own, under the number that it had; None when it is not open any more."""
+    with db.change():
+        columns = "id, inode, generation, state, size, digest, NULL, change, peer"
+        row = db.row(f"SELECT {columns} FROM content WHERE id = ? AND state = 0", content)
+        if row is None:
+            return None
+        db.run("UPDATE content SET generation = generation + 1 WHERE id = ?", content)
+        db.run("UPDATE inode SET generation = ? WHERE id = ? AND content = ?", row[2] + 1, row[1], content)
+        return _content(row)
+
+
+def spans_enough(db: Database, nodes: Sequence[int]) -> bool:
+    """Whether copies on these nodes, which may name this one, make the level `clique`."""
+    found = clique_of(db, None)
+    domains = {row[0] for row in db.rows("SELECT domain FROM peer WHERE number IN (SELECT value FROM json_each(?))", json.dumps([*nodes]))}
+    return found is not None and len(domains) >= found.demand
+
+
 def strange_content(db: Database, inode: int) -> int | None:
     """The content of a file that another node wrote last; None for this node's own."""
     found: int | None = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.peer = 1", inode)

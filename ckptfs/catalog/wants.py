@@ -4,7 +4,8 @@ A want is open until it is answered, or until nobody waits for it any more (`unt
 share one open row. Kinds: 'visit' (import the PFS directory `inode`; argument 'again' compares it again, 'tree' all below it too),
 'fetch' (bring the content of the file `inode` here; the result is 'here', or 'direct': read it on the PFS itself, never given for the
 argument 'write'), 'settle' (argument: a level, answered when the file `inode` has reached it; or 'journal:SEQ', answered when the PFS
-has been told of all that was recorded about `inode` up to that row).
+has been told of all that was recorded about `inode` up to that row), 'secure' (what the file `inode` holds now shall be on enough other
+nodes for the level `clique`).
 If we die here: an open row is answered by the next mover, an answered one is swept when it is old.
 """
 
@@ -17,8 +18,9 @@ from ckptfs.catalog.database import Database
 VISIT = "visit"
 FETCH = "fetch"
 SETTLE = "settle"
+SECURE = "secure"
 
-LANES = {VISIT: VISIT, FETCH: FETCH}
+LANES = {VISIT: VISIT, FETCH: FETCH, SECURE: SECURE}
 """Kind -> the beginning of the names of the lanes that answer it alone. What else is wanted needs all of them."""
 
 WANTED, DONE, FAILED = 0, 1, 2

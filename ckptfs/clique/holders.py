@@ -17,7 +17,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard
 from ckptfs.catalog.peers import PeerCopy
 from ckptfs.catalog.store import Compare, Delete, Get, Item, Operation, Put, Store, Target, prefix_end
-from ckptfs.model import Content
+from ckptfs.model import Content, ContentState
 
 LOOKED_AT_MAX = limits.ETCD_OPERATIONS_MAX // 2
 
@@ -140,7 +140,8 @@ def _shared(number: int, written: Sequence[Item], told: Sequence[Item]) -> Share
     try:
         value = json.loads(written[0].value)
         digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
-        heard = Heard(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest)
+        is_open = value["state"] == ContentState.OPEN
+        heard = Heard(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest, open=is_open)
         return Shared(int(value["node"]), heard, copies, items)
     except (ValueError, KeyError, TypeError):
         return Shared(None, None, copies, items)

@@ -8,15 +8,16 @@ If we die here: a write that was not answered is sent again, to the same offset.
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import trio
 
 from ckptfs import disk, limits
-from ckptfs.catalog import attributes, contents, journal, namespace, wants
-from ckptfs.errors import ContentLost, NoRoom
-from ckptfs.model import Level, Tier
+from ckptfs.catalog import attributes, contents, journal, namespace, peers, report, wants
+from ckptfs.errors import ContentLost, NoRoom, TimedOut, refused
+from ckptfs.model import CliqueLost, Level, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells, edge
@@ -166,6 +167,28 @@ class FileOperations(OpenOperations, ExtraOperations):
         self._synced(file)
         if self.context.config.fsync is Level.PFS:
             await self._told(file.inode, journal.last(self.context.db, file.inode))
+        elif self.context.config.fsync is Level.CLIQUE:
+            await self._secured(file.inode)
+
+    async def _secured(self, inode: int) -> None:
+        """Wait until enough nodes have what the file holds now. Without them: what the configuration says."""
+        config, db = self.context.config, self.context.db
+        if report.level(db, inode) in (Level.CLIQUE, Level.PFS):
+            return
+        degrades = config.clique_lost is CliqueLost.LOCAL
+        alone = len(peers.living(db)) < 2
+        try:
+            if not (alone and degrades):
+                # A want of its own: another one's answer may be of what the file held before.
+                await self.context.asking.ask(wants.SECURE, inode, f"{time.time_ns()}", timeout_s=config.clique_wait_s)
+                return
+        except TimedOut:
+            pass
+        path = os.fsdecode(report.path_of(db, inode))
+        if not degrades:
+            log.error("fsync of %s: too few other nodes took a copy within %g s; see `ckptfs status --cluster`", path, config.clique_wait_s)
+            raise refused(errno.EIO)
+        log.warning("fsync of %s: too few other nodes take a copy; it survives this node's processes only", path)
 
     def _persist(self, file: OpenFile) -> None:
         """Everything about a file on NVMe survives a power cut: its bytes, the name of its file, and the catalog's rows."""

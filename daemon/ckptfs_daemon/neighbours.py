@@ -7,16 +7,19 @@ import logging
 
 import trio
 
+from ckptfs import limits
 from ckptfs.catalog import identity, settling
 from ckptfs.catalog.database import Database
 from ckptfs.clique import keys
 from ckptfs.clique.membership import Change
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
+from ckptfs.flow.ahead import Ahead
 from ckptfs.flow.hold import Hold
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
+from ckptfs.flow.secure import Secure
 from ckptfs.flow.tell import Tell
 from ckptfs.model import Notify, Tier
 from ckptfs.tiers.place import Places
@@ -56,10 +59,16 @@ class Neighbours:
         self._tell = Tell(db, self.around)
         self._repair = Repair(db, notify, self.around)
         self._reconcile = Reconcile(db, places, notify, self.around, self._hold.doubted)
+        self._secure = Secure(db, places, notify, self.around)
+        self._ahead = Ahead(db, places, self.around)
 
     def lanes(self) -> list[tuple[str, Flow]]:
         """(name, flow) of every lane that only a cluster has."""
-        return [("replicate", self._replicate), ("tell", self._tell), ("repair", self._repair), ("reconcile", self._reconcile)]
+        return [
+            ("replicate", self._replicate), ("tell", self._tell), ("repair", self._repair), ("reconcile", self._reconcile),
+            ("hold", self._hold), ("ahead", self._ahead),
+            *((f"secure {number}", self._secure) for number in range(1, limits.SECURES_MAX + 1)),
+        ]  # fmt: skip
 
     def prepare(self) -> None:
         """Once, before the first step."""

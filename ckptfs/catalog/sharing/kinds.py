@@ -94,12 +94,35 @@ def _inode_value(db: Database, number: int, _: bytes) -> Value | None:
     if stat.S_ISDIR(value["mode"]):
         for field in FILE_ONLY:
             del value[field]
+    else:
+        del value["nlink"]
+        value["names"] = names_of(db, number)
+        if not value["names"]:
+            return None
     if value["target"] is not None:
         value["target"] = bytes(value["target"]).decode("latin-1")
     xattrs = db.rows("SELECT name, value FROM xattr WHERE inode = ?", number)
     if xattrs:
         value["xattrs"] = {bytes(name).decode("latin-1"): bytes(held).decode("latin-1") for name, held in xattrs}
     return value
+
+
+def names_of(db: Database, inode: int) -> list[list[Any]]:
+    """[directory, name] of all names of what is no directory, in order: those that the store knows, as far as they were not taken away
+    here, and those that were given here. They are told by name and not counted, so that two nodes can take away the same one.
+    """
+    value = db.value("SELECT value FROM seen_key WHERE kind = 'i' AND number = ? AND name = x''", inode)
+    here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
+    there = None if value is None else {(parent, name) for parent, name in json.loads(value)["names"]}
+    if there is None:
+        return [list(name) for name in sorted(here)]
+    touched = {name for name in here | there if _is_touched(db, *name)}
+    return [list(name) for name in sorted((there - touched) | (here & touched))]
+
+
+def _is_touched(db: Database, parent: int, name: str) -> bool:
+    sql = "SELECT 1 FROM touched_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1"
+    return db.value(sql, parent, name.encode("latin-1")) is not None
 
 
 def _times_value(db: Database, number: int, _: bytes) -> Value | None:
@@ -136,6 +159,8 @@ def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> No
     target = value["target"]
     columns = {**value, "target": None if target is None else target.encode("latin-1")}
     columns.pop("xattrs", None)
+    if (names := columns.pop("names", None)) is not None:
+        columns["nlink"] = len(names)
     if db.row("SELECT 1 FROM inode WHERE id = ?", number):
         db.run(f"UPDATE inode SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?", *columns.values(), number)
     else:
@@ -168,7 +193,8 @@ def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> 
         db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ? AND peer = 1 AND state <> 3", ContentState.DOOMED, number)
         return
     digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
-    holding.hear(db, Heard(number, value["inode"], value["generation"], value["size"], digest))
+    is_open = value["state"] == ContentState.OPEN
+    holding.hear(db, Heard(number, value["inode"], value["generation"], value["size"], digest, open=is_open))
 
 
 @dataclass(frozen=True, slots=True)

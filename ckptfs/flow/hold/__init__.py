@@ -52,6 +52,15 @@ class Hold:
         self.doubted: set[int] = set()
         """Contents that a peer said need not be held: the reconcile flow asks the store."""
 
+    def step(self) -> bool:
+        """Drop what nobody went on sending. Never more to do."""
+        self._drop_stale()
+        return False
+
+    def due_s(self) -> float | None:
+        """Until the next look."""
+        return limits.RECEPTION_KEPT_S if self._arriving else None
+
     # --- receiving ---------------------------------------------------------------------------------------------------
 
     def receive(self, offer: Offer) -> Reception:

@@ -1,0 +1,113 @@
+"""Takes: large files that are being written just now.
+Leaves: on the peers that will hold them, the blocks that are complete: with the seal only what is left has to go (X7).
+If we die here: peers keep what came for a while; the next mover offers it again, and what is there does not travel twice.
+
+Nothing that is sent here counts for anything: the offer after the seal names every block's digest, and the peer asks for what it lacks.
+A block is taken for complete when the file has grown beyond it since the last look; each is read once. While somebody writes little is
+read at once, so that the writer keeps the processor.
+"""
+
+import logging
+import os
+from dataclasses import dataclass, field
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import peers
+from ckptfs.catalog.database import Database
+from ckptfs.clique import placement
+from ckptfs.clique.membership import Node
+from ckptfs.clique.peers import PeerFailed, PeerLied
+from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.model import Content, Tier
+from ckptfs.tiers.place import Places
+
+log = logging.getLogger(__name__)
+
+disk.labels("ahead:read")
+
+BLOCK = limits.BLOCK_BYTES
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A file that is being written: the digests of its first blocks, and how long it was at the last look."""
+
+    content: Content
+    blocks: list[bytes] = field(default_factory=list)
+    size: int = 0
+    sent: int = 0
+
+
+class Ahead:
+    """Looks at what is being written, a piece at a time."""
+
+    def __init__(self, db: Database, places: Places, around: Surroundings) -> None:
+        self._db = db
+        self._places = places
+        self._around = around
+        self._growing: dict[int, _Growing] = {}
+
+    def step(self) -> bool:
+        """Send what has become complete of each file. Never more to do at once: writers come first."""
+        if len(self._around.see()) < 2 or self._around.factor < 2:
+            self._growing = {}
+            return False
+        written = peers.being_written(self._db, limits.AHEAD_FILES_MAX)
+        self._growing = {content.id: self._growing.get(content.id, _Growing(content)) for content, _ in written}
+        for content, tier in written:
+            try:
+                self._look(self._growing[content.id], content, tier)
+            except OSError as failure:
+                log.debug("content %d cannot be read while it is written: %s", content.id, failure)
+        return False
+
+    def due_s(self) -> float | None:
+        """Soon while somebody writes; now and then else, because nobody tells of an open."""
+        return limits.AHEAD_LOOK_S if self._growing else limits.AHEAD_IDLE_S
+
+    def _look(self, growing: _Growing, content: Content, tier: Tier) -> None:
+        if growing.content.generation != content.generation:
+            growing.content, growing.blocks, growing.size, growing.sent = content, [], 0, 0
+        found = self._places[tier].stat(content.id)
+        if found is None or found.st_size < limits.AHEAD_BYTES_MIN:
+            return
+        # The block that the file ended in when it was looked at last, and those after it, may still change.
+        complete, growing.size = min(growing.size, found.st_size) // BLOCK, found.st_size
+        fd = self._places[tier].open(content.id)
+        try:
+            self._read(growing, fd, complete)
+            if len(growing.blocks) > growing.sent:
+                self._send(growing, fd)
+        finally:
+            os.close(fd)
+
+    def _read(self, growing: _Growing, fd: int, complete: int) -> None:
+        """The digests of what is complete and was not read yet, a bounded number of blocks."""
+        del growing.blocks[complete:]
+        growing.sent = min(growing.sent, complete)
+        for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.AHEAD_BLOCKS_MAX)):
+            data = disk.act("ahead:read", os.pread, fd, BLOCK, number * BLOCK)
+            if len(data) < BLOCK:
+                return
+            growing.blocks.append(digest.block(data))
+
+    def _send(self, growing: _Growing, fd: int) -> None:
+        content, around = growing.content, self._around
+        count = -(-growing.size // BLOCK)
+        known = growing.blocks[:count]
+        # What reads as zeros may not have been written yet.
+        digests = [UNKNOWN_BLOCK if one == digest.ZERO_BLOCK else one for one in known]
+        blocks = b"".join(digests) + UNKNOWN_BLOCK * (count - len(digests))
+        offer = Offer(content.id, content.inode, content.generation, growing.size, None, blocks)
+        for node in placement.peers_of(around.see(), around.number, around.factor, around.jump):
+            self._send_to(node, offer, growing, fd)
+        growing.sent = len(growing.blocks)
+
+    def _send_to(self, node: Node, offer: Offer, growing: _Growing, fd: int) -> None:
+        try:
+            self._around.peers.send(node, offer, fd)
+        except PeerLied:
+            growing.blocks = []  # It is written here and there: what was read is not what is there now.
+        except PeerFailed as failure:
+            log.debug("%s does not take blocks of content %d ahead: %s", node.name, offer.content, failure)

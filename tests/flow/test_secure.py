@@ -1,0 +1,168 @@
+"""P3, P7: fsync=clique returns when other nodes have what the file holds; blocks of what is still written go ahead (X7)."""
+
+import os
+from pathlib import Path
+
+import pytest
+from clique_world import MIB, Cluster, Node, around, level, replicate_of, until
+
+from ckptfs import disk, limits
+from ckptfs.catalog import contents, settling, wants
+from ckptfs.flow.ahead import Ahead
+from ckptfs.flow.secure import Secure
+from ckptfs.model import CopyState, Level, Tier
+
+BLOCK = limits.BLOCK_BYTES
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path, 2)
+
+
+def file_of(node: Node, content: int) -> Path:
+    return node.places[Tier.RAM].root / "contents" / f"{content:016x}"
+
+
+def close(node: Node, content: int) -> None:
+    with node.db.change():
+        size = file_of(node, content).stat().st_size
+        contents.close(node.db, node.inode(content), content, size, 1, 2)
+        node.db.run("DELETE FROM handle")
+    node.seal()
+    node.publish_shared(content)
+
+
+def secured(node: Node, content: int, flow: Secure | None = None) -> None:
+    flow = flow or Secure(node.db, node.places, node.told, around(node))
+    want = wants.ask(node.db, wants.SECURE, node.inode(content), os.urandom(4).hex())
+
+    def done() -> bool:
+        row = wants.get(node.db, want)
+        return row is not None and row.state == wants.DONE
+
+    until(done, flow.step)
+
+
+def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: Cluster) -> None:
+    one, other = two.nodes
+    content = one.make(b"log", data := os.urandom(BLOCK + 5), closed=False)
+    secured(one, content)
+    assert other.copies(content) == {Tier.RAM: CopyState.GOOD} and other.data(content) == data
+    with open(file_of(one, content), "ab") as file:
+        file.write(more := os.urandom(100))
+    secured(one, content)
+    assert other.data(content) == data + more
+    assert [moved for _, _, moved in one.peers.sent] == [BLOCK + 5, 105], "only blocks that changed travel"
+    close(one, content)
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    assert one.peers.sent[-1][2] == 0 and other.data(content) == data + more
+    row = settling.content(other.db, content)
+    mine = settling.content(one.db, content)
+    assert row is not None and mine is not None and row.generation == mine.generation
+
+
+def test_a_file_that_is_written_meanwhile_is_read_again(two: Cluster) -> None:
+    one, other = two.nodes
+    content = one.make(b"log", os.urandom(2 * BLOCK), closed=False)
+    left = [2]
+
+    def change(act: str, name: str) -> None:
+        if act == "send" and left[0]:
+            left[0] -= 1
+            with open(file_of(one, content), "r+b") as file:
+                file.write(os.urandom(10))
+
+    one.peers.fault = change
+    secured(one, content)
+    assert other.data(content) == one.data(content) and left == [0]
+
+
+def test_too_few_nodes_leave_the_want_open(two: Cluster) -> None:
+    one, other = two.nodes
+    content = one.make(b"log", b"hello", closed=False)
+    other.kill()
+    flow = Secure(one.db, one.places, one.told, around(one))
+    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    flow.step()
+    row = wants.get(one.db, want)
+    assert row is not None and row.state == wants.WANTED and flow.due_s() is not None
+    other.revive()
+    until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, flow.step)
+    assert other.data(content) == b"hello"
+
+
+def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: Cluster) -> None:
+    one, _ = two.nodes
+    content = one.written(b"a", b"hello")
+    replicate = replicate_of(one)
+    secure = Secure(one.db, one.places, one.told, around(one))
+    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    secure.step()
+    row = wants.get(one.db, want)
+    assert row is not None and row.state == wants.WANTED
+    until(lambda: level(one, content) is Level.CLIQUE, replicate.step)
+    until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, secure.step)
+
+
+@pytest.mark.parametrize("label", ["secure:read", "secure:counted", "ahead:read"])
+def test_a_failure_is_tried_again(two: Cluster, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = two.nodes
+    content = one.make(b"log", os.urandom(20 * MIB), closed=False)
+    one.hold_open(content)
+    one.db.run("UPDATE handle SET writer = 1")
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    ahead = Ahead(one.db, one.places, around(one))
+    ahead.step()
+    ahead.step()
+    if label != "ahead:read":
+        want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+        secure = Secure(one.db, one.places, one.told, around(one))
+        with pytest.raises(OSError):
+            secure.step()
+        until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, secure.step)
+    close(one, content)
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    assert other.data(content) == one.data(content)
+
+
+def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: Cluster) -> None:
+    one, other = two.nodes
+    first = os.urandom(8 * BLOCK + 3)
+    content = one.make(b"big", first, closed=False)
+    one.hold_open(content)
+    one.db.run("UPDATE handle SET writer = 1")
+    flow = Ahead(one.db, one.places, around(one))
+    flow.step()
+    assert one.peers.sent == [], "nothing is known to be complete at the first look"
+    flow.step()
+    assert one.peers.sent == [("n2", content, 8 * BLOCK)] and flow.due_s() == limits.AHEAD_LOOK_S
+    flow.step()
+    assert len(one.peers.sent) == 1
+    with open(file_of(one, content), "r+b") as file:
+        file.seek(2 * BLOCK)
+        file.write(b"changed")
+        file.seek(0, os.SEEK_END)
+        file.write(os.urandom(2 * BLOCK))
+    assert other.copies(content) == {}, "what came ahead counts for nothing"
+    close(one, content)
+    flow.step()
+    assert flow.due_s() == limits.AHEAD_IDLE_S
+    replicate = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, replicate.step)
+    assert one.peers.sent[-1][2] == 3 * BLOCK + 3
+    assert other.data(content) == one.data(content)
+
+
+def test_small_files_do_not_go_ahead(two: Cluster) -> None:
+    one, _ = two.nodes
+    content = one.make(b"small", os.urandom(2 * BLOCK), closed=False)
+    one.hold_open(content)
+    one.db.run("UPDATE handle SET writer = 1")
+    flow = Ahead(one.db, one.places, around(one))
+    for _ in range(3):
+        flow.step()
+    assert one.peers.sent == []
