@@ -56,7 +56,7 @@ class Slow(MemoryStore):
                 except Unreachable:
                     break
                 await trio.sleep(self._dice.uniform(0, self._delay_s))
-                if self.reachable and self._dice.random() >= self._loss:
+                if self._reachable and self._dice.random() >= self._loss:
                     future.set_result(outcome)
                     return
             future.set_exception(Unreachable("no answer"))
@@ -75,7 +75,7 @@ class Node:
         touching = Touching()
         self.db = Database(directory / "catalog.db", journalled=False, clustered=True, shared=touching)
         identity.take_number(self.db, number)
-        self.sharing = Sharing(self.db, store, number, lambda _: False)
+        self.sharing = Sharing(self.db, store, f"n{number}", lambda _: False, lambda _content, _other: True)
         touching.on_touched = self.sharing.touched
 
     def cut(self, off: bool) -> None:
@@ -202,12 +202,14 @@ def stored_tree(etcd: MemoryEtcd) -> Tree:
         assert inodes[directory]["nlink"] == 2 + subdirectories, f"links of {path!r}"
         for name, child in children.items():
             value = inodes[child]
-            found[path + b"/" + name] = (child, value["mode"], value["nlink"], value.get("size", 0))
+            links = value["nlink"] if "nlink" in value else len(value["names"])
+            found[path + b"/" + name] = (child, value["mode"], links, value.get("size", 0))
             if stat.S_ISDIR(value["mode"]):
                 assert value["parent"] == directory, f"parent of {name!r}"
                 todo.append((path + b"/" + name, child))
             else:
-                assert value["nlink"] == list(names.values()).count(child), f"links of {path + b'/' + name!r}"
+                known = [[key.number, key.name.decode("latin-1")] for key, other in names.items() if other == child]
+                assert value["names"] == sorted(known), f"names of {path + b'/' + name!r}"
     assert {number for number, value in inodes.items() if stat.S_ISDIR(value["mode"])} == passed, "a directory is out of reach"
     return found
 

@@ -122,6 +122,14 @@ class Place:
         """The file that was made under the id `reserved` is that of `content` now; one that was there goes, its readers keep it."""
         disk.rename("place:rename", file_name(reserved), file_name(content), old_fd=self.directory, new_fd=self.directory)
 
+    def also(self, content: int, other: int) -> bool:
+        """Give the file of `content` the name of `other` as well; False: it is not here."""
+        try:
+            os.link(file_name(content), file_name(other), src_dir_fd=self.directory, dst_dir_fd=self.directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
     def detach(self, content: int) -> int:
         """Take the name of the file of `content` away, at once however large it is; its room is free when the descriptor that is given is
         closed. -1 when there is no such file.
@@ -256,6 +264,14 @@ class Places(Mapping[Tier, Place]):
     def room(self, tier: Tier) -> Room:
         """The room of RAM or NVMe, not older than `limits.ROOM_AGE_S`."""
         return self.local_rooms()[tier]
+
+    def also(self, content: int, other: int) -> bool:
+        """Give the file of `content` in RAM or NVMe the name of `other` as well; whether it was there."""
+        done = False
+        for tier in (Tier.RAM, Tier.NVME):
+            if tier in self:
+                done = self[tier].also(content, other) or done
+        return done
 
     def after(self, tier: Tier) -> Iterator[Tier]:
         """The tiers that a content can move on to when `tier` is full, in order."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import trio
 
-from ckptfs.catalog import identity
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing.touching import Touching
@@ -95,7 +94,7 @@ def _wire(inherited: Inherited) -> Context:
 
 
 def _share(config: Config, db: Database, open_files: OpenFiles, touching: Touching) -> Sharing:
-    sharing = Sharing(db, cluster_store.open_store(config), identity.number(db), open_files.is_written)
+    sharing = Sharing(db, cluster_store.open_store(config), config.node, open_files.is_written, open_files.places.also)
     touching.on_touched = sharing.touched
     return sharing
 

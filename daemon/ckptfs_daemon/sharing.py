@@ -8,6 +8,7 @@ If we die here: what was not told is marked in the catalog, and the next process
 
 import contextlib
 import errno
+import functools
 import logging
 import time
 from collections import deque
@@ -18,10 +19,12 @@ from typing import TypeVar
 import trio
 
 from ckptfs import limits
+from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import applying, batch, outcome, reading, touching
+from ckptfs.catalog.sharing import applying, batch, island, outcome, reading, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.kinds import LAST, NAME, Key
+from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.store import Get, Outcome, Store
 from ckptfs.errors import CkptfsError, Unreachable, refused
 
@@ -35,12 +38,19 @@ Name = tuple[int, bytes]
 class Sharing:
     """This node's side of the shared tree."""
 
-    def __init__(self, db: Database, store: Store, number: int, is_written: Callable[[int], bool]) -> None:
-        """`is_written`: whether an inode is open for writing here."""
+    def __init__(
+        self, db: Database, store: Store, label: str, is_written: Callable[[int], bool], again: Callable[[int, int], bool]
+    ) -> None:
+        """`label` names this node in names; `is_written`: whether an inode is open for writing here; `again(content, other)` gives the
+        bytes of a content a second id, and says whether it could.
+        """
         self.db = db
-        self.number = number
+        self.number = identity.number(db)
+        self._label = label
+        self._again = again
+        self._is_written = is_written
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
-        self.island_ns = 0
+        self.island_ns = island.since(db)
         self._store = store
         self._written = _Written(is_written)
         self._nameless: Callable[[Iterable[int]], None] = lambda _: None
@@ -236,16 +246,16 @@ class Sharing:
             with trio.move_on_after(limits.WANT_LOOK_S):
                 await self._to_tell.wait()
 
-    async def _tell(self) -> None:
-        """One batch."""
+    async def _tell(self) -> bool:
+        """One batch. False: the store does not answer."""
         await trio.lowlevel.checkpoint()
         made = batch.build(self.db, self.number)
         if made is None:
-            return
+            return True
         try:
             if not made.changed:
                 self._note(outcome.passed(self.db, made, 0, self._recent))
-                return
+                return True
             self._sent = made
             self.counts["commits"] += 1
             came = await _answer(self._store.commit_soon(made.compares(), made.changes(), made.otherwise()))
@@ -253,15 +263,37 @@ class Sharing:
                 self._note(outcome.passed(self.db, made, came.revision, self._recent))
             else:
                 self.counts["conflicts"] += 1
-                self._note(outcome.refused(self.db, made, came, self._recent))
+                settling = await self._returning(made, came) if self.island else Refusal
+                self._note(outcome.refused(self.db, made, came, self._recent, settling))
             self._sent = None
         except CkptfsError as failure:
             self._failed(failure)
+            return False
         finally:
             self._went.set()
             self._went = trio.Event()
+        return True
 
-    def _note(self, result: outcome.Result) -> None:
+    async def _returning(self, made: batch.Batch, came: Outcome) -> Callable[..., Refusal]:
+        """Who settles a refusal of what applications were told long ago; after what else has to be read for that."""
+        more: dict[Key, Told] = {}
+        keys = island.wanted(self.db, reading.answers(made.questions(), came))
+        if keys:
+            more = reading.answers(keys, await _answer(self._store.read_soon(reading.gets(keys))))
+        for directory in island.moved(self.db, made):
+            await self._know_above(directory)
+        return functools.partial(island.Returning, more=more, label=self._label, again=self._again, is_written=self._is_written)
+
+    async def _know_above(self, inode: int) -> None:
+        passed: set[int] = set()
+        while inode and inode not in passed:
+            passed.add(inode)
+            keys = reading.above(self.db, inode)[0]
+            told = reading.answers(keys, await _answer(self._store.read_soon(reading.gets(keys))))
+            self._apply(told)
+            inode = reading.above(self.db, inode)[1]
+
+    def _note(self, result: Result) -> None:
         if result.reverted:
             self._reverts += 1
             self._reverted = {key: at for key, at in self._reverted.items() if at > self._reverts - limits.SHARED_TRIES_MAX}
@@ -274,6 +306,7 @@ class Sharing:
     def _failed(self, failure: CkptfsError) -> None:
         if not self.island:
             self.island_ns = time.time_ns()
+            island.enter(self.db, self.island_ns)
             log.warning("the store of the cluster does not answer (%s): going on alone with what is known here", failure)
         if not isinstance(failure, Unreachable):
             log.error("the store of the cluster refused: %s", failure)
@@ -284,9 +317,15 @@ class Sharing:
     async def _probe(self) -> None:
         """Look whether the store is back."""
         await trio.sleep(limits.ISLAND_PROBE_S)
-        if await self._look_back():
-            log.info("the store of the cluster answers again")
+        if not await self._look_back():
+            return
+        touching.compact(self.db)
+        while touching.last(self.db) and await self._tell():
+            pass
+        if touching.last(self.db) == 0:
+            log.info("the store of the cluster answers again, and knows what was changed here meanwhile")
             self.island_ns = 0
+            island.leave(self.db)
 
     async def _look_back(self) -> bool:
         """Find out whether the last batch passed whose answer did not come. False: the store does not answer."""

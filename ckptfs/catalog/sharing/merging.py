@@ -1,7 +1,7 @@
 """How two changes of one value become one: pure. `base` is what both began with, `ours` what it is here, `theirs` what the store has.
 
-A field is ours where we changed it, else theirs; links are counted; what is the file's bytes (content, generation, size, time of change)
-goes together, and is that of who closed it last, which is us: we are telling it just now.
+A field is ours where we changed it, else theirs; names are a set, subdirectories a count; what is the file's bytes (content, generation,
+size, time of change) goes together, and is that of who closed it last, which is us: we are telling it just now.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,10 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
     if base is None:
         return {**theirs, "nlink": theirs["nlink"] + ours["nlink"] - 2}
     merged: Value = {name: _field(name, base, ours, theirs) for name in theirs}
-    merged["nlink"] = max(1, theirs["nlink"] + ours["nlink"] - base["nlink"])
+    if "names" in theirs:
+        merged["names"] = names(base, ours, theirs)
+    else:
+        merged["nlink"] = max(2, theirs["nlink"] + ours["nlink"] - base["nlink"])
     if any(ours.get(name) != base.get(name) for name in BYTES):
         merged.update({name: ours[name] for name in BYTES if name in ours})
     for name in LATEST:
@@ -38,6 +41,12 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
     if xattrs:
         merged["xattrs"] = xattrs
     return merged
+
+
+def names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:
+    """Theirs, with what was given here, without what was taken away here (`ours` None: all that there was)."""
+    before, here, there = ({tuple(name) for name in (value or {"names": ()})["names"]} for value in (base, ours, theirs))
+    return [list(name) for name in sorted((there - (before - here)) | (here - before))]
 
 
 def _field(name: str, base: Value, ours: Value, theirs: Value) -> Any:

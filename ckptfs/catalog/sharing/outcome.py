@@ -1,29 +1,20 @@
-"""Takes what came of a batch: notes what was told, or brings this node's changes and the store's together so that the next one can pass.
+"""Takes what came of a batch: notes what was told, or has a refusal settled. What was told but whose answer was lost is recognised by this
+node's own key.
 
-A name that another node changed first: the changes here that have to do with it are taken back, and whoever made them does them again on
-what is true now. Attributes are merged. What was told but whose answer was lost is recognised by this node's own key.
 If we die here: one change of the catalog, whole or not at all; of a success that was not noted the next process hears by that key.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from ckptfs.catalog import answers, identity
+from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touching
+from ckptfs.catalog.sharing import kinds, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.batch import Batch
-from ckptfs.catalog.sharing.kinds import INODE, LAST, NAME, Key, Value
+from ckptfs.catalog.sharing.kinds import LAST, Key
+from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.catalog.store import Outcome
-
-
-@dataclass(slots=True)
-class Result:
-    """`told`: the batch passed. `reverted` are names whose changes were taken back; `nameless` inodes that have no name any more."""
-
-    told: bool
-    reverted: set[Key] = field(default_factory=set)
-    nameless: list[int] = field(default_factory=list)
 
 
 def passed(db: Database, batch: Batch, revision: int, recent: Recent) -> Result:
@@ -61,8 +52,8 @@ def look_back(db: Database, own: Told, sent: Batch | None, recent: Recent) -> Re
     return Result(False)
 
 
-def refused(db: Database, batch: Batch, outcome: Outcome, recent: Recent) -> Result:
-    """Some of what the batch compared was not so."""
+def refused(db: Database, batch: Batch, outcome: Outcome, recent: Recent, settling: Callable[..., Refusal] = Refusal) -> Result:
+    """Some of what the batch compared was not so. `settling`: who settles it."""
     keys = batch.questions()
     told = reading.answers(keys, outcome)
     own = told.pop(batch.last).seen
@@ -70,162 +61,7 @@ def refused(db: Database, batch: Batch, outcome: Outcome, recent: Recent) -> Res
         # The batch had passed, that answer was lost, and the store was asked once more.
         return passed(db, batch, own.revision, recent)
     with touching.applying(db):
-        refusal = _Refusal(db, batch, told, outcome.revision, recent)
+        refusal = settling(db, batch, told, outcome.revision, recent)
         for items in outcome.results[len(keys) :]:
             refusal.not_empty([kinds.parse(item.key) for item in items])
         return refusal.settle()
-
-
-class _Refusal:
-    """One refused batch on its way."""
-
-    def __init__(self, db: Database, batch: Batch, told: dict[Key, Told], asked: int, recent: Recent) -> None:
-        self._db = db
-        self._batch = batch
-        self._told = told
-        self._asked = asked
-        self._recent = recent
-        self._contested: set[Key] = set()
-        self._dead: set[int] = set()
-        self._result = Result(False)
-
-    def not_empty(self, names: list[Key]) -> None:
-        """A directory that was removed here holds something there."""
-        for name in names:
-            self._contested |= self._leading_to(name.number)
-
-    def settle(self) -> Result:
-        for key, one in self._told.items():
-            if key in self._batch.compared and one.seen.revision != self._batch.compared[key]:
-                self._differs(key, one)
-            elif key.kind == INODE and key not in self._batch.compared and one.seen.value is None:
-                self._gone(key.number)
-        if self._contested:
-            self._take_back()
-            answers.forget_all(self._db)
-        return self._result
-
-    def _differs(self, key: Key, told: Told) -> None:
-        """Another node changed this key since it was seen here."""
-        if key.kind == INODE and told.seen.value is None:
-            self._gone(key.number)
-        elif key not in self._batch.changed:
-            # A name above a directory that moves.
-            applying.apply(self._db, key, told.seen, self._asked, self._recent)
-            self._contested |= self._moved()
-        elif key.kind == NAME:
-            self._contested.add(key)
-        else:
-            self._merge(key, told.seen)
-
-    def _merge(self, key: Key, now: Seen) -> None:
-        base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
-        if theirs is not None and ours is not None:
-            kinds.write(self._db, key, merging.merge(key.kind, base, ours, theirs))
-        elif theirs is not None and key.kind == INODE:
-            self._renamed_or_linked(key, base, theirs)
-        seen.put(self._db, key, now)
-
-    def _renamed_or_linked(self, key: Key, base: Value | None, theirs: Value) -> None:
-        """It lost its last name here, and has changed there: where it has more links now, it lives on."""
-        more = theirs["nlink"] - (base or theirs)["nlink"]
-        if theirs["mode"] & 0o170000 != reading.DIRECTORY and more > 0:
-            kinds.write(self._db, key, {**theirs, "nlink": more})
-
-    def _gone(self, inode: int) -> None:
-        """It was deleted there. Names that were made here in it or of it cannot be."""
-        applying.gone(self._db, inode, self._asked, self._recent)
-        self._dead.add(inode)
-        self._result.nameless.append(inode)
-        self._contested |= self._leading_to(inode)
-        self._contested |= {key for key in touching.names(self._db) if key.number == inode}
-
-    def _leading_to(self, inode: int) -> set[Key]:
-        """The touched names that lead or led to an inode."""
-        return {key for key in touching.names(self._db) if inode in (self._here(key), self._there(key))}
-
-    def _moved(self) -> set[Key]:
-        """The touched names of directories that this batch moves."""
-        found: set[Key] = set()
-        for key in self._batch.changed:
-            before = seen.get(self._db, key).content if key.kind == INODE else None
-            now = kinds.read(self._db, key) if before else None
-            if before and now and now["parent"] != before["parent"]:
-                found |= self._leading_to(key.number)
-        return found
-
-    def _here(self, key: Key) -> int:
-        """What a name leads to here."""
-        return int(self._db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", key.number, key.name) or 0)
-
-    def _there(self, key: Key) -> int:
-        """What it led to in the store, when that was seen."""
-        return int((seen.get(self._db, key).content or {"child": 0})["child"])
-
-    # --- taking back --------------------------------------------------------------------------------------------------
-
-    def _take_back(self) -> None:
-        """Undo the contested names, and every other touched name of the same inodes: they are one change, or build on one another."""
-        touched = touching.names(self._db)
-        reverting = {key for key in self._contested if key in touched}
-        while True:
-            children = {child for key in reverting for child in (self._here(key), self._there(key)) if child}
-            more = {
-                key for key in touched if {self._here(key), self._there(key)} & children or key.number in self._new(children)
-            } - reverting
-            if not more:
-                break
-            reverting |= more
-        for key in reverting:
-            self._undo_links(key)
-        for key in reverting:
-            self._set(key)
-        for child in children:
-            if self._db.value("SELECT nlink FROM inode WHERE id = ?", child) == 0:
-                self._result.nameless.append(child)
-        self._result.reverted = reverting | self._contested
-
-    def _new(self, children: set[int]) -> set[int]:
-        """Those that the store has never had."""
-        return {child for child in children if not seen.get(self._db, Key(INODE, child)).revision}
-
-    def _undo_links(self, key: Key) -> None:
-        """What making or taking this name did to the links of what it leads to, and of its directory."""
-        here, there = self._here(key), self._there(key)
-        if here != there:
-            self._count(key.number, here, -1)
-            self._count(key.number, there, 1)
-
-    def _count(self, parent: int, child: int, links: int) -> None:
-        row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", child)
-        known = seen.get(self._db, Key(INODE, child)).content
-        if not child or (row is None and known is None):
-            return
-        if row is None:
-            assert known is not None
-            kinds.write(self._db, Key(INODE, child), {**known, "nlink": 0})
-            row = (known["mode"] & 0o170000, 0)
-        if row[0] != reading.DIRECTORY and child not in self._dead:
-            self._db.run("UPDATE inode SET nlink = max(0, nlink + ?) WHERE id = ?", links, child)
-        elif row[0] == reading.DIRECTORY:
-            self._db.run("UPDATE inode SET nlink = max(2, nlink + ?) WHERE id = ? AND nlink > 0", links, parent)
-            if child not in self._dead:
-                self._directory(child, known, row[1], links)
-
-    def _directory(self, child: int, known: Value | None, nlink: int, links: int) -> None:
-        """A directory that was made here never was; one that was moved or removed is where it was."""
-        if known is None:
-            if links < 0:
-                self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", child)
-        elif links > 0:
-            self._db.run("UPDATE inode SET nlink = ?, parent = ? WHERE id = ?", nlink or known["nlink"], known["parent"], child)
-
-    def _set(self, key: Key) -> None:
-        """The name leads where the store says."""
-        known = self._told.get(key)
-        now = seen.get(self._db, key) if known is None else known.seen
-        child = (now.content or {"child": 0})["child"]
-        if not child or child in self._dead or self._db.value("SELECT 1 FROM inode WHERE id = ?", child) is None:
-            now = seen.NEVER
-        kinds.write(self._db, key, now.content)
-        seen.put(self._db, key, now)

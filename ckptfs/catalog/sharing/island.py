@@ -1,0 +1,329 @@
+"""Settles what a node did while it could not reach the store: applications were told that it is done, so nothing of it may be lost.
+
+Two files of one name: the one that was closed later has it, the other stays beside it as `NAME.ckptfs-conflict-NODE-N`. Directories that
+both made are one. What was deleted there and written here comes back, with the directories above it. What was deleted here and written
+there stays. A file that both wrote becomes two. What cannot be (a directory inside itself, one removed here and used there) is taken back.
+If we die here: it happens inside one change of the catalog; a bytes' file that got a second name has no row then, and is swept.
+"""
+
+import stat
+from collections.abc import Callable, Iterable, Mapping
+
+from ckptfs import limits
+from ckptfs.catalog import directories, identity
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touching
+from ckptfs.catalog.sharing.applying import Recent, Told
+from ckptfs.catalog.sharing.batch import Batch
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, TIMES, Key, Value
+from ckptfs.catalog.sharing.refusal import Refusal, Result
+from ckptfs.catalog.sharing.seen import Seen
+
+CONFLICT = b".ckptfs-conflict-"
+
+_LINKS = "SELECT 2 + count(*) FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?1 AND i.mode & 61440 = 16384"
+
+
+def since(db: Database) -> int:
+    """Since when this node is an island, as it last knew; 0: it is none."""
+    return int(db.value("SELECT value FROM meta WHERE key = 'island'") or 0)
+
+
+def enter(db: Database, now_ns: int) -> None:
+    """What is not told from now on, applications believe to be done."""
+    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('island', ?)", now_ns)
+
+
+def leave(db: Database) -> None:
+    """Everything is told."""
+    db.run("DELETE FROM meta WHERE key = 'island'")
+
+
+def wanted(db: Database, told: Mapping[Key, Told]) -> list[Key]:
+    """What else must be read before a refusal is settled: what the names lead to that others made."""
+    return [key for key in reading.lacking(db, {key: one for key, one in told.items() if key.kind == NAME}) if key.kind != CONTENT]
+
+
+def moved(db: Database, batch: Batch) -> list[int]:
+    """The directories into which this batch moves others: where they lie must be known before loops can be told."""
+    found = []
+    for key in batch.changed:
+        before, now = (seen.get(db, key).content, kinds.read(db, key)) if key.kind == INODE else (None, None)
+        if before and now and now["parent"] != before["parent"]:
+            found.append(int(now["parent"]))
+    return found
+
+
+class Returning(Refusal):
+    """A refused batch of a node that returns."""
+
+    def __init__(
+        self, db: Database, batch: Batch, told: dict[Key, Told], asked: int, recent: Recent, *,
+        more: Mapping[Key, Told], label: str, again: Callable[[int, int], bool], is_written: Callable[[int], bool],
+    ) -> None:  # fmt: skip
+        """`more` is what `wanted` asked for; `label` names this node in names; `again(content, other)` gives its bytes here a second id."""
+        super().__init__(db, batch, told, asked, recent)
+        self._more = more
+        self._label = label.encode()
+        self._again = again
+        self._is_written = is_written
+        self._names: dict[Key, Seen] = {}
+
+    def settle(self) -> Result:
+        """Names that are taken back first, those that stay side by side afterwards."""
+        for key, one in self._more.items():
+            if one.seen.value is not None and not touching.is_touched(self._db, key) and not self._known(key):
+                applying.apply(self._db, key, one.seen, one.asked, self._recent)
+        result = super().settle()
+        for key, now in self._names.items():
+            if key not in result.reverted:
+                self._name(key, now)
+        self._recount()
+        return result
+
+    def _differs(self, key: Key, told: Told) -> None:
+        if key.kind != NAME or key not in self._batch.changed:
+            super()._differs(key, told)
+        elif self._moved_twice(self._there(key)) or not (self._here(key) or self._there(key) in self._kept):
+            self._contested.add(key)
+        else:
+            self._names[key] = told.seen
+
+    def _known(self, key: Key) -> bool:
+        return seen.get(self._db, key).revision != 0
+
+    def _moved_twice(self, inode: int) -> bool:
+        """What both moved away from this name: it has another name there already."""
+        if not inode or inode in self._kept or inode in self._dead:
+            return False
+        return any(self._here(key) == inode for key in touching.names(self._db))
+
+    def _set(self, key: Key) -> None:
+        """What was made here and has no other name stays, beside what has this one."""
+        here = self._here(key)
+        made = here and here not in self._dead and not self._known(Key(INODE, here))
+        super()._set(key)
+        if not made or self._here(key) == here:
+            return
+        self._aside(key, here)
+        if stat.S_ISDIR(self._row(here)[0]):
+            self._db.run("UPDATE inode SET nlink = (" + _LINKS + "), parent = ?2 WHERE id = ?1", here, key.number)
+            self._links(key.number, 1)
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def _name(self, key: Key, now: Seen) -> None:
+        """Both changed what this name leads to."""
+        here, before, there = self._here(key), self._there(key), int((now.content or {"child": 0})["child"])
+        if not here:
+            self._adopt(key, now)
+            return
+        self._counted |= {here, before, there} - {0}
+        if here == there:
+            pass
+        elif there and not self._has_row(there):
+            return  # It went meanwhile: the next batch finds out.
+        else:
+            self._replaced(key, before)
+            if there:
+                self._both(key, here, there, now)
+        seen.put(self._db, key, now)
+
+    def _replaced(self, key: Key, before: int) -> None:
+        """Both took away what was there: it is counted once."""
+        if before and before not in self._dead | self._kept:
+            self._count(key.number, before, 1)
+        elif before:
+            self._count_directory(key.number, before, 1)
+
+    def _both(self, key: Key, here: int, there: int, now: Seen) -> None:
+        ours, theirs = self._row(here), self._row(there)
+        both = stat.S_ISDIR(ours[0]) and stat.S_ISDIR(theirs[0])
+        if both and not self._known(Key(INODE, here)):
+            self._merge_directories(here, there)
+            self._links(key.number, -1)
+            kinds.write(self._db, key, now.content)
+        elif stat.S_ISDIR(ours[0]) or stat.S_ISDIR(theirs[0]) or theirs[1] >= ours[1]:
+            self._aside(key, here)
+            kinds.write(self._db, key, now.content)
+        else:
+            self._aside(key, there)
+
+    def _aside(self, key: Key, child: int) -> None:
+        """Give what cannot have this name one beside it."""
+        stem = key.name.split(CONFLICT)[0]
+        for number in range(1, limits.LINKS_MAX):
+            end = CONFLICT + self._label + b"-%d" % number
+            beside = Key(NAME, key.number, stem[: limits.NAME_BYTES_MAX - len(end)] + end)
+            if not self._here(beside) and not self._known(beside):
+                self._enter(beside, child)
+                return
+
+    def _enter(self, key: Key, child: int) -> None:
+        kinds.write(self._db, key, {"child": child})
+        touching.touch(self._db, key)
+        touching.touch(self._db, Key(INODE, child))
+
+    def _adopt(self, key: Key, now: Seen) -> None:
+        """The name is as the store has it; what it led to has others here."""
+        self._count_directory(key.number, self._there(key), 1)
+        child = (now.content or {"child": 0})["child"]
+        now = now if child and self._has_row(child) else seen.NEVER
+        kinds.write(self._db, key, now.content)
+        seen.put(self._db, key, now)
+
+    def _merge_directories(self, ours: int, theirs: int) -> None:
+        """What was put into the directory that was made here goes into the one that was made there."""
+        for name, child in self._db.rows("SELECT name, child FROM entry WHERE parent = ?", ours):
+            old, new = Key(NAME, ours, bytes(name)), Key(NAME, theirs, bytes(name))
+            kinds.write(self._db, old, None)
+            touching.touch(self._db, old)
+            directory = stat.S_ISDIR(self._row(child)[0])
+            other = self._here(new)
+            if other and directory and stat.S_ISDIR(self._row(other)[0]) and not self._known(Key(INODE, child)):
+                self._merge_directories(child, other)
+                continue
+            self._counted.add(child)
+            if other:
+                self._aside(new, child)
+            else:
+                self._enter(new, child)
+            if directory:
+                self._links(theirs, 1)
+                self._db.run("UPDATE inode SET parent = ? WHERE id = ?", theirs, child)
+                touching.touch(self._db, Key(INODE, child))
+        self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", ours)
+        touching.touch(self._db, Key(INODE, ours))
+        self._result.nameless.append(ours)
+
+    def _links(self, directory: int, more: int) -> None:
+        self._db.run("UPDATE inode SET nlink = max(2, nlink + ?) WHERE id = ? AND nlink > 0", more, directory)
+        touching.touch(self._db, Key(INODE, directory))
+
+    def _count_directory(self, parent: int, child: int, links: int) -> None:
+        if self._has_row(child) and stat.S_ISDIR(self._row(child)[0]):
+            self._links(parent, links)
+
+    def _has_row(self, inode: int) -> bool:
+        return self._db.value("SELECT 1 FROM inode WHERE id = ?", inode) is not None
+
+    def _row(self, inode: int) -> tuple[int, int]:
+        """(mode, time of change)."""
+        row = self._db.row("SELECT mode, mtime_ns FROM inode WHERE id = ?", inode)
+        return (0, 0) if row is None else (row[0], row[1])
+
+    # --- inodes -------------------------------------------------------------------------------------------------------
+
+    def _above(self, key: Key, told: Told) -> None:
+        """A directory was moved there below which something was moved here: wrong only where that makes a loop."""
+        applying.apply(self._db, key, told.seen, self._asked, self._recent)
+        for changed in self._batch.changed:
+            if changed.kind == INODE and (now := kinds.read(self._db, changed)) and now["mode"] & 0o170000 == reading.DIRECTORY:
+                before = seen.get(self._db, changed).content
+                if before and before["parent"] != now["parent"] and directories.is_inside(self._db, now["parent"], changed.number):
+                    self._contested |= self._leading_to(changed.number)
+
+    def _gone(self, inode: int) -> None:
+        """It was deleted there. What was made in it or written into it here brings it back."""
+        row = self._row(inode)
+        if row[0] and (self._used(inode) if stat.S_ISDIR(row[0]) else self._worth(inode)):
+            self._bring_back(inode, directory=stat.S_ISDIR(row[0]))
+        else:
+            super()._gone(inode)
+
+    def _used(self, directory: int) -> bool:
+        return any(key.number == directory and self._here(key) for key in touching.names(self._db)) or any(
+            self._here(key) == directory for key in touching.names(self._db)
+        )
+
+    def _worth(self, inode: int) -> bool:
+        """Whether a file was written or given a name here, and its bytes are here."""
+        content, nlink = self._db.row("SELECT content, nlink FROM inode WHERE id = ?", inode) or (None, 0)
+        if not nlink:
+            return False
+        if content is not None and self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
+            return False
+        now, before = kinds.read(self._db, Key(INODE, inode)) or {}, seen.get(self._db, Key(INODE, inode)).content or {}
+        written = any(now.get(name) != before.get(name) for name in merging.BYTES)
+        return written or any(self._here(key) == inode != self._there(key) for key in touching.names(self._db))
+
+    def _bring_back(self, inode: int, *, directory: bool) -> None:
+        self._kept.add(inode)
+        content = self._db.value("SELECT content FROM inode WHERE id = ?", inode)
+        keys = [Key(INODE, inode), Key(TIMES, inode)] if directory else [Key(INODE, inode)]
+        self._untold([*keys, *([] if content is None else [Key(CONTENT, content)])])
+        if directory:
+            self._drop_untouched(inode)
+        for parent, name in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", inode):
+            key = Key(NAME, parent, bytes(name))
+            if not touching.is_touched(self._db, key):
+                self._untold([key])
+                if directory:
+                    self._links(parent, 1)
+        if directory:
+            self._db.run("UPDATE inode SET nlink = (" + _LINKS + ") WHERE id = ?1", inode)
+        self._counted.add(inode)
+
+    def _untold(self, keys: Iterable[Key]) -> None:
+        """The store has these no more, and shall."""
+        for key in keys:
+            seen.put(self._db, key, seen.NEVER)
+            touching.touch(self._db, key)
+
+    def _drop_untouched(self, directory: int) -> None:
+        """Who deleted the directory had emptied it."""
+        for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", directory):
+            key = Key(NAME, directory, bytes(name))
+            if not touching.is_touched(self._db, key):
+                kinds.write(self._db, key, None)
+                seen.put(self._db, key, seen.NEVER)
+
+    def _merge(self, key: Key, now: Seen) -> None:
+        base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
+        wrote = _both_wrote(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
+        if wrote and ours and theirs and self._split(key, ours, theirs):
+            kinds.write(self._db, key, theirs)
+            seen.put(self._db, key, now)
+        else:
+            super()._merge(key, now)
+
+    def _split(self, key: Key, ours: Value, theirs: Value) -> bool:
+        """Both wrote this file: what was written here becomes a file of its own. False: its bytes are not here."""
+        content = ours["content"]
+        made, kept = identity.fresh(self._db, "inode"), content
+        if made is None or content is None or self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
+            return False
+        if content == theirs["content"]:
+            kept = identity.fresh(self._db, "content")
+            if kept is None or not self._again(content, kept):
+                return False
+            self._db.run(
+                "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns)"
+                " SELECT ?, ?, generation, state, size, digest, blocks, change + 1, closed_ns FROM content WHERE id = ?",
+                kept, made, content,
+            )  # fmt: skip
+            self._db.run("UPDATE copy SET content = ? WHERE content = ?", kept, content)
+            self._db.run("DELETE FROM content WHERE id = ?", content)
+        else:
+            self._db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
+        kinds.write(self._db, Key(INODE, made), {**ours, "content": kept})
+        self._counted |= {made, key.number}
+        self._untold([Key(INODE, made), Key(CONTENT, kept)])
+        self._place(key.number, made, later=ours["mtime_ns"] > theirs["mtime_ns"])
+        return True
+
+    def _place(self, theirs: int, ours: int, *, later: bool) -> None:
+        """The later of the two has the name, the other one beside it."""
+        row = self._db.row("SELECT parent, name FROM entry WHERE child = ?", theirs)
+        if row is None:
+            return
+        key = Key(NAME, row[0], bytes(row[1]))
+        self._aside(key, theirs if later else ours)
+        if later:
+            self._enter(key, ours)
+
+
+def _both_wrote(*values: Value | None) -> bool:
+    """Whether both nodes wrote a file: base, ours, theirs. Whenever one is written these two change."""
+    base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
+    return bool(base and ours and theirs) and base not in (ours, theirs)
