@@ -8,26 +8,22 @@ gives them. The same seed gives the same figures.
 
 import contextlib
 import random
-import stat
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import trio
 import trio.testing
-from ckptfs_daemon.sharing import Sharing
 from memory_store import MemoryEtcd, MemoryStore, MemoryWatch
+from shared_catalogs import Node as Station
+from shared_catalogs import Slow
 
 from ckptfs import limits
-from ckptfs.catalog import belonging, contents, database, identity, namespace, settling
-from ckptfs.catalog.database import Database
+from ckptfs.catalog import belonging, contents, settling
 from ckptfs.catalog.etcd.wire import Wire
-from ckptfs.catalog.sharing.touching import Touching
 from ckptfs.catalog.store import Compare, Delete, Get, Item, Operation, Outcome, Put
 from ckptfs.clique import holders
 from ckptfs.clique.joining import join
@@ -38,8 +34,8 @@ from ckptfs.clique.roster import Roster
 from ckptfs.model import ROOT, Tier
 
 WHOLE = 3
-WAY_S = (0.0002, 0.001)
-"""How long a message to or from the store travels."""
+WAY_S = 0.001
+"""How long a message to or from the store travels at most."""
 PUT_COST = 2
 ITEM_BYTES = 24
 """Revisions, version, lease and lengths around a key and its value in an answer."""
@@ -59,13 +55,12 @@ class Bill:
         self.bytes[purpose or self.purpose] += length
 
 
-class Metered(MemoryStore):
+class Metered(Slow):
     """A way to the store that counts. A question and its answer are two messages."""
 
     def __init__(self, etcd: MemoryEtcd, dice: random.Random) -> None:
-        super().__init__(etcd)
+        super().__init__(etcd, dice, WAY_S)
         self.bill = Bill()
-        self._dice = dice
         self._wire = Wire("c")
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
@@ -79,27 +74,6 @@ class Metered(MemoryStore):
         outcome = super().commit(compares, changes, otherwise, timeout_s=timeout_s)
         self._note(compares, changes, otherwise, outcome)
         return outcome
-
-    def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Future[Outcome]:
-        return self._later(lambda: self.read(gets))
-
-    def commit_soon(
-        self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
-    ) -> Future[Outcome]:
-        return self._later(lambda: self.commit(compares, changes, otherwise))
-
-    def _later(self, act: Callable[[], Outcome]) -> Future[Outcome]:
-        """The way there, the act, and the way back."""
-        future: Future[Outcome] = Future()
-
-        async def travel() -> None:
-            await trio.sleep(self._dice.uniform(*WAY_S))
-            outcome = act()
-            await trio.sleep(self._dice.uniform(*WAY_S))
-            future.set_result(outcome)
-
-        trio.lowlevel.spawn_system_task(travel)
-        return future
 
     def keep_alive(self, lease: int, *, timeout_s: float = WAIT_S) -> float:
         self.bill.note(2, 2 * ITEM_BYTES, "beat")
@@ -125,23 +99,18 @@ class Metered(MemoryStore):
         return ITEM_BYTES + len(self._wire.key(key)) + (len(item.value) if item is not None else 0)
 
 
-class Whole:
+class Whole(Station):
     """One node with all of its parts that speak to the store."""
 
+    store: Metered
+
     def __init__(self, place: Path, etcd: MemoryEtcd, name: str, number: int, dice: random.Random) -> None:
-        path = place / f"{name}.db"
-        database.create(path)
-        self.touching = Touching()
-        self.db = Database(path, journalled=False, clustered=True, shared=self.touching)
-        self.store = Metered(etcd, dice)
+        super().__init__(place / name, number, Metered(etcd, dice))
         catalog = belonging.catalog_id(self.db)
-        self.number = join(self.store, name, catalog, number)
-        identity.take_number(self.db, self.number)
+        assert join(self.store, name, catalog, number) == number
         self.node = node(self.number, name)
         self.presence = Presence(self.store, self.node, catalog, trio.current_time)
         self.roster = Roster(self.node)
-        self.sharing = Sharing(self.db, self.store, self.number, lambda _: False)
-        self.touching.on_touched = self.sharing.touched
         self.deaths = 0
 
     async def live(self) -> None:
@@ -166,19 +135,16 @@ class Whole:
     async def directory(self, name: bytes) -> int:
         """Look it up, or make it: whoever comes first does."""
         self.store.bill.purpose = "names"
-        await self.sharing.fresh_name(ROOT, name)
         with contextlib.suppress(FileNotFoundError):
-            return namespace.lookup(self.db, ROOT, name).id
+            return (await self.lookup(ROOT, name)).id
         with contextlib.suppress(FileExistsError):
-            await self._make(ROOT, name, stat.S_IFDIR | 0o755)
-        await self.sharing.fresh_name(ROOT, name)
-        return namespace.lookup(self.db, ROOT, name).id
+            await self.mkdir(name.decode())
+        return (await self.lookup(ROOT, name)).id
 
-    async def write(self, parent: int, name: bytes, size: int) -> int:
+    async def write(self, path: str, size: int) -> int:
         """Create, write, close; its content."""
         self.store.bill.purpose = "names"
-        await self.sharing.fresh_name(parent, name)
-        made = await self._make(parent, name, stat.S_IFREG | 0o644)
+        made = await self.make(path)
         with self.db.change():
             content = contents.begin(self.db, made.id, Tier.RAM)
         with self.db.change():
@@ -203,13 +169,6 @@ class Whole:
         now, bill.purpose = bill.purpose, "copies"
         holders.tell(self.store, self.number, [(found, True)])
         bill.purpose = now
-
-    async def _make(self, parent: int, name: bytes, mode: int) -> Any:
-        async def act() -> Any:
-            with self.db.change():
-                return namespace.make(self.db, parent, name, mode, uid=0, gid=0)
-
-        return await self.sharing.agreed(act, lambda: self.sharing.fresh_change([(parent, name)]), [(parent, name)])
 
 
 def node(number: int, name: str) -> Node:
@@ -277,8 +236,9 @@ class Cluster:
 
         async def one(at: int) -> None:
             here = self.whole[at]
-            parent = await here.directory(b"step_%06d" % step)
-            content = await here.write(parent, b"rank_%05d.pt" % here.number, 1 << 30)
+            directory = f"step_{step:06}"
+            await here.directory(directory.encode())
+            content = await here.write(f"{directory}/rank_{here.number:05}.pt", 1 << 30)
             await here.seal(content)
             for place in range(1, 1 + len(here.peers(factor))):
                 self.whole[(at + place) % self.writers].hold(here, content)
