@@ -1,0 +1,81 @@
+"""P9, D16, N1: copies on other nodes, and what is left when nodes die, with all that they had."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster_lab import ClusterUnderTest, level, limited, wait_for
+from daemon_under_test import eventually
+
+SIZE = 9_000_000
+
+
+def fill(place: Path, count: int = 4) -> dict[str, bytes]:
+    """Files of several sizes."""
+    place.mkdir()
+    written = {f"file{number}": os.urandom(1 + number * SIZE // count) for number in range(count)}
+    for name, data in written.items():
+        (place / name).write_bytes(data)
+    return written
+
+
+def shown(place: Path) -> dict[str, bytes]:
+    """What a node shows in a directory."""
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def memory(make_lab: Callable[..., ClusterUnderTest]) -> ClusterUnderTest:
+    """Three nodes, two copies, no PFS: what survives is on other nodes."""
+    return make_lab(with_pfs=False)
+
+
+def test_what_is_closed_reaches_the_clique_by_itself(memory: ClusterUnderTest) -> None:
+    """P3: without any fsync or command."""
+    written = fill(memory[0].path / "alone")
+    for name in written:
+        eventually(lambda name=name: level(memory[0].path / "alone" / name) == "clique", what=f"{name} reaches clique")
+    # Every node gives the same answer.
+    for node in memory.nodes:
+        wait_for(node.path / "alone", "clique")
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_node_that_dies_with_all_it_had_takes_nothing_along(memory: ClusterUnderTest, victim: int) -> None:
+    """D16, P9: from another node's memory alone. The node then returns as a new machine."""
+    memory.expect_warning("does not answer|has died|is gone|not reach|cannot be reached|lost|took over|no longer")
+    with limited(memory):
+        home = memory[victim].path / f"of{victim}"
+        written = fill(home)
+        wait_for(home, "clique")
+        memory[victim].wipe(nvme=True)
+        for number, node in enumerate(memory.nodes):
+            if number != victim:
+                assert shown(node.path / home.name) == written
+        # The number of copies comes back on the survivors, so the next node may die.
+        survivor = memory[(victim + 1) % 3]
+        wait_for(survivor.path / home.name, "clique")
+        memory[victim].start()
+        assert shown(memory[victim].path / home.name) == written
+        wait_for(memory[victim].path, "clique")
+
+
+def test_a_file_that_is_written_again_is_never_served_old(memory: ClusterUnderTest) -> None:
+    """P7: a node that was away while the file was written again returns with its former copy."""
+    memory.expect_warning("does not answer|has died|is gone|not reach|cannot be reached|lost|took over|no longer")
+    with limited(memory):
+        path = [node.path / "again" for node in memory.nodes]
+        path[0].write_bytes(b"old" * SIZE)
+        for node in (0, 1, 2):
+            assert path[node].read_bytes() == b"old" * SIZE
+        wait_for(path[0], "clique")
+        memory[1].kill()
+        path[0].write_bytes(b"new" * SIZE)
+        wait_for(path[0], "clique")
+        memory[1].start()
+        assert path[1].read_bytes() == b"new" * SIZE
+        memory[0].wipe(nvme=True)
+        assert path[1].read_bytes() == b"new" * SIZE
+        assert path[2].read_bytes() == b"new" * SIZE
+        memory[0].start()

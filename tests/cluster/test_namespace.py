@@ -1,0 +1,161 @@
+"""One tree on all nodes: close-to-open, O_EXCL, renames, attributes, each change made on one node and looked at on the others."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cluster_lab import ClusterUnderTest
+
+SIZE = 3_000_000
+
+
+@pytest.fixture
+def places(lab: ClusterUnderTest, request: pytest.FixtureRequest) -> list[Path]:
+    """A directory of the test's own, as each node shows it."""
+    name = request.node.name.partition("[")[0]
+    (lab[0].path / name).mkdir()
+    return [node.path / name for node in lab.nodes]
+
+
+@contextlib.contextmanager
+def refused(code: int) -> Iterator[None]:
+    """The block fails with this errno."""
+    with pytest.raises(OSError) as failure:
+        yield
+    assert failure.value.errno == code
+
+
+def test_what_one_node_closes_the_others_read(places: list[Path]) -> None:
+    """Close-to-open (T7): each node writes the next generation, and every other one sees it at once, whole."""
+    for generation, writer in enumerate(places * 2):
+        written = os.urandom(SIZE + generation)
+        (writer / "file").write_bytes(written)
+        for reader in places:
+            assert (reader / "file").stat().st_size == len(written)
+            assert (reader / "file").read_bytes() == written
+
+
+def test_appending_by_turns(places: list[Path]) -> None:
+    """D14, H1: a log that every node appends to, one after the other."""
+    expected = b""
+    for turn in range(9):
+        line = f"{turn}: {'x' * 1000}\n".encode()
+        with open(places[turn % len(places)] / "log", "ab") as log:
+            log.write(line)
+        expected += line
+    assert [(place / "log").read_bytes() == expected for place in places] == [True] * len(places)
+
+
+def test_of_those_who_create_exclusively_one_wins(places: list[Path]) -> None:
+    def create(place: Path, number: int) -> bool:
+        try:
+            os.close(os.open(place / f"lock{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        for number in range(20):
+            won = list(threads.map(lambda place, number=number: create(place, number), places))  # type: ignore[misc]
+            assert won.count(True) == 1, f"lock{number}: {won}"
+
+
+def test_directories_are_made_once(places: list[Path]) -> None:
+    def make(place: Path) -> bool:
+        with contextlib.suppress(FileExistsError):
+            (place / "made").mkdir()
+            return True
+        return False
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        assert list(threads.map(make, places)).count(True) == 1
+    assert {(place / "made").stat().st_ino for place in places} == {places[0].joinpath("made").stat().st_ino}
+
+
+def test_many_files_in_one_directory_from_all_nodes(places: list[Path]) -> None:
+    def fill(number: int) -> None:
+        for count in range(30):
+            (places[number] / f"{number}-{count}").write_bytes(b"%d" % count)
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        list(threads.map(fill, range(len(places))))
+    expected = sorted(f"{number}-{count}" for number in range(len(places)) for count in range(30))
+    for place in places:
+        assert sorted(os.listdir(place)) == expected
+        assert all((place / name).read_bytes() == name.partition("-")[2].encode() for name in expected)
+    inodes = [(places[0] / name).stat().st_ino for name in expected]
+    assert len(set(inodes)) == len(inodes)
+
+
+def test_a_directory_is_renamed_with_what_others_put_into_it(places: list[Path]) -> None:
+    (places[0] / "old" / "below").mkdir(parents=True)
+    for number, place in enumerate(places):
+        (place / "old" / "below" / f"of{number}").write_bytes(b"%d" % number)
+    (places[1] / "old").rename(places[1] / "new")
+    for place in places:
+        assert os.listdir(place) == ["new"]
+        assert {path.name: path.read_bytes() for path in (place / "new" / "below").iterdir()} == {
+            f"of{number}": b"%d" % number for number in range(len(places))
+        }
+        with refused(errno.ENOENT):
+            (place / "old").stat()
+    with refused(errno.EINVAL):
+        (places[2] / "new").rename(places[2] / "new" / "below" / "itself")
+
+
+def test_a_temporary_file_is_renamed_over_the_former_one(places: list[Path]) -> None:
+    """The way in which checkpoints are written: no reader ever sees anything else than the one or the other."""
+    for generation in range(6):
+        writer, reader = places[generation % 2], places[2]
+        (writer / "ckpt.tmp").write_bytes(b"%d" % generation * SIZE)
+        (writer / "ckpt.tmp").rename(writer / "ckpt")
+        assert (reader / "ckpt").read_bytes() == b"%d" % generation * SIZE
+        assert os.listdir(reader) == ["ckpt"]
+
+
+def test_deleting(places: list[Path]) -> None:
+    (places[0] / "directory").mkdir()
+    (places[1] / "directory" / "file").write_bytes(b"x")
+    with refused(errno.ENOTEMPTY):
+        (places[2] / "directory").rmdir()
+    (places[2] / "directory" / "file").unlink()
+    with refused(errno.ENOENT):
+        (places[1] / "directory" / "file").read_bytes()
+    (places[0] / "directory").rmdir()
+    assert [os.listdir(place) for place in places] == [[], [], []]
+
+
+def test_attributes_and_links(places: list[Path]) -> None:
+    (places[0] / "file").write_bytes(b"x")
+    (places[1] / "file").chmod(0o640)
+    os.utime(places[2] / "file", ns=(10**18, 2 * 10**18))
+    os.setxattr(places[0] / "file", "user.note", b"kept")
+    os.link(places[1] / "file", places[1] / "again")
+    (places[2] / "pointer").symlink_to("file")
+    for place in places:
+        found = (place / "file").stat()
+        assert (found.st_mode & 0o777, found.st_mtime_ns, found.st_nlink) == (0o640, 2 * 10**18, 2)
+        assert os.getxattr(place / "again", "user.note") == b"kept"
+        assert os.readlink(place / "pointer") == "file"
+
+
+def test_truncating(places: list[Path]) -> None:
+    (places[0] / "file").write_bytes(b"x" * SIZE)
+    os.truncate(places[1] / "file", 1000)
+    assert [(place / "file").read_bytes() for place in places] == [b"x" * 1000] * 3
+    os.truncate(places[2] / "file", 2000)
+    assert [(place / "file").read_bytes() for place in places] == [b"x" * 1000 + bytes(1000)] * 3
+
+
+def test_a_file_that_is_open_survives_its_deletion_elsewhere(places: list[Path]) -> None:
+    """P2, P7: whoever has it open goes on reading what he opened."""
+    (places[0] / "file").write_bytes(b"former" * 1000)
+    with open(places[0] / "file", "rb") as reader:
+        (places[1] / "file").unlink()
+        (places[1] / "file").write_bytes(b"newer")
+        assert reader.read() == b"former" * 1000
+    assert [(place / "file").read_bytes() for place in places] == [b"newer"] * 3
