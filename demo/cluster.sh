@@ -8,6 +8,7 @@ BIN=$(dirname "$PYTHON")
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 WORK=$(mktemp -d /tmp/ckptfs-demo.XXXXXX)
 export CKPTFS_LAB=$WORK/lab
+export TORCH_CPP_LOG_LEVEL=ERROR
 STEPS=8 PORT=29500
 
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
