@@ -254,13 +254,13 @@ class Sharing:
             return True
         try:
             if not made.changed:
-                self._note(outcome.passed(self.db, made, 0, self._recent))
+                self._note(outcome.passed(self.db, made, 0, self._recent, recount=self.island))
                 return True
             self._sent = made
             self.counts["commits"] += 1
             came = await _answer(self._store.commit_soon(made.compares(), made.changes(), made.otherwise()))
             if came.succeeded:
-                self._note(outcome.passed(self.db, made, came.revision, self._recent))
+                self._note(outcome.passed(self.db, made, came.revision, self._recent, recount=self.island))
             else:
                 self.counts["conflicts"] += 1
                 settling = await self._returning(made, came) if self.island else Refusal

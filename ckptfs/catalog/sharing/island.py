@@ -1,8 +1,9 @@
 """Settles what a node did while it could not reach the store: applications were told that it is done, so nothing of it may be lost.
 
 Two files of one name: the one that was closed later has it, the other stays beside it as `NAME.ckptfs-conflict-NODE-N`. Directories that
-both made are one. What was deleted there and written here comes back, with the directories above it. What was deleted here and written
-there stays. A file that both wrote becomes two. What cannot be (a directory inside itself, one removed here and used there) is taken back.
+both made are one. What was deleted there and written here comes back, with the directories above it, as `/.ckptfs-island-NODE-N` where it
+had no name here. What was deleted here and written there stays. A file that both wrote becomes two. What cannot be (a directory inside
+itself, one removed here and used there, one moved to two places) is taken back.
 If we die here: it happens inside one change of the catalog; a bytes' file that got a second name has no row then, and is swept.
 """
 
@@ -18,8 +19,10 @@ from ckptfs.catalog.sharing.batch import Batch
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, TIMES, Key, Value
 from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.sharing.seen import Seen
+from ckptfs.model import ROOT
 
 CONFLICT = b".ckptfs-conflict-"
+HOMELESS = b".ckptfs-island-"
 
 _LINKS = "SELECT 2 + count(*) FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?1 AND i.mode & 61440 = 16384"
 
@@ -151,10 +154,12 @@ class Returning(Refusal):
 
     def _aside(self, key: Key, child: int) -> None:
         """Give what cannot have this name one beside it."""
-        stem = key.name.split(CONFLICT)[0]
+        self._beside(key.number, key.name.split(CONFLICT)[0], CONFLICT, child)
+
+    def _beside(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:
         for number in range(1, limits.LINKS_MAX):
-            end = CONFLICT + self._label + b"-%d" % number
-            beside = Key(NAME, key.number, stem[: limits.NAME_BYTES_MAX - len(end)] + end)
+            end = mark + self._label + b"-%d" % number
+            beside = Key(NAME, directory, stem[: limits.NAME_BYTES_MAX - len(end)] + end)
             if not self._here(beside) and not self._known(beside):
                 self._enter(beside, child)
                 return
@@ -260,6 +265,11 @@ class Returning(Refusal):
                 self._untold([key])
                 if directory:
                     self._links(parent, 1)
+        if self._db.value("SELECT 1 FROM entry WHERE child = ?", inode) is None:
+            self._beside(ROOT, b"", HOMELESS, inode)
+            if directory:
+                self._db.run("UPDATE inode SET parent = ? WHERE id = ?", ROOT, inode)
+                self._links(ROOT, 1)
         if directory:
             self._db.run("UPDATE inode SET nlink = (" + _LINKS + ") WHERE id = ?1", inode)
         self._counted.add(inode)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ckptfs.catalog import holding, identity
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard
+from ckptfs.catalog.sharing import pfs_kinds
 from ckptfs.model import ContentState
 
 Value = dict[str, Any]
@@ -23,6 +24,9 @@ INODE = "i"
 TIMES = "m"
 CONTENT = "c"
 COPY = "p"
+SHOWN = "f"
+PLACE = "x"
+ROW = "j"
 LAST = "w"
 """`w/<node>`: put with every transaction of a node, so that it can tell its own from others' when an answer was lost."""
 
@@ -118,6 +122,14 @@ def names_of(db: Database, inode: int) -> list[list[Any]]:
         return [list(name) for name in sorted(here)]
     touched = {name for name in here | there if _is_touched(db, *name)}
     return [list(name) for name in sorted((there - touched) | (here & touched))]
+
+
+def recount(db: Database, key: Key) -> None:
+    """The links of what is no directory are its names."""
+    if key.kind == INODE:
+        row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
+        if row is not None and row[0] != stat.S_IFDIR and row[1] and row[1] != (links := len(names_of(db, key.number))):
+            db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, key.number)
 
 
 def _is_touched(db: Database, parent: int, name: str) -> bool:
@@ -223,6 +235,9 @@ KINDS: dict[str, Kind] = {
     CONTENT: Kind(_content_value, _write_content),
     COPY: Kind(_none, _nothing, named=True, compared=False),
     LAST: Kind(_none, _nothing, compared=False),
+    SHOWN: Kind(pfs_kinds.shown_value, pfs_kinds.write_shown),
+    PLACE: Kind(pfs_kinds.place_value, pfs_kinds.write_place, named=True),
+    ROW: Kind(pfs_kinds.row_value, pfs_kinds.write_nothing, named=True, compared=False),
 }
 
 

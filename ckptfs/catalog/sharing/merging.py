@@ -7,7 +7,7 @@ size, time of change) goes together, and is that of who closed it last, which is
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Value
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, PLACE, SHOWN, Value
 
 BYTES = ("content", "generation", "size", "mtime_ns")
 LATEST = ("atime_ns", "ctime_ns", "mtime_ns")
@@ -19,7 +19,7 @@ def merge(kind: str, base: Value | None, ours: Value, theirs: Value) -> Value:
         return inode(base, ours, theirs)
     if kind == CONTENT:
         return content(ours, theirs)
-    return ours
+    return theirs if kind in (SHOWN, PLACE) else ours  # Who changed what the PFS shows said so before.
 
 
 def inode(base: Value | None, ours: Value, theirs: Value) -> Value:

@@ -17,8 +17,8 @@ from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.catalog.store import Outcome
 
 
-def passed(db: Database, batch: Batch, revision: int, recent: Recent) -> Result:
-    """The store has taken the batch, at this revision; 0: there was nothing that it had to take."""
+def passed(db: Database, batch: Batch, revision: int, recent: Recent, *, recount: bool = False) -> Result:
+    """The store has taken the batch, at this revision; 0: there was nothing that it had to take. `recount`: links may be wrong here."""
     with touching.applying(db):
         for key, value in batch.changed.items():
             seen.put(db, key, Seen(revision, value))
@@ -30,6 +30,9 @@ def passed(db: Database, batch: Batch, revision: int, recent: Recent) -> Result:
                 seen.put(db, key, seen.NEVER)
                 recent.gone(key, revision)
         touching.told(db, [*batch.changed, *batch.same], batch.up_to)
+        if recount:
+            for key in {*batch.changed, *batch.same}:
+                kinds.recount(db, key)
         if revision:
             seen.put(db, batch.last, Seen(revision, batch.note()))
     return Result(True)

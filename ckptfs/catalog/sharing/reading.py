@@ -5,21 +5,23 @@ from collections.abc import Iterable
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, seen
 from ckptfs.catalog.sharing.applying import Told
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, TIMES, Key
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, SHOWN, TIMES, Key
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.catalog.store import Get, Outcome, prefix_end
 
 DIRECTORY = 0o040000
+FILE = 0o100000
 
 
 def of_inode(db: Database, inode: int) -> list[Key]:
-    """What stat and open depend on: attributes; a directory's times; a file's content."""
+    """What stat and open depend on: attributes; a directory's times; a file's content, and what the PFS shows of it."""
     row = db.row("SELECT mode & 61440, content FROM inode WHERE id = ?", inode)
     if row is None:
         return [Key(INODE, inode), Key(TIMES, inode)]
     if row[0] == DIRECTORY:
         return [Key(INODE, inode), Key(TIMES, inode)]
-    return [Key(INODE, inode)] if row[1] is None else [Key(INODE, inode), Key(CONTENT, row[1])]
+    shown = [Key(SHOWN, inode)] if db.journalled and row[0] == FILE else []
+    return [Key(INODE, inode), *shown] if row[1] is None else [Key(INODE, inode), *shown, Key(CONTENT, row[1])]
 
 
 def of_name(db: Database, parent: int, name: bytes) -> list[Key]:
@@ -54,8 +56,11 @@ def lacking(db: Database, told: dict[Key, Told]) -> list[Key]:
             wanted.append(Key(INODE, value["child"]))
             if value["type"] == DIRECTORY:
                 wanted.append(Key(TIMES, value["child"]))
-        elif key.kind == INODE and value["content"] is not None:
-            wanted.append(Key(CONTENT, value["content"]))
+        elif key.kind == INODE and value["mode"] & 0o170000 == FILE:
+            if db.journalled:
+                wanted.append(Key(SHOWN, key.number))
+            if value["content"] is not None:
+                wanted.append(Key(CONTENT, value["content"]))
     return [key for key in dict.fromkeys(wanted) if key not in told]
 
 

@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, TIMES, Key
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, PLACE, ROW, SHOWN, TIMES, Key
 from ckptfs.model import ROOT
 
 NO_NAME = "x''"
+_ROW_NODE = "(SELECT value FROM meta WHERE key = 'number')"
+_ROW_NAME = "CAST((SELECT substr(value, 1, 8) FROM meta WHERE key = 'instance') || printf('-%016x', {}.seq) AS BLOB)"
 
 _WATCHED = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, complete"
 _CONTENT = "inode, generation, state, size, digest, peer"
@@ -57,6 +59,17 @@ _TRIGGERS = [
     _trigger("content_made", "INSERT ON main.content", f" AND {OWN} AND NEW.inode > 0", (CONTENT, "NEW.id", NO_NAME)),
     _trigger("content_changed", f"UPDATE OF {_CONTENT} ON main.content", f" AND {OWN}" + _changed(_CONTENT), (CONTENT, "NEW.id", NO_NAME)),
     _trigger("content_gone", "DELETE ON main.content", " AND OLD.peer = 0 AND OLD.state <> 3", (CONTENT, "OLD.id", NO_NAME)),
+    _trigger("row_made", "INSERT ON main.journal", "", (ROW, _ROW_NODE, _ROW_NAME.format("NEW"))),
+    _trigger("row_gone", "DELETE ON main.journal", "", (ROW, _ROW_NODE, _ROW_NAME.format("OLD"))),
+    _trigger("place_made", "INSERT ON main.pfs_entry", "", (PLACE, "NEW.parent", "NEW.name"), (SHOWN, "NEW.inode", NO_NAME)),
+    _trigger("place_gone", "DELETE ON main.pfs_entry", "", (PLACE, "OLD.parent", "OLD.name"), (SHOWN, "OLD.inode", NO_NAME)),
+    _trigger(
+        "place_changed", "UPDATE ON main.pfs_entry", "", (PLACE, "OLD.parent", "OLD.name"), (PLACE, "NEW.parent", "NEW.name"),
+        (SHOWN, "OLD.inode", NO_NAME), (SHOWN, "NEW.inode", NO_NAME),
+    ),
+    _trigger("published_made", "INSERT ON main.published", "", (SHOWN, "NEW.inode", NO_NAME)),
+    _trigger("published_changed", "UPDATE ON main.published", "", (SHOWN, "NEW.inode", NO_NAME)),
+    _trigger("published_gone", "DELETE ON main.published", "", (SHOWN, "OLD.inode", NO_NAME)),
 ]  # fmt: skip
 
 
