@@ -52,7 +52,7 @@ class Tickets:
         with self._lock:
             self._tickets = {key: one for key, one in self._tickets.items() if one.until > now}
             mine = [key for key, one in self._tickets.items() if one.peer == peer]
-            for key in mine[: len(mine) - limits.PEER_TOKENS_OF_ONE_MAX + 1]:
+            for key in mine[: max(0, len(mine) - limits.PEER_TOKENS_OF_ONE_MAX + 1)]:
                 del self._tickets[key]
             self._tickets[_index(ticket.token)] = ticket
         return ticket

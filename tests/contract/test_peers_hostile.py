@@ -1,0 +1,440 @@
+"""Strangers and liars at the peer port (F6, X7): refused with a status that says why, counted, and nothing grows.
+
+The clients here are independent of the product's: raw gRPC, raw sockets, and messages made by hand.
+"""
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from ckptfs_daemon import peer_link
+from ckptfs_daemon.peer_bulk import Tickets
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from daemon_under_test import eventually
+from peer_world import CLUSTER, Keyring, PeerNode, offer_of
+
+from ckptfs import limits
+from ckptfs.clique import keys
+from ckptfs.clique.keys import Identity
+from ckptfs.protocol import peer_pb2 as pb
+
+BLOCK = limits.BLOCK_BYTES
+PIECE = limits.PEER_PIECE_BYTES
+DATA = os.urandom(2 * BLOCK)
+Status = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    return Keyring(tmp_path_factory.mktemp("keys") / "ca")
+
+
+@pytest.fixture
+def node(tmp_path: Path, keyring: Keyring) -> Iterator[PeerNode]:
+    made = PeerNode(tmp_path, "node1", keyring("node1"))
+    yield made
+    made.stop()
+    assert made.shelf.arriving() == 0
+
+
+class Raw:
+    """A client that speaks gRPC and nothing else."""
+
+    def __init__(self, node: PeerNode, identity: Identity | None, *, target: str = keys.target_name(CLUSTER, "node1")) -> None:
+        options = [("grpc.ssl_target_name_override", target), ("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        if identity is None:
+            self.channel = grpc.insecure_channel(node.there.address, options)
+        else:
+            credentials = grpc.ssl_channel_credentials(identity.ca, identity.key or None, identity.certificate or None)
+            self.channel = grpc.secure_channel(node.there.address, credentials, options)
+
+    def call(self, method: str, message: bytes) -> bytes:
+        return bytes(self.channel.unary_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)(message, timeout=30))
+
+    def send(self, *messages: bytes) -> bytes:
+        return bytes(self.channel.stream_unary("/ckptfs.peer.Peer/Send", bytes, bytes)(iter(messages), timeout=30))
+
+    def read(self, command: bytes) -> list[bytes]:
+        return list(self.channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, timeout=30))
+
+    def offer(self, data: bytes = DATA, content: int = 7) -> int:
+        reply = pb.OfferReply.FromString(self.call("Offer", offered(data, content).SerializeToString()))
+        return reply.transfer
+
+    def refused(self, method: str, message: bytes) -> Status:
+        with pytest.raises(grpc.RpcError) as failure:
+            self.call(method, message)
+        return failure.value.code()
+
+
+@pytest.fixture
+def raw(node: PeerNode, keyring: Keyring) -> Iterator[Raw]:
+    made = Raw(node, keyring("node2"))
+    yield made
+    made.channel.close()
+
+
+def offered(data: bytes, content: int = 7) -> pb.OfferRequest:
+    one = offer_of(data, content)
+    return pb.OfferRequest(
+        content=one.content, inode=one.inode, generation=one.generation, size=one.size, digest=one.digest or b"", blocks=one.blocks
+    )
+
+
+def command(kind: int, number: int, first: int = 0, count: int = 0) -> bytes:
+    return struct.pack("<BB6xQQQ", kind, 0, number, first, count)
+
+
+def header(number: int, length: int, encoding: int = 0) -> bytes:
+    return struct.pack("<QIB3x", number, length, encoding)
+
+
+def block(number: int, data: bytes = DATA) -> list[bytes]:
+    body = data[number * BLOCK : (number + 1) * BLOCK]
+    return [header(number, len(body)), *(body[start : start + PIECE] for start in range(0, len(body), PIECE))]
+
+
+END = 2
+
+
+# --- who ---------------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_comes_in_without_a_certificate_of_this_cluster(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
+    ours = keyring("node2")
+    other = Keyring(tmp_path / "other")("node2")
+    bare = Identity("", "", ours.ca, b"", b"", ours.expires)
+    strange = Identity("node2", CLUSTER, ours.ca, other.certificate, other.key, ours.expires)
+    for identity in (None, bare, strange):
+        client = Raw(node, identity)
+        assert client.refused("Ping", b"") is Status.UNAVAILABLE
+        client.channel.close()
+    good = Raw(node, ours)
+    assert pb.PingReply.FromString(good.call("Ping", b"")).room
+    good.channel.close()
+
+
+def test_another_cluster_of_the_same_authority_is_refused_and_counted(
+    node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "_organization", lambda _certificate: "mars")
+    stranger = keys.load(keys.issue(keyring._directory, "stranger"))
+    monkeypatch.undo()
+    assert keys.subject(stranger.certificate) == ("stranger", "mars")
+    client = Raw(node, stranger)
+    assert client.refused("Ping", b"") is Status.PERMISSION_DENIED
+    client.channel.close()
+    assert node.server.refusals.figures() == {"unknown": {"stranger": 1}}
+
+
+def test_a_client_refuses_the_wrong_node_and_the_wrong_authority(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
+    """Whoever answers at the address of node3 must be node3."""
+    for identity, name in ((keyring("node2"), "node3"), (Keyring(tmp_path / "other")("node2"), "node1")):
+        link = peer_link.Link("node2", CLUSTER, identity, name, node.there.address, bulk=True)
+        with pytest.raises(peer_link.PeerFailed, match="does not answer"):
+            link.ask(link.calls.Ping, pb.Nothing())
+        link.close()
+
+
+def test_without_keys_a_caller_must_name_our_cluster(tmp_path: Path) -> None:
+    node = PeerNode(tmp_path, "node1", None)
+    client = Raw(node, None)
+    assert client.refused("Ping", b"") is Status.PERMISSION_DENIED
+    client.channel.close()
+    node.stop()
+
+
+# --- what --------------------------------------------------------------------------------------------------------------
+
+
+def changed(**values: object) -> bytes:
+    request = offered(DATA)
+    for name, value in values.items():
+        setattr(request, name, value)
+    return request.SerializeToString()
+
+
+MALFORMED = {
+    "no content": changed(content=0),
+    "content too large": changed(content=2**63),
+    "no inode": changed(inode=0),
+    "generation too large": changed(generation=2**64 - 1),
+    "size beyond the limit": changed(size=2**63, blocks=b""),
+    "more size than blocks": changed(size=len(DATA) + 1),
+    "less size than blocks": changed(size=BLOCK),
+    "half a digest of a block": changed(blocks=bytes(31)),
+    "short digest": changed(digest=bytes(15)),
+    "path as digest": changed(digest=b"../../etc/passwd"[:16]),
+    "another digest": changed(digest=bytes(16)),
+    "whole of another length": changed(whole=b"x"),
+    "whole too large": changed(whole=DATA),
+    "whole of an early offer": changed(digest=b"", whole=DATA),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_offer_touches_nothing(node: PeerNode, raw: Raw, name: str) -> None:
+    assert raw.refused("Offer", MALFORMED[name]) is Status.INVALID_ARGUMENT
+    assert list(node.shelf.directory.iterdir()) == []
+    assert node.server.refusals.figures() == {"node2": {"malformed": 1}}
+
+
+def test_what_is_no_protobuf_is_refused(node: PeerNode, raw: Raw) -> None:
+    for method in ("Offer", "Finish", "GetRecord", "Forget"):
+        assert raw.refused(method, b"\xff" * 100) in (Status.INTERNAL, Status.INVALID_ARGUMENT)
+    assert raw.refused("Nonsense", b"") is Status.UNIMPLEMENTED
+    assert raw.refused("Offer", bytes(limits.PEER_MESSAGE_BYTES_MAX + 1)) is Status.RESOURCE_EXHAUSTED
+    assert list(node.shelf.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "status"),
+    [
+        ("Finish", pb.TransferRequest(transfer=1), Status.NOT_FOUND),
+        ("Progress", pb.TransferRequest(transfer=2**64 - 1), Status.NOT_FOUND),
+        ("Abandon", pb.TransferRequest(), Status.NOT_FOUND),
+        ("Return", pb.ReturnRequest(loan=9), Status.NOT_FOUND),
+        ("GetRecord", pb.RecordRequest(content=0), Status.INVALID_ARGUMENT),
+        ("GetRecord", pb.RecordRequest(content=5, digest=b"/etc/passwd"), Status.INVALID_ARGUMENT),
+        ("GetRecord", pb.RecordRequest(content=5), Status.NOT_FOUND),
+        ("SealSoon", pb.SealRequest(content=5, timeout_ms=2**32 - 1), Status.INVALID_ARGUMENT),
+        ("Forget", pb.ForgetRequest(contents=[0]), Status.INVALID_ARGUMENT),
+        ("Forget", pb.ForgetRequest(contents=range(1, limits.PEER_FORGET_MAX + 2)), Status.INVALID_ARGUMENT),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unknown_ids_and_numbers_out_of_range(node: PeerNode, raw: Raw, method: str, message: object, status: Status) -> None:
+    assert raw.refused(method, message.SerializeToString()) is status  # type: ignore[attr-defined]
+    assert sum(node.server.refusals.figures()["node2"].values()) == 1
+    assert node.shelf.forgotten == [] and node.shelf.sealed_soon == []
+
+
+def test_a_second_finish_and_the_transfer_of_another_peer(node: PeerNode, raw: Raw, keyring: Keyring) -> None:
+    transfer = pb.TransferRequest(transfer=raw.offer()).SerializeToString()
+    assert raw.refused("Finish", transfer) is Status.FAILED_PRECONDITION
+    other = Raw(node, keyring("node3"))
+    for method in ("Finish", "Progress", "Abandon"):
+        assert other.refused(method, transfer) is Status.NOT_FOUND
+    with pytest.raises(grpc.RpcError) as failure:
+        other.send(command(1, pb.TransferRequest.FromString(transfer).transfer), *block(0), header(1, 0, END))
+    assert failure.value.code() is Status.NOT_FOUND
+    other.channel.close()
+    raw.send(command(1, pb.TransferRequest.FromString(transfer).transfer), *block(1), *block(0), header(2, 0, END))
+    assert pb.FinishReply.FromString(raw.call("Finish", transfer)).verified
+    assert raw.refused("Finish", transfer) is Status.NOT_FOUND
+    assert node.shelf.path(7).read_bytes() == DATA
+
+
+STREAMS = {
+    "nothing": ([], Status.INVALID_ARGUMENT),
+    "short command": ([b"x"], Status.INVALID_ARGUMENT),
+    "path as command": ([b"/../../../../etc/passwd".ljust(32, b"\0")], Status.INVALID_ARGUMENT),
+    "a command to read": ([command(2, 0, 0, 1)], Status.INVALID_ARGUMENT),
+    "no end": ([command(1, 0), *block(0)], Status.FAILED_PRECONDITION),
+    "end in the middle": ([command(1, 0), *block(0)[:2]], Status.FAILED_PRECONDITION),
+    "short piece": ([command(1, 0), header(0, BLOCK), b"x"], Status.FAILED_PRECONDITION),
+    "long piece": ([command(1, 0), header(0, BLOCK), DATA[: 2 * PIECE]], Status.FAILED_PRECONDITION),
+    "block that does not exist": ([command(1, 0), header(2, BLOCK)], Status.INVALID_ARGUMENT),
+    "block far away": ([command(1, 0), header(2**64 - 1, BLOCK)], Status.INVALID_ARGUMENT),
+    "too short a block": ([command(1, 0), header(0, 5)], Status.INVALID_ARGUMENT),
+    "too long a block": ([command(1, 0), header(0, 2**32 - 1)], Status.INVALID_ARGUMENT),
+    "unknown encoding": ([command(1, 0), header(0, BLOCK, 9)], Status.INVALID_ARGUMENT),
+    "zstd bomb": ([command(1, 0), header(0, 13, 1), b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 2**62)], Status.INVALID_ARGUMENT),
+    "zstd of nothing": ([command(1, 0), header(0, 0, 1)], Status.INVALID_ARGUMENT),
+    "no zstd": ([command(1, 0), header(0, 9, 1), b"not zstd!"], Status.INVALID_ARGUMENT),
+    "a block again": ([command(1, 0), *block(0), *block(0)], Status.FAILED_PRECONDITION),
+    "wrong bytes": ([command(1, 0), *block(0, bytes(len(DATA)))], Status.DATA_LOSS),
+    "another block's bytes": ([command(1, 0), header(0, BLOCK), *block(1)[1:]], Status.DATA_LOSS),
+    "wrong count at the end": ([command(1, 0), *block(0), header(2, 0, END)], Status.FAILED_PRECONDITION),
+    "more after the end": ([command(1, 0), *block(0), header(1, 0, END), *block(1)], Status.FAILED_PRECONDITION),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_that_is_not_as_it_should_be(node: PeerNode, raw: Raw, name: str) -> None:
+    """Whatever came before the fault and was right stays; the transfer goes on from there and ends well."""
+    messages, status = STREAMS[name]
+    number = raw.offer()
+    named = [struct.pack("<BB6xQ", 1, 0, number) + one[16:] if one == command(1, 0) else one for one in messages]
+    with pytest.raises(grpc.RpcError) as failure:
+        raw.send(*named)
+    assert failure.value.code() is status
+    assert sum(node.server.refusals.figures()["node2"].values()) == 1
+    request = pb.TransferRequest(transfer=number).SerializeToString()
+    bits = pb.ProgressReply.FromString(raw.call("Progress", request)).lacking[0]
+    left = [one for one in (0, 1) if bits >> one & 1]
+    raw.send(command(1, number), *(message for one in left for message in block(one)), header(len(left), 0, END))
+    assert pb.FinishReply.FromString(raw.call("Finish", request)).verified
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 0), (0, 3), (2, 1), (2**63, 1), (0, limits.PEER_RUN_BLOCKS_MAX + 1), (2**63 - 1, 2**63 - 1)]
+)
+def test_reading_out_of_range(node: PeerNode, raw: Raw, first: int, count: int) -> None:
+    node.shelf.hold(DATA)
+    loan = pb.Record.FromString(raw.call("GetRecord", pb.RecordRequest(content=7, borrow=True).SerializeToString())).loan
+    with pytest.raises(grpc.RpcError) as failure:
+        raw.read(command(2, loan, first, count))
+    assert failure.value.code() is Status.INVALID_ARGUMENT
+    assert b"".join(one for one in raw.read(command(2, loan, 0, 2)) if len(one) > 16) == DATA
+
+
+# --- how much ------------------------------------------------------------------------------------------------------------
+
+
+def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
+    tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
+    node = PeerNode(tmp_path, "node1", keyring("node1"))
+    node.shelf.hold(b"x", 5)
+    raw = Raw(node, keyring("node2"))
+    raw.call("Ping", b"")
+    before = len(os.listdir("/proc/self/fd"))
+    for content in range(1, limits.PEER_TRANSFERS_OF_ONE_MAX + 1):
+        raw.offer(b"x" * (limits.PEER_WHOLE_BYTES_MAX + 1), 100 + content)
+    assert raw.refused("Offer", offered(b"y", 99).SerializeToString()) is Status.RESOURCE_EXHAUSTED
+    borrow = pb.RecordRequest(content=5, borrow=True).SerializeToString()
+    for _ in range(limits.PEER_LOANS_OF_ONE_MAX):
+        raw.call("GetRecord", borrow)
+    assert raw.refused("GetRecord", borrow) is Status.RESOURCE_EXHAUSTED
+    assert node.server.refusals.figures() == {"node2": {"too_many": 2}}
+    monkeypatch.setattr(limits, "PEER_IDLE_S", -1.0)
+    eventually(lambda: node.shelf.arriving() == 0 and len(node.server.ledger.loans) == 0, what="what is idle ends")
+    assert len(os.listdir("/proc/self/fd")) <= before
+    raw.channel.close()
+    node.stop()
+
+
+def test_refusals_leave_nothing_behind(node: PeerNode, raw: Raw) -> None:
+    """No growth of threads or descriptors, whatever is asked."""
+    raw.refused("Offer", MALFORMED["no content"])
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        for message in MALFORMED.values():
+            raw.refused("Offer", message)
+    number = raw.offer()
+    for name in ("wrong bytes", "long piece", "block far away"):
+        with pytest.raises(grpc.RpcError):
+            raw.send(command(1, number), *STREAMS[name][0][1:])
+    raw.call("Abandon", pb.TransferRequest(transfer=number).SerializeToString())
+    # gRPC fills its bounded pool first, then no more threads come.
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, what="descriptors are given back")
+    assert threading.active_count() <= threads + limits.PEER_WORKERS
+
+
+def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
+    from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why
+
+    refusals = Refusals()
+    for number in range(3 * limits.PEER_COUNTED_MAX):
+        refusals.add(f"node{number}", Refusal(Why.FULL, ""))
+    figures = refusals.figures()
+    assert len(figures) == limits.PEER_COUNTED_MAX + 1
+    assert sum(count for counts in figures.values() for count in counts.values()) == 3 * limits.PEER_COUNTED_MAX
+
+
+# --- bulk connections ------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_are_not_used_are_bounded_and_the_newest_are_good() -> None:
+    tickets = Tickets()
+    given = [tickets.give("node2").token for _ in range(3 * limits.PEER_TOKENS_OF_ONE_MAX)]
+    other = tickets.give("node3").token
+    good = [token for token in given if tickets.take(token)]
+    assert good == given[-limits.PEER_TOKENS_OF_ONE_MAX :]
+    assert tickets.take(other) and not tickets.take(other)
+
+
+class RawBulk:
+    """A bulk connection made by hand."""
+
+    def __init__(self, raw: Raw) -> None:
+        reply = pb.ConnectReply.FromString(raw.call("Connect", b""))
+        self.token, self.port = reply.token, reply.port
+        self.outgoing, self.incoming = AESGCM(reply.keys[:32]), AESGCM(reply.keys[32:])
+        self.socket = socket.create_connection(("127.0.0.1", reply.port))
+        self.socket.settimeout(60)
+        self.socket.sendall(reply.token)
+        self.count = 0
+
+    def sealed(self, message: bytes) -> bytes:
+        self.count += 1
+        return self.outgoing.encrypt((self.count - 1).to_bytes(12, "big"), message, None)
+
+    def ended(self) -> bool:
+        return ended(self.socket)
+
+
+def ended(connected: socket.socket) -> bool:
+    """Whether the server closes the connection; what it says before is read."""
+    try:
+        while connected.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    connected.close()
+    return True
+
+
+def test_a_token_is_good_once(node: PeerNode, raw: Raw) -> None:
+    bulk = RawBulk(raw)
+    bulk.socket.sendall(bulk.sealed(command(1, 77)))
+    again = socket.create_connection(("127.0.0.1", bulk.port))
+    again.settimeout(60)
+    again.sendall(bulk.token)
+    assert again.recv(1) == b""
+    again.close()
+    assert bulk.ended()
+    eventually(lambda: node.server.refusals.figures() == {"unknown": {"stranger": 1}, "node2": {"unknown": 1}}, what="both are counted")
+
+
+@pytest.mark.parametrize(
+    "first", [secrets.token_bytes(32), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n......", b"x"], ids=["token", "http", "short"]
+)
+def test_a_connection_without_a_token_ends(node: PeerNode, first: bytes) -> None:
+    assert node.server.bulk is not None
+    connected = socket.create_connection(("127.0.0.1", node.server.bulk.port))
+    connected.settimeout(60)
+    connected.sendall(first)
+    connected.shutdown(socket.SHUT_WR)
+    assert ended(connected)
+    eventually(lambda: node.server.refusals.figures() == {"unknown": {"stranger": 1}}, what="it is counted")
+
+
+@pytest.mark.parametrize("how", ["changed", "replayed", "plain", "other key", "cut off"])
+def test_a_message_that_was_tampered_with_ends_the_connection(node: PeerNode, raw: Raw, how: str) -> None:
+    number = raw.offer()
+    bulk = RawBulk(raw)
+    message = bulk.sealed(command(1, number))
+    if how == "changed":
+        bulk.socket.sendall(message[:-1] + bytes([message[-1] ^ 1]))
+    elif how == "replayed":
+        bulk.socket.sendall(message + message)
+    elif how == "plain":
+        bulk.socket.sendall(command(1, number) + bytes(16))
+    elif how == "other key":
+        bulk.socket.sendall(AESGCM(bytes(32)).encrypt(bytes(12), command(1, number), None))
+    else:
+        bulk.socket.sendall(message[:20])
+        bulk.socket.shutdown(socket.SHUT_WR)
+    assert bulk.ended()
+    eventually(lambda: node.server.figures()["connections"] == 0, what="the connection is gone")
+    assert how == "cut off" or node.server.refusals.figures() == {"node2": {"malformed": 1}}
+    raw.call("Abandon", pb.TransferRequest(transfer=number).SerializeToString())
+
+
+def test_connections_of_a_peer_are_bounded(node: PeerNode, raw: Raw) -> None:
+    bulks = [RawBulk(raw) for _ in range(limits.PEER_CONNECTIONS_OF_ONE_MAX)]
+    assert node.server.bulk is not None
+    eventually(lambda: list(node.server.bulk._open.values()).count("node2") == len(bulks), what="all are open")  # type: ignore[union-attr]
+    assert RawBulk(raw).ended()
+    for bulk in bulks:
+        bulk.socket.close()
+    eventually(lambda: node.server.figures()["connections"] == 0, what="all are closed")

@@ -1,0 +1,234 @@
+"""Peers that die, stall and lie in the middle of it (N2, N4, P4): others take over, broken streams go on where they were."""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ckptfs_daemon import peer_transfers
+from ckptfs_daemon.peer_client import PeerClient
+from daemon_under_test import eventually
+from peer_world import Keyring, PeerNode, client, offer_of, record_of
+
+from ckptfs import limits
+from ckptfs.clique.peers import PeerFailed, PeerLied
+
+BLOCK = limits.BLOCK_BYTES
+DATA = os.urandom(8 * BLOCK)
+
+
+@pytest.fixture(scope="module")
+def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    return Keyring(tmp_path_factory.mktemp("keys") / "ca")
+
+
+class World:
+    """Some nodes that hold the same content, and one that asks."""
+
+    def __init__(self, directory: Path, keyring: Keyring, *, bulk: bool) -> None:
+        self.directory = directory
+        self.nodes = [PeerNode(directory, f"node{number}", keyring(f"node{number}"), bulk=bulk) for number in range(1, 4)]
+        self.peers: PeerClient = client("node9", keyring("node9"), bulk=bulk, streams=2)
+        for node in self.nodes:
+            node.shelf.hold(DATA)
+        self.came: list[int] = []
+        self.source = directory / "source"
+        self.source.write_bytes(DATA)
+
+    def fetch(self, nodes: Sequence[PeerNode], on_block: Any = lambda number: None) -> bytes:
+        def came(number: int) -> None:
+            self.came.append(number)
+            on_block(number)
+
+        with open(self.directory / "target", "w+b") as file:
+            self.peers.fetch([node.there for node in nodes], record_of(offer_of(DATA)), range(8), file.fileno(), came)
+        return (self.directory / "target").read_bytes()
+
+    def send(self, node: PeerNode, content: int, **how: Any) -> Any:
+        fd = os.open(self.source, os.O_RDONLY)
+        try:
+            return self.peers.send(node.there, offer_of(DATA, content), fd, **how)
+        finally:
+            os.close(fd)
+
+    def stop(self) -> None:
+        self.peers.close()
+        for node in self.nodes:
+            node.stop()
+
+
+@pytest.fixture(params=[True, False], ids=["socket", "grpc"])
+def world(request: pytest.FixtureRequest, tmp_path: Path, keyring: Keyring) -> Iterator[World]:
+    made = World(tmp_path, keyring, bulk=request.param)
+    yield made
+    made.stop()
+
+
+def holding_up(node: PeerNode, held: threading.Event, after: int) -> None:
+    """From its message `after` on, this node's blocks wait for `held`."""
+    streams = node.server._raw._streams
+    departing = streams.departing
+
+    @contextmanager
+    def slow(peer: str, command: Any) -> Iterator[Iterator[Any]]:
+        with departing(peer, command) as messages:
+
+            def late() -> Iterator[Any]:
+                for number, message in enumerate(messages):
+                    if number >= after:
+                        held.wait(60)
+                    yield message
+
+            yield late()
+
+    streams.departing = slow  # type: ignore[method-assign]
+
+
+def test_several_sources_bring_one_file(world: World) -> None:
+    assert world.fetch(world.nodes) == DATA
+    assert sorted(world.came) == list(range(8))
+
+
+def test_a_source_that_dies_in_the_middle_is_not_noticed(world: World) -> None:
+    dying = iter([world.nodes[0]])
+
+    def kill(_number: int) -> None:
+        for node in dying:
+            threading.Thread(target=node.stop).start()
+
+    assert world.fetch(world.nodes, kill) == DATA
+    assert sorted(world.came) == list(range(8))
+
+
+def test_a_source_that_stalls_is_not_noticed(world: World) -> None:
+    held = threading.Event()
+    holding_up(world.nodes[0], held, after=2)
+    assert world.fetch(world.nodes[:2]) == DATA
+    assert sorted(world.came) == list(range(8)) and not held.is_set()
+    held.set()
+
+
+def test_a_source_that_lies_is_left_and_nothing_of_it_is_kept(world: World) -> None:
+    """P4: what the liar sent is never in the file, not even for a moment after `on_block`."""
+    liar = world.nodes[0].shelf.path(7)
+    liar.write_bytes(bytes(len(DATA)))
+    assert world.fetch(world.nodes) == DATA
+    assert sorted(world.came) == list(range(8))
+
+
+def test_when_all_sources_lie_or_are_gone_it_says_so(world: World) -> None:
+    for node in world.nodes[:2]:
+        node.shelf.path(7).write_bytes(bytes(len(DATA)))
+    with pytest.raises(PeerLied):
+        world.fetch(world.nodes[:2])
+    world.nodes[2].shelf.held.clear()
+    with pytest.raises(PeerFailed):
+        world.fetch(world.nodes[2:])
+    assert world.came == [] and not any((world.directory / "target").read_bytes())
+
+
+def test_a_failing_target_ends_the_fetch(world: World) -> None:
+    with open(world.source, "rb") as file, pytest.raises(OSError):
+        world.peers.fetch([node.there for node in world.nodes], record_of(offer_of(DATA)), range(8), file.fileno())
+
+
+def test_only_what_is_wanted_is_fetched(world: World) -> None:
+    with open(world.directory / "target", "w+b") as file:
+        assert (
+            world.peers.fetch([world.nodes[0].there], record_of(offer_of(DATA)), [1, 5, 6], file.fileno(), world.came.append) == 3 * BLOCK
+        )
+    assert sorted(world.came) == [1, 5, 6]
+    assert (world.directory / "target").read_bytes()[BLOCK : 2 * BLOCK] == DATA[BLOCK : 2 * BLOCK]
+
+
+def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, keyring: Keyring) -> None:
+    """What had arrived is not sent again."""
+    world = World(tmp_path, keyring, bulk=True)
+    node, asked = world.nodes[0], iter(range(100))
+
+    def wanted() -> bool:
+        if next(asked) == 5:
+            assert node.server.bulk is not None
+            for connected in list(node.server.bulk._open):
+                connected.shutdown(2)
+        return True
+
+    sent = world.send(node, 50, wanted=wanted)
+    assert sent.verified and sent.bytes_moved < 13 * BLOCK
+    assert node.shelf.path(50).read_bytes() == DATA
+    world.stop()
+
+
+def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transfer fails after a while; meanwhile others go on."""
+    held, stuck = threading.Event(), world.nodes[0]
+    write_at = peer_transfers.write_at
+
+    def slow(fd: int, data: memoryview, offset: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stuck.shelf.directory)):
+            held.wait(120)
+        write_at(fd, data, offset)
+
+    monkeypatch.setattr(peer_transfers, "write_at", slow)
+    monkeypatch.setattr(limits, "PEER_STALL_S", 1.0)
+    failures: list[Exception] = []
+
+    def send_to_stuck() -> None:
+        try:
+            world.send(stuck, 60)
+        except PeerFailed as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=send_to_stuck)
+    thread.start()
+    eventually(lambda: stuck.shelf.arriving() == 1, what="the slow transfer has begun")
+    assert world.send(world.nodes[1], 61).verified
+    thread.join(120)
+    assert len(failures) == 1
+    held.set()
+    eventually(lambda: stuck.shelf.arriving() == 0, what="the slow peer gives up")
+    assert world.peers.ranked([stuck.there, world.nodes[1].there])[0] == world.nodes[1].there
+
+
+def test_a_bulk_port_that_cannot_be_reached_leaves_grpc(tmp_path: Path, keyring: Keyring) -> None:
+    world = World(tmp_path, keyring, bulk=True)
+    assert world.nodes[0].server.bulk is not None
+    world.nodes[0].server.bulk.stop()
+    assert world.send(world.nodes[0], 70).verified
+    assert world.fetch(world.nodes[:1]) == DATA
+    world.stop()
+
+
+def test_a_node_that_moved_is_found_at_its_new_address(tmp_path: Path, keyring: Keyring) -> None:
+    world = World(tmp_path, keyring, bulk=True)
+    assert world.send(world.nodes[0], 80).verified
+    world.nodes[0].stop()
+    again = PeerNode(tmp_path / "again", "node1", keyring("node1"))
+    assert world.send(again, 80).verified
+    assert again.shelf.path(80).read_bytes() == DATA
+    world.nodes[0] = again
+    world.stop()
+
+
+def test_slow_links_get_zstd_where_it_pays(world: World) -> None:
+    """A link that is known to be slow carries less; noise travels as it is."""
+    world.source.write_bytes(bytes(range(256)) * (len(DATA) // 256))
+    text = world.source.read_bytes()
+    there = world.nodes[0].there
+    world.peers.ping(there)
+    measured = world.peers._link(there).measured
+    measured.wire_per_s = 1e6
+    fd = os.open(world.source, os.O_RDONLY)
+    sent = world.peers.send(there, offer_of(text, 90), fd)
+    assert sent.verified and sent.bytes_moved < len(text) // 10
+    measured.wire_per_s = 1e6
+    os.pwrite(os.open(world.source, os.O_RDWR), DATA, 0)
+    assert world.peers.send(there, offer_of(DATA, 91), fd).bytes_moved > len(DATA)
+    os.close(fd)
+    measured.wire_per_s = 1e6
+    with open(world.directory / "target", "w+b") as file:
+        assert world.peers.fetch([there], record_of(offer_of(text, 90)), range(8), file.fileno()) == len(text)
+    assert (world.directory / "target").read_bytes() == text
