@@ -140,6 +140,7 @@ class Handle:
     content: int | None
     writer: bool
     backing: int
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ If we die here: the rows tell the next mount process what is open.
 from ckptfs.catalog.database import Database
 from ckptfs.model import Handle
 
-_COLUMNS = "id, inode, content, writer, backing"
+_COLUMNS = "id, inode, content, writer, backing, generation"
 
 
-def add(db: Database, inode: int, content: int | None, *, writer: bool, backing: int) -> int:
+def add(db: Database, inode: int, content: int | None, *, writer: bool, backing: int, generation: int = 0) -> int:
     """Record that a file was opened; the handle's id."""
-    return db.insert("INSERT INTO handle (inode, content, writer, backing) VALUES (?,?,?,?)", inode, content, writer, backing)
+    return db.insert(
+        "INSERT INTO handle (inode, content, writer, backing, generation) VALUES (?,?,?,?,?)", inode, content, writer, backing, generation
+    )
 
 
 def remove(db: Database, handle: int) -> bool:
@@ -23,7 +25,7 @@ def remove(db: Database, handle: int) -> bool:
 
 def every(db: Database) -> list[Handle]:
     """All open handles, in the order in which they were opened."""
-    return [Handle(row[0], row[1], row[2], bool(row[3]), row[4]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
+    return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
 
 
 def point(db: Database, inode: int, content: int) -> None:

@@ -101,7 +101,8 @@ CREATE TABLE handle (
     inode INTEGER NOT NULL,              -- what is open
     content INTEGER,                     -- the content it reads or writes; NULL: none (an empty file that was never written)
     writer INTEGER NOT NULL,             -- 1: opened for writing
-    backing INTEGER NOT NULL DEFAULT 0    -- the kernel's backing id, 0 on the buffered path
+    backing INTEGER NOT NULL DEFAULT 0,   -- the kernel's backing id, 0 on the buffered path
+    generation INTEGER NOT NULL DEFAULT 0 -- the file's, when it was opened by the first of those who have it open
 );
 
 -- The first answer to every change, kept for requests that the kernel sends again after a crash. A ring: slot = (request/2) % ANSWERS_KEPT.
@@ -118,7 +119,8 @@ CREATE TABLE journal (
     new_name BLOB,                       -- rename: the new name
     content INTEGER,                     -- op 'content': which content; op 'synced': which content was fsynced while open
     mode INTEGER NOT NULL DEFAULT 0,     -- the inode's st_mode then: its row may be gone when this is applied
-    at_ns INTEGER NOT NULL               -- when it happened; the lag is counted from it
+    at_ns INTEGER NOT NULL,              -- when it happened; the lag is counted from it
+    origin INTEGER NOT NULL DEFAULT 0    -- the number of the dead node from which this row was taken over; 0: it happened here
 );
 CREATE INDEX journal_inode ON journal (inode);
 

@@ -33,7 +33,10 @@ WRITE_NOW = os.O_RDWR | os.O_NONBLOCK
 
 @dataclass(slots=True, eq=False)
 class OpenFile:
-    """Live state, changed in the mount's trio thread only. `content` and `place` are None for the PFS's own file, opened as it is there."""
+    """Live state, changed in the mount's trio thread only. `content` and `place` are None for the PFS's own file, opened as it is there.
+
+    `generation` is the file's when it was opened first.
+    """
 
     inode: int
     content: int | None
@@ -50,6 +53,7 @@ class OpenFile:
     atime_ns: int = 0
     synced_s: float = float("-inf")
     named: bool = False
+    generation: int = 0
     moving: trio.Event | None = None
     acting: int = 0
     rested: trio.Event = field(default_factory=trio.Event)

@@ -288,7 +288,7 @@ class OpenFiles:
         """One handle of the process before us. Where its file cannot be opened its handle is there all the same, and reads fail."""
         file = self.by_inode.get(row.inode)
         if file is None:
-            file = OpenFile(row.inode, row.content, self._place_of(row.content), -1, backing=row.backing)
+            file = OpenFile(row.inode, row.content, self._place_of(row.content), -1, backing=row.backing, generation=row.generation)
             await self._look_again(file)
         if row.writer and not file.backing and not file.writable and file.fd >= 0 and file.place is not None and row.content is not None:
             await self._write_again(file, file.place, row.content)

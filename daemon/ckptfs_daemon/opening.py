@@ -19,7 +19,7 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import answers, attributes, contents, handles, report, settling, wants
 from ckptfs.catalog.contents import Held
-from ckptfs.errors import CkptfsError, ContentLost, NoRoom, TimedOut, refused
+from ckptfs.errors import Busy, CkptfsError, ContentLost, NoRoom, TimedOut, refused
 from ckptfs.flow import read, write
 from ckptfs.model import ContentState, DataPath, Tier
 from ckptfs.tiers import pfs_open, space
@@ -121,6 +121,7 @@ class Opening:
                 if file is None:
                     file = self._first(held, undo)
                 elif wish.writer:
+                    self._demand_newest(file, held)
                     self._join(file, held)
                 opened = self._record(file, held)
             undo.pop_all()
@@ -134,7 +135,7 @@ class Opening:
             return Opened(inode, self._files.internal_handle(), file.backing, False)
         if wish.truncate and wish.request.kill_privileges and held.inode.mode & SET_ID:
             attributes.set_attributes(db, inode, kill_set_id=True)
-        handle = handles.add(db, inode, file.content, writer=wish.writer, backing=file.backing)
+        handle = handles.add(db, inode, file.content, writer=wish.writer, backing=file.backing, generation=file.generation)
         stranger = wish.writer and not wish.root and bool(held.inode.mode & SET_ID)
         opened = Opened(inode, handle, file.backing, bool(file.backing) and (file.direct or stranger))
         answers.keep(db, wish.request.number, opened.pack())
@@ -226,6 +227,7 @@ class Opening:
         self, held: Held, content: int | None, place: Place | None, fd: int, undo: Undo, *, served: bool, kind: bytes | None = None
     ) -> OpenFile:
         file = OpenFile(held.inode.id, content, place, fd, kind=kind or None, atime_ns=held.inode.atime_ns)
+        file.generation = held.inode.generation
         if served:
             file.writable = self._wish.writer
         else:
@@ -240,6 +242,15 @@ class Opening:
         return file
 
     # --- somebody has it open -----------------------------------------------------------------------------------------
+
+    def _demand_newest(self, file: OpenFile, held: Held) -> None:
+        """Refuse to write into a former generation, which somebody here has open since another node wrote the file again: all handles of
+        an inode share one backing file, and what was written into that one would be lost.
+        """
+        if file.content is None or (file.content == held.content and not (held.peer and held.inode.generation != file.generation)):
+            return
+        path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
+        raise Busy(f"{path}: a program on this node has a former generation open, and another node has written it since")
 
     def _join(self, file: OpenFile, held: Held) -> None:
         """One more writer on an open inode: same content, same backing id."""

@@ -16,7 +16,7 @@ SIZE = 3_000_000
 @pytest.fixture
 def places(lab: ClusterUnderTest, request: pytest.FixtureRequest) -> list[Path]:
     """A directory of the test's own, as each node shows it."""
-    name = request.node.name.partition("[")[0]
+    name = request.node.name
     (lab[0].path / name).mkdir()
     return [node.path / name for node in lab.nodes]
 
@@ -159,3 +159,20 @@ def test_a_file_that_is_open_survives_its_deletion_elsewhere(places: list[Path])
         (places[1] / "file").write_bytes(b"newer")
         assert reader.read() == b"former" * 1000
     assert [(place / "file").read_bytes() for place in places] == [b"newer"] * 3
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+def test_a_file_that_is_open_here_and_written_elsewhere(places: list[Path], mode: str) -> None:
+    """P7: who has it open keeps his generation; nobody can write into that one, and nothing of the newer one is lost."""
+    (places[0] / mode).write_bytes(b"former" * 1000)
+    with open(places[0] / mode, "rb") as reader:
+        with open(places[1] / mode, mode) as writer:
+            writer.write(b"newer")
+        expected = (places[1] / mode).read_bytes()
+        with refused(errno.EBUSY):
+            open(places[0] / mode, "ab").close()
+        assert reader.read() == b"former" * 1000
+    assert [(place / mode).read_bytes() for place in places] == [expected] * 3
+    with open(places[0] / mode, "ab") as writer:
+        writer.write(b"last")
+    assert [(place / mode).read_bytes() for place in places] == [expected + b"last"] * 3
