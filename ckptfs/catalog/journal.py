@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from ckptfs.catalog.database import Database
 
-_COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, at_ns"
+_COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, at_ns, origin"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One change. `mode` is the inode's st_mode when it happened, 0 if it was gone even then."""
+    """One change. `mode` is the inode's st_mode when it happened, 0 if it was gone even then; `origin` the dead node that it was taken from."""
 
     seq: int
     op: str
@@ -33,11 +33,19 @@ class Row:
     content: int | None = None
     mode: int = 0
     at_ns: int = 0
+    origin: int = 0
 
 
 def append(
-    db: Database, op: str, inode: int, *, parent: int = 0, name: bytes | None = None,
-    new_parent: int = 0, new_name: bytes | None = None, content: int | None = None,
+    db: Database,
+    op: str,
+    inode: int,
+    *,
+    parent: int = 0,
+    name: bytes | None = None,
+    new_parent: int = 0,
+    new_name: bytes | None = None,
+    content: int | None = None,
 ) -> None:
     """Record a change for the PFS. Call it inside the change's own transaction; without a PFS it does nothing."""
     if not db.journalled:
@@ -69,6 +77,34 @@ def last_in(db: Database, directory: int) -> tuple[int, int]:
 def head(db: Database, at_most: int, after: int = 0) -> list[Row]:
     """The oldest rows after the row `after`, in order."""
     return [Row(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal WHERE seq > ? ORDER BY seq LIMIT ?", after, at_most)]
+
+
+def get(db: Database, seq: int) -> Row | None:
+    """One row."""
+    row = db.row(f"SELECT {_COLUMNS} FROM journal WHERE seq = ?", seq)
+    return None if row is None else Row(*row)
+
+
+def take(db: Database, rows: Iterable[Row]) -> None:
+    """Append rows of another node, which is dead. Joins the caller's transaction."""
+    for row in rows:
+        db.run(
+            f"INSERT INTO journal ({_COLUMNS}) VALUES (NULL,?,?,?,?,?,?,?,?,?,?)",
+            row.op, row.inode, row.parent, row.name, row.new_parent, row.new_name, row.content, row.mode, row.at_ns, row.origin,
+        )  # fmt: skip
+
+
+def drop(db: Database, rows: Iterable[Row]) -> None:
+    """Other nodes have these in hand now, or nobody needs them."""
+    with db.change():
+        for row in rows:
+            db.run("DELETE FROM journal WHERE seq = ?", row.seq)
+
+
+def named_later(db: Database, row: Row) -> bool:
+    """Whether a later row of this journal names the same inode once more, or takes a name of it away."""
+    later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN ('link', 'unlink', 'rmdir', 'rename', 'exchange') LIMIT 1"
+    return db.value(later, row.inode, row.seq) is not None
 
 
 def repeated(db: Database, row: Row) -> bool:
