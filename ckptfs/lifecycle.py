@@ -97,8 +97,7 @@ def level(record: Record) -> Level:
         return Level.LOCAL if record.clique is None else Level.CLIQUE  # Empty, and its row in the catalog is all of it.
     if clique_whole(record):
         return Level.CLIQUE
-    known = record.clique is not None and content.state is ContentState.SEALED and bool(record.clique.elsewhere)
-    elsewhere = known or (content.peer and content.state is not ContentState.OPEN)  # What another node wrote that one has.
+    elsewhere = record.clique is not None and content.state is ContentState.SEALED and bool(record.clique.elsewhere)
     if content.state in {ContentState.DOOMED, ContentState.LOST} or not (elsewhere or any(map(good, record.copies))):
         return Level.NONE
     return Level.LOCAL

@@ -99,7 +99,8 @@ class Node(LocalNode):
         for other in self.cluster.nodes:
             if other is not self and name is not None:
                 other.learn(row.inode, name, content, row.size)
-                holding.hear(other.db, Heard(content, row.inode, row.generation, row.size, row.digest))
+                heard = Heard(content, row.inode, row.generation, row.size, row.digest, open=row.state is ContentState.OPEN)
+                holding.hear(other.db, heard)
 
     def learn(self, inode: int, name: bytes, content: int, size: int) -> None:
         """A file that another node made."""

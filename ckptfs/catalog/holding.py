@@ -67,7 +67,7 @@ def hear(db: Database, heard: Heard) -> bool:
         generation, state, digest, peer, blocks = known
         if state == ContentState.OPEN or generation > heard.generation or (state == ContentState.DOOMED):
             return False
-        if heard.open and digest is not None:
+        if heard.open and (digest is not None or peer):
             return bool(peer)
         same = generation == heard.generation
         if same and not peer and (state == ContentState.CLOSED or digest == heard.digest or heard.digest is None):
@@ -86,11 +86,12 @@ def hear(db: Database, heard: Heard) -> bool:
 
 
 def _add(db: Database, heard: Heard) -> None:
-    """A row with another node's id must not make this node count on from there."""
+    """A row with another node's id must not make this node count on from there. Of an open content any state that is heard of is newer."""
     last = db.value("SELECT seq FROM sqlite_sequence WHERE name = 'content'")
     db.run(
         "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, peer) VALUES (?,?,?,?,?,?,?,1,?,1)",
-        heard.content, heard.inode, heard.generation, heard.state, heard.size, heard.digest, heard.blocks, time.time_ns(),
+        heard.content, heard.inode, 0 if heard.open else heard.generation, heard.state, heard.size, heard.digest, heard.blocks,
+        time.time_ns(),
     )  # fmt: skip
     if last is None:
         db.run("DELETE FROM sqlite_sequence WHERE name = 'content'")

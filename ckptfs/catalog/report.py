@@ -198,6 +198,8 @@ def counts(db: Database) -> Counts:
         if clique is not None:
             elsewhere = tuple(("", f"/{number}") for number in range(domains))
             typical = replace(typical, clique=replace(clique, elsewhere=elsewhere))
+            if peer and not (held or elsewhere or same):
+                continue  # Who has what another node wrote is asked for one by one.
         by_level[lifecycle.level(typical)] += count
         lost += count if state == ContentState.LOST and not same else 0
     return Counts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))

@@ -59,9 +59,9 @@ def copy_key(content: int, node: int) -> bytes:
 def read(store: Store, contents: Sequence[int]) -> dict[int, Shared]:
     """What the store says of these contents, at most LOOKED_AT_MAX at once."""
     assert len(contents) <= LOOKED_AT_MAX
-    gets = [get for number in contents for get in _gets(number)]
-    results = store.read(gets).results if gets else ()
-    return {number: _shared(number, results[2 * place], results[2 * place + 1]) for place, number in enumerate(contents)}
+    asked = [get for number in contents for get in gets(number)]
+    results = store.read(asked).results if asked else ()
+    return {number: shared(number, results[2 * place], results[2 * place + 1]) for place, number in enumerate(contents)}
 
 
 def files(store: Store, inodes: Sequence[int]) -> dict[int, int | None]:
@@ -79,8 +79,8 @@ def refresh(db: Database, store: Store, contents: Sequence[int], here: int) -> d
     """The same, and the catalog learns of it."""
     found = read(store, contents)
     with db.change():
-        for number, shared in found.items():
-            learn(db, number, shared, here)
+        for number, one in found.items():
+            learn(db, number, one, here)
     return found
 
 
@@ -123,7 +123,8 @@ def forget(store: Store, contents: Iterable[int]) -> None:
         store.commit([], changes[start : start + limits.ETCD_OPERATIONS_MAX])
 
 
-def _gets(number: int) -> tuple[Get, Get]:
+def gets(number: int) -> tuple[Get, Get]:
+    """What to ask of the store about a content."""
     return Get(content_key(number)), Get(copies_key(number), prefix_end(copies_key(number)))
 
 
@@ -132,7 +133,8 @@ def _value(content: Content) -> bytes:
     return json.dumps({"generation": content.generation, "digest": digest.hex()}, separators=(",", ":")).encode()
 
 
-def _shared(number: int, written: Sequence[Item], told: Sequence[Item]) -> Shared:
+def shared(number: int, written: Sequence[Item], told: Sequence[Item]) -> Shared:
+    """The answers to `gets`."""
     copies = tuple(copy for item in told if (copy := _copy(number, item)) is not None)
     items = (*written, *told)
     if not written:

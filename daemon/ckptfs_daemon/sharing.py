@@ -19,13 +19,14 @@ from typing import TypeVar
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import identity
+from ckptfs.catalog import identity, peers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, batch, island, outcome, reading, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.kinds import LAST, NAME, Key
 from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.store import Get, Outcome, Store
+from ckptfs.clique import holders
 from ckptfs.errors import CkptfsError, Unreachable, refused
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,16 @@ class Sharing:
     async def fresh_inode(self, inode: int) -> None:
         """The rows of an inode are as the store has them."""
         await self._fresh(reading.of_inode(self.db, inode))
+
+    async def fresh_copies(self, inode: int) -> None:
+        """Who has what another node wrote of this file is known here as the store has it."""
+        content = peers.strange_content(self.db, inode)
+        if content is None:
+            return
+        found = await self._read([*holders.gets(content)])
+        if found is not None:
+            with self.db.change():
+                holders.learn(self.db, content, holders.shared(content, found.results[0], found.results[1]), identity.number(self.db))
 
     async def fresh_directory(self, inode: int, at_most: int | None = None) -> None:
         """The names in a directory, and inodes of which nothing was known; `at_most`: only the first few."""

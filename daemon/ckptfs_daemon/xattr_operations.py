@@ -42,6 +42,9 @@ class XattrOperations(Handler):
             # pyfuse3 asks for the value before it creates: this one was created by us for this very request.
             raise refused(errno.ENODATA)
         if name.startswith(OURS):
+            if self.context.sharing is not None:
+                await self.fresh_inode(inode)
+                await self.context.sharing.fresh_copies(inode)
             return self._virtual(inode, name.removeprefix(OURS))
         await self.fresh_inode(inode)
         if name.startswith(STORED):

@@ -11,6 +11,7 @@ from ckptfs.catalog import contents, holding, settling, wants
 from ckptfs.clique import holders
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
+from ckptfs.flow.secure import Secure
 from ckptfs.flow.tell import Tell
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
@@ -181,3 +182,38 @@ def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Ti
     assert settling.by_state(three.db, CopyState.FILLING) == []
     assert bring(three, one.inode(content)).result == wants.HERE
     assert three.data(content, tier) == one.data(content)
+
+
+def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
+    one.publish_shared(content)
+    inode = one.inode(content)
+    assert bring(two, inode).result == wants.HERE
+    assert two.data(content) == data
+    with open(one.places[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+        file.write(b"more")
+    with one.db.change():
+        contents.close(one.db, inode, content, len(data) + 4, 1, 2)
+    one.seal()
+    one.publish_shared(content)
+    assert two.copies(content) == {Tier.RAM: CopyState.OLDER}
+    assert bring(two, inode).result == wants.HERE
+    assert two.data(content) == data + b"more"
+
+
+def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
+    """P9: with fsync=clique, from a node that holds it to any other."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
+    secure = Secure(one.db, one.places, one.told, around(one))
+    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
+    one.publish_shared(content)
+    Tell(two.db, around(two)).step()
+    one.kill()
+    for node in (two, three):
+        assert bring(node, one.inode(content)).result == wants.HERE
+        assert node.data(content) == data

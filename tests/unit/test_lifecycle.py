@@ -125,7 +125,7 @@ def clique(*domains: str, demand: int = 2) -> Clique:
         (Record(content(ContentState.OPEN), (copy(),), clique=clique("r2", "r3")), Level.LOCAL),
         (Record(content(ContentState.DOOMED), (copy(),), clique=clique("r2", "r3")), Level.NONE),
         (Record(content(), (), clique=clique()), Level.NONE),
-        (Record(replace(content(), peer=True), (), clique=clique()), Level.LOCAL),
+        (Record(replace(content(), peer=True), (), clique=clique("r2")), Level.LOCAL),
         (Record(None, clique=clique()), Level.CLIQUE),
     ],
 )

@@ -17,6 +17,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Fetchable
 from ckptfs.catalog.holding import Heard
 from ckptfs.clique import holders
+from ckptfs.clique.holders import Shared
 from ckptfs.clique.membership import Node
 from ckptfs.clique.peers import PeerFailed, Record
 from ckptfs.clique.surroundings import Surroundings
@@ -48,37 +49,50 @@ class FromPeers:
         number = fetching.content_of(self._db, inode)
         if number is None:
             return fetching.look(self._db, inode)
-        writer = self._refresh(number)
+        shared = self._refresh(number)
         found = fetching.look(self._db, inode)
         if found is None or found.here or found.content is None or not found.content.peer or found.content.state is not ContentState.CLOSED:
             return found
-        if writer is None:
-            raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
         progress()
-        self._have_sealed(found.content, writer)
+        if shared is None or shared.writer is None:
+            raise Busy("the node that wrote the file is not known, and it was not sealed")
+        writer = self._around.see().by_number.get(shared.writer)
+        if not (writer is not None and self._have_sealed(found.content, writer)) and not self._have_fsynced(found.content, shared):
+            raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
         return fetching.look(self._db, inode)
 
-    def _refresh(self, number: int) -> Node | None:
-        """Ask the store who has it; the node that wrote it, if it lives. An island goes by what it knows."""
+    def _refresh(self, number: int) -> Shared | None:
+        """Ask the store who has it. An island goes by what it knows."""
         try:
-            shared = holders.refresh(self._db, self._around.store, [number], self._around.number)[number]
+            return holders.refresh(self._db, self._around.store, [number], self._around.number)[number]
         except (Unreachable, StoreRefused) as failure:
             log.debug("the holders of content %d cannot be asked for: %s", number, failure)
             return None
-        return None if shared.writer is None else self._around.see().by_number.get(shared.writer)
 
-    def _have_sealed(self, content: Content, writer: Node) -> None:
-        """Have the writer seal what is closed there."""
+    def _have_sealed(self, content: Content, writer: Node) -> bool:
+        """Have the writer seal what is closed there, or tell what an open file holds now. False: it does not answer."""
         try:
             record = self._around.peers.seal_soon(writer, content.id, limits.SEAL_ASKED_S)
         except PeerFailed as failure:
-            raise Busy(f"{writer.name} wrote the file and has not sealed it: {failure}") from failure
-        if record is None:
-            raise Busy(f"the file is being written on {writer.name}")
+            log.debug("%s wrote content %d and has not sealed it: %s", writer.name, content.id, failure)
+            return False
+        return record is not None and self._heard_of(record, writer)
+
+    def _have_fsynced(self, content: Content, shared: Shared) -> bool:
+        """The last state of a file that was fsynced while it was open, from a node that verified it then. False: there is none."""
+        for copy in sorted(shared.copies, key=lambda one: -one.generation):
+            for node in self._around.others([copy.node]):
+                try:
+                    return self._heard_of(self._around.peers.record(node, content.id, copy.digest), node)
+                except PeerFailed as failure:
+                    log.debug("%s does not tell of content %d: %s", node.name, content.id, failure)
+        return False
+
+    def _heard_of(self, record: Record, node: Node) -> bool:
         with self._db.change():
-            holding.hear(self._db, _heard(record))
-            copy = peers.PeerCopy(content.id, writer.number, record.generation, record.digest)
+            copy = peers.PeerCopy(record.content, node.number, record.generation, record.digest)
             peers.peer_has(self._db, copy)
+            return holding.hear(self._db, _heard(record))
 
     # --- bringing it here --------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ckptfs.catalog.holding import Heard
 from ckptfs.clique.shelf import Loan, NotHere, Offer, Reception
 from ckptfs.errors import Busy, CkptfsError, Refused
 from ckptfs.flow.hold.arriving import Arriving
+from ckptfs.flow.hold.open_states import OpenStates
 from ckptfs.flow.hold.room import Room
 from ckptfs.model import ContentState, CopyState, Notify, Tier
 from ckptfs.tiers import transfer
@@ -49,6 +50,7 @@ class Hold:
         self._busy: dict[int, int] = {}
         """Content -> the token of who is sending it now."""
         self._pause = threading.Event()
+        self._open = OpenStates(db, places)
         self.doubted: set[int] = set()
         """Contents that a peer said need not be held: the reconcile flow asks the store."""
 
@@ -261,6 +263,8 @@ class Hold:
 
     def _lend(self, number: int, digest: bytes | None) -> tuple[Loan, Place]:
         known = settling.content(self._db, number)
+        if known is not None and known.state is ContentState.OPEN and (loan := self._open.lend(number, digest)) is not None:
+            return loan
         if known is None or known.state is not ContentState.SEALED or known.digest is None or digest not in (None, known.digest):
             raise NotHere(f"content {number} is not here, or not in that state")
         for copy in settling.copies(self._db, number):
@@ -278,7 +282,7 @@ class Hold:
         raise NotHere(f"no copy of content {number} is here")
 
     def seal_soon(self, content: int, timeout_s: float) -> Loan | None:
-        """Wait until a content that is closed here is sealed."""
+        """Wait until a content that is closed here is sealed. Of one that is still written: what it holds now."""
         until_s = time.monotonic() + min(timeout_s, limits.SEAL_SOON_MAX_S)
         while True:
             known = settling.content(self._db, content)
@@ -288,6 +292,8 @@ class Hold:
                 return self.lend(content, None)
             if known.state not in (ContentState.OPEN, ContentState.CLOSED):
                 raise NotHere(f"content {content} is gone")
+            if known.state is ContentState.OPEN and (loan := self._open.now(content)) is not None:
+                return loan
             if time.monotonic() > until_s:
                 return None
             self._notify.work()
