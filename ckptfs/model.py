@@ -26,6 +26,13 @@ class DataPath(StrEnum):
     BUFFERED = "buffered"
 
 
+class Bulk(StrEnum):
+    """How blocks travel between nodes."""
+
+    SOCKET = "socket"
+    GRPC = "grpc"
+
+
 class CliqueLost(StrEnum):
     """What fsync=clique does when no peer is left that could hold a copy: fail, or be content with this node."""
 

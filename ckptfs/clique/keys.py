@@ -112,6 +112,16 @@ def load(directory: Path) -> Identity:
     return Identity(_common_name(parsed), _organization(parsed), ca, certificate, key, expires)
 
 
+def load_for(directory: Path, node: str, cluster: str) -> Identity:
+    """The same, for this node of this cluster. Raises ConfigError also when the keys are another's."""
+    identity = load(directory)
+    if (identity.node, identity.cluster) != (node, cluster):
+        whose = f"node {identity.node} of cluster {identity.cluster}"
+        remedy = "give node and cluster as in the keys, or issue others"
+        raise ConfigError(f"{directory} has the keys of {whose}, and this is node {node} of cluster {cluster}", remedy=remedy)
+    return identity
+
+
 @functools.lru_cache(maxsize=1024)
 def subject(pem: bytes) -> tuple[str, str]:
     """(node, cluster) that a certificate names; empty where it names none. TLS has checked its signature."""

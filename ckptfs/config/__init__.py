@@ -18,7 +18,7 @@ from ckptfs.config.checks import checked
 from ckptfs.config.table import BY_NAME, KEYS, Config
 from ckptfs.config.values import host_of, is_loopback, parse_addresses, parse_bool, parse_path, parse_seconds, parse_size
 from ckptfs.errors import ConfigError
-from ckptfs.model import CliqueLost, DataPath, Level
+from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 __all__ = [
     "KEYS", "Config", "from_json", "host_of", "is_known", "is_loopback", "load", "parse_options", "parse_seconds", "parse_size", "sample",
@@ -143,7 +143,8 @@ def from_json(text: str) -> Config:
     for key in KEYS:
         if key.parse is parse_path and values[key.field] is not None:
             values[key.field] = Path(values[key.field])
-    words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"])}
+    words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"]),
+             "bulk": Bulk(values["bulk"])}  # fmt: skip
     return Config(**(values | words | {"etcd": tuple(values["etcd"])}))
 
 

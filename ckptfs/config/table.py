@@ -15,6 +15,7 @@ from ckptfs.config.values import (
     parse_address,
     parse_addresses,
     parse_bool,
+    parse_bulk,
     parse_clique_lost,
     parse_data_path,
     parse_label,
@@ -26,7 +27,7 @@ from ckptfs.config.values import (
     parse_seconds,
     whole_number,
 )  # fmt: skip
-from ckptfs.model import CliqueLost, DataPath, Level
+from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -61,6 +62,7 @@ class Config:
     address: str = ""
     keys: Path | None = None
     insecure: bool = False
+    bulk: Bulk = Bulk.SOCKET
     replication_factor: int = limits.REPLICATION_FACTOR
     replication_jump: int = 1
     peer_share: float = limits.PEER_SHARE
@@ -140,6 +142,9 @@ KEYS: tuple[Key, ...] = (
         '"/etc/ckptfs/keys"'),
     Key("insecure", "insecure", parse_bool, False,
         "No keys at all: accepted on loopback addresses only, for trying a cluster on one machine."),
+    Key("bulk", "bulk", parse_bulk, "socket",
+        "How blocks travel between nodes: socket (connections of their own, sealed with keys from gRPC, to the port after that\n"
+        "of listen) or grpc (everything through one port, at about half the speed). A port that cannot be reached means grpc."),
     Key("replication_factor", "replication_factor", whole_number(1, limits.REPLICATION_FACTOR_MAX), limits.REPLICATION_FACTOR,
         "How many nodes hold each file, this one included. 1: no copies on peers."),
     Key("replication_jump", "replication_jump", whole_number(1, limits.REPLICATION_JUMP_MAX), 1,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptfs import limits
 from ckptfs.errors import ConfigError
-from ckptfs.model import CliqueLost, DataPath, Level
+from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 RAM_BYTES_MIN = 16 * limits.MIB
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "P": 1024**5}
@@ -107,6 +107,11 @@ def one_of(accepted: tuple[str, ...]) -> Callable[[str], str]:
 def parse_data_path(text: str) -> DataPath:
     """How bytes travel. Raises ConfigError."""
     return DataPath(one_of(tuple(DataPath))(text))
+
+
+def parse_bulk(text: str) -> Bulk:
+    """How blocks travel between nodes. Raises ConfigError."""
+    return Bulk(one_of(tuple(Bulk))(text))
 
 
 def parse_clique_lost(text: str) -> CliqueLost:

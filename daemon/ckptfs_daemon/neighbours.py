@@ -21,7 +21,7 @@ from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.secure import Secure
 from ckptfs.flow.tell import Tell
-from ckptfs.model import Notify, Tier
+from ckptfs.model import Bulk, Notify, Tier
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import cluster_figures, peer_server
 from ckptfs_daemon.cluster_figures import ClusterFigures
@@ -43,9 +43,9 @@ class Neighbours:
         assert config.cluster is not None
         self._db = db
         self._config = config
-        self._identity = None if config.keys is None else keys.load(config.keys)
+        self._identity = None if config.keys is None else keys.load_for(config.keys, config.node, config.cluster)
         self._store = open_store(config)
-        self._peers = PeerClient(config.node, config.cluster, self._identity)
+        self._peers = PeerClient(config.node, config.cluster, self._identity, bulk=config.bulk is Bulk.SOCKET)
         capacity = sum(places[tier].room().total for tier in LOCAL if tier in places)
         node = describe(config, db, identity.number(db), int(config.peer_share * capacity))
         self.member = Member(db, self._store, node, lambda key, value: settling.report(db, key, value))
@@ -87,7 +87,8 @@ class Neighbours:
 
     def _server(self) -> PeerServer:
         assert self._config.cluster is not None
-        return PeerServer(self._hold, self._config.listen, self._config.cluster, self._identity)
+        bulk = self._config.bulk is Bulk.SOCKET
+        return PeerServer(self._hold, self._config.listen, self._config.cluster, self._identity, bulk=bulk)
 
     async def _tell_figures(self) -> None:
         await cluster_figures.tell(self._db, self._store, self.member.number, lambda: self.member.presence.lease)

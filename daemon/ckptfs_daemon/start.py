@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckptfs import config as configuration
 from ckptfs.catalog import adoption, belonging, database, settling
+from ckptfs.clique import keys
 from ckptfs.config import Config
 from ckptfs.errors import Refused
 from ckptfs.model import Tier
@@ -76,6 +77,8 @@ def _demand(config: Config) -> None:
         if config.cluster is not None:
             from ckptfs_daemon import cluster_store  # A node that is alone does without gRPC here.
 
+            if config.keys is not None:
+                keys.load_for(config.keys, config.node, config.cluster)
             cluster_store.enter(config, db)
     finally:
         db.close()

@@ -103,3 +103,11 @@ def test_the_command_makes_them(tmp_path: Path) -> None:
     assert keys.load(directory / "node1").node == "node1"
     refused = run.invoke(app, ["keys", "issue", str(directory), "node1"])
     assert refused.exit_code != 0 and "never overwritten" in str(refused.exception)
+
+
+def test_the_keys_of_another_node_are_refused(authority: Path) -> None:
+    directory = keys.issue(authority, "node1")
+    assert keys.load_for(directory, "node1", "moon") == keys.load(directory)
+    for node, cluster in (("node2", "moon"), ("node1", "mars")):
+        with pytest.raises(ConfigError, match="has the keys of node node1 of cluster moon"):
+            keys.load_for(directory, node, cluster)
