@@ -244,6 +244,18 @@ def lag(db: Database) -> tuple[int, int, float]:
     return int(files), int(size), 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
 
 
+def unsafe(db: Database) -> int:
+    """How many contents await their copies on other nodes, while there are others, and are not whole on the PFS either."""
+    if len(living(db)) < 2:
+        return 0
+    return int(
+        db.value(
+            "SELECT count(*) FROM content k WHERE k.lacking = 1 AND k.state = 2 AND NOT EXISTS (SELECT 1 FROM published p"
+            " WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation AND p.digest = k.digest)"
+        )
+    )
+
+
 def oldest_lacking(db: Database) -> int:
     """When the oldest content was closed that still wants copies on other nodes, in ns since the epoch; 0: none does."""
     return int(db.value("SELECT min(closed_ns) FROM content WHERE lacking = 1 AND state = 2 AND peer = 0") or 0)

@@ -149,6 +149,7 @@ def mark(db: Database, number: int, tier: Tier, state: CopyState) -> None:
             number,
             tier,
         )
+        _take_back(db, number)
 
 
 def forget_copy(db: Database, number: int, tier: Tier) -> None:
@@ -157,6 +158,13 @@ def forget_copy(db: Database, number: int, tier: Tier) -> None:
     """
     with db.change():
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
+        _take_back(db, number)
+
+
+def _take_back(db: Database, number: int) -> None:
+    """The other nodes shall learn when no copy of a peer's content counts here any more."""
+    good = "SELECT 1 FROM copy WHERE copy.content = content.id AND copy.state = 1"
+    db.run(f"UPDATE content SET told = 3 WHERE id = ? AND told IN (1, 2) AND NOT EXISTS ({good})", number)
 
 
 def by_state(db: Database, state: CopyState, tier: Tier | None = None) -> list[tuple[int, Tier]]:

@@ -11,12 +11,12 @@ import os
 import time
 
 from ckptfs import disk, lifecycle, limits
-from ckptfs.catalog import report, settling
+from ckptfs.catalog import holding, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, Notify, Tier
-from ckptfs.tiers import duplicate, health, ram_limit, space
+from ckptfs.tiers import duplicate, health, ram_limit, removal, space
 from ckptfs.tiers.place import Place, Places
 from ckptfs.tiers.space import Room
 
@@ -88,7 +88,11 @@ class Evict:
         if time.monotonic() < self._idle_until_s.get(tier, 0.0):
             self._put_off.add(tier)
             return False
-        if self._drop_spare(self._places[tier], better) or (must and tier is Tier.RAM and self._demote_one()):
+        if (
+            self._drop_older(self._places[tier])
+            or self._drop_spare(self._places[tier], better)
+            or (must and tier is Tier.RAM and self._demote_one())
+        ):
             self._stuck.discard(tier)
             return True
         self._idle_until_s[tier] = time.monotonic() + IDLE_S
@@ -117,6 +121,14 @@ class Evict:
         self._stuck.discard(tier)
         if tier is Tier.RAM:
             self._untell()
+
+    def _drop_older(self, place: Place) -> int:
+        """Drop former generations of other nodes' contents; how many went."""
+        older = holding.older(self._db, place.tier, time.time_ns(), BATCH_CONTENTS)
+        for number in older:
+            settling.forget_copy(self._db, number, place.tier)
+            removal.remove_forgotten(self._db, place, number)
+        return len(older)
 
     def _drop_spare(self, place: Place, excess: int) -> int:
         """Drop copies of contents that are whole elsewhere, up to `excess` bytes; how many went."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog import report, wants
+from ckptfs.catalog import peers, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Refused, TimedOut, refused
@@ -66,8 +66,11 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
     def _left(self, end: int) -> pb.Progress:
         files, size, changes = report.journal_left(self._db, end)
         unsealed, copied = report.unsealed(self._db), sum(self._figures.copied().values())
-        left = files or changes or unsealed
-        progress = pb.Progress(done=not left, files_left=max(files, unsealed), bytes_left=max(0, size - copied), changes_left=changes)
+        unsafe = peers.unsafe(self._db)
+        left = files or changes or unsealed or unsafe
+        progress = pb.Progress(
+            done=not left, files_left=max(files, unsealed, unsafe), bytes_left=max(0, size - copied), changes_left=changes
+        )
         if not progress.done:
             progress.obstacle, progress.remedy = self._figures.obstacle()
         return progress

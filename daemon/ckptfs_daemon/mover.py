@@ -12,7 +12,7 @@ import signal
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import report, settling, wants
+from ckptfs.catalog import peers, report, settling, wants
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing.touching import Touching
@@ -154,13 +154,14 @@ async def _drain(db: Database, lanes: Lanes, config: Config) -> None:
                 while _left(db, end) == left:
                     await trio.sleep(DRAIN_LOOK_S)
     if deadline.cancelled_caught:
-        changes, unsealed = _left(db, end) or (0, 0)
-        log.warning("drained until the deadline: the PFS lacks %d changes, %d files are not sealed; they wait here", changes, unsealed)
+        changes, unsealed, unsafe = _left(db, end) or (0, 0, 0)
+        message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; they wait here"
+        log.warning(message, changes, unsealed, f", {unsafe} lack copies on other nodes" if unsafe else "")
     db.persist()
 
 
-def _left(db: Database, end: int) -> tuple[int, int] | None:
-    """(changes that the PFS was not told of, files that are not sealed); None when there is nothing of either."""
+def _left(db: Database, end: int) -> tuple[int, int, int] | None:
+    """(changes that the PFS lacks, files that are not sealed, files without copies elsewhere); None: there is nothing left."""
     files, _, changes = report.journal_left(db, end)
-    unsealed = report.unsealed(db)
-    return (files + changes, unsealed) if files + changes + unsealed else None
+    left = files + changes, report.unsealed(db), peers.unsafe(db)
+    return left if any(left) else None

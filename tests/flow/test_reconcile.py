@@ -12,6 +12,7 @@ from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.errors import Unreachable
 from ckptfs.flow.drop import Drop
+from ckptfs.flow.evict import Evict
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.tell import Tell
 from ckptfs.model import ContentState, CopyState, Level, Tier
@@ -198,3 +199,22 @@ def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, mo
             sweep(two)
     sweep(two)
     assert two.state(content) in (None, ContentState.DOOMED)
+
+
+def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path) -> None:
+    """P10: a former generation, then copies that are whole elsewhere; the store learns that they went."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    former, held = replicated(cluster, b"a"), replicated(cluster, b"b")
+    one.rewrite(former, lambda data: data.reverse())
+    two.squeeze(Tier.RAM, 7000)
+    evict = Evict(two.db, two.places, two.config, two.told)
+    evict.step()
+    assert two.files(Tier.RAM) == {held}
+    two.publish(held)
+    two.squeeze(Tier.RAM, 3000)
+    evict = Evict(two.db, two.places, two.config, two.told)
+    evict.step()
+    assert two.files(Tier.RAM) == set()
+    Tell(two.db, around(two)).step()
+    assert holders.read(one.store, [held])[held].copies == ()
