@@ -135,7 +135,8 @@ ISLAND_PROBE_WAIT_S = 1.0
 # How many keys of other nodes a catalog remembers before it forgets those that it needs least, how many at once, and how often it looks.
 SEEN_KEYS_MAX = 400_000
 FORGET_KEYS = 2000
-FORGET_INTERVAL_S = 30.0
+FORGET_INTERVAL_S = 5.0
+SHARED_REPORT_S = 0.05
 # Names that were deleted a moment ago: an answer that is older must not bring them back.
 RECENT_KEYS_MAX = 10_000
 

@@ -34,7 +34,11 @@ class Slow(MemoryStore):
 
     def __init__(self, etcd: MemoryEtcd, dice: random.Random, delay_s: float = 0.002, loss: float = 0.0) -> None:
         super().__init__(etcd)
-        self._dice, self._delay_s, self._loss = dice, delay_s, loss
+        self._dice, self._delay_s, self._loss, self._losing = dice, delay_s, loss, 0
+
+    def lose(self, answers: int) -> None:
+        """So many of the next commits are done, and their answers do not come."""
+        self._losing = answers
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = 3.0) -> Future[Outcome]:
         return self._later(lambda: self.read(gets), timeout_s)
@@ -42,9 +46,9 @@ class Slow(MemoryStore):
     def commit_soon(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = 3.0
     ) -> Future[Outcome]:
-        return self._later(lambda: self.commit(compares, changes, otherwise), timeout_s)
+        return self._later(lambda: self.commit(compares, changes, otherwise), timeout_s, commits=True)
 
-    def _later(self, act: Callable[[], Outcome], timeout_s: float) -> Future[Outcome]:
+    def _later(self, act: Callable[[], Outcome], timeout_s: float, *, commits: bool = False) -> Future[Outcome]:
         future: Future[Outcome] = Future()
 
         async def run() -> None:
@@ -56,7 +60,9 @@ class Slow(MemoryStore):
                 except Unreachable:
                     break
                 await trio.sleep(self._dice.uniform(0, self._delay_s))
-                if self._reachable and self._dice.random() >= self._loss:
+                lost = commits and self._losing > 0
+                self._losing -= lost
+                if self._reachable and not lost and self._dice.random() >= self._loss:
                     future.set_result(outcome)
                     return
             future.set_exception(Unreachable("no answer"))

@@ -194,7 +194,9 @@ def reply_lseek(req: int, offset: int) -> None:
 def open_session(operations: pyfuse3.Operations, inherited: Inherited) -> None:
     """Make libfuse and pyfuse3 serve the inherited connection. Nothing is read from the kernel yet. Raises DoorBlocked."""
     os.set_blocking(inherited.fuse_fd, False)
-    pyfuse3.trio = EagerTrio()  # type: ignore[attr-defined]
+    if inherited.config.cluster is None:
+        # In a cluster handlers wait for the store, and what ends their waiting is another task.
+        pyfuse3.trio = EagerTrio()  # type: ignore[attr-defined]
     pyfuse3.init(operations, f"/dev/fd/{inherited.fuse_fd}", set())
     if _sessions.value == 0:
         raise DoorBlocked("the mount's C part does not stand before libfuse", remedy="rebuild it: python -m ckptfs_daemon.shim_build")

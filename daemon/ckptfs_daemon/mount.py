@@ -108,6 +108,7 @@ async def _serve(inherited: Inherited, operations: Operations) -> None:
         await context.open_files.start(inherited.resumed)
         if context.sharing is not None:
             nursery.start_soon(context.sharing.run, name="sharing")
+            nursery.start_soon(context.sharing.tend, name="sharing's figures")
         operations.start(nursery)
         nursery.start_soon(_listen, context, name="bell")
         nursery.start_soon(operations.reap_forgotten, name="orphans")

@@ -6,34 +6,34 @@ until the store is back and has them all. Everything here belongs to the trio th
 If we die here: what was not told is marked in the catalog, and the next process begins by telling it.
 """
 
-import contextlib
 import errno
 import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import identity, peers
+from ckptfs.catalog import identity, peers, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import applying, batch, island, outcome, reading, touching
+from ckptfs.catalog.sharing import applying, batch, forgetting, island, outcome, reading, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.kinds import LAST, NAME, Key
 from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.store import Get, Outcome, Store
 from ckptfs.clique import holders
 from ckptfs.errors import CkptfsError, Unreachable, refused
+from ckptfs_daemon.store_calls import Question, Written, answer_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 Name = tuple[int, bytes]
+TROUBLE = "trouble:sharing"
 
 
 class Sharing:
@@ -53,10 +53,10 @@ class Sharing:
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.island_ns = island.since(db)
         self._store = store
-        self._written = _Written(is_written)
+        self._written = Written(is_written)
         self._nameless: Callable[[Iterable[int]], None] = lambda _: None
         self._recent = Recent()
-        self._asked: deque[_Question] = deque()
+        self._asked: deque[Question] = deque()
         self._reading = 0
         self._to_tell = trio.Event()
         self._went = trio.Event()
@@ -149,7 +149,7 @@ class Sharing:
         """Ask, together with whoever asks now; None when the store does not answer."""
         if self.island:
             return None
-        question = _Question(gets)
+        question = Question(gets)
         self._asked.append(question)
         if self._reading < limits.SHARED_READS_MAX:
             self._reading += 1
@@ -175,7 +175,7 @@ class Sharing:
             self._hand_over()
 
     async def _ask(self) -> None:
-        questions: list[_Question] = []
+        questions: list[Question] = []
         count = 0
         while self._asked and (not questions or count + len(self._asked[0].gets) <= limits.ETCD_OPERATIONS_MAX):
             questions.append(self._asked.popleft())
@@ -187,7 +187,7 @@ class Sharing:
         gets = [get for question in questions for get in question.gets]
         try:
             self.counts["reads"] += 1
-            found = await _answer(self._store.read_soon(gets))
+            found = await answer_of(self._store.read_soon(gets))
             start = 0
             for question in questions:
                 end = start + len(question.gets)
@@ -257,6 +257,22 @@ class Sharing:
             with trio.move_on_after(limits.WANT_LOOK_S):
                 await self._to_tell.wait()
 
+    async def tend(self) -> None:
+        """The task: say how it goes, and forget what is too much."""
+        told: dict[str, int] = {}
+        after = 0
+        while True:
+            figures = self.figures()
+            if figures != told:
+                settling.report(self.db, "sharing", figures)
+                told = figures
+            after = forgetting.forget(self.db, after) if not self.island and forgetting.too_many(self.db) else 0
+            await trio.sleep(limits.SHARED_REPORT_S if after else limits.FORGET_INTERVAL_S)
+
+    def figures(self) -> dict[str, int]:
+        """What `status` shows: round trips by kind, since when this node is an island (ns, 0: it is none), what waits to be told."""
+        return {**self.counts, "island_ns": self.island_ns, "waiting": touching.count(self.db)}
+
     async def _tell(self) -> bool:
         """One batch. False: the store does not answer."""
         await trio.lowlevel.checkpoint()
@@ -269,7 +285,7 @@ class Sharing:
                 return True
             self._sent = made
             self.counts["commits"] += 1
-            came = await _answer(self._store.commit_soon(made.compares(), made.changes(), made.otherwise()))
+            came = await answer_of(self._store.commit_soon(made.compares(), made.changes(), made.otherwise()))
             if came.succeeded:
                 self._note(outcome.passed(self.db, made, came.revision, self._recent, recount=self.island))
             else:
@@ -290,7 +306,7 @@ class Sharing:
         more: dict[Key, Told] = {}
         keys = island.wanted(self.db, reading.answers(made.questions(), came))
         if keys:
-            more = reading.answers(keys, await _answer(self._store.read_soon(reading.gets(keys))))
+            more = reading.answers(keys, await answer_of(self._store.read_soon(reading.gets(keys))))
         for directory in island.moved(self.db, made):
             await self._know_above(directory)
         return functools.partial(island.Returning, more=more, label=self._label, again=self._again, is_written=self._is_written)
@@ -300,7 +316,7 @@ class Sharing:
         while inode and inode not in passed:
             passed.add(inode)
             keys = reading.above(self.db, inode)[0]
-            told = reading.answers(keys, await _answer(self._store.read_soon(reading.gets(keys))))
+            told = reading.answers(keys, await answer_of(self._store.read_soon(reading.gets(keys))))
             self._apply(told)
             inode = reading.above(self.db, inode)[1]
 
@@ -318,6 +334,9 @@ class Sharing:
         if not self.island:
             self.island_ns = time.time_ns()
             island.enter(self.db, self.island_ns)
+            what = "etcd does not answer: this node goes on alone, and other nodes do not see what changes here"
+            remedy = "see that etcd runs and can be reached; what was changed here is told then"
+            settling.report(self.db, TROUBLE, {"what": what, "path": "", "remedy": remedy})
             log.warning("the store of the cluster does not answer (%s): going on alone with what is known here", failure)
         if not isinstance(failure, Unreachable):
             log.error("the store of the cluster refused: %s", failure)
@@ -337,12 +356,13 @@ class Sharing:
             log.info("the store of the cluster answers again, and knows what was changed here meanwhile")
             self.island_ns = 0
             island.leave(self.db)
+            settling.report(self.db, TROUBLE, None)
 
     async def _look_back(self) -> bool:
         """Find out whether the last batch passed whose answer did not come. False: the store does not answer."""
         own = Key(LAST, self.number)
         try:
-            came = await _answer(self._store.read_soon(reading.gets([own]), timeout_s=limits.ISLAND_PROBE_WAIT_S))
+            came = await answer_of(self._store.read_soon(reading.gets([own]), timeout_s=limits.ISLAND_PROBE_WAIT_S))
         except CkptfsError as failure:
             self._failed(failure)
             return False
@@ -351,39 +371,3 @@ class Sharing:
         if result is not None:
             self._note(result)
         return True
-
-
-class _Question:
-    """What somebody wants to read."""
-
-    def __init__(self, gets: list[Get]) -> None:
-        self.gets = gets
-        self.done = trio.Event()
-        self.answer: Outcome | None = None
-
-
-class _Written(Container[int]):
-    """The inodes that are open for writing here."""
-
-    def __init__(self, is_written: Callable[[int], bool]) -> None:
-        self._is_written = is_written
-
-    def __contains__(self, inode: object) -> bool:
-        return isinstance(inode, int) and self._is_written(inode)
-
-
-async def _answer(future: "Future[Outcome]") -> Outcome:
-    """What a future of the store brings, without holding up anybody."""
-    if not future.done():
-        token = trio.lowlevel.current_trio_token()
-        done = trio.Event()
-
-        def wake(_: object) -> None:
-            with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(done.set)
-
-        future.add_done_callback(wake)
-        await done.wait()
-    else:
-        await trio.lowlevel.checkpoint()
-    return future.result()

@@ -1,0 +1,48 @@
+"""How the mount's trio thread waits for the store, whose futures are done by threads of its own.
+
+If we die here: what was asked is answered to nobody.
+"""
+
+import contextlib
+from collections.abc import Callable, Container
+from concurrent.futures import Future
+
+import trio
+
+from ckptfs.catalog.store import Get, Outcome
+
+
+class Question:
+    """What somebody wants to read."""
+
+    def __init__(self, gets: list[Get]) -> None:
+        self.gets = gets
+        self.done = trio.Event()
+        self.answer: Outcome | None = None
+
+
+class Written(Container[int]):
+    """The inodes that are open for writing here."""
+
+    def __init__(self, is_written: Callable[[int], bool]) -> None:
+        self._is_written = is_written
+
+    def __contains__(self, inode: object) -> bool:
+        return isinstance(inode, int) and self._is_written(inode)
+
+
+async def answer_of(future: "Future[Outcome]") -> Outcome:
+    """What a future of the store brings, without holding up anybody."""
+    if not future.done():
+        token = trio.lowlevel.current_trio_token()
+        done = trio.Event()
+
+        def wake(_: object) -> None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(done.set)
+
+        future.add_done_callback(wake)
+        await done.wait()
+    else:
+        await trio.lowlevel.checkpoint()
+    return future.result()

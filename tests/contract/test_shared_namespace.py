@@ -1,0 +1,238 @@
+"""The namespace on catalogs that share one store: what two nodes do to the same names at once, each outcome one that a single one could have (N1)."""
+
+import errno
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from memory_store import MemoryEtcd
+from shared_catalogs import Node, Slow, running, settled, stored_tree
+
+from ckptfs.catalog.sharing import forgetting, seen, touching
+from ckptfs.catalog.sharing.kinds import INODE, Key
+from ckptfs.model import ROOT
+
+Play = Callable[[Node, Node], Awaitable[None]]
+
+
+def play(directory: Path, act: Play, delay_s: float = 0.002) -> None:
+    """Let two nodes do `act`; afterwards both show what the store has."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(directory / str(number), number, Slow(etcd, random.Random(number), delay_s)) for number in (1, 2)]
+
+        async def all_of_it() -> None:
+            await act(nodes[0], nodes[1])
+            await settled(nodes)
+            there = stored_tree(etcd)
+            for node in nodes:
+                assert await node.tree() == there
+
+        await running(nodes, all_of_it)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def both(*acts: Callable[[], Awaitable[object]]) -> list[int]:
+    """Do them at once; the errno of each, 0 for success."""
+    codes = [0] * len(acts)
+
+    async def one(number: int, act: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await act()
+        except OSError as failure:
+            codes[number] = failure.errno or -1
+
+    async with trio.open_nursery() as nursery:
+        for number, act in enumerate(acts):
+            nursery.start_soon(one, number, act)
+    return codes
+
+
+def test_a_name_is_made_by_one(tmp_path: Path) -> None:
+    """O_EXCL."""
+
+    async def act(a: Node, b: Node) -> None:
+        for name in map(str, range(10)):
+            assert sorted(await both(lambda name=name: a.make(name), lambda name=name: b.mkdir(name))) == [0, errno.EEXIST]  # type: ignore[misc]
+
+    play(tmp_path, act)
+
+
+def test_what_one_changes_the_other_sees(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("d")
+        made = await b.make("d/f")
+        assert (await a.stat("d/f")).id == made.id and await a.names("d") == [b"f"]
+        await a.set("d/f", mode=0o600)
+        assert (await b.stat("d/f")).mode & 0o777 == 0o600
+        await b.rename("d", "e")
+        assert await a.names() == [b"e"] and (await a.stat("e/f")).id == made.id
+        await a.link("e/f", "g")
+        assert (await b.stat("g")).nlink == 2
+        await b.unlink("e/f")
+        assert (await a.stat("g")).nlink == 1
+        await a.rmdir("e")
+        assert await b.names() == [b"g"]
+
+    play(tmp_path, act)
+
+
+def test_success_takes_one_round_trip(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("d")
+        for change in (lambda: a.make("d/f"), lambda: a.rename("d/f", "d/g"), lambda: a.unlink("d/g"), lambda: a.mkdir("d/e")):
+            before = dict(a.sharing.counts)
+            await change()
+            assert a.sharing.counts["commits"] == before["commits"] + 1
+            assert a.sharing.counts["conflicts"] == before["conflicts"]
+
+    play(tmp_path, act)
+
+
+def test_a_directory_moves_with_what_the_other_made_in_it(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("d")
+        await b.make("d/f")
+        await a.mkdir("e")
+        codes = await both(lambda: a.rename("d", "e/d"), lambda: b.make("d/g"))
+        assert codes[0] == 0 and codes[1] in (0, errno.ENOENT)
+        assert set(await b.names("e/d")) >= {b"f"}
+
+    play(tmp_path, act)
+
+
+def test_no_loop(tmp_path: Path) -> None:
+    """mv a b/ on one node, mv b a/ on the other."""
+
+    async def act(a: Node, b: Node) -> None:
+        for name in ("a", "b", "a/1", "b/1"):
+            await a.mkdir(name)
+        await b.names()
+        codes = await both(lambda: a.rename("a", "b/1/a"), lambda: b.rename("b", "a/1/b"))
+        assert sorted(codes) in ([0, errno.ENOENT], [0, errno.EINVAL])
+
+    play(tmp_path, act)
+
+
+def test_rmdir_against_create(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node) -> None:
+        for number in range(10):
+            await a.mkdir(f"{number}")
+            await b.stat(f"{number}")
+            codes = await both(lambda n=number: a.rmdir(f"{n}"), lambda n=number: b.make(f"{n}/f"))  # type: ignore[misc]
+            assert codes in ([0, errno.ENOENT], [errno.ENOTEMPTY, 0])
+
+    play(tmp_path, act)
+
+
+def test_link_against_unlink(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node) -> None:
+        for number in range(10):
+            await a.make(f"{number}")
+            await b.stat(f"{number}")
+            codes = await both(lambda n=number: a.unlink(f"{n}"), lambda n=number: b.link(f"{n}", f"l{n}"))  # type: ignore[misc]
+            assert codes in ([0, 0], [0, errno.ENOENT])
+            assert ((f"l{number}".encode() in await a.names()) == (codes[1] == 0)) and f"{number}".encode() not in await a.names()
+
+    play(tmp_path, act)
+
+
+def test_chmod_and_close_at_once_both_count(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node) -> None:
+        await a.make("f")
+        await both(lambda: a.set("f", mode=0o400), lambda: b.grow("f", 77, 88))
+        found = await a.stat("f")
+        assert (found.mode & 0o777, found.size, found.mtime_ns) == (0o400, 77, 88)
+
+    play(tmp_path, act)
+
+
+def test_an_island_comes_home(tmp_path: Path) -> None:
+    """P1: what was done alone is there afterwards; the file closed later has the name, the other stays beside it; directories are one."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.make("gone")
+        await a.mkdir("emptied")
+        await b.names()
+        await b.stat("gone")
+        b.cut(True)
+        await b.make("x")
+        await b.grow("x", 1, 1)
+        await b.mkdir("d")
+        await b.make("d/b")
+        await b.make("emptied/kept")
+        await b.grow("gone", 5, 5)
+        await a.make("x")
+        await a.grow("x", 2, 2)
+        await a.mkdir("d")
+        await a.make("d/a")
+        await a.rmdir("emptied")
+        await a.unlink("gone")
+        assert b.sharing.island and not a.sharing.island
+        b.cut(False)
+        await settled([a, b])
+        assert await a.names() == [b"d", b"emptied", b"gone", b"x", b"x.ckptfs-conflict-n2-1"]
+        assert await a.names("d") == [b"a", b"b"] and await a.names("emptied") == [b"kept"]
+        assert (await a.stat("x")).size == 2 and (await a.stat("x.ckptfs-conflict-n2-1")).size == 1
+
+    play(tmp_path, act)
+
+
+def test_an_answer_that_was_lost_is_not_done_twice(tmp_path: Path) -> None:
+    """The store has taken a rename and a removal, and nobody heard of it."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("d")
+        await a.make("d/f")
+        store = a.store
+        assert isinstance(store, Slow)
+        for change in (lambda: a.rename("d/f", "g"), lambda: a.unlink("g"), lambda: a.mkdir("e"), lambda: a.rmdir("e")):
+            store.lose(1)
+            await change()
+        assert await b.names() == [b"d"]
+
+    play(tmp_path, act)
+
+
+def test_what_other_nodes_have_is_forgotten_in_time(tmp_path: Path) -> None:
+    """A node's catalog does not grow with the cluster; what was forgotten is found again."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("d")
+        for number in range(50):
+            await a.make(f"d/{number}")
+        assert len(await b.names("d")) == 50
+        await b.make("own")
+        assert forgetting.too_many(b.db, 20)
+        after = 0
+        while after := forgetting.forget(b.db, after, 7):
+            pass
+        forgetting.forget(b.db, 0)
+        assert not forgetting.too_many(b.db, 20)
+        assert seen.get(b.db, Key(INODE, ROOT)).revision and touching.count(b.db) == 0
+        assert len(await b.names("d")) == 50 and (await b.stat("own")).nlink == 1
+
+    play(tmp_path, act)
+
+
+@pytest.mark.parametrize("count", [40, 300])
+def test_many_changes_go_in_several_transactions(tmp_path: Path, count: int) -> None:
+    """More than the store takes at once, in one change and in many."""
+
+    async def act(a: Node, b: Node) -> None:
+        a.cut(True)
+        await a.mkdir("d")
+        for number in range(count):
+            await a.make(f"d/{number}")
+        for number in range(0, count, 3):
+            await a.rename(f"d/{number}", f"m{number}")
+        a.cut(False)
+        await settled([a])
+        assert len(await b.names()) == 1 + len(range(0, count, 3))
+
+    play(tmp_path, act)
