@@ -1,3 +1,3 @@
 """ckptfs: what a checkpoint file is and what happens to it. No FUSE, no gRPC and no command line in here."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

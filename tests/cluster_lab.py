@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_client.client import at
+from ckptfs_client.client import Client, at
 from ckptfs_client.failures import ClientError
 from ckptfs_client.lab import namespaces, network, processes
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.plan import Node
+from ckptfs_client.mounts import find
 from daemon_under_test import COMPLAINT, environment, eventually
 
 PREFIX = "ckptfs-lab-"
@@ -110,6 +111,11 @@ class NodeUnderTest:
         assert not check or result.returncode == 0, f"ckptfs {arguments}: exit {result.returncode}\n{result.stdout}{result.stderr}"
         return result
 
+    def is_island(self) -> bool:
+        """Whether it works by itself, and has something to tell the others."""
+        with Client(find(self.path)) as client:
+            return bool(client.cluster().island)
+
     def abort(self) -> None:
         """System calls that hang in its mount return with an error."""
         namespaces.abort(self.path)
@@ -136,8 +142,9 @@ class ClusterUnderTest:
         return self.nodes[index]
 
     def mend(self) -> None:
-        """Everything lives, and reaches everything."""
+        """Everything lives, reaches everything, and has told what it did alone."""
         self.laboratory.mend()
+        eventually(lambda: not any(node.is_island() for node in self.nodes), WAIT_S, f"no node is an island\n{self.tails()}")
 
     def stop_etcd(self) -> None:
         """etcd dies."""

@@ -142,7 +142,7 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
             escape(member.name), str(member.number), _styled("alive" if member.alive else "dead"), str(member.rank), escape(member.domain),
             escape(member.address), escape(", ".join(member.peers) or "nobody"), *(figures if member.told else ("unknown", "-", "unknown")),
         )  # fmt: skip
-    island = "[yellow]island[/]: etcd does not answer this node; it shows what it knew last, and publishes its changes when etcd returns"
+    island = "[yellow]island[/]: etcd does not answer this node, or has not been told everything yet; nothing that was written is lost"
     return Group(head, *([island] if answer.island else []), "", table)
 
 

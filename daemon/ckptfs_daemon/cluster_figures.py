@@ -14,6 +14,7 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import holding, identity, peers
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing import island
 from ckptfs.catalog.store import Put, Store, prefix_end, scan
 from ckptfs.clique import holders, membership, placement
 from ckptfs.clique.membership import Node, World
@@ -84,7 +85,7 @@ class ClusterFigures:
         config = self._config
         answer = pb.Cluster(
             name=config.cluster or "", node=config.node or "", number=identity.number(self._db), etcd=", ".join(config.etcd),
-            replication_factor=config.replication_factor,
+            replication_factor=config.replication_factor, island=island.since(self._db) != 0,
         )  # fmt: skip
         try:
             nodes = [node for _, value in self._scan(membership.NODES) if (node := membership.from_value(value)) is not None]
