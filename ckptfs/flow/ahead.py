@@ -106,7 +106,8 @@ class Ahead:
 
     def _send_to(self, node: Node, offer: Offer, growing: _Growing, fd: int) -> None:
         try:
-            self._around.peers.send(node, offer, fd)
+            sent = self._around.peers.send(node, offer, fd)
+            log.debug("%d bytes of content %d went ahead to %s", sent.bytes_moved, offer.content, node.name)
         except PeerLied:
             growing.blocks = []  # It is written here and there: what was read is not what is there now.
         except PeerFailed as failure:

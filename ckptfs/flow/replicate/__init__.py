@@ -153,6 +153,7 @@ class Replicate:
             os.close(fd)
 
     def _sent(self, node: Node, content: Content, sent: Sent) -> bool:
+        log.debug("%s has content %d, %d of %d bytes went there", node.name, content.id, sent.bytes_moved, content.size)
         self._avoiding.well(node.number)
         if not sent.verified or content.digest is None:
             self._avoiding.refused(node.number, content.id, 0)
