@@ -116,6 +116,13 @@ def release(store: Store, node: int, content: int, relied_on: Sequence[Item]) ->
     return store.commit(compares, [Delete(copy_key(content, node))]).succeeded
 
 
+def bury(store: Store, content: int, shared: Shared) -> None:
+    """The file of a content is gone, and so is the node that wrote it: its last word goes too, unless somebody has spoken since."""
+    written = [item for item in shared.items if item.key == content_key(content)]
+    if written:
+        store.commit([Compare(written[0].key, Target.MOD, "=", written[0].mod_revision)], [Delete(written[0].key)])
+
+
 def forget(store: Store, contents: Iterable[int]) -> None:
     """These contents are gone, and so is every copy of them."""
     changes = [Delete(copies_key(number), prefix_end(copies_key(number))) for number in contents]

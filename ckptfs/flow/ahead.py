@@ -7,8 +7,11 @@ A block is taken for complete when the file has grown beyond it since the last l
 read at once, so that the writer keeps the processor.
 """
 
+import contextlib
 import logging
 import os
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptfs import digest, disk, limits
@@ -27,6 +30,22 @@ log = logging.getLogger(__name__)
 disk.labels("ahead:read")
 
 BLOCK = limits.BLOCK_BYTES
+NICE = 15
+
+
+@contextlib.contextmanager
+def _humbly() -> Iterator[None]:
+    """This thread has less claim to a processor than the rest of the mover. Only root can take that back; others go on as they are."""
+    thread = threading.get_native_id()
+    before = os.getpriority(os.PRIO_PROCESS, thread)
+    if os.geteuid() != 0:
+        yield
+        return
+    os.setpriority(os.PRIO_PROCESS, thread, max(before, NICE))
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, thread, before)
 
 
 @dataclass(slots=True)
@@ -50,6 +69,10 @@ class Ahead:
 
     def step(self) -> bool:
         """Send what has become complete of each file. Never more to do at once: writers come first."""
+        with _humbly():
+            return self._step()
+
+    def _step(self) -> bool:
         if len(self._around.see()) < 2 or self._around.factor < 2:
             self._growing = {}
             return False

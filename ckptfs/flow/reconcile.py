@@ -95,6 +95,8 @@ class Reconcile:
             else:
                 gone = content.inode not in files or content.id in replaced
             if gone:
+                if content.inode not in files and shared.writer not in self._around.see():
+                    holders.bury(self._around.store, content.id, shared)
                 self._drop(content)
             elif age_s > limits.SPARE_KEPT_S and self._is_spare(content, shared):
                 self._release(content, shared)

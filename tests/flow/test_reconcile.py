@@ -68,6 +68,18 @@ def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
     assert holders.read(two.store, [content])[content].copies == ()
 
 
+def test_nobody_is_left_to_say_that_a_dead_node_s_file_is_gone(tmp_path: Path) -> None:
+    """Its holder takes its word out of the store."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    delete(cluster, f"i/{one.inode(content):016x}")
+    one.kill()
+    sweep(two)
+    found = holders.read(two.store, [content])[content]
+    assert found.heard is None and found.copies == () and two.files(Tier.RAM) == set()
+
+
 def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
     """P1: an island's files."""
     cluster = Cluster(tmp_path, 2)
