@@ -137,9 +137,11 @@ class Hold:
         """Blocks of an older generation, or of whatever came last."""
         number = arriving.offer.content
         if arriving.fresh and arriving.offer.size >= SOUGHT_BYTES_MIN:
+            known = settling.content(self._db, number)
             for copy in settling.copies(self._db, number):
                 if copy.state in (CopyState.GOOD, CopyState.OLDER) and copy.tier in self._places and copy.tier is not Tier.PFS:
-                    arriving.know(self._places[copy.tier], number, None)
+                    good = known is not None and copy.state is CopyState.GOOD
+                    arriving.know(self._places[copy.tier], number, known.blocks if known is not None and good else None)
             for content, tier, blocks in holding.recent_blocks(self._db, limits.BLOCK_SOURCES_MAX):
                 if content != number and tier in self._places:
                     arriving.know(self._places[tier], content, blocks)

@@ -74,8 +74,9 @@ class Arriving:
         digests = blocks_of(offer.blocks)
         self._stretch(offer.size, digests)
         self._present = {number: known for number, known in self._present.items() if number < len(digests)}
+        buffer = _Buffer()
         for number in sorted(self._doubtful):
-            if number < len(digests) and digests[number] != UNKNOWN_BLOCK and digest.block(_block(self.fd, number)) == digests[number]:
+            if number < len(digests) and digests[number] != UNKNOWN_BLOCK and digest.block(buffer.read(self.fd, number)) == digests[number]:
                 self._present[number] = digests[number]
         self._doubtful = set()
         if self.fresh:
@@ -109,17 +110,17 @@ class Arriving:
     def take_from_here(self) -> None:
         """Copy what blocks those files have in common with what is lacking."""
         digests = blocks_of(self.offer.blocks)
+        buffer = _Buffer()
         for place, content, index in self._sources:
             wanted = [number for number in self.lacking if digests[number] in index]
             if wanted:
                 with contextlib.suppress(FileNotFoundError), closing(place.open(content)) as fd:
                     for number in wanted:
-                        self._copy_block(fd, index[digests[number]], number, digests[number])
+                        self._take_block(buffer.read(fd, index[digests[number]]), number, digests[number])
                 self._find_lacking(digests)
 
-    def _copy_block(self, source: int, there: int, here: int, wanted: bytes) -> None:
+    def _take_block(self, data: memoryview, here: int, wanted: bytes) -> None:
         """Put a block of another file in place, if it is what it is said to be."""
-        data = _block(source, there)
         if digest.block(data) == wanted:
             disk.write_all("hold:write", self.fd, data, here * limits.BLOCK_BYTES)
             self._present[here] = wanted
@@ -162,8 +163,18 @@ def _tidy(db: Database, place: Place, number: int) -> None:
     fetching.give_up(db, number, place.tier)
 
 
-def _block(fd: int, number: int) -> bytes:
-    return disk.act("hold:read", os.pread, fd, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)
+class _Buffer:
+    """One block's room, used over and over: fresh memory for each would cost more than the reading."""
+
+    def __init__(self) -> None:
+        self._bytes: memoryview | None = None
+
+    def read(self, fd: int, number: int) -> memoryview:
+        """A block of a file, until the next is read."""
+        if self._bytes is None:
+            self._bytes = memoryview(bytearray(limits.BLOCK_BYTES))
+        count = disk.act("hold:read", os.preadv, fd, [self._bytes], number * limits.BLOCK_BYTES)
+        return self._bytes[:count]
 
 
 def _read_digests(place: Place, content: int) -> bytes:
