@@ -1,4 +1,4 @@
-"""The namespace on catalogs that share one store: what two nodes do to the same names at once, each outcome one that a single one could have (N1)."""
+"""The namespace on catalogs that share one store: what two nodes do at once comes out as if one had done it after the other (N1)."""
 
 import errno
 import random

@@ -202,7 +202,7 @@ class Returning(Refusal):
         self._result.nameless.append(ours)
 
     def _links(self, directory: int, more: int) -> None:
-        self._db.run("UPDATE inode SET nlink = max(2, nlink + ?) WHERE id = ? AND nlink > 0", more, directory)
+        self._db.run("UPDATE inode SET nlink = nlink + ? WHERE id = ? AND nlink > 0", more, directory)
         touching.touch(self._db, Key(INODE, directory))
 
     def _count_directory(self, parent: int, child: int, links: int) -> None:
@@ -261,7 +261,7 @@ class Returning(Refusal):
             self._drop_untouched(inode)
         for parent, name in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", inode):
             key = Key(NAME, parent, bytes(name))
-            if not touching.is_touched(self._db, key):
+            if self._there(key) == inode or not touching.is_touched(self._db, key):
                 self._untold([key])
                 if directory:
                     self._links(parent, 1)

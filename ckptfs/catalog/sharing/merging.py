@@ -30,7 +30,7 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
     if "names" in theirs:
         merged["names"] = names(base, ours, theirs)
     else:
-        merged["nlink"] = max(2, theirs["nlink"] + ours["nlink"] - base["nlink"])
+        merged["nlink"] = theirs["nlink"] + ours["nlink"] - base["nlink"]
     if any(ours.get(name) != base.get(name) for name in BYTES):
         merged.update({name: ours[name] for name in BYTES if name in ours})
     for name in LATEST:

@@ -37,6 +37,7 @@ class Refusal:
         self._contested: set[Key] = set()
         self._dead: set[int] = set()
         self._kept: set[int] = set()
+        self._merging: list[tuple[Key, Seen]] = []
         self._counted: set[int] = set()
         self._result = Result(False)
 
@@ -55,6 +56,8 @@ class Refusal:
         if self._contested:
             self._take_back()
             answers.forget_all(self._db)
+        for key, now in self._merging:
+            self._merge(key, now)
         return self._result
 
     def _differs(self, key: Key, told: Told) -> None:
@@ -66,7 +69,7 @@ class Refusal:
         elif key.kind == NAME:
             self._contested.add(key)
         else:
-            self._merge(key, told.seen)
+            self._merging.append((key, told.seen))
 
     def _above(self, key: Key, told: Told) -> None:
         """The name of a directory above one that moves is another one there."""
@@ -164,7 +167,7 @@ class Refusal:
             row = (known["mode"] & 0o170000, 0)
         self._counted.add(child)
         if row[0] == reading.DIRECTORY:
-            self._db.run("UPDATE inode SET nlink = max(2, nlink + ?) WHERE id = ? AND nlink > 0", links, parent)
+            self._db.run("UPDATE inode SET nlink = nlink + ? WHERE id = ? AND nlink > 0", links, parent)
             touching.touch(self._db, Key(INODE, parent))
             if child not in self._dead:
                 self._directory(child, known, row[1], links)

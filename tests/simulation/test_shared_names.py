@@ -1,0 +1,123 @@
+"""Three nodes do random things to the same few names, in virtual time, over a store that loses answers; some are islands at times (N1, P1).
+
+Afterwards the store holds a tree (every name leads somewhere, links are right, no loops), all nodes show that tree, and no file is gone
+that nobody deleted.
+"""
+
+import contextlib
+import random
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from memory_store import MemoryEtcd
+from shared_catalogs import Node, Slow, running, settled, stored_tree
+
+from ckptfs.catalog import renaming
+from ckptfs.model import Inode
+
+NODES = 3
+WORKERS = 2
+NAMES = "abcd"
+
+
+class World:
+    """What was made, and what may have been deleted: with islands every removal counts, for another node may remove the other name."""
+
+    def __init__(self, seed: int, islands: float) -> None:
+        self.dice = random.Random(seed)
+        self.islands = islands
+        self.made: set[int] = set()
+        self.removed: set[int] = set()
+
+    def path(self) -> str:
+        return "/".join(self.dice.choice(NAMES) for _ in range(self.dice.choice([1, 1, 2, 2, 3])))
+
+    def gone(self, inode: Inode | None) -> None:
+        if inode is not None and (inode.nlink == 0 or self.islands):
+            self.removed.add(inode.id)
+
+    async def step(self, node: Node) -> None:
+        """One thing that an application does; that it fails is nothing strange."""
+        acts: list[Callable[[], Awaitable[None]]] = [
+            lambda: self._make(node), lambda: self._make(node), lambda: self._make(node), lambda: self._directory(node),
+            lambda: self._directory(node), lambda: self._unlink(node), lambda: self._rmdir(node), lambda: self._rename(node),
+            lambda: self._rename(node), lambda: self._link(node), lambda: self._change(node), lambda: self._list(node),
+        ]  # fmt: skip
+        if not self.islands:
+            acts.append(lambda: self._rename(node, renaming.EXCHANGE))
+        with contextlib.suppress(OSError):
+            await self.dice.choice(acts)()
+
+    async def _make(self, node: Node) -> None:
+        self.made.add((await node.make(self.path())).id)
+
+    async def _directory(self, node: Node) -> None:
+        await node.mkdir(self.path())
+
+    async def _unlink(self, node: Node) -> None:
+        self.gone(await node.unlink(self.path()))
+
+    async def _rmdir(self, node: Node) -> None:
+        await node.rmdir(self.path())
+
+    async def _rename(self, node: Node, flags: int = 0) -> None:
+        self.gone(await node.rename(self.path(), self.path(), flags))
+
+    async def _link(self, node: Node) -> None:
+        await node.link(self.path(), self.path())
+
+    async def _change(self, node: Node) -> None:
+        if self.dice.random() < 0.5:
+            await node.set(self.path(), mode=self.dice.choice([0o600, 0o644, 0o755]))
+        else:
+            await node.grow(self.path(), self.dice.randrange(1000), self.dice.randrange(10**9))
+
+    async def _list(self, node: Node) -> None:
+        await node.names()
+
+    async def work(self, node: Node, steps: int) -> None:
+        for _ in range(steps):
+            await self.step(node)
+            if self.islands:
+                await trio.sleep(self.dice.uniform(0, 0.3))
+                if self.dice.random() < self.islands:
+                    node.cut(node.store.reachable)
+
+
+def simulate(directory: Path, seed: int, steps: int, islands: float) -> None:
+    etcd, world = MemoryEtcd(), World(seed, islands)
+
+    async def main() -> None:
+        stores = [Slow(etcd, random.Random(seed + number), loss=0.02) for number in range(NODES)]
+        nodes = [Node(directory / str(number), number + 1, store) for number, store in enumerate(stores)]
+
+        async def act() -> None:
+            async with trio.open_nursery() as nursery:
+                for node in nodes * WORKERS:
+                    nursery.start_soon(world.work, node, steps)
+            for node in nodes:
+                node.cut(False)
+            await settled(nodes)
+            there = stored_tree(etcd)
+            for node in nodes:
+                assert await node.tree() == there
+            files = {number for number, mode, _, _ in there.values() if not stat.S_ISDIR(mode)}
+            assert world.made - world.removed <= files, "a file that nobody deleted is gone"
+
+        await running(nodes, act)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_together(tmp_path: Path, seed: int) -> None:
+    simulate(tmp_path, seed, steps=150, islands=0)
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_with_islands(tmp_path: Path, seed: int) -> None:
+    simulate(tmp_path, seed, steps=60, islands=0.1)
