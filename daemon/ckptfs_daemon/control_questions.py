@@ -150,8 +150,8 @@ def _kind(mode: int) -> str:
 
 
 def _state(found: Listed) -> str:
-    """The state of the content in one word; what is on the PFS only has none."""
+    """The state of the content in one word; what is on the PFS, or on other nodes, only has none."""
     content = found.record.content
     if content is None:
-        return "published" if found.record.published is not None else "empty"
+        return "published" if found.record.published is not None else "elsewhere" if found.size else "empty"
     return content.state.name.lower()
