@@ -17,14 +17,12 @@ from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touc
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.batch import Batch
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, TIMES, Key, Value
-from ckptfs.catalog.sharing.refusal import Refusal, Result
+from ckptfs.catalog.sharing.refusal import LINKS, Refusal, Result
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT
 
 CONFLICT = b".ckptfs-conflict-"
 HOMELESS = b".ckptfs-island-"
-
-_LINKS = "SELECT 2 + count(*) FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?1 AND i.mode & 61440 = 16384"
 
 
 def since(db: Database) -> int:
@@ -101,6 +99,10 @@ class Returning(Refusal):
             return False
         return any(self._here(key) == inode for key in touching.names(self._db))
 
+    def _new(self, children: set[int]) -> set[int]:
+        """What was made here stays, and what is in it."""
+        return set()
+
     def _set(self, key: Key) -> None:
         """What was made here and has no other name stays, beside what has this one."""
         here = self._here(key)
@@ -110,7 +112,7 @@ class Returning(Refusal):
             return
         self._aside(key, here)
         if stat.S_ISDIR(self._row(here)[0]):
-            self._db.run("UPDATE inode SET nlink = (" + _LINKS + "), parent = ?2 WHERE id = ?1", here, key.number)
+            self._db.run("UPDATE inode SET nlink = (" + LINKS + "), parent = ?2 WHERE id = ?1", here, key.number)
             self._links(key.number, 1)
 
     # --- names --------------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Returning(Refusal):
                 self._db.run("UPDATE inode SET parent = ? WHERE id = ?", ROOT, inode)
                 self._links(ROOT, 1)
         if directory:
-            self._db.run("UPDATE inode SET nlink = (" + _LINKS + ") WHERE id = ?1", inode)
+            self._db.run("UPDATE inode SET nlink = (" + LINKS + ") WHERE id = ?1", inode)
         self._counted.add(inode)
 
     def _untold(self, keys: Iterable[Key]) -> None:

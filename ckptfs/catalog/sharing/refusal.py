@@ -15,6 +15,9 @@ from ckptfs.catalog.sharing.batch import Batch
 from ckptfs.catalog.sharing.kinds import INODE, NAME, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 
+LINKS = "SELECT 2 + count(*) FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?1 AND i.mode & 61440 = 16384"
+"""The links of a directory that is known here as a whole."""
+
 
 @dataclass(slots=True)
 class Result:
@@ -186,12 +189,18 @@ class Refusal:
             row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", inode)
             if row is None:
                 continue
-            links = row[1] if row[0] == reading.DIRECTORY else len(kinds.names_of(self._db, inode))
+            links = self._subdirectories(inode, row[1]) if row[0] == reading.DIRECTORY else len(kinds.names_of(self._db, inode))
             if links != row[1]:
                 self._db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, inode)
                 touching.touch(self._db, Key(INODE, inode))
             if links == 0:
                 self._result.nameless.append(inode)
+
+    def _subdirectories(self, inode: int, links: int) -> int:
+        """Of a directory that the store has never had, all that is in it is here."""
+        if links == 0 or seen.get(self._db, Key(INODE, inode)).revision:
+            return links
+        return int(self._db.value(LINKS, inode))
 
     def _set(self, key: Key) -> None:
         """The name leads where the store says."""
