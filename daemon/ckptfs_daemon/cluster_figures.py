@@ -95,10 +95,12 @@ class ClusterFigures:
             nodes, figures = [], {}
         world = membership.world(nodes)
         answer.members.extend(self._living(world, node, figures.get(figures_key(node.number))) for node in world.nodes)
+        # A node that came back without its catalog has another number now; its former life is nobody's concern.
+        names = {node.name for node in world.nodes}
         answer.members.extend(
             pb.Member(name=name, number=number, domain=domain, alive=alive and answer.island)
             for number, name, domain, alive in sorted(peers.known(self._db), key=lambda one: one[1])
-            if number not in world
+            if number not in world and name not in names
         )
         return answer
 
