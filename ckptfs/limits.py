@@ -120,6 +120,8 @@ BLOCK_SOURCES_MAX = 16
 # A peer waits so long for a content that is closed here to be sealed.
 SEAL_SOON_MAX_S = 30.0
 SEAL_ASKED_S = 10.0
+# From this size on one node at a time reads a content from the PFS; the others take it from there.
+FETCH_SHARED_BYTES_MIN = MIB
 
 # --- a shared catalog -------------------------------------------------------------------------------------------------
 # Ids are a node's number and so many bits of a counter of its own; together 63 bits.

@@ -108,6 +108,8 @@ def arrived(db: Database, before: Fetchable, what: Arrived) -> bool:
             )  # fmt: skip
             db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", what.content, what.size, before.inode)
         db.run("UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ?", now, what.content, what.tier)
+        if before.content is not None and before.content.peer:
+            db.run("UPDATE content SET blocks = coalesce(blocks, ?), told = 2 WHERE id = ?", what.blocks, what.content)
         _digest(db, before.inode, what.digest, what.blocks)
         return True
 

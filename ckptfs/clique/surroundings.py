@@ -5,10 +5,22 @@ If we die here: nothing is kept here.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ckptfs.catalog.store import Store
+from ckptfs.clique.claims import Claim
 from ckptfs.clique.membership import Node, World
 from ckptfs.clique.peers import Peers
+
+
+class Claiming(Protocol):
+    """What exactly one node does. See `ckptfs.clique.claims`."""
+
+    def take(self, what: str) -> Claim | None:
+        """The claim, also when this node has it; None while another one does."""
+
+    def release(self, claim: Claim) -> None:
+        """Let another node have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +33,7 @@ class Surroundings:
     peers: Peers
     store: Store
     see: Callable[[], World]
+    claims: "Claiming | None" = None
 
     def others(self, numbers: list[int]) -> list[Node]:
         """Those of these nodes that live, without this one, in the order given."""

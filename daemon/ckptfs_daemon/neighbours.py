@@ -51,8 +51,9 @@ class Neighbours:
         self.member = Member(db, self._store, node, lambda key, value: settling.report(db, key, value))
         self.member.subscribe(self._follow)
         self.around = Surroundings(
-            node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.member.world
-        )
+            node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.member.world,
+            self.member.claims,
+        )  # fmt: skip
         self.figures = ClusterFigures(config, db, self._store)
         self._hold = Hold(db, places, config.peer_share, notify)
         self._replicate = Replicate(db, places, notify, self.around)

@@ -1,14 +1,16 @@
 """P4, P7, P9, N3: a file that lies on other nodes comes here block by block, each found right; what one source cannot give another does."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from clique_world import MIB, Cluster, Node, around, level, replicate_of, until
 
-from ckptfs import disk, limits
+from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, holding, settling, wants
 from ckptfs.clique import holders
+from ckptfs.clique.claims import Claim
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.secure import Secure
@@ -217,3 +219,72 @@ def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
     for node in (two, three):
         assert bring(node, one.inode(content)).result == wants.HERE
         assert node.data(content) == data
+
+
+class OneClaim:
+    """Claims of all nodes of a test."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, int] = {}
+
+    def of(self, number: int) -> "Claimer":
+        return Claimer(self, number)
+
+
+class Claimer:
+    """One node's."""
+
+    def __init__(self, every: OneClaim, number: int) -> None:
+        self._every, self._number = every, number
+
+    def take(self, what: str) -> Claim | None:
+        mine = self._every.taken.setdefault(what, self._number) == self._number
+        return Claim(what, self._number, 1) if mine else None
+
+    def release(self, claim: Claim) -> None:
+        del self._every.taken[claim.what]
+
+
+def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G4: who comes second waits, and takes it from the first; a first one that is too slow is not waited for."""
+    monkeypatch.setattr(limits, "FETCH_SHARED_BYTES_MIN", 1)
+    monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 4)
+    cluster = Cluster(tmp_path, 3)
+    _, two, three = cluster.nodes
+    content = cluster.nodes[0].written(b"a", data := os.urandom(1000))
+    cluster.nodes[0].lose_ram()
+    claims, inode = OneClaim(), cluster.nodes[0].inode(content)
+    read: list[int] = []
+
+    def fetching(node: Node) -> Fetch:
+        flow = Fetch(node.db, node.places, node.config, node.told, replace(around(node), claims=claims.of(node.number)))
+
+        def from_pfs(want: object, found: object) -> str:
+            read.append(node.number)
+            known = settling.content(node.db, content)
+            assert known is not None and settling.fill(node.db, known, Tier.RAM)
+            with os.fdopen(node.places[Tier.RAM].create(content), "wb") as file:
+                file.write(data)
+            assert holding.came(node.db, known, Tier.RAM, digest.block(data))
+            return wants.HERE
+
+        monkeypatch.setattr(flow, "_from_pfs", from_pfs)
+        return flow
+
+    for node in (two, three):
+        row = settling.content(node.db, content)
+        assert row is not None
+        node.publish(content)
+    claims.taken[f"fetch/{content:016x}"] = 2
+    waiting = fetching(three)
+    want = wants.ask(three.db, wants.FETCH, inode)
+    waiting.step()
+    assert read == [] and waiting.due_s() is not None
+    assert bring(two, inode, flow=fetching(two)).result == wants.HERE
+    until(lambda: (row := wants.get(three.db, want)) is not None and row.state == wants.DONE, waiting.step)
+    assert read == [2] and three.data(content) == data and claims.taken == {}
+    three.lose_ram()
+    two.kill()
+    claims.taken[f"fetch/{content:016x}"] = 2
+    assert bring(three, inode, flow=waiting).result == wants.HERE
+    assert read == [2, 3]

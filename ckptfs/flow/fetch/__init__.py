@@ -137,6 +137,25 @@ class Fetch:
         if not _shown(found):
             raise DigestMismatch("no good copy is left, and the PFS does not show this generation of the file")
         assert found.on_pfs is not None
+        with self._alone(want, found.content):
+            return self._from_pfs(want, found)
+
+    @contextmanager
+    def _alone(self, want: wants.Want, content: Content | None) -> Iterator[None]:
+        """One reading of the PFS serves many nodes (G4): whoever comes second waits a while for the first one's copy. Raises Busy."""
+        if self._peers is None or content is None or content.size < limits.FETCH_SHARED_BYTES_MIN:
+            yield
+            return
+        with self._lock:
+            patient = self._again.get(want.id, (0.0, 0))[1] < limits.FETCH_TRIES_MAX - 2
+        with self._peers.claimed(content.id) as mine:
+            if not mine and patient:
+                wants.progress(self._db, want.id)
+                raise Busy("another node reads it from the PFS just now")
+            yield
+
+    def _from_pfs(self, want: wants.Want, found: Fetchable) -> str:
+        assert found.on_pfs is not None
         tier = self._tier(found.on_pfs.size, want.argument == wants.FOR_WRITING, strange=found.on_pfs.digest is None)
         with _closing(self._open(found)) as source:
             if tier is not None:
