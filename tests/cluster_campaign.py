@@ -82,6 +82,9 @@ class Campaign:
     def run(self, steps: int) -> None:
         """So many acts, drawn by weight."""
         (self.cluster[0].path / "campaign").mkdir(exist_ok=True)
+        for node in self.cluster.nodes:
+            # An island knows what it has seen.
+            os.listdir(node.path / "campaign")
         weights = [weight for weight, _ in self.acts]
         for step in range(steps):
             act = self.source.choices([act for _, act in self.acts], weights)[0]
@@ -93,19 +96,28 @@ class Campaign:
     def write(self) -> None:
         """The next version of a file, from a node that lives."""
         node, file = self.source.choice(self._living()), self.source.choice(self.files)
-        path = self._path(node, file)
         self.told[-1] += f" {file.name} on node {node}"
-        if file.kind == LOG:
-            written = self._append(path, file)
-        else:
-            written = file.latest + 1
-            temporary = path.with_suffix(".tmp") if file.kind == ASIDE else path
-            temporary.write_bytes(version_bytes(file.name, written))
-            if temporary != path:
-                temporary.rename(path)
+        try:
+            written = self._written(self._path(node, file), file)
+        except OSError as failure:
+            # An island may not know the directory, and a log's last bytes may be where nobody reaches them now.
+            self.told[-1] += f": {failure.strerror}"
+            assert not self._must_read(node, file), f"{file} on node {node}: {failure}\n{self.story()}"
+            return
         file.latest, file.writer = max(file.latest, written), node
         if self._connected(node):
             file.floor = written
+
+    def _written(self, path: Path, file: File) -> int:
+        """Write the next version; its number."""
+        if file.kind == LOG:
+            return self._append(path, file)
+        written = file.latest + 1
+        temporary = path.with_suffix(".tmp") if file.kind == ASIDE else path
+        temporary.write_bytes(version_bytes(file.name, written))
+        if temporary != path:
+            temporary.rename(path)
+        return written
 
     def _append(self, path: Path, file: File) -> int:
         """Some records more than the node shows now; how many there are then."""

@@ -11,7 +11,7 @@ from cluster_campaign import Campaign
 from cluster_lab import ClusterUnderTest, limited
 
 SEED = os.environ.get("CKPTFS_SEED", "1")
-STEPS = int(os.environ.get("CKPTFS_CAMPAIGN_STEPS", "60"))
+STEPS = int(os.environ.get("CKPTFS_CAMPAIGN_STEPS", "30"))
 
 
 def test_three_nodes_two_copies(make_lab: Callable[..., ClusterUnderTest]) -> None:
