@@ -129,6 +129,10 @@ ID_COUNTER_BITS = 40
 NODE_NUMBER_BITS = 23
 # Reads of the store under way at once; what is asked meanwhile goes together with the next one.
 SHARED_READS_MAX = 4
+# What nobody waits for is told so much later, so that it goes together with what somebody does.
+SHARED_GATHER_S = 0.02
+# The kernel asks for attributes once more right after a lookup unless they are good for that long; names are never good for longer.
+SHARED_ATTRIBUTE_TIMEOUT_S = 0.001
 # How often a change is tried again because another node was faster.
 SHARED_TRIES_MAX = 50
 # A store that did not answer is asked again so often.

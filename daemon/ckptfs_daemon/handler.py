@@ -49,7 +49,7 @@ class Handler:
         entry = replies.attributes(inode, replies.GATHER_BYTES if passthrough else replies.BLOCK_BYTES)
         if self.context.sharing is not None:
             # Another node may change it at any time, and does not tell us.
-            entry.entry_timeout = entry.attr_timeout = 0
+            entry.entry_timeout, entry.attr_timeout = 0, limits.SHARED_ATTRIBUTE_TIMEOUT_S
         if written and passthrough:
             entry.attr_timeout = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S
         return entry

@@ -59,6 +59,7 @@ class Sharing:
         self._asked: deque[Question] = deque()
         self._reading = 0
         self._to_tell = trio.Event()
+        self._hurry = trio.Event()
         self._went = trio.Event()
         self._reverted: dict[Key, int] = {}
         self._reverts = 0
@@ -209,6 +210,7 @@ class Sharing:
         """Everything that was changed up to now is in the store, or this node is an island. False: these names were taken back."""
         reverts = self._reverts
         last = touching.last(self.db)
+        self._hurry.set()
         self._to_tell.set()
         while not self.island and touching.waiting(self.db, last):
             await self._went.wait()
@@ -252,6 +254,9 @@ class Sharing:
                 continue
             self._to_tell = trio.Event()
             if touching.last(self.db):
+                with trio.move_on_after(limits.SHARED_GATHER_S):
+                    await self._hurry.wait()
+                self._hurry = trio.Event()
                 await self._tell()
                 continue
             with trio.move_on_after(limits.WANT_LOOK_S):

@@ -35,6 +35,7 @@ def two(server: Etcd) -> Iterator[Two]:
     daemons = node(server, "a"), node(server, "b")
     try:
         yield daemons[0].start(), daemons[1].start()
+        assert [line for daemon in daemons for line in daemon.complaints()] == []
     finally:
         for daemon in daemons:
             daemon.close()
@@ -123,7 +124,7 @@ def test_a_thousand_names_of_the_other_node(dirs: tuple[Path, Path]) -> None:
     a, b = dirs
     names = [f"{number:04}" for number in range(1000)]
     for name in names:
-        (a / name).touch()
+        os.mknod(a / name)
     assert sorted(os.listdir(b)) == names
     os.unlink(a / names[7])
     assert sorted(os.listdir(b)) == names[:7] + names[8:]

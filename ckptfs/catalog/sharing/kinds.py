@@ -120,8 +120,8 @@ def names_of(db: Database, inode: int) -> list[list[Any]]:
     there = None if value is None else {(parent, name) for parent, name in json.loads(value)["names"]}
     if there is None:
         return [list(name) for name in sorted(here)]
-    touched = {name for name in here | there if _is_touched(db, *name)}
-    return [list(name) for name in sorted((there - touched) | (here & touched))]
+    changed = {name for name in here | there if _is_changed(db, *name)}
+    return [list(name) for name in sorted((there - changed) | (here & changed))]
 
 
 def recount(db: Database, key: Key) -> None:
@@ -132,9 +132,14 @@ def recount(db: Database, key: Key) -> None:
             db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, key.number)
 
 
-def _is_touched(db: Database, parent: int, name: str) -> bool:
-    sql = "SELECT 1 FROM touched_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1"
-    return db.value(sql, parent, name.encode("latin-1")) is not None
+def _is_changed(db: Database, parent: int, name: str) -> bool:
+    """Whether this name leads elsewhere than in the store because of this node: what was taken back is still marked, and is no change."""
+    key = (parent, name.encode("latin-1"))
+    if db.value("SELECT 1 FROM touched_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
+        return False
+    value = db.value("SELECT value FROM seen_key WHERE kind = 'e' AND number = ? AND name = ?", *key)
+    there = None if value is None else json.loads(value)["child"]
+    return bool(there != db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *key))
 
 
 def _times_value(db: Database, number: int, _: bytes) -> Value | None:
