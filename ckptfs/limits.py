@@ -102,12 +102,16 @@ PEER_QUEUE_MAX = 512
 PEER_SENDS_MAX = 3
 # fsyncs that wait for other nodes and are served at once.
 SECURES_MAX = 2
+# Files that were lost here and are fetched from other nodes although nobody waits for them, at once.
+REFILLS_MAX = 1
 # Of so many files that are being written, from this size on, so many blocks are read at a look, and looked at so often.
 AHEAD_FILES_MAX = 8
 AHEAD_BYTES_MIN = 16 * MIB
 AHEAD_BLOCKS_MAX = 8
 AHEAD_LOOK_S = 0.05
 AHEAD_IDLE_S = 0.5
+# Contents that peers no longer want held and that were not looked at yet.
+DOUBTED_MAX = 10_000
 # What lies here is compared with the store so often; what came less than so long ago is left alone.
 RECONCILE_INTERVAL_S = 1800.0
 RECONCILE_AGE_S = 60.0
@@ -133,6 +137,9 @@ SHARED_READS_MAX = 4
 SHARED_GATHER_S = 0.02
 # The kernel asks for attributes once more right after a lookup unless they are good for that long; names are never good for longer.
 SHARED_ATTRIBUTE_TIMEOUT_S = 0.001
+# An open waits so long for the content of what another node has closed a moment ago, and asks for it so often.
+TOLD_WAIT_S = 1.0
+TOLD_LOOK_S = 0.01
 # How often a change is tried again because another node was faster.
 SHARED_TRIES_MAX = 50
 # A store that did not answer is asked again so often.

@@ -26,7 +26,7 @@ from ckptfs_client.lab import namespaces, network, processes
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.plan import Node
 from ckptfs_client.mounts import find
-from daemon_under_test import COMPLAINT, environment, eventually
+from daemon_under_test import COMPLAINT, ENVIRONMENT, environment, eventually
 
 PREFIX = "ckptfs-lab-"
 TEST_S = 300.0
@@ -34,6 +34,8 @@ WAIT_S = 120.0
 LOG_LINES = 40
 LABS = pytest.StashKey[list["ClusterUnderTest"]]()
 _numbers = itertools.count(1)
+# The lab's daemons are those of this tree, whatever is installed.
+os.environ.update(ENVIRONMENT)
 
 
 class NodeUnderTest:

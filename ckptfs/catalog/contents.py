@@ -26,7 +26,8 @@ _WRITTEN = (
 class Held:
     """A file and where its bytes are: `content` is None for a file that was never written here; `tiers` hold a good copy, RAM first.
 
-    `published`: the PFS shows some content of this file under an ordinary name. `peer`: another node wrote it last.
+    `published`: the PFS shows some content of this file under an ordinary name. `peer`: another node wrote it last. `generation`: the
+    content's.
     """
 
     inode: Inode
@@ -35,12 +36,18 @@ class Held:
     tiers: tuple[Tier, ...]
     published: bool
     peer: bool = False
+    generation: int | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether another node has told of a newer generation and not yet of its content, as it does when the file is released there."""
+        return self.generation is not None and self.generation < self.inode.generation and self.state is not ContentState.OPEN
 
 
 def held(db: Database, inode: int) -> Held | None:
     """What is known of a file's bytes, as one snapshot; None when there is no such inode."""
     rows = db.rows(
-        f"SELECT k.id, k.state, c.tier, p.inode, k.peer, {INODE_COLUMNS_JOINED} FROM inode"
+        f"SELECT k.id, k.state, c.tier, p.inode, k.peer, k.generation, {INODE_COLUMNS_JOINED} FROM inode"
         " LEFT JOIN content k ON k.id = inode.content LEFT JOIN copy c ON c.content = k.id AND c.state = 1"
         " LEFT JOIN published p ON p.inode = inode.id WHERE inode.id = ?",
         inode,
@@ -51,10 +58,10 @@ def held(db: Database, inode: int) -> Held | None:
     present = {row[2] for row in rows}
     tiers = tuple(tier for tier in Tier if tier in present)
     state = None if first[1] is None else ContentState(first[1])
-    row = inode_of(first[5:])
+    row = inode_of(first[6:])
     # In a cluster a content may be known by its id only: the store has the rest.
     content = first[0] or (row.content if db.clustered else None)
-    return Held(row, content, state, tiers, first[3] is not None, bool(first[4]))
+    return Held(row, content, state, tiers, first[3] is not None, bool(first[4]), first[5])
 
 
 def begin(db: Database, inode: int, tier: Tier, *, reserved: int | None = None, changed_ns: int | None = None) -> int:

@@ -78,6 +78,7 @@ class Opening:
         self._own = -1
         self._unsealed: int | None = None
         self._leases_until_s = 0.0
+        self._told_until_s = trio.current_time() + limits.TOLD_WAIT_S
 
     async def run(self) -> Opened:
         """Open. Raises OSError, ContentLost, NoRoom, TimedOut."""
@@ -118,6 +119,8 @@ class Opening:
                     raise refused(errno.ENOENT)
                 if not held.inode.is_file:
                     raise refused(errno.EINVAL)
+                if held.awaited and self._context.sharing is not None and trio.current_time() < self._told_until_s:
+                    raise Later(self._look_again)
                 if file is None:
                     file = self._first(held, undo)
                 elif wish.writer:
@@ -244,9 +247,7 @@ class Opening:
     # --- somebody has it open -----------------------------------------------------------------------------------------
 
     def _demand_newest(self, file: OpenFile, held: Held) -> None:
-        """Refuse to write into a former generation, which somebody here has open since another node wrote the file again: all handles of
-        an inode share one backing file, and what was written into that one would be lost.
-        """
+        """Refuse to write into a former generation that is open here since another node wrote the file again: it would be lost."""
         if file.content is None or (file.content == held.content and not (held.peer and held.inode.generation != file.generation)):
             return
         path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
@@ -341,6 +342,11 @@ class Opening:
             if now_s > self._leases_until_s:
                 raise TimedOut("the mover does not give up its lease") from failure
             raise Later(lambda: trio.sleep(limits.LEASE_POLL_S)) from failure
+
+    async def _look_again(self) -> None:
+        await trio.sleep(limits.TOLD_LOOK_S)
+        if self._context.sharing is not None:
+            await self._context.sharing.fresh_inode(self._wish.inode)
 
     async def _miss(self, content: int, tier: Tier) -> None:
         """The catalog knows a copy that is not there: it does not count any more."""
