@@ -74,12 +74,12 @@ class Slow(MemoryStore):
 class Node:
     """One node: its catalog and its side of the shared tree."""
 
-    def __init__(self, directory: Path, number: int, store: MemoryStore) -> None:
+    def __init__(self, directory: Path, number: int, store: MemoryStore, *, journalled: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         database.create(directory / "catalog.db")
         self.store, self.number = store, number
-        touching = Touching()
-        self.db = Database(directory / "catalog.db", journalled=False, clustered=True, shared=touching)
+        self.touching = touching = Touching()
+        self.db = Database(directory / "catalog.db", journalled=journalled, clustered=True, shared=touching)
         identity.take_number(self.db, number)
         self.sharing = Sharing(self.db, store, f"n{number}", lambda _: False, lambda _content, _other: True)
         touching.on_touched = self.sharing.touched

@@ -41,7 +41,12 @@ def adopt(db: Database, uuid: str) -> bool:
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs', ?)", uuid)
         return False
     with db.change():
-        if known is None and not _untold(db):
+        if known is not None and db.clustered:
+            raise ConfigError(
+                "the PFS that is configured is not that of the cluster",
+                remedy="configure the same directory on all nodes, or another cluster",
+            )
+        if known is None and (db.clustered or not _untold(db)):
             db.run("INSERT INTO meta (key, value) VALUES ('pfs', ?)", uuid)
             return False
         only_there = db.value(

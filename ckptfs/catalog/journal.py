@@ -21,7 +21,7 @@ _COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, a
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One change. `mode` is the inode's st_mode when it happened, 0 if it was gone even then; `origin` the dead node that it was taken from."""
+    """One change. `mode` is the inode's st_mode when it happened, 0 if it was gone even then; `origin` the dead node whose row it was."""
 
     seq: int
     op: str
@@ -105,6 +105,25 @@ def named_later(db: Database, row: Row) -> bool:
     """Whether a later row of this journal names the same inode once more, or takes a name of it away."""
     later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN ('link', 'unlink', 'rmdir', 'rename', 'exchange') LIMIT 1"
     return db.value(later, row.inode, row.seq) is not None
+
+
+def names_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
+    """Whether a later row of this journal gives the same inode that name."""
+    later = (
+        "SELECT 1 FROM journal WHERE inode = ? AND seq > ?"
+        " AND ((op IN ('make', 'link') AND parent = ? AND name = ?) OR (new_parent = ? AND new_name = ?)) LIMIT 1"
+    )
+    return db.value(later, row.inode, row.seq, *name, *name) is not None
+
+
+def goes_on(db: Database, inode: int, after: int) -> bool:
+    """Whether a row after that one is about this inode."""
+    return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq > ? LIMIT 1", inode, after) is not None
+
+
+def is_here(db: Database, content: int) -> bool:
+    """Whether a good copy of a content lies on this node."""
+    return db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1 LIMIT 1", content) is not None
 
 
 def repeated(db: Database, row: Row) -> bool:

@@ -5,7 +5,7 @@ If we die here: nothing was changed.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
@@ -118,6 +118,12 @@ def read_nodes(store: Store) -> tuple[list[Node], int]:
         if len(items) < limits.ETCD_PAGE_ITEMS:
             return nodes, revision
         key = items[-1].key + b"\0"
+
+
+def living(store: Store, numbers: Sequence[int]) -> set[int]:
+    """Those of these nodes that hold their leases, as the store says now."""
+    results = store.read([Get(node_key(number)) for number in numbers]).results if numbers else ()
+    return {number for number, items in zip(numbers, results, strict=True) if items}
 
 
 def to_value(node: Node) -> bytes:

@@ -42,6 +42,11 @@ class PfsTree:
         self.root = root
         self._root_fd = -1
         self._kept: dict[Names, tuple[int, float]] = {}
+        self._expected: dict[Names, int] = {}
+
+    def expect(self, numbers: dict[Names, int]) -> None:
+        """From now on these directories have these numbers (st_ino): others under their names are not taken for them."""
+        self._expected = numbers
 
     def check(self, expected_uuid: str | None) -> None:
         """Open the root anew; call it before each batch. Raises TierUnavailable when it is not the directory that the catalog knows."""
@@ -53,9 +58,17 @@ class PfsTree:
             os.close(old)
 
     def directory(self, names: Names) -> int:
-        """A descriptor of a directory, which stays ours: use it at once. Raises NotThere."""
+        """A descriptor of a directory, which stays ours: use it at once. Raises NotThere, and ESTALE for another one than is expected."""
         if not names:
             return self._root_fd
+        fd = self._directory(names)
+        expected = self._expected.get(names)
+        if expected is not None and os.fstat(fd).st_ino != expected:
+            self.forget()
+            raise OSError(errno.ESTALE, "it is another directory now", os.fsdecode(b"/".join(names)))
+        return fd
+
+    def _directory(self, names: Names) -> int:
         now = time.monotonic()
         kept = self._kept.get(names)
         if kept is not None and now - kept[1] < KEPT_S:

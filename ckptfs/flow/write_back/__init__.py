@@ -11,24 +11,29 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Iterator
 
-from ckptfs import disk, limits
+from ckptfs import disk
 from ckptfs.catalog import adoption, journal, pfs_batch, pfs_view, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_batch import Action, Batch
-from ckptfs.catalog.pfs_view import Mark, Published, View
+from ckptfs.catalog.pfs_batch import Batch
+from ckptfs.catalog.pfs_view import View
+from ckptfs.catalog.sharing.truth import Unread
+from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.errors import Busy, TierUnavailable
-from ckptfs.flow.write_back.apply import Applier
+from ckptfs.flow.write_back.apply import Applier, set_directory_times
+from ckptfs.flow.write_back.known import Known
 from ckptfs.flow.write_back.pauses import Pauses
 from ckptfs.flow.write_back.plan import KEYS_PER_ROW, Kind, Planner, Put
+from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.flow.write_back.refusals import Aside, unavailable
-from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable
-from ckptfs.model import ROOT, Content, Inode, Level, Notify, Tier
-from ckptfs.tiers import acting
-from ckptfs.tiers.pfs_tree import NotThere, PfsTree, look
+from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, resolved
+from ckptfs.flow.write_back.together import Together
+from ckptfs.model import ROOT, Level, Notify, Tier
+from ckptfs.tiers.pfs_tree import NotThere, PfsTree
 from ckptfs.tiers.place import Places
 
 __all__ = ["WriteBack"]
@@ -41,10 +46,8 @@ ROWS_TOGETHER = 512
 TIMES_TOGETHER = 64
 PLANS_MAX = 8
 WAITING_DUE_S = 0.25
-# How long a content may keep the others waiting for its seal: what its digest takes on a slow disk, and a while.
-SEAL_WAIT_S = 10.0
-SEAL_WAIT_AGAIN_S = 2.0
-SEAL_BYTES_PER_S = 200 * limits.MIB
+# In a cluster it mostly waits for what the store is just being told.
+TOLD_DUE_S = 0.05
 # An open file that took t seconds to copy after an fsync is copied again at most every so many times t.
 PAUSE_RATIO = 4.0
 PROGRESS_EVERY_S = 0.25
@@ -55,16 +58,19 @@ _ASTRAY = {errno.ENOENT, errno.ESTALE}
 class WriteBack:
     """The one lane that changes the PFS under ordinary names."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, around: Surroundings | None = None) -> None:
+        """`around`: the other nodes, which write to the same PFS; None on a node that is alone."""
         self._db = db
         self._places = places
         self._config = config
         self._notify = notify
         self._tree = None if config.pfs is None else PfsTree(config.pfs)
         self._instance = adoption.instance(db)
+        self._together = None if around is None or self._tree is None else Together(db, around, self._instance, self._tree)
         self._pauses = Pauses(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
         self._aside = Aside(lambda key, value: settling.report(db, key, value))
-        self._facts = _Facts(db, self._pauses, self._aside)
+        self._facts = Known(db, self._pauses, self._aside)
+        self._look_again_s = WAITING_DUE_S if self._together is None else TOLD_DUE_S
         self._fence: int | None = None
         self._waiting = False
         self._begun = False
@@ -88,11 +94,23 @@ class WriteBack:
             self._astray, self._missing = False, None
             return more
         except NotThere as missing:
+            if self._together is not None and not self._astray:
+                tree.forget()
+                self._astray = True  # Another node may have moved it a moment ago.
+                return True
             if missing.names == self._missing:
                 raise unavailable(missing, str(missing.filename)) from missing
             self._missing = missing.names
             self._make_again(missing)
             return True
+        except Unread as more:
+            assert self._together is not None
+            self._together.read_also(more.inode)
+            return True
+        except Busy as reason:
+            log.debug("write-back waits: %s", reason)
+            self._waiting = True
+            return False
         except OSError as failure:
             tree.forget()
             if failure.errno in _ASTRAY and not self._astray:
@@ -102,7 +120,11 @@ class WriteBack:
 
     def due_s(self) -> float | None:
         """Until a content that is not sealed yet, or an open file that had to wait for its turn, is looked at again."""
-        waits = [self._pauses.due_s() if self._pauses.deferred else None, WAITING_DUE_S if self._waiting else None, self._aside.due_s()]
+        waits = [
+            self._pauses.due_s() if self._pauses.deferred else None,
+            self._look_again_s if self._waiting else None,
+            self._aside.due_s(),
+        ]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def hurry(self) -> None:
@@ -124,11 +146,13 @@ class WriteBack:
         self._begun = True
         found = pfs_batch.read(self._db)
         if found is not None and found[0]:
-            self._apply(tree, found[1])
+            self._finish_former(tree, found[1])
             return True
         self._aside.begin()
-        rows = journal.head(self._db, ROWS_TOGETHER, self._aside.after)
+        after = self._aside.after
+        rows = journal.head(self._db, ROWS_TOGETHER, after) if self._together is None else self._together.rows(after)
         if not rows:
+            self._waiting = self._together is not None and bool(journal.head(self._db, 1, after))
             self._aside.ended()
             self._stager(tree).clear([])
             return self._set_times(tree)
@@ -152,21 +176,30 @@ class WriteBack:
         for _ in range(PLANS_MAX):
             planner = self._plan(rows)
             self._waiting = planner.waiting is not None
-            if planner.last == 0:
+            if isinstance(planner, SharedPlanner):
+                self._wait_for(planner)
+            if planner.last == 0 and not planner.actions:
                 return False
             try:
                 batch = self._stage(tree, planner)
             except Busy as reason:
                 log.debug("planned anew: %s", reason)
+                if self._together is not None:
+                    return True
                 continue
             self._apply(tree, batch)
-            self._aside.after = batch.last
+            self._aside.after = max(self._aside.after, batch.last)
             self._fence = None if self._fence is not None and batch.last >= self._fence else self._fence
             return True
         return True
 
     def _plan(self, rows: list[Row]) -> Planner:
-        planner = Planner(View(self._db), self._facts, lambda key: f".ckptfs.{self._instance}.{key:x}".encode())
+        def temporary(key: int) -> bytes:
+            return f".ckptfs.{self._instance}.{key:x}".encode()
+
+        planner = Planner(View(self._db), self._facts, temporary)
+        if self._together is not None:
+            planner = self._together.planner(self._facts, temporary)
         with self._db.snapshot():
             for row in rows:
                 if self._fence is not None and row.seq >= self._fence and planner.last:
@@ -196,13 +229,30 @@ class WriteBack:
         finally:
             stager.close()
             self._no_progress()
-        batch = _resolved(planner, staged)
+        batch = resolved(planner, staged)
         batch.after = self._aside.after
         if batch.actions:
             with self._db.change():
                 pfs_batch.write(self._db, batch, ready=True)
             disk.act("write_back:written_down", lambda: None)
+        if self._together is not None:
+            with self._or_give_up(tree, batch):
+                self._together.announce(batch)
         return batch
+
+    @contextlib.contextmanager
+    def _or_give_up(self, tree: PfsTree, batch: Batch) -> Iterator[None]:
+        """Where the other nodes went on, a batch that was staged is not to be: it is planned anew."""
+        try:
+            yield
+        except Busy:
+            self._give_up(tree, batch)
+            raise
+
+    def _give_up(self, tree: PfsTree, batch: Batch) -> None:
+        self._stager(tree).discard(batch.actions)
+        with self._db.change():
+            pfs_batch.take_back(self._db)
 
     def _stager(self, tree: PfsTree) -> Stager:
         return Stager(self._db, self._places, tree, self._progress)
@@ -261,20 +311,39 @@ class WriteBack:
         self._fence = None
         return Busy(f"{path} is set aside")
 
+    def _finish_former(self, tree: PfsTree, batch: Batch) -> None:
+        """What was written down is done; in a cluster if the other nodes still count on us for it."""
+        former = batch if self._together is None else self._together.stands(batch)
+        if former is None:
+            self._give_up(tree, batch)
+        else:
+            self._apply(tree, former)
+
+    def _wait_for(self, planner: SharedPlanner) -> None:
+        self._waiting = self._waiting or planner.blocked
+        if planner.missing is not None and self._together is not None:
+            self._together.fetch(planner.missing)
+            self._waiting = True
+            self._notify.work()
+
     def _apply(self, tree: PfsTree, batch: Batch) -> None:
         """Make the batch true, and tell the catalog."""
-        applier = Applier(self._db, tree, batch)
+        applier = Applier(self._db, tree, batch, patient=self._together is not None)
         try:
             found = applier.run() if batch.actions else {}
         except OSError as failure:
             if applier.current is not None and not isinstance(failure, NotThere):
                 raise OSError(failure.errno, failure.strerror, self._path(applier.current.inode)) from failure
             raise
-        with self._db.change():
-            for inode in pfs_batch.unfinished(batch, found):
-                log.warning("%s is not on the PFS any more; it is written back again if its bytes are here", self._path(inode))
-            pfs_batch.finish(self._db, batch, found)
-            disk.act("write_back:finish", lambda: None)
+        for inode in pfs_batch.unfinished(batch, found):
+            log.warning("%s is not on the PFS any more; it is written back again if its bytes are here", self._path(inode))
+        if self._together is not None:
+            with self._or_give_up(tree, batch):
+                self._together.settle(batch, found)
+        else:
+            with self._db.change():
+                pfs_batch.finish(self._db, batch, found)
+                disk.act("write_back:finish", lambda: None)
         if batch.published:
             self._notify.work()
 
@@ -293,6 +362,8 @@ class WriteBack:
     def _set_times(self, tree: PfsTree) -> bool:
         """Nothing else is to be done: directories get the times that they have in the mount."""
         directories = pfs_batch.untimed(self._db, TIMES_TOGETHER)
+        if self._together is not None and directories:
+            self._together.look_for(directories)
         view = View(self._db)
         for number in directories:
             path = view.path(number)
@@ -301,7 +372,7 @@ class WriteBack:
                 if path is None:
                     continue
                 fd = tree.directory(path)
-                disk.act("write_back:times", _set_directory_times, fd, inode)
+                disk.act("write_back:times", set_directory_times, fd, inode)
         pfs_batch.timed(self._db, directories)
         return bool(directories)
 
@@ -319,76 +390,3 @@ class WriteBack:
 
     def _path(self, inode: int) -> str:
         return os.fsdecode(report.path_of(self._db, inode) or b"/")
-
-
-class _Facts:
-    """What planning asks of the catalog, and what was learned on the PFS."""
-
-    def __init__(self, db: Database, pauses: Pauses, aside: Aside) -> None:
-        self._db = db
-        self.set_aside = aside.holds
-        self._pauses = pauses
-        self.refused: set[int] = set()
-        self.changing: set[tuple[int, int]] = set()
-        self.in_vain = (0, 0)
-
-    def inode(self, inode: int) -> Inode | None:
-        try:
-            return get(self._db, inode)
-        except FileNotFoundError:
-            return None
-
-    def content(self, content: int) -> Content | None:
-        return settling.content(self._db, content)
-
-    def published(self, inode: int) -> Published | None:
-        return pfs_view.published(self._db, inode)
-
-    def repeated(self, row: Row) -> bool:
-        return journal.repeated(self._db, row)
-
-    def overdue(self, row: Row, content: Content) -> bool:
-        waited_s, before = journal.waited_s(self._db, row)
-        return waited_s > (SEAL_WAIT_AGAIN_S if before else SEAL_WAIT_S + content.size / SEAL_BYTES_PER_S)
-
-    def early(self, content: Content) -> bool:
-        return (content.id, content.change) != self.in_vain
-
-    def unstable(self, content: Content) -> bool:
-        return (content.id, content.change) in self.changing
-
-    def paused(self, content: Content) -> bool:
-        return self._pauses.deferring(content.inode, content.id)
-
-    def unfit(self, inode: int) -> bool:
-        return inode in self.refused
-
-
-def _resolved(planner: Planner, staged: dict[int, Staged]) -> Batch:
-    """The batch as it will be written down: what was made has its number on the PFS."""
-
-    def real(mark: Mark) -> Mark:
-        return staged[-mark.ino].mark if mark.ino < 0 else mark
-
-    planner.view.remark(real)
-    batch = pfs_batch.batch_of(planner.view, planner.last)
-    batch.actions = [
-        Action(one.act, one.key, one.inode, one.at, real(one.mark), one.to, None if one.other is None else real(one.other), one.temporary)
-        for one in planner.actions
-    ]
-    batch.again = planner.again
-    batch.kept = planner.kept
-    batch.published = planner.renewed + [one.published for one in staged.values() if one.published is not None]
-    batch.merged = [planner.puts[key].inode for key, one in staged.items() if one.merged]
-    return batch
-
-
-def _set_directory_times(fd: int, inode: Inode) -> None:
-    found = look(fd, b".")
-    assert found is not None
-
-    def set_times() -> None:
-        os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
-
-    with contextlib.suppress(PermissionError):
-        acting.attempt(set_times, lambda: [(found.st_uid, found.st_gid)])

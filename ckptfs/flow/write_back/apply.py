@@ -20,6 +20,8 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get
 from ckptfs.catalog.pfs_batch import Action, Batch, Found, Spot
 from ckptfs.catalog.pfs_view import Mark
+from ckptfs.errors import Busy
+from ckptfs.model import Inode
 from ckptfs.tiers import acting, pfs_attributes, transfer
 from ckptfs.tiers.pfs_tree import NotThere, PfsTree, exchange, look
 
@@ -41,7 +43,9 @@ _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
 class Applier:
     """Makes the changes of one batch."""
 
-    def __init__(self, db: Database, tree: PfsTree, batch: Batch) -> None:
+    def __init__(self, db: Database, tree: PfsTree, batch: Batch, *, patient: bool = False) -> None:
+        """`patient`: other nodes write to this PFS, too; what they make in a directory that goes will soon be gone."""
+        self._patient = patient
         self._db = db
         self._tree = tree
         self._batch = batch
@@ -204,6 +208,8 @@ class Applier:
         except OSError as failure:
             if failure.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise
+            if self._patient and _only_temporaries(self._fd(action.at), action.at.name):
+                raise Busy("another node is making something in a directory that goes") from failure
             log.warning("%s was removed here, but holds somebody else's files on the PFS; it stays there", os.fsdecode(action.at.name))
         self._tree.forget()
 
@@ -298,6 +304,15 @@ class Applier:
         return Found(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
 
 
+def _only_temporaries(directory: int, name: bytes) -> bool:
+    """Whether a directory holds nothing but what nodes are making in it, to find out that it goes."""
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        return all(found.startswith(".ckptfs.") for found in os.listdir(fd))
+    finally:
+        os.close(fd)
+
+
 def _newer(found: os.stat_result, mark: Mark) -> bool:
     """Whether a stranger wrote into a file since we last saw it."""
     if mark.size < 0 or not stat.S_ISREG(found.st_mode):
@@ -314,3 +329,15 @@ def _aside(directory: int, name: bytes, aside: bytes, there: os.stat_result) -> 
             if failure.errno not in _NO_LINKS:
                 raise
     os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def set_directory_times(fd: int, inode: Inode) -> None:
+    """A directory gets the times that it has in the mount, where we may."""
+    found = look(fd, b".")
+    assert found is not None
+
+    def set_times() -> None:
+        os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
+
+    with contextlib.suppress(PermissionError):
+        acting.attempt(set_times, lambda: [(found.st_uid, found.st_gid)])

@@ -84,6 +84,9 @@ class Facts(Protocol):
 class Planner:
     """Rows are taken one after another, until `take` refuses one: it begins the next batch."""
 
+    actions_max = ACTIONS_MAX
+    puts_max = PUTS_MAX
+
     def __init__(self, view: View, facts: Facts, temporary: Callable[[int], bytes]) -> None:
         """`temporary` names a temporary file after an action's key."""
         self.view = view
@@ -105,16 +108,19 @@ class Planner:
 
     def take(self, row: Row) -> bool:
         """Plan one row. False: it has to wait for another batch, and nothing was planned of it."""
-        if self._closed or len(self.actions) >= ACTIONS_MAX or len(self.puts) >= PUTS_MAX or self._bytes >= BATCH_BYTES_MAX:
+        if self._closed or len(self.actions) >= self.actions_max or len(self.puts) >= self.puts_max or self._bytes >= BATCH_BYTES_MAX:
             return False
         self._key = row.seq * KEYS_PER_ROW
-        taken = {
-            "make": self._make, "link": self._link, "unlink": self._remove, "rmdir": self._remove, "rename": self._rename,
-            "exchange": self._exchange, "attributes": self._attributes, "content": self._content, "synced": self._synced,
-        }[row.op](row)  # fmt: skip
+        taken = self._act(row)
         if taken:
             self.last = row.seq
         return taken
+
+    def _act(self, row: Row) -> bool:
+        return {
+            "make": self._make, "link": self._link, "unlink": self._remove, "rmdir": self._remove, "rename": self._rename,
+            "exchange": self._exchange, "attributes": self._attributes, "content": self._content, "synced": self._synced,
+        }[row.op](row)  # fmt: skip
 
     # --- pieces ---------------------------------------------------------------------------------------------------------
 

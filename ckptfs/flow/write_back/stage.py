@@ -20,10 +20,10 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import pfs_batch, pfs_view, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_batch import Action, Spot
+from ckptfs.catalog.pfs_batch import Action, Batch, Spot
 from ckptfs.catalog.pfs_view import Mark, Published
 from ckptfs.errors import Busy
-from ckptfs.flow.write_back.plan import Kind, Put
+from ckptfs.flow.write_back.plan import Kind, Planner, Put
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
 from ckptfs.tiers import acting, pfs_attributes, transfer
 from ckptfs.tiers.pfs_tree import PfsTree, look, sync_all
@@ -328,6 +328,25 @@ class Stager:
 
     def _path(self, inode: int) -> str:
         return os.fsdecode(report.path_of(self._db, inode))
+
+
+def resolved(planner: Planner, staged: dict[int, Staged]) -> Batch:
+    """The batch as it will be written down: what was made has its number on the PFS."""
+
+    def real(mark: Mark) -> Mark:
+        return staged[-mark.ino].mark if mark.ino < 0 else mark
+
+    planner.view.remark(real)
+    batch = pfs_batch.batch_of(planner.view, planner.last)
+    batch.actions = [
+        Action(one.act, one.key, one.inode, one.at, real(one.mark), one.to, None if one.other is None else real(one.other), one.temporary)
+        for one in planner.actions
+    ]
+    batch.again = planner.again
+    batch.kept = planner.kept
+    batch.published = planner.renewed + [one.published for one in staged.values() if one.published is not None]
+    batch.merged = [planner.puts[key].inode for key, one in staged.items() if one.merged]
+    return batch
 
 
 class _BadCopy(Exception):

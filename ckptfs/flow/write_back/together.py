@@ -1,0 +1,175 @@
+"""Takes: the journal of a node in a cluster, batches that are planned and staged, and the store that all nodes share.
+Leaves: batches that are announced to the others before they touch the PFS, and settled after it; intentions of dead nodes decided.
+If we die here: the batch in hand is in the catalog, its intentions in the store; `stands` finds out whether it is still ours to finish.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckptfs import disk
+from ckptfs.catalog import journal, pfs_paths, wants
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import Row
+from ckptfs.catalog.pfs_batch import Action, Batch, Found, Shows, Spot
+from ckptfs.catalog.pfs_view import Name, View
+from ckptfs.catalog.sharing import intentions, seen
+from ckptfs.catalog.sharing.kinds import PLACE
+from ckptfs.catalog.sharing.truth import Truth, row_key, told_rows
+from ckptfs.clique import membership
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.flow.write_back.plan import Facts
+from ckptfs.flow.write_back.plan_shared import SharedPlanner
+from ckptfs.model import ROOT
+from ckptfs.tiers.pfs_tree import NotThere, PfsTree, look
+
+log = logging.getLogger(__name__)
+
+disk.labels("together:announced", "together:settled")
+
+ROWS_TOGETHER = 32
+
+
+class Together:
+    """What write-back does about the other nodes."""
+
+    def __init__(self, db: Database, around: Surroundings, instance: str, tree: PfsTree) -> None:
+        self._db = db
+        self._around = around
+        self._instance = instance
+        self._tree = tree
+        self._truth = Truth(db, around.store)
+        self._asked: dict[int, int] = {}
+        self._also: set[int] = set()
+
+    # --- before a batch -----------------------------------------------------------------------------------------------
+
+    def rows(self, after: int) -> list[Row]:
+        """The next rows that the other nodes know of, and that no other node has taken over. Raises Unreachable."""
+        rows = told_rows(self._db, self._instance, journal.head(self._db, ROWS_TOGETHER, after))
+        if not rows:
+            return rows
+        self._learn(rows)
+        if self._decide_for_the_dead():
+            self._learn(rows)
+        taken = [row for row in rows if self._truth.value(row_key(self._db, self._instance, row)) is None]
+        if taken:
+            log.info("%d changes of this node were written back by another one", len(taken))
+            journal.drop(self._db, taken)
+        self._expect(View(self._db))
+        return [row for row in rows if row not in taken]
+
+    def _learn(self, rows: list[Row]) -> None:
+        self._truth = Truth(self._db, self._around.store)
+        self._truth.learn(self._instance, rows, self._also)
+
+    def read_also(self, inode: int) -> None:
+        """What a plan turned out to need is read for the next one, too."""
+        self._also.add(inode)
+
+    def planner(self, facts: Facts, temporary: Callable[[int], bytes]) -> SharedPlanner:
+        """A planner on what is true now."""
+        return SharedPlanner(self._db, View(self._db), facts, temporary, self._truth, self._around.number)
+
+    def fetch(self, inode: int) -> None:
+        """Have the bytes of a file brought here, which a dead node wrote."""
+        want = wants.get(self._db, self._asked[inode]) if inode in self._asked else None
+        if want is None or want.state != wants.WANTED:
+            self._asked = {inode: wants.ask(self._db, wants.FETCH, inode, wants.FOR_WRITING)}
+
+    def look_for(self, directories: list[int]) -> None:
+        """Learn where these are now. Raises Unreachable."""
+        self._truth = Truth(self._db, self._around.store)
+        self._truth.learn(self._instance, inodes=directories)
+        self._expect(View(self._db))
+
+    def _expect(self, view: View) -> None:
+        """Directories are recognised by their numbers: names may have been exchanged since they were read."""
+        numbers: dict[tuple[bytes, ...], int] = {}
+        for key in self._truth.told:
+            number = None if key.kind != PLACE or key.number == ROOT else pfs_paths.identity(self._db, key.number)
+            path = None if number is None else view.path(key.number)
+            if path and number is not None:
+                numbers[path] = number
+        self._tree.expect(numbers)
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
+
+    def announce(self, batch: Batch) -> None:
+        """Raises Busy when it has to be planned anew, Unreachable when nobody knows whether it was announced."""
+        if batch.shows or batch.published:
+            intentions.announce(self._db, self._around.store, self._truth, batch, self._instance)
+        disk.act("together:announced", lambda: None)
+
+    def stands(self, batch: Batch) -> Batch | None:
+        """A batch of an earlier life, or that was interrupted, where its names lie now; None when it is not ours to finish any more."""
+        standing = intentions.standing(self._around.store, batch, self._around.number, self._instance)
+        if standing is None:
+            return None
+        self._truth = Truth(self._db, self._around.store)
+        self._truth.learn(self._instance, inodes={spot.parent for spot in _spots(batch)})
+        with self._db.change():
+            for key, one in standing.items():
+                seen.put(self._db, key, one)
+        view = View(self._db)
+        self._expect(view)
+        return _relocated(view, batch)
+
+    def settle(self, batch: Batch, found: dict[Name, Found | None]) -> None:
+        """The PFS shows it. Raises Busy when this node was taken for dead meanwhile, Unreachable."""
+        changed = intentions.settle(self._db, self._around.store, batch, found, self._truth)
+        disk.act("together:settled", lambda: None)
+        self._also = set()
+        if changed:
+            with self._db.change():
+                for inode in changed:
+                    journal.append(self._db, "attributes", inode)
+
+    # --- those who are gone -------------------------------------------------------------------------------------------
+
+    def _decide_for_the_dead(self) -> bool:
+        """Settle intentions of nodes that do not live, or of a former catalog of this one; whether there were any."""
+        intended = [
+            (key, value) for key in self._truth.told if key.kind == PLACE and (value := self._truth.intended((key.number, key.name)))
+        ]
+        if not intended:
+            return False
+        others = sorted({value["by"] for _, value in intended} - {self._around.number})
+        alive = membership.living(self._around.store, others)
+        done = False
+        for key, value in intended:
+            if value["by"] not in alive:
+                intentions.decide(self._around.store, key, self._truth.told[key].seen, self._number_at((key.number, key.name)))
+                done = True
+        return done
+
+    def _number_at(self, name: Name) -> int | None:
+        """st_ino of what the PFS shows under a name."""
+        path = View(self._db).path(name[0])
+        if path is None:
+            return None
+        try:
+            found = look(self._tree.directory(path), name[1])
+        except NotThere:
+            return None
+        return None if found is None else found.st_ino
+
+
+def _spots(batch: Batch) -> list[Spot]:
+    spots = [spot for action in batch.actions for spot in (action.at, action.to) if spot is not None]
+    return spots + [show.at for show in batch.shows]
+
+
+def _relocated(view: View, batch: Batch) -> Batch:
+    """The same batch with the paths that its directories have now; what nobody knows any more keeps its path."""
+
+    def now(spot: Spot) -> Spot:
+        path = view.path(spot.parent)
+        return spot if path is None else Spot(spot.parent, spot.name, path)
+
+    actions = [_moved(action, now) for action in batch.actions]
+    return replace(batch, actions=actions, shows=[Shows(now(show.at), show.inode, show.mark) for show in batch.shows])
+
+
+def _moved(action: Action, now: Callable[[Spot], Spot]) -> Action:
+    return replace(action, at=now(action.at), to=None if action.to is None else now(action.to))

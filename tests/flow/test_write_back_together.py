@@ -1,0 +1,108 @@
+"""P6 on several nodes: each writes back what happened on it to one PFS, which in the end shows what all nodes share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from writers_together import Cluster
+
+
+def run(root: Path, seed: int, act: Callable[[Cluster], Any], count: int = 2) -> Cluster:
+    cluster = Cluster(root, count, seed)
+
+    async def main() -> None:
+        async def body() -> None:
+            await act(cluster)
+            cluster.disturbance = cluster.killing = 0.0
+            await cluster.settle()
+
+        await cluster.run(body)
+
+    trio.run(main)
+    cluster.exact()
+    return cluster
+
+
+def test_what_two_nodes_made_is_one_tree_there(tmp_path: Path) -> None:
+    """P6: each node's files, in a directory of the other one."""
+
+    async def act(cluster: Cluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await two.put("d/from two", b"2")
+        await one.put("d/from one", b"1")
+        await two.mkdir("d/e")
+        await one.put("d/e/f", b"3")
+
+    cluster = run(tmp_path, 0, act)
+    assert len(cluster.shared()) == 5
+
+
+def test_each_undoes_what_the_other_has_written_back(tmp_path: Path) -> None:
+    async def act(cluster: Cluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        for name in ("removed", "renamed", "overwritten", "dressed"):
+            await one.put(f"d/{name}", name.encode())
+        await cluster.settle()
+        await two.unlink("d/removed")
+        await two.rename("d/renamed", "there")
+        await two.put("d/overwritten", b"by two")
+        await two.set("d/dressed", mode=0o600)
+        await two.rename("d", "e")
+        await one.put("e/late", b"late")
+
+    cluster = run(tmp_path, 0, act)
+    assert set(cluster.shared()) == {b"there", b"e", b"e/overwritten", b"e/dressed", b"e/late"}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_anything_ends_as_what_is_shared(tmp_path: Path, seed: int) -> None:
+    """Two or three nodes do what they like while their write-backs are at any point."""
+
+    async def act(cluster: Cluster) -> None:
+        cluster.disturbing = cluster.act_somewhere
+        cluster.disturbance = 0.06
+        for name in ("d", "e", "d/f"):
+            await cluster.nodes[0].mkdir(name)
+        for _ in range(60):
+            await cluster.act_somewhere()
+
+    run(tmp_path, seed, act, count=2 + seed % 2)
+
+
+@pytest.mark.parametrize("label", ["together:announced", "together:settled", "write_back:written_down"])
+def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, label: str) -> None:
+    """P8: killed when the others know of the batch, and when it is settled there but not here."""
+
+    async def act(cluster: Cluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await one.put("d/f", b"1")
+        await one.put("d/g", b"2")
+        cluster.deadly = {label}
+        while cluster.deadly:
+            await cluster.step(one)
+        await two.rename("d/f", "f")
+        await two.unlink("d/g")
+        await two.rename("d", "e")
+        await cluster.step(two)
+
+    run(tmp_path, 0, act)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_movers_die_at_any_operation(tmp_path: Path, seed: int) -> None:
+    """P8 on several nodes at once."""
+
+    async def act(cluster: Cluster) -> None:
+        cluster.disturbing = cluster.act_somewhere
+        cluster.disturbance, cluster.killing = 0.04, 0.02
+        for name in ("d", "e", "d/f"):
+            await cluster.nodes[0].mkdir(name)
+        for _ in range(60):
+            await cluster.act_somewhere()
+
+    run(tmp_path, seed, act, count=2 + seed % 2)

@@ -1,0 +1,215 @@
+"""Nodes that share one tree and write it back to one PFS, in one process: what mounts and movers do, interleaved at every disk operation.
+
+A step of write-back runs in a thread of its own. At a disk operation, when the dice say so, it stands still while an application changes
+something on any node, or another node's write-back takes a step, which may be interrupted in the same way. The same seed does the same.
+"""
+
+import contextlib
+import errno
+import os
+import random
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+from local_node import Told
+from memory_store import MemoryEtcd, MemoryStore
+from shared_catalogs import Node, running, settled, stored, stored_tree
+from write_back_world import Killed, Tree, intercepted, pfs_tree
+
+from ckptfs.catalog import contents, namespace, renaming, settling
+from ckptfs.catalog.sharing.kinds import INODE
+from ckptfs.catalog.store import Put
+from ckptfs.clique.membership import World, node_key
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.config import Config
+from ckptfs.digest import Running
+from ckptfs.errors import CkptfsError
+from ckptfs.flow.write_back import WriteBack
+from ckptfs.limits import MIB
+from ckptfs.model import ContentState, Tier
+from ckptfs.tiers.place import Places
+
+DEPTH_MAX = 3
+
+
+class Writer(Node):
+    """A node with tiers and a write-back."""
+
+    def __init__(self, root: Path, number: int, etcd: MemoryEtcd, pfs: Path) -> None:
+        super().__init__(root, number, MemoryStore(etcd), journalled=True)
+        self.config = Config(name="test", mountpoint=root / "mnt", state=root, ram_bytes=64 * MIB, pfs=pfs)
+        (root / "ram").mkdir(exist_ok=True)
+        self.places = Places.adopt(self.config)
+        _ = self.places[Tier.PFS].uuid
+        self.told = Told()
+        self.bytes: dict[int, bytes] = {}
+        self.store.commit([], [Put(node_key(number), b"[]")])
+        nobody: Any = None
+        self.around = Surroundings(number, 2, 1, nobody, self.store, World)
+        self.busy = False
+        self.revive()
+
+    def revive(self) -> None:
+        """Another mover."""
+        self.write_back = WriteBack(self.db, self.places, self.config, self.told, self.around)
+
+    async def put(self, path: str, data: bytes) -> int:
+        """creat, write, close; the content."""
+        parent, name = await self.parent(path)
+        await self.sharing.fresh_name(parent, name)
+        found = namespace.find(self.db, parent, name)
+        inode = (await self.make(path)).id if found is None else found.id
+        if found is not None and not found.is_file:
+            raise IsADirectoryError(errno.EISDIR, path)
+        with self.db.change():
+            content = contents.begin(self.db, inode, Tier.RAM)
+            with os.fdopen(self.places[Tier.RAM].create(content), "wb") as file:
+                file.write(data)
+        self.bytes[content] = data
+        running_digest = Running()
+        running_digest.update(data)
+        whole, blocks = running_digest.finish()
+        with self.db.change():
+            contents.close(self.db, inode, content, len(data), 5, 5)
+        await self.sharing.published()
+        row = settling.content(self.db, content)
+        if row is not None and row.state is ContentState.CLOSED:
+            with self.db.change():
+                settling.seal(self.db, [settling.Seal(content, inode, row.change, Tier.RAM, len(data), whole, blocks)])
+        await self.sharing.published()
+        return content
+
+    async def exchange(self, path: str, new: str) -> None:
+        await self.rename(path, new, renaming.EXCHANGE)
+
+
+class Cluster:
+    """Some nodes, one PFS, and dice."""
+
+    def __init__(self, root: Path, count: int, seed: int) -> None:
+        self.pfs = root / "pfs"
+        self.pfs.mkdir()
+        self.etcd = MemoryEtcd()
+        self.nodes = [Writer(root / f"n{number}", number, self.etcd, self.pfs) for number in range(1, count + 1)]
+        self.dice = random.Random(seed)
+        self.disturbing: Callable[[], Any] = self.step_somewhere
+        self.disturbance = 0.0
+        self.killing = 0.0
+        self.deadly: set[str] = set()
+        self.depth = 0
+        self.serial = 0
+        self.log: list[str] = []
+
+    async def run(self, act: Callable[[], Any]) -> Any:
+        token = trio.lowlevel.current_trio_token()
+        for node in self.nodes:
+            node.touching.on_touched = lambda node=node: token.run_sync_soon(node.sharing.touched)
+        with intercepted(self._at_operation):
+            return await running(self.nodes, act)
+
+    def _at_operation(self, label: str) -> None:
+        in_mover = threading.current_thread() is not threading.main_thread()
+        if in_mover and (label in self.deadly or self.dice.random() < self.killing):
+            self.deadly = set()
+            raise Killed
+        if in_mover and self.depth < DEPTH_MAX and self.dice.random() < self.disturbance:
+            trio.from_thread.run(self.disturbing)
+
+    # --- movers -------------------------------------------------------------------------------------------------------
+
+    async def step(self, node: Writer) -> bool:
+        """One step of its write-back; False: it rests."""
+        if node.busy:
+            return False
+        node.busy, self.depth = True, self.depth + 1
+        try:
+            return await trio.to_thread.run_sync(node.write_back.step)
+        except Killed:
+            node.revive()
+            return True
+        finally:
+            node.busy, self.depth = False, self.depth - 1
+
+    async def step_somewhere(self) -> None:
+        await self.step(self.dice.choice(self.nodes))
+
+    async def settle(self) -> None:
+        """Write back until nobody has anything left to do."""
+        await settled(self.nodes)
+        for _ in range(600):
+            worked = [await self.step(node) for node in self.nodes]
+            await settled(self.nodes)
+            if not any(worked) and not any(self._left(node) for node in self.nodes):
+                return
+        left = {node.number: node.db.rows("SELECT * FROM journal LIMIT 5") for node in self.nodes}
+        raise AssertionError(f"write-back does not come to an end: {left}; {self.log}")
+
+    def _left(self, node: Writer) -> bool:
+        return any(node.db.value(f"SELECT 1 FROM {table} LIMIT 1") for table in ("journal", "pfs_batch"))
+
+    # --- applications -------------------------------------------------------------------------------------------------
+
+    async def act_somewhere(self) -> None:
+        """A random act of an application on a random node, or a step of its write-back."""
+        node = self.dice.choice(self.nodes)
+        if self.dice.random() < 0.3:
+            await self.step(node)
+            return
+        files, directories = ["a", "b", "d/a", "d/b", "e/a", "d/f/a", "e/f/a"], ["d", "e", "d/f", "e/f"]
+        one, two = self.dice.choice(files), self.dice.choice(files)
+        if self.dice.random() < 0.2:
+            one, two = self.dice.choice(directories), self.dice.choice(directories)
+        if self.dice.random() < 0.05:
+            two = self.dice.choice(files + directories)
+        some = ["put"] * 5 + ["mkdir"] * 3 + ["unlink", "unlink", "rmdir", "link", "chmod", "exchange"] + ["rename"] * 3
+        kind = self.dice.choice(some)
+        if kind in ("mkdir", "rmdir"):
+            one = self.dice.choice(directories)
+        self.serial += 1
+        with contextlib.suppress(OSError, CkptfsError):
+            match kind:
+                case "put":
+                    await node.put(one, b"%d " % self.serial * (1 + self.serial % 3))
+                case "mkdir" | "unlink" | "rmdir":
+                    await getattr(node, kind)(one)
+                case "rename" | "link" | "exchange":
+                    await getattr(node, kind)(one, two)
+                case "chmod":
+                    await node.set(one, mode=self.dice.choice([0o600, 0o755, 0o640]))
+            self.log.append(f"n{node.number} {kind} {one} {two if kind in ('rename', 'link', 'exchange') else ''}")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def shared(self) -> Tree:
+        """The tree that the nodes share, as the PFS should show it."""
+        values = stored(self.etcd)
+        held = {content: data for node in self.nodes for content, data in node.bytes.items()}
+        found: Tree = {}
+        for path, (inode, mode, _, _) in stored_tree(self.etcd).items():
+            value = next(value for key, value in values.items() if key.kind == INODE and key.number == inode)
+            if stat.S_ISDIR(mode):
+                found[path[1:]] = ("directory", stat.S_IMODE(mode))
+            else:
+                data = b"" if value["content"] is None else held[value["content"]]
+                found[path[1:]] = ("file", data, stat.S_IMODE(mode))
+        return found
+
+    def exact(self) -> None:
+        """The PFS shows the shared tree, and the store says so."""
+        expected, shown = self.shared(), pfs_tree(self.pfs)
+        wrong = {path: (shown.get(path), expected.get(path)) for path in {*shown, *expected} if shown.get(path) != expected.get(path)}
+        assert not wrong, (wrong, self.log)
+        assert [str(path) for path in self.pfs.rglob(".ckptfs.*")] == [], self.log
+        values = stored(self.etcd)
+        names = {(key.number, key.name): value["child"] for key, value in values.items() if key.kind == "e"}
+        places = {(key.number, key.name): value for key, value in values.items() if key.kind == "x"}
+        assert {name: value["inode"] for name, value in places.items()} == names, self.log
+        assert not any("by" in value for value in places.values()), self.log
+        of_inodes = [(key.number, value["names"]) for key, value in values.items() if key.kind == "f"]
+        shown_names = {(parent, name.encode("latin-1")): inode for inode, held in of_inodes for parent, name in held}
+        assert shown_names == names, ({name: (shown_names.get(name), names.get(name)) for name in {*shown_names, *names}}, self.log)
+        assert not [key for key in values if key.kind == "j"], self.log
