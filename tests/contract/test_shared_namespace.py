@@ -236,3 +236,30 @@ def test_many_changes_go_in_several_transactions(tmp_path: Path, count: int) -> 
         assert len(await b.names()) == 1 + len(range(0, count, 3))
 
     play(tmp_path, act)
+
+
+def test_a_process_that_died_before_it_noted_its_success_did_it_all_the_same(tmp_path: Path) -> None:
+    """P8: the store has taken the change, the catalog does not know; the next process finds out, and takes nothing back."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.make("old")
+        snapshot = tmp_path / "before.db"
+        a.cut(True)
+        made = await a.mkdir("d")
+        await a.unlink("old")
+        a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
+        a.cut(False)
+        await settled([a])
+        (tmp_path / "again").mkdir()
+        snapshot.rename(tmp_path / "again" / "catalog.db")
+        next_one = Node(tmp_path / "again", a.number, a.store)
+        next_one.db.run("DELETE FROM meta WHERE key = 'island'")
+        next_one.sharing.island_ns = 0
+
+        async def look() -> None:
+            assert await next_one.sharing.published([(ROOT, b"d"), (ROOT, b"old")])
+            assert (await next_one.stat("d")).id == made.id and await next_one.names() == [b"d"]
+
+        await running([next_one], look)
+
+    play(tmp_path, act)

@@ -202,11 +202,10 @@ class _Builder:
             row = self._db.row(
                 "SELECT e.parent, e.name FROM entry e JOIN inode i ON i.id = e.child AND i.parent = e.parent WHERE e.child = ?", directory
             )
-            if row is None:
-                return
-            key = Key(NAME, row[0], bytes(row[1]))
+            # Where its name is not known here, the directory itself says where it lies.
+            key = Key(INODE, directory) if row is None else Key(NAME, row[0], bytes(row[1]))
             self._batch.compared.setdefault(key, seen.get(self._db, key).revision)
-            directory = row[0]
+            directory = row[0] if row is not None else self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
 
     def _postpone(self) -> None:
         """What has another name here keeps the one that the store has until that other one is there, too."""

@@ -17,7 +17,7 @@ from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touc
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.batch import Batch
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, TIMES, Key, Value
-from ckptfs.catalog.sharing.refusal import LINKS, Refusal, Result
+from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT
 
@@ -112,8 +112,8 @@ class Returning(Refusal):
             return
         self._aside(key, here)
         if stat.S_ISDIR(self._row(here)[0]):
-            self._db.run("UPDATE inode SET nlink = (" + LINKS + "), parent = ?2 WHERE id = ?1", here, key.number)
-            self._links(key.number, 1)
+            self._db.run("UPDATE inode SET nlink = 2, parent = ? WHERE id = ?", key.number, here)
+        self._counted |= {here, key.number}
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -123,30 +123,21 @@ class Returning(Refusal):
         if not here:
             self._adopt(key, now)
             return
-        self._counted |= {here, before, there} - {0}
+        self._counted |= {key.number, here, before, there} - {0}
         if here == there:
             pass
         elif there and not self._has_row(there):
             return  # It went meanwhile: the next batch finds out.
         else:
-            self._replaced(key, before)
             if there:
                 self._both(key, here, there, now)
         seen.put(self._db, key, now)
-
-    def _replaced(self, key: Key, before: int) -> None:
-        """Both took away what was there: it is counted once."""
-        if before and before not in self._dead | self._kept:
-            self._count(key.number, before, 1)
-        elif before:
-            self._count_directory(key.number, before, 1)
 
     def _both(self, key: Key, here: int, there: int, now: Seen) -> None:
         ours, theirs = self._row(here), self._row(there)
         both = stat.S_ISDIR(ours[0]) and stat.S_ISDIR(theirs[0])
         if both and not self._known(Key(INODE, here)):
             self._merge_directories(here, there)
-            self._links(key.number, -1)
             kinds.write(self._db, key, now.content)
         elif stat.S_ISDIR(ours[0]) or stat.S_ISDIR(theirs[0]) or theirs[1] >= ours[1]:
             self._aside(key, here)
@@ -173,7 +164,7 @@ class Returning(Refusal):
 
     def _adopt(self, key: Key, now: Seen) -> None:
         """The name is as the store has it; what it led to has others here."""
-        self._count_directory(key.number, self._there(key), 1)
+        self._counted.add(key.number)
         child = (now.content or {"child": 0})["child"]
         now = now if child and self._has_row(child) else seen.NEVER
         kinds.write(self._db, key, now.content)
@@ -196,20 +187,13 @@ class Returning(Refusal):
             else:
                 self._enter(new, child)
             if directory:
-                self._links(theirs, 1)
                 self._db.run("UPDATE inode SET parent = ? WHERE id = ?", theirs, child)
                 touching.touch(self._db, Key(INODE, child))
+        self._counted.add(theirs)
+        touching.touch(self._db, Key(INODE, theirs))
         self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", ours)
         touching.touch(self._db, Key(INODE, ours))
         self._result.nameless.append(ours)
-
-    def _links(self, directory: int, more: int) -> None:
-        self._db.run("UPDATE inode SET nlink = nlink + ? WHERE id = ? AND nlink > 0", more, directory)
-        touching.touch(self._db, Key(INODE, directory))
-
-    def _count_directory(self, parent: int, child: int, links: int) -> None:
-        if self._has_row(child) and stat.S_ISDIR(self._row(child)[0]):
-            self._links(parent, links)
 
     def _has_row(self, inode: int) -> bool:
         return self._db.value("SELECT 1 FROM inode WHERE id = ?", inode) is not None
@@ -265,15 +249,12 @@ class Returning(Refusal):
             key = Key(NAME, parent, bytes(name))
             if self._there(key) == inode or not touching.is_touched(self._db, key):
                 self._untold([key])
-                if directory:
-                    self._links(parent, 1)
+                self._counted.add(parent)
         if self._db.value("SELECT 1 FROM entry WHERE child = ?", inode) is None:
             self._beside(ROOT, b"", HOMELESS, inode)
             if directory:
                 self._db.run("UPDATE inode SET parent = ? WHERE id = ?", ROOT, inode)
-                self._links(ROOT, 1)
-        if directory:
-            self._db.run("UPDATE inode SET nlink = (" + LINKS + ") WHERE id = ?1", inode)
+                self._counted.add(ROOT)
         self._counted.add(inode)
 
     def _untold(self, keys: Iterable[Key]) -> None:
@@ -288,7 +269,7 @@ class Returning(Refusal):
             key = Key(NAME, directory, bytes(name))
             if not touching.is_touched(self._db, key):
                 kinds.write(self._db, key, None)
-                seen.put(self._db, key, seen.NEVER)
+            seen.put(self._db, key, seen.NEVER)
 
     def _merge(self, key: Key, now: Seen) -> None:
         base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content

@@ -124,11 +124,29 @@ def names_of(db: Database, inode: int) -> list[list[Any]]:
     return [list(name) for name in sorted((there - changed) | (here & changed))]
 
 
+def links_of(db: Database, directory: int) -> int:
+    """Links of a directory: those that the store knows, 2 of one that it does not have, and what this node changed in it."""
+    value = db.value("SELECT value FROM seen_key WHERE kind = 'i' AND number = ? AND name = x''", directory)
+    links = 2 if value is None else int(json.loads(value)["nlink"])
+    for (name,) in db.rows("SELECT DISTINCT name FROM touched_key WHERE kind = 'e' AND number = ?", directory):
+        there = db.value("SELECT value FROM seen_key WHERE kind = 'e' AND number = ? AND name = ?", directory, name)
+        here = _entry_value(db, directory, bytes(name))
+        links += _is_directory(here) - _is_directory(unpack(there))
+    return links
+
+
+def _is_directory(entry: Value | None) -> int:
+    return int(entry is not None and entry["type"] == stat.S_IFDIR)
+
+
 def recount(db: Database, key: Key) -> None:
-    """The links of what is no directory are its names."""
-    if key.kind == INODE:
-        row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
-        if row is not None and row[0] != stat.S_IFDIR and row[1] and row[1] != (links := len(names_of(db, key.number))):
+    """The links of a file are its names, those of a directory what is in it; what was removed stays so."""
+    if key.kind != INODE:
+        return
+    row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
+    if row is not None and row[1]:
+        links = links_of(db, key.number) if row[0] == stat.S_IFDIR else len(names_of(db, key.number))
+        if links != row[1]:
             db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, key.number)
 
 

@@ -103,13 +103,13 @@ def row_value(db: Database, node: int, name: bytes) -> Value | None:
     return value | ({"origin": row.origin} if row.origin else {})
 
 
-def row_of(value: Value, seq: int) -> journal.Row:
-    """The row of `row_value`."""
+def row_of(value: Value, node: int) -> journal.Row:
+    """The row of `row_value`, which `node` had to tell; it has no number here yet."""
     name, new = value.get("name"), value.get("new_name")
     return journal.Row(
-        seq, value["op"], value["inode"], value.get("parent", 0), None if name is None else name.encode("latin-1"),
+        0, value["op"], value["inode"], value.get("parent", 0), None if name is None else name.encode("latin-1"),
         value.get("new_parent", 0), None if new is None else new.encode("latin-1"), value.get("content"), value["mode"], value["at_ns"],
-        value.get("origin", 0),
+        value.get("origin", node),
     )  # fmt: skip
 
 

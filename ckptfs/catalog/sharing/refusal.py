@@ -15,9 +15,6 @@ from ckptfs.catalog.sharing.batch import Batch
 from ckptfs.catalog.sharing.kinds import INODE, NAME, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 
-LINKS = "SELECT 2 + count(*) FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?1 AND i.mode & 61440 = 16384"
-"""The links of a directory that is known here as a whole."""
-
 
 @dataclass(slots=True)
 class Result:
@@ -51,8 +48,12 @@ class Refusal:
 
     def settle(self) -> Result:
         """Inodes first: what became of them decides about their names and contents."""
+        own = seen.get(self._db, self._batch.last).revision
         for key, one in sorted(self._told.items(), key=lambda pair: pair[0].kind != INODE):
-            if key in self._batch.compared and one.seen.revision != self._batch.compared[key]:
+            if one.seen.revision == own and own:
+                # Put by a process of this node that died before it could note that.
+                seen.put(self._db, key, one.seen)
+            elif key in self._batch.compared and one.seen.revision != self._batch.compared[key]:
                 self._differs(key, one)
             elif key.kind == INODE and key not in self._batch.compared and one.seen.value is None:
                 self._gone(key.number)
@@ -82,7 +83,11 @@ class Refusal:
     def _merge(self, key: Key, now: Seen) -> None:
         base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
         if theirs is not None and ours is not None:
-            kinds.write(self._db, key, merging.merge(key.kind, base, ours, theirs))
+            merged = merging.merge(key.kind, base, ours, theirs)
+            kinds.write(self._db, key, merged)
+            if merged.get("names") == []:
+                # Each of two nodes took a name away, and these were all.
+                self._result.nameless.append(key.number)
         elif theirs is not None and key.kind == INODE:
             self._renamed_or_linked(key, base, theirs)
         elif theirs is not None:
@@ -140,7 +145,7 @@ class Refusal:
                 break
             reverting |= more
         for key in reverting:
-            self._undo_links(key)
+            self._restore(key)
         for key in reverting:
             self._set(key)
         self._counted |= children
@@ -151,56 +156,42 @@ class Refusal:
         """Those that the store has never had."""
         return {child for child in children if not seen.get(self._db, Key(INODE, child)).revision}
 
-    def _undo_links(self, key: Key) -> None:
-        """What making or taking this name did to the links of what it leads to, and of its directory."""
+    def _restore(self, key: Key) -> None:
+        """What was made under this name here never was; what was taken from it is there again, a directory where it was."""
         here, there = self._here(key), self._there(key)
-        if here != there:
-            self._count(key.number, here, -1)
-            self._count(key.number, there, 1)
-
-    def _count(self, parent: int, child: int, links: int) -> None:
-        """Subdirectories are counted; a file's links are its names, and are counted in the end."""
-        row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", child)
-        known = seen.get(self._db, Key(INODE, child)).content
-        if not child or (row is None and known is None):
+        self._counted |= {key.number, here, there} - {0}
+        if here == there:
             return
-        if row is None:
-            assert known is not None
-            kinds.write(self._db, Key(INODE, child), known)
-            row = (known["mode"] & 0o170000, 0)
-        self._counted.add(child)
-        if row[0] == reading.DIRECTORY:
-            self._db.run("UPDATE inode SET nlink = nlink + ? WHERE id = ? AND nlink > 0", links, parent)
-            touching.touch(self._db, Key(INODE, parent))
-            if child not in self._dead:
-                self._directory(child, known, row[1], links)
+        if here and self._mode(here) == reading.DIRECTORY and not seen.get(self._db, Key(INODE, here)).revision:
+            self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", here)
+        known = seen.get(self._db, Key(INODE, there)).content
+        if known is None or there in self._dead:
+            return
+        if not self._mode(there):
+            kinds.write(self._db, Key(INODE, there), known)
+        if self._mode(there) == reading.DIRECTORY:
+            self._db.run("UPDATE inode SET nlink = max(nlink, 2), parent = ? WHERE id = ?", known["parent"], there)
+            touching.touch(self._db, Key(INODE, there))
 
-    def _directory(self, child: int, known: Value | None, nlink: int, links: int) -> None:
-        """A directory that was made here never was; one that was moved or removed is where it was."""
-        if known is None:
-            if links < 0:
-                self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", child)
-        elif links > 0:
-            self._db.run("UPDATE inode SET nlink = ?, parent = ? WHERE id = ?", nlink or known["nlink"], known["parent"], child)
+    def _mode(self, inode: int) -> int:
+        """What kind of thing it is; 0: there is no row of it."""
+        return int(self._db.value("SELECT mode & 61440 FROM inode WHERE id = ?", inode) or 0)
 
     def _recount(self) -> None:
-        """The links of files are their names."""
+        """The links of files are their names, those of directories what is in them."""
         for inode in self._counted - self._dead:
             row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", inode)
             if row is None:
                 continue
-            links = self._subdirectories(inode, row[1]) if row[0] == reading.DIRECTORY else len(kinds.names_of(self._db, inode))
+            if row[0] == reading.DIRECTORY:
+                links = kinds.links_of(self._db, inode) if row[1] else 0
+            else:
+                links = len(kinds.names_of(self._db, inode))
             if links != row[1]:
                 self._db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, inode)
                 touching.touch(self._db, Key(INODE, inode))
             if links == 0:
                 self._result.nameless.append(inode)
-
-    def _subdirectories(self, inode: int, links: int) -> int:
-        """Of a directory that the store has never had, all that is in it is here."""
-        if links == 0 or seen.get(self._db, Key(INODE, inode)).revision:
-            return links
-        return int(self._db.value(LINKS, inode))
 
     def _set(self, key: Key) -> None:
         """The name leads where the store says."""
