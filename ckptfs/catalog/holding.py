@@ -85,6 +85,14 @@ def hear(db: Database, heard: Heard) -> bool:
         return True
 
 
+def is_untold(db: Database, content: int) -> bool:
+    """Whether this node wrote a content and the others do not know yet: whoever has it from elsewhere is in conflict with us, and it is
+    for the mount to settle that, with both of them still there.
+    """
+    touched = "SELECT 1 FROM touched_key WHERE kind = 'c' AND number = content.id"
+    return db.value(f"SELECT 1 FROM content WHERE id = ? AND peer = 0 AND EXISTS ({touched})", content) is not None
+
+
 def _add(db: Database, heard: Heard) -> None:
     """A row with another node's id must not make this node count on from there. Of an open content any state that is heard of is newer."""
     last = db.value("SELECT seq FROM sqlite_sequence WHERE name = 'content'")
@@ -160,10 +168,14 @@ def untold(db: Database, at_most: int) -> list[tuple[Content, bool]]:
 
 
 def told(db: Database, contents: Iterable[tuple[Content, bool]]) -> None:
-    """The store has learned this of these contents; what moved on meanwhile stays to be told."""
+    """The store has learned this of these contents; what moved on meanwhile, came or went stays to be told."""
+    good = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
     with db.change():
         for content, here in contents:
-            db.run("UPDATE content SET told = ? WHERE id = ? AND change = ? AND told > 1", here, content.id, content.change)
+            db.run(
+                f"UPDATE content SET told = ?1 WHERE id = ?2 AND change = ?3 AND told > 1 AND (told = 2 AND state = 2 AND {good}) = ?1",
+                here, content.id, content.change,
+            )  # fmt: skip
 
 
 def take_back(db: Database) -> int:

@@ -127,6 +127,14 @@ def peer_lacks(db: Database, content: int, node: int) -> None:
         db.run("DELETE FROM peer_copy WHERE content = ? AND node = ?", content, node)
 
 
+def doubt_copies(db: Database, content: Content, nodes: Iterable[int]) -> None:
+    """These nodes do not say any more that they have a copy of this node's own content: they are asked to take it again."""
+    with db.change():
+        for node in nodes:
+            peer_lacks(db, content.id, node)
+        lacks(db, [content.id])
+
+
 def peers_have(db: Database, content: int, copies: Sequence[PeerCopy]) -> None:
     """Exactly these nodes have a copy of this content."""
     with db.change():
@@ -170,6 +178,23 @@ def spans_enough(db: Database, nodes: Sequence[int]) -> bool:
     return found is not None and len(domains) >= found.demand
 
 
+def lost_here(db: Database, after: int) -> Content | None:
+    """The first of this node's own contents after `after` that its files show, that lies in no tier here and not on the PFS, and that a
+    living node has.
+    """
+    row = db.row(
+        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k"
+        " JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
+        " WHERE k.peer = 0 AND k.state = 2 AND k.id > ? AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+        " AND EXISTS (SELECT 1 FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id AND o.generation = k.generation"
+        " AND o.digest = k.digest AND n.alive = 1 AND n.here = 0)"
+        " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
+        " AND p.digest = k.digest) ORDER BY k.id LIMIT 1",
+        after,
+    )
+    return None if row is None else _content(row)
+
+
 def strange_content(db: Database, inode: int) -> int | None:
     """The content of a file that another node wrote last; None for this node's own."""
     found: int | None = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.peer = 1", inode)
@@ -177,10 +202,10 @@ def strange_content(db: Database, inode: int) -> int | None:
 
 
 def unneeded(db: Database, at_most: int) -> list[PeerCopy]:
-    """Copies on other nodes of contents that are gone here: those nodes may forget them."""
+    """Copies on other nodes of contents that are gone here, as the store was told: those nodes may forget them."""
     rows = db.rows(
         "SELECT content, node, generation, digest FROM peer_copy WHERE NOT EXISTS (SELECT 1 FROM content k WHERE k.id = peer_copy.content)"
-        " LIMIT ?",
+        " AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE t.kind = 'c' AND t.number = peer_copy.content) LIMIT ?",
         at_most,
     )
     return [PeerCopy(*row) for row in rows]

@@ -71,6 +71,11 @@ def get(db: Database, want: int) -> Want | None:
     return None if found is None else Want(*found)
 
 
+def is_open(db: Database, want: int) -> bool:
+    """Whether somebody still waits for an answer."""
+    return db.value("SELECT 1 FROM want WHERE id = ? AND state = 0 AND until_ns >= ?", want, time.time_ns()) is not None
+
+
 def wanted(db: Database, kind: str, *, at_most: int = limits.CHANGE_ROWS_MAX) -> list[Want]:
     """The open wants of one kind for which somebody still waits, oldest first."""
     sql = f"SELECT {_COLUMNS} FROM want WHERE state = 0 AND kind = ? AND until_ns >= ? ORDER BY id LIMIT ?"

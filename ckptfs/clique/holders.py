@@ -94,6 +94,8 @@ def learn(db: Database, number: int, shared: Shared, here: int) -> None:
         for copy in copies:
             peers.peer_has(db, copy)
         return
+    if holding.is_untold(db, number):
+        return
     holding.hear(db, shared.heard)
     if shared.writer is not None and shared.heard.digest is not None:
         copies.append(PeerCopy(number, shared.writer, shared.heard.generation, shared.heard.digest))
@@ -123,11 +125,13 @@ def bury(store: Store, content: int, shared: Shared) -> None:
         store.commit([Compare(written[0].key, Target.MOD, "=", written[0].mod_revision)], [Delete(written[0].key)])
 
 
-def forget(store: Store, contents: Iterable[int]) -> None:
-    """These contents are gone, and so is every copy of them."""
-    changes = [Delete(copies_key(number), prefix_end(copies_key(number))) for number in contents]
-    for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX):
-        store.commit([], changes[start : start + limits.ETCD_OPERATIONS_MAX])
+def forget(store: Store, contents: Sequence[int]) -> None:
+    """These contents, at most LOOKED_AT_MAX, are gone here: so is every copy of those that nobody else has either."""
+    found = store.read([Get(content_key(number), keys_only=True) for number in contents]).results
+    gone = [number for number, written in zip(contents, found, strict=True) if not written]
+    if gone:
+        compares = [Compare(content_key(number), Target.VERSION, "=", 0) for number in gone]
+        store.commit(compares, [Delete(copies_key(number), prefix_end(copies_key(number))) for number in gone])
 
 
 def gets(number: int) -> tuple[Get, Get]:

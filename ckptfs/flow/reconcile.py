@@ -12,13 +12,14 @@ import logging
 import time
 
 from ckptfs import disk, limits
-from ckptfs.catalog import holding, identity, settling
+from ckptfs.catalog import holding, identity, peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.clique import holders, placement
 from ckptfs.clique.holders import Shared
+from ckptfs.clique.membership import Node, World
 from ckptfs.clique.peers import PeerFailed, PeerRefused
 from ckptfs.clique.surroundings import Surroundings
-from ckptfs.model import Content, Notify, Tier
+from ckptfs.model import Content, ContentState, Notify, Tier
 from ckptfs.tiers import removal
 from ckptfs.tiers.place import Places
 
@@ -136,8 +137,25 @@ class Reconcile:
         if heard is None or shared.writer is None or (heard.generation, heard.digest) != (content.generation, content.digest):
             return False
         world = around.see()
-        spare = placement.superfluous(world, shared.holders, shared.writer, around.factor, around.jump)
+        if not self._is_superfluous(world, shared.holders, shared.writer):
+            return False
+        # What the store says may be older than the loss of a tier: nothing goes but for copies that are there (P5).
+        there = [node.number for node in around.others(shared.holders) if self._has(node, content)]
+        return self._is_superfluous(world, [around.number, *there], shared.writer)
+
+    def _is_superfluous(self, world: World, holding_it: list[int], writer: int) -> bool:
+        around = self._around
+        spare = placement.superfluous(world, holding_it, writer, around.factor, around.jump)
         return any(node.number == around.number for node in spare)
+
+    def _has(self, node: Node, content: Content) -> bool:
+        """Whether a node lends exactly this when it is asked."""
+        try:
+            record = self._around.peers.record(node, content.id, content.digest)
+        except PeerFailed as failure:
+            log.debug("%s does not tell of content %d: %s", node.name, content.id, failure)
+            return False
+        return (record.generation, record.digest) == (content.generation, content.digest)
 
     def _drop(self, content: Content) -> None:
         holders.tell(self._around.store, self._around.number, [(content, False)])
@@ -164,6 +182,8 @@ class Reconcile:
         replaced = self._sealed_successors(batch, files)
         for content in batch:
             shared = told[content.id]
+            if holding.is_untold(self._db, content.id):
+                continue
             if shared.writer not in (None, self._around.number):
                 holding.disown(self._db, content)  # Another node finished what this one had begun.
             elif not holding.was_shared(self._db, content.inode):
@@ -171,6 +191,16 @@ class Reconcile:
             elif (content.inode not in files or content.id in replaced) and holding.settle_fate(self._db, content, gone=True):
                 self._dropped += 1
                 self._notify.work()
+            elif content.state is ContentState.SEALED:
+                self._doubt_silent(content, shared)
+
+    def _doubt_silent(self, content: Content, shared: Shared) -> None:
+        """Nodes that live and said once that they have a copy, and in the store say so no more: it went bad, or with its tier."""
+        said = {copy.node for copy in shared.copies if (copy.generation, copy.digest) == (content.generation, content.digest)}
+        silent = [node.number for node in self._around.others(peers.elsewhere(self._db, content)) if node.number not in said]
+        if silent:
+            peers.doubt_copies(self._db, content, silent)
+            self._notify.work()
 
     def _drop_older(self) -> None:
         """Former generations that lend their blocks to nobody."""

@@ -4,11 +4,14 @@ If we die here: the world that was compared with is the one in the catalog, and 
 
 For a content whose writer lives that one sees to it. For one whose writer is dead the first of the living holders does, who stands for
 it in placement too: all of them ask the same store and see the same world, and two that do not only make a copy too many.
+What this node wrote and has lost with a tier comes back from the others, a few files at a time, so that whoever waits for one comes first.
 """
 
 import logging
+import time
 
-from ckptfs.catalog import holding, peers
+from ckptfs import limits
+from ckptfs.catalog import holding, peers, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peers import Known
 from ckptfs.clique import holders, placement
@@ -30,6 +33,9 @@ class Repair:
         self._seen: World | None = None
         self._after: int | None = None
         self._wanted = 0
+        self._asked: list[int] = []
+        self._refill_after: int | None = None
+        self._refill_s = time.monotonic()
 
     def step(self) -> bool:
         """True: there is more to look through."""
@@ -37,11 +43,13 @@ class Repair:
         if world is not self._seen:
             self._follow(world)
             self._seen = world
+            self._refill_s = time.monotonic()
+        self._refill()
         return self._after is not None and self._look_through(world, self._after)
 
     def due_s(self) -> float | None:
-        """Only when the world changes."""
-        return None
+        """When the world changes; and until what was lost here is looked for again."""
+        return limits.WANT_LOOK_S if self._asked else max(0.0, self._refill_s - time.monotonic())
 
     # --- the world ---------------------------------------------------------------------------------------------------
 
@@ -69,6 +77,21 @@ class Repair:
         """Nodes that live another life than the one in which they were last seen."""
         seen = {number: peers.ever_seen(self._db, number) for number in now if number != self._around.number}
         return [number for number, incarnation in seen.items() if incarnation not in (None, now[number].incarnation)]
+
+    # --- what was lost here ------------------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        """Have the next of this node's own contents fetched that only others have."""
+        if time.monotonic() >= self._refill_s:
+            self._refill_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
+            self._refill_after = 0
+        self._asked = [want for want in self._asked if wants.is_open(self._db, want)]
+        while self._refill_after is not None and len(self._asked) < limits.REFILLS_MAX:
+            content = peers.lost_here(self._db, self._refill_after)
+            self._refill_after = None if content is None else content.id
+            if content is not None:
+                self._asked.append(wants.ask(self._db, wants.FETCH, content.inode, wait_s=limits.FETCH_STALL_S))
+                self._notify.work()
 
     # --- what is held here -------------------------------------------------------------------------------------------
 

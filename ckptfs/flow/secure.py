@@ -126,8 +126,9 @@ class Secure:
             return False
         fd = self._places[place].open(number)
         try:
-            size, whole, blocks = transfer.read(fd, label="secure")
+            # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
             seen = peers.snapshot(self._db, number)
+            size, whole, blocks = transfer.read(fd, label="secure")
             if seen is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
                 return False
             return self._spread(seen, Offer(number, seen.inode, seen.generation, size, whole, blocks), fd)

@@ -7,7 +7,7 @@ import pytest
 from clique_world import Cluster, Node, around, level, replicate_of, until
 
 from ckptfs import disk, limits
-from ckptfs.catalog import settling
+from ckptfs.catalog import holding, settling
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.errors import Unreachable
@@ -158,6 +158,96 @@ def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
     assert sorted(holders.read(one.store, [content])[content].holders) == [1, 2]
     for node in cluster.nodes:
         assert len(node.files(Tier.RAM)) == len(node.copies(content))
+
+
+def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path) -> None:
+    """P5, P9: the writer comes back without its RAM, and still has the last word in the store."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster)
+    one.kill()
+    while two.repair.step():
+        pass
+    flow = replicate_of(two)
+    until(lambda: three.copies(content), flow.step)
+    Tell(three.db, around(three)).step()
+    one.lose_ram()
+    one.revive()
+    for node in cluster.nodes:
+        sweep(node)
+    assert two.copies(content) == three.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -> None:
+    """P4, P9: it went bad there. The writer finds out, and its file is not `clique` until there is another one."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    sweep(one)
+    assert level(one, content) is Level.CLIQUE
+    settling.mark(two.db, content, Tier.RAM, CopyState.QUARANTINED)
+    Tell(two.db, around(two)).step()
+    sweep(one)
+    assert level(one, content) is Level.LOCAL
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    delete(cluster, f"p/{content:016x}/00000002")
+    sweep(one)
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    Tell(two.db, around(two)).step()
+    assert holders.read(one.store, [content])[content].holders == [1, 2]
+
+
+@pytest.mark.parametrize("first", [CopyState.GOOD, CopyState.QUARANTINED])
+def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: Path, first: CopyState) -> None:
+    """P4: no word stays in the store that is not true, and none is missing."""
+    cluster = Cluster(tmp_path, 2)
+    two = cluster.nodes[1]
+    content = replicated(cluster)
+    settling.mark(two.db, content, Tier.RAM, first)
+    holding.tell_again(two.db, content)
+    news = holding.untold(two.db, 10)
+    holders.tell(two.store, 2, news)
+    settling.mark(two.db, content, Tier.RAM, CopyState.QUARANTINED if first is CopyState.GOOD else CopyState.GOOD)
+    if first is CopyState.QUARANTINED:
+        holding.tell_again(two.db, content)
+    holding.told(two.db, news)
+    Tell(two.db, around(two)).step()
+    told = [copy.node for copy in holders.read(two.store, [content])[content].copies]
+    assert told == ([] if first is CopyState.GOOD else [2])
+
+
+def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: an island comes back to a file that another node has written too. Both are there until the mount has settled it."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    for node, word in ((one, b"here"), (two, b"there"), (two, b"again")):
+        monkeypatch.setattr(node, "publish_shared", lambda content: None)
+        node.rewrite(content, lambda data, word=word: data.extend(word))  # type: ignore[misc]
+    one.db.run("INSERT INTO touched_key (change, kind, number, name) VALUES (1, 'c', ?, x'')", content)
+    there = settling.content(two.db, content)
+    assert there is not None and there.digest is not None
+    value = {"node": 2, "inode": there.inode, "generation": there.generation, "state": 2, "size": there.size, "closed_ns": 1}
+    cluster.put(f"c/{content:016x}", {**value, "digest": there.digest.hex()})
+    sweep(one)
+    assert one.data(content).endswith(b"here") and one.copies(content) == {Tier.RAM: CopyState.GOOD}
+    flow = replicate_of(two)
+    flow.step()
+    until(lambda: flow.in_flight() == (0, 0))
+    assert one.data(content).endswith(b"here") and one.copies(content) == {Tier.RAM: CopyState.GOOD}
+    one.db.run("DELETE FROM touched_key")
+    flow.hurry()
+    until(lambda: level(two, content) is Level.CLIQUE, flow.step)
+    assert one.data(content).endswith(b"again")
 
 
 def test_two_that_are_too_many_do_not_go_at_once(tmp_path: Path) -> None:

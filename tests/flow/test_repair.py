@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from clique_world import Cluster, around, level, replicate_of, until
 
-from ckptfs.catalog import holding, peers
+from ckptfs import limits
+from ckptfs.catalog import holding, peers, wants
 from ckptfs.errors import Unreachable
+from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.tell import Tell
 from ckptfs.model import Level, Tier
 
@@ -127,3 +129,25 @@ def test_nothing_is_copied_where_the_writer_lives(tmp_path: Path) -> None:
     settle(cluster)
     assert copies(cluster, content) == {"n1", "n2"}
     assert two.peers.sent == []
+
+
+def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) -> None:
+    """P9: one copy is left while the writer lives; nobody else would make another one."""
+    cluster = Cluster(tmp_path, 2)
+    one = cluster.nodes[0]
+    written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(3)]
+    settle(cluster)
+    one.lose_ram()
+    one.member = replace(one.member, incarnation="another.2")
+    cluster.changed()
+    fetch = Fetch(one.db, one.places, one.config, one.told, around(one))
+
+    def step() -> None:
+        one.repair.step()
+        assert len(wants.wanted(one.db, wants.FETCH)) <= limits.REFILLS_MAX, "those who wait come first"
+        fetch.step()
+
+    until(lambda: all(one.copies(content) for content in written), step)
+    assert all(level(one, content) is Level.CLIQUE for content in written)
+    step()
+    assert one.repair.due_s() != limits.WANT_LOOK_S

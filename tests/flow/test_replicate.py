@@ -5,11 +5,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Cluster, level, replicate_of, until
+from clique_world import MIB, Cluster, around, level, replicate_of, until
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, peers, settling
+from ckptfs.clique import holders
 from ckptfs.clique.peers import PeerFailed, PeerLied
+from ckptfs.flow.tell import Tell
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
 BLOCK = limits.BLOCK_BYTES
@@ -106,8 +108,7 @@ def test_what_failed_is_tried_again(tmp_path: Path) -> None:
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     flow.step()
-    until(lambda: failures[0] < 2)
-    assert flow.due_s() is not None
+    until(lambda: failures[0] < 2 and flow.due_s() is not None)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
 
 
@@ -191,3 +192,51 @@ def test_a_failure_here_costs_a_try(tmp_path: Path, label: str, monkeypatch: pyt
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     assert two.data(content) == one.data(content) and one.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
+    """P1, P9: that something need not be held any more cannot be told then; that costs no thread and no copy."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    gone = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    until(lambda: level(one, gone) is Level.CLIQUE, flow.step)
+    settling.set_state(one.db, gone, ContentState.DOOMED)
+    settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
+    one.store.reachable = False
+    failures = [3 * limits.PEER_SENDS_MAX]
+
+    def fault(act: str, name: str) -> None:
+        if act == "send" and failures[0] > 0:
+            failures[0] -= 1
+            raise PeerFailed("try again")
+
+    one.peers.fault = fault
+    written = [one.make(b"f%d" % number, b"%d" % number) for number in range(20)]
+    one.seal()
+
+    def step() -> None:
+        flow.hurry()
+        flow.step()
+
+    until(lambda: all(two.copies(content) for content in written), step)
+    assert peers.unneeded(one.db, 10) != []
+    one.store.reachable = True
+    until(lambda: peers.unneeded(one.db, 10) == [], flow.step)
+    assert two.hold.doubted == {gone}
+
+
+def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -> None:
+    """P5: this node forgets it, and that is no word about the copies of what others read."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    Tell(two.db, around(two)).step()
+    holders.refresh(three.db, three.store, [content], 3)
+    settling.set_state(three.db, content, ContentState.DOOMED)
+    settling.forget(three.db, settling.doomed(three.db, (Tier.RAM,), 0, 10))
+    replicate_of(three).step()
+    assert peers.unneeded(three.db, 10) == []
+    assert holders.read(one.store, [content])[content].holders == [1, 2]

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clique_world import MIB, Cluster, Node, around, level, replicate_of, until
@@ -11,6 +12,7 @@ from ckptfs.catalog import contents, settling, wants
 from ckptfs.flow.ahead import Ahead
 from ckptfs.flow.secure import Secure
 from ckptfs.model import CopyState, Level, Tier
+from ckptfs.tiers import transfer
 
 BLOCK = limits.BLOCK_BYTES
 
@@ -77,6 +79,30 @@ def test_a_file_that_is_written_meanwhile_is_read_again(two: Cluster) -> None:
     one.peers.fault = change
     secured(one, content)
     assert other.data(content) == one.data(content) and left == [0]
+
+
+def test_a_state_that_was_read_later_has_the_higher_number(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3: when the writer dies the highest number wins; what was fsynced must be in it."""
+    one, other = two.nodes
+    content = one.make(b"log", os.urandom(100), closed=False)
+    read, asked = transfer.read, []
+
+    def reading(fd: int, **more: Any) -> tuple[int, bytes, bytes]:
+        found = read(fd, **more)
+        if more["label"] == "hold:open":
+            # While a reader's question is being answered somebody writes, and fsyncs.
+            with open(file_of(one, content), "ab") as file:
+                file.write(b"fsynced")
+            secured(one, content)
+            asked.append(True)
+        return found
+
+    monkeypatch.setattr(transfer, "read", reading)
+    loan = one.hold.seal_soon(content, 1.0)
+    assert loan is not None and asked
+    os.close(loan.fd)
+    row = settling.content(other.db, content)
+    assert row is not None and row.generation > loan.generation and other.data(content).endswith(b"fsynced")
 
 
 def test_too_few_nodes_leave_the_want_open(two: Cluster) -> None:

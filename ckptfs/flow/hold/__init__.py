@@ -155,7 +155,9 @@ class Hold:
         try:
             if arriving.done:
                 arriving.close()
-                return self._end(arriving, holding.hear(self._db, _heard(offer)))
+                counts = holding.hear(self._db, _heard(offer))
+                holding.tell_again(self._db, offer.content)
+                return self._end(arriving, counts)
             arriving.came()
             if offer.early:
                 arriving.idle_s = time.monotonic()
@@ -206,7 +208,8 @@ class Hold:
             return
         mine = known.state is ContentState.CLOSED and not known.peer
         same = known.generation == offer.generation and known.digest in (None, offer.digest)
-        if known.state in (ContentState.OPEN, ContentState.DOOMED) or mine or not (same or known.generation < offer.generation):
+        older = known.generation < offer.generation and not holding.is_untold(self._db, offer.content)
+        if known.state in (ContentState.OPEN, ContentState.DOOMED) or mine or not (same or older):
             raise Busy("the content moved on")
 
     def _kept(self, place: Place, fd: int, offer: Offer) -> bool:
@@ -306,7 +309,8 @@ class Hold:
     def forget(self, contents: Sequence[int]) -> None:
         """Nothing goes at a peer's word alone: the store is asked first."""
         with self._lock:
-            self.doubted.update(contents[: limits.CHANGE_ROWS_MAX])
+            # What is too much is found by the next sweep.
+            self.doubted.update(contents[: max(0, limits.DOUBTED_MAX - len(self.doubted))])
         self._notify.work()
 
     def room(self) -> int:

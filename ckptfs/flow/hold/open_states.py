@@ -13,7 +13,7 @@ from ckptfs import digest, limits
 from ckptfs.catalog import peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.clique.shelf import Loan
-from ckptfs.model import CopyState, Tier
+from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place, Places
 
@@ -38,9 +38,10 @@ class OpenStates:
             return None
         fd = place.open(content)
         try:
-            size, whole, blocks = transfer.read(fd, label="hold:open")
+            # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
             seen = peers.snapshot(self._db, content)
-            if seen is None or len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES):
+            size, whole, blocks = transfer.read(fd, label="hold:open")
+            if seen is None or not self._is_open(content) or len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES):
                 os.close(fd)
                 return None
         except BaseException:
@@ -61,6 +62,10 @@ class OpenStates:
         if kept is None or place is None:
             return None
         return replace(kept, fd=place.open(content)), place
+
+    def _is_open(self, content: int) -> bool:
+        known = settling.content(self._db, content)
+        return known is not None and known.state is ContentState.OPEN
 
     def _place(self, content: int) -> Place | None:
         good = [copy.tier for copy in settling.copies(self._db, content) if copy.state is CopyState.GOOD and copy.tier is not Tier.PFS]

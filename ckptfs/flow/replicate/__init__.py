@@ -19,6 +19,7 @@ from ckptfs.clique.membership import Node, World
 from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Sent
 from ckptfs.clique.shelf import Offer
 from ckptfs.clique.surroundings import Surroundings
+from ckptfs.errors import Unreachable
 from ckptfs.flow.replicate.avoiding import Avoiding
 from ckptfs.flow.replicate.queues import Queues
 from ckptfs.model import Content, CopyState, Notify, Tier
@@ -54,7 +55,11 @@ class Replicate:
     def step(self) -> bool:
         """Hand one batch of what is lacking to the peers' queues. True: there may be more at once."""
         with self._planning:
-            return self._plan_batch()
+            more = self._plan_batch()
+        if not more:
+            # Last: it asks the store, and copies are made while that does not answer, too.
+            self._forget_unneeded(self._around.see())
+        return more
 
     def due_s(self) -> float | None:
         """Until the first peer, or content, that is being avoided is tried again."""
@@ -76,7 +81,6 @@ class Replicate:
 
     def _plan_batch(self) -> bool:
         world = self._around.see()
-        self._forget_unneeded(world)
         if len(world) < 2 or self._around.factor < 2:
             return False
         batch = peers.lacking(self._db, self._after, BATCH_CONTENTS)
@@ -210,11 +214,17 @@ class Replicate:
     # --- what need not be held any more --------------------------------------------------------------------------------
 
     def _forget_unneeded(self, world: World) -> None:
-        """Contents that are gone here are held by nobody: the store forgets their copies, and the peers are told."""
+        """Contents that are gone here, and of which the store knows no more: nobody need hold them, and the peers are told. What another
+        node has made of one is held for that.
+        """
         gone = peers.unneeded(self._db, FORGET_BATCH)
         if not gone:
             return
-        holders.forget(self._around.store, {copy.content for copy in gone})
+        try:
+            holders.forget(self._around.store, sorted({copy.content for copy in gone}))
+        except Unreachable as failure:
+            log.debug("what need not be held any more cannot be told yet: %s", failure)
+            return
         for number in {copy.node for copy in gone} - {self._around.number}:
             node = world.by_number.get(number)
             if node is not None and not self._avoiding.is_avoided(number):
