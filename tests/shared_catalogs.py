@@ -184,6 +184,8 @@ def stored(etcd: MemoryEtcd) -> dict[kinds.Key, kinds.Value]:
     """Every shared value of the store."""
     found = {}
     for item in MemoryStore(etcd).read([Get(b"", b"\0")]).results[0]:
+        if item.key.split(b"/")[0].decode() not in kinds.KINDS:
+            continue
         value = kinds.unpack(item.value)
         assert value is not None
         found[kinds.parse(item.key)] = value

@@ -20,14 +20,20 @@ from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running, settled, stored, stored_tree
 from write_back_world import Killed, Tree, intercepted, pfs_tree
 
-from ckptfs.catalog import contents, namespace, renaming, settling
+from ckptfs.catalog import belonging, contents, holding, namespace, peers, renaming, settling
+from ckptfs.catalog.holding import Heard
 from ckptfs.catalog.sharing.kinds import INODE
 from ckptfs.catalog.store import Put
-from ckptfs.clique.membership import World, node_key
+from ckptfs.clique import membership
+from ckptfs.clique.claims import Claims
+from ckptfs.clique.joining import Bound, name_key
+from ckptfs.clique.membership import World
+from ckptfs.clique.presence import Presence
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.digest import Running
 from ckptfs.errors import CkptfsError
+from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.limits import MIB
 from ckptfs.model import ContentState, Tier
@@ -47,11 +53,42 @@ class Writer(Node):
         _ = self.places[Tier.PFS].uuid
         self.told = Told()
         self.bytes: dict[int, bytes] = {}
-        self.store.commit([], [Put(node_key(number), b"[]")])
+        self.member = membership.Node(number, f"n{number}", f"n{number}:7420", number, f"n{number}")
+        catalog = belonging.catalog_id(self.db)
+        self.store.commit([], [Put(name_key(self.member.name), Bound(number, catalog).value())])
+        self.presence = Presence(self.store, self.member, catalog)
+        self.live()
+        self.others: list[Writer] = []
         nobody: Any = None
-        self.around = Surroundings(number, 2, 1, nobody, self.store, World)
+        claims = Claims(self.store, self.presence)
+        self.around = Surroundings(number, 2, 1, nobody, self.store, self.see, claims)
+        self.take_over = TakeOver(self.db, self.told, self.around)
         self.busy = False
         self.revive()
+
+    def see(self) -> World:
+        """Who lives."""
+        return membership.world(node.member for node in self.others if node.alive)
+
+    def live(self) -> None:
+        """It holds a lease."""
+        self.presence.beat()
+        self.alive = True
+
+    def die(self) -> None:
+        """Its lease runs out."""
+        self.store.revoke(self.presence.lease)
+        self.alive = False
+
+    def hold(self, other: "Writer", content: int) -> None:
+        """What replication does: a verified copy of another node's content."""
+        with os.fdopen(self.places[Tier.RAM].create(content), "wb") as file:
+            file.write(other.bytes[content])
+        row = settling.content(other.db, content)
+        assert row is not None
+        with self.db.change():
+            holding.hear(self.db, Heard(content, row.inode, row.generation, row.size, row.digest, row.blocks))
+            self.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'ram', 1, 1)", content)
 
     def revive(self) -> None:
         """Another mover."""
@@ -95,6 +132,10 @@ class Cluster:
         self.pfs.mkdir()
         self.etcd = MemoryEtcd()
         self.nodes = [Writer(root / f"n{number}", number, self.etcd, self.pfs) for number in range(1, count + 1)]
+        for node in self.nodes:
+            node.others = self.nodes
+            known = [peers.Known(other.number, other.member.name, other.member.domain) for other in self.nodes]
+            peers.set_world(node.db, node.number, 2, known)
         self.dice = random.Random(seed)
         self.disturbing: Callable[[], Any] = self.step_somewhere
         self.disturbance = 0.0
@@ -134,6 +175,12 @@ class Cluster:
         finally:
             node.busy, self.depth = False, self.depth - 1
 
+    async def take_over(self, node: Writer) -> None:
+        """Its survivors' part."""
+        with contextlib.suppress(Killed):
+            while await trio.to_thread.run_sync(node.take_over.step):
+                pass
+
     async def step_somewhere(self) -> None:
         await self.step(self.dice.choice(self.nodes))
 
@@ -141,9 +188,12 @@ class Cluster:
         """Write back until nobody has anything left to do."""
         await settled(self.nodes)
         for _ in range(600):
-            worked = [await self.step(node) for node in self.nodes]
+            alive = [node for node in self.nodes if node.alive]
+            for node in alive:
+                await self.take_over(node)
+            worked = [await self.step(node) for node in alive]
             await settled(self.nodes)
-            if not any(worked) and not any(self._left(node) for node in self.nodes):
+            if not any(worked) and not any(self._left(node) for node in alive):
                 return
         left = {node.number: node.db.rows("SELECT * FROM journal LIMIT 5") for node in self.nodes}
         raise AssertionError(f"write-back does not come to an end: {left}; {self.log}")

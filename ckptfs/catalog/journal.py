@@ -12,7 +12,7 @@ If we die here: a change and its row are there together, or neither is.
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptfs.catalog.database import Database
 
@@ -85,13 +85,16 @@ def get(db: Database, seq: int) -> Row | None:
     return None if row is None else Row(*row)
 
 
-def take(db: Database, rows: Iterable[Row]) -> None:
-    """Append rows of another node, which is dead. Joins the caller's transaction."""
+def take(db: Database, rows: Iterable[Row]) -> list[Row]:
+    """Append rows of another node, which is dead; they as they are here. Joins the caller's transaction."""
+    taken = []
     for row in rows:
-        db.run(
+        seq = db.insert(
             f"INSERT INTO journal ({_COLUMNS}) VALUES (NULL,?,?,?,?,?,?,?,?,?,?)",
             row.op, row.inode, row.parent, row.name, row.new_parent, row.new_name, row.content, row.mode, row.at_ns, row.origin,
         )  # fmt: skip
+        taken.append(replace(row, seq=seq))
+    return taken
 
 
 def drop(db: Database, rows: Iterable[Row]) -> None:

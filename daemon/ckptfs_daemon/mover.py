@@ -94,9 +94,9 @@ class _Flows:
         self._config = config
         self._neighbours = neighbours
         self._recover = Recover(db, places, config, notify)
-        self._visit = Visit(db, places, config, notify)
+        self._visit = Visit(db, places, config, notify, neighbours.around if neighbours else None)
         self._fetch = Fetch(db, places, config, notify, neighbours.around if neighbours else None)
-        self._write_back = WriteBack(db, places, config, notify)
+        self._write_back = WriteBack(db, places, config, notify, neighbours.around if neighbours else None)
         self._lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, places, config, notify, LOCAL)),
             ("evict", Evict(db, places, config, notify)),

@@ -20,6 +20,7 @@ from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.secure import Secure
+from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.tell import Tell
 from ckptfs.model import Bulk, Notify, Tier
 from ckptfs.tiers.place import Places
@@ -59,6 +60,7 @@ class Neighbours:
         self._replicate = Replicate(db, places, notify, self.around)
         self._tell = Tell(db, self.around)
         self._repair = Repair(db, notify, self.around)
+        self._take_over = TakeOver(db, notify, self.around)
         self._reconcile = Reconcile(db, places, notify, self.around, self._hold.doubted)
         self._secure = Secure(db, places, notify, self.around)
         self._ahead = Ahead(db, places, self.around)
@@ -68,6 +70,7 @@ class Neighbours:
         return [
             ("replicate", self._replicate), ("tell", self._tell), ("repair", self._repair), ("reconcile", self._reconcile),
             ("hold", self._hold), ("ahead", self._ahead),
+            *([("take over", self._take_over)] if self._config.pfs is not None else ()),
             *((f"secure {number}", self._secure) for number in range(1, limits.SECURES_MAX + 1)),
         ]  # fmt: skip
 

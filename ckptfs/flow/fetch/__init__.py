@@ -15,8 +15,10 @@ from contextlib import contextmanager, suppress
 
 from ckptfs import disk, limits
 from ckptfs.catalog import fetching, pfs_paths, report, settling, wants
+from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Arrived, Fetchable
+from ckptfs.catalog.sharing.truth import Truth
 from ckptfs.clique.peers import PeerFailed
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
@@ -42,6 +44,7 @@ class Fetch:
     def __init__(self, db: Database, places: Places, config: Config, notify: Notify, around: Surroundings | None = None) -> None:
         """`around`: the other nodes; None on a node that is alone."""
         self._peers = None if around is None else FromPeers(db, places, around)
+        self._store = None if around is None else around.store
         self._db = db
         self._places = places
         self._config = config
@@ -202,6 +205,7 @@ class Fetch:
     def _open(self, found: Fetchable) -> int:
         """The file on the PFS, in the state that the catalog knows. Where a stranger changed it, its directory is visited first."""
         assert self._config.pfs is not None and found.on_pfs is not None
+        self._find(found.inode)
         try:
             fd = pfs_open.open_named(self._db, self._config.pfs, found.inode)
         except OSError as failure:
@@ -215,6 +219,12 @@ class Fetch:
             os.close(fd)
             raise
         return fd
+
+    def _find(self, inode: int) -> None:
+        """Where the PFS shows a file now: other nodes may have moved what is above it."""
+        if self._store is not None:
+            with suppress(CkptfsError):
+                Truth(self._db, self._store).learn(instance(self._db), inodes=[inode])
 
     def _moved_on(self, found: Fetchable) -> Busy:
         """Have the directory compared; the want is tried again after it."""

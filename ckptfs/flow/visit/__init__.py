@@ -13,10 +13,14 @@ from collections import deque
 
 from ckptfs import disk, limits
 from ckptfs.catalog import pfs_paths, settling, visits, wants
+from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing import importing, touching
+from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.errors import TierUnavailable
-from ckptfs.flow.visit.compare import Comparison
+from ckptfs.flow.visit.compare import Comparison, LookAgain
 from ckptfs.model import ROOT, Notify, Tier
 from ckptfs.tiers import health, pfs_listing
 from ckptfs.tiers.place import Places
@@ -29,6 +33,7 @@ disk.labels("visit:begin", "visit:end")
 PAUSE_RATIO = 9
 
 BUSY_TRIES = 5
+TOLD_LOOK_S = 0.005
 
 THEIRS = {errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY}
 """Errors of one directory, not of the PFS."""
@@ -42,7 +47,9 @@ def refresh(db: Database, inode: int, *, recursive: bool, wait_s: float = limits
 class Visit:
     """One directory a step: those that somebody waits for first."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, around: Surroundings | None = None) -> None:
+        """`around`: the other nodes, which look at the same PFS; None on a node that is alone."""
+        self._around = around
         self._db = db
         self._places = places
         self._config = config
@@ -133,8 +140,11 @@ class Visit:
         self._notify.wants()
 
     def _refresh_due(self) -> bool:
-        """Compare the directory whose turn it is; never True, so that the pause after it is kept."""
+        """Compare the directory whose turn it is; never True, so that the pause after it is kept. In a cluster one node does it for all."""
         if time.monotonic() < self._not_before_s:
+            return False
+        if self._around is not None and self._around.number != min(self._around.see().by_number, default=self._around.number):
+            self._not_before_s = time.monotonic() + limits.DUE_LOOK_S
             return False
         started_s = time.monotonic()
         found = visits.due(self._db, time.time_ns() - int(self._config.refresh_interval_s * 1e9))
@@ -170,18 +180,38 @@ class Visit:
         root_fd = self._root()
         try:
             pending = disk.act("visit:begin", visits.begin, self._db, directory)
+            self._find(directory)
             names = pfs_paths.path_on_pfs(self._db, directory)
             if names is None:
                 visits.end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
                 return
             with _closing(self._reach(root_fd, names, directory)) as fd:
-                Comparison(self._db, self._notify, pending, fd, self._progress).run()
+                Comparison(self._db, self._notify, pending, fd, self._progress, self._look_again(directory)).run()
         except BaseException:
             visits.end(self._db, directory, whole=False)
             raise
         finally:
             os.close(root_fd)
         disk.act("visit:end", visits.end, self._db, directory, whole=True)
+        self._await_told()
+
+    def _find(self, directory: int) -> None:
+        """Where the PFS shows a directory now: other nodes may have moved it."""
+        if self._around is not None:
+            Truth(self._db, self._around.store).learn(instance(self._db), inodes=[directory])
+
+    def _look_again(self, directory: int) -> LookAgain | None:
+        """What asks the store about names that were listed."""
+        if self._around is None:
+            return None
+        store = self._around.store
+        return lambda names: importing.refresh(self._db, store, directory, names)
+
+    def _await_told(self) -> None:
+        """What was imported is the other nodes' before anybody here uses it; or theirs is, where they were faster."""
+        until_s, last = time.monotonic() + limits.ETCD_WAIT_S, touching.last(self._db)
+        while self._around is not None and touching.waiting(self._db, last) and time.monotonic() < until_s:
+            time.sleep(TOLD_LOOK_S)
 
     def _root(self) -> int:
         if self._config.pfs is None:
@@ -213,7 +243,8 @@ class Visit:
             self._look_above(root_fd, names, directory)
             raise
         known = pfs_paths.identity(self._db, directory)
-        if directory != ROOT and known != os.fstat(fd).st_ino and pfs_paths.disturbed(self._db, directory):
+        moved = directory != ROOT and known != os.fstat(fd).st_ino
+        if moved and (pfs_paths.disturbed(self._db, directory) or (self._around is not None and known is not None)):
             os.close(fd)
             raise _disturbed(names)
         return fd
@@ -230,7 +261,7 @@ class Visit:
             with _closing(fd):
                 pending = visits.begin(self._db, above)
                 try:
-                    Comparison(self._db, self._notify, pending, fd).vanished_only(names[depth])
+                    Comparison(self._db, self._notify, pending, fd, look_again=self._look_again(above)).vanished_only(names[depth])
                 finally:
                     visits.end(self._db, above, whole=False)
             return

@@ -26,13 +26,22 @@ LISTED_TOGETHER = 256
 IMPORTED_TOGETHER = limits.CHANGE_ROWS_MAX // 8
 """Names in one transaction: each takes four rows, and some more for its xattrs."""
 
+SHARED_TOGETHER = limits.ETCD_OPERATIONS_MAX // 10
+"""The same in a cluster: the store has to take all that is about a name at once, and that is up to six keys."""
+
 Item = TypeVar("Item")
+LookAgain = Callable[[list[bytes]], set[bytes]]
 
 
 class Comparison:
     """One listed directory and the catalog."""
 
-    def __init__(self, db: Database, notify: Notify, pending: Pending, fd: int, progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, db: Database, notify: Notify, pending: Pending, fd: int, progress: Callable[[], None] = lambda: None,
+        look_again: LookAgain | None = None,
+    ) -> None:  # fmt: skip
+        """`look_again` learns what other nodes know of names, and says which must be left to them."""
+        self._look_again = look_again
         self._db = db
         self._notify = notify
         self._pending = pending
@@ -53,6 +62,7 @@ class Comparison:
         for batch in _batches(listing, LISTED_TOGETHER):
             self._progress()
             names.update(seen.name for seen in batch)
+            self._learn([seen.name for seen in batch])
             replaced += self._take(self._differing(batch))
         self._forget(name for name, _, _ in visits.believed(self._db, self._directory) if name not in names)
         for seen in replaced:
@@ -85,7 +95,7 @@ class Comparison:
     def _take(self, batch: list[Seen]) -> list[Seen]:
         """Take over what differs; what stands where a directory was is left, and returned."""
         left = []
-        for part in _batches(self._whole(batch), IMPORTED_TOGETHER):
+        for part in _batches(self._whole(batch), IMPORTED_TOGETHER if self._look_again is None else SHARED_TOGETHER):
             done: list[tuple[Seen, Verdict, int | None]] = []
             with visits.importing(self._db, self._directory):
                 self._pending.update(self._db)
@@ -118,9 +128,15 @@ class Comparison:
                 self._notify.entry(parent, name)
             log.info("%s was changed on the PFS by somebody else", os.fsdecode(seen.name))
 
+    def _learn(self, names: list[bytes]) -> None:
+        if self._look_again is not None and names:
+            self._pending.names |= self._look_again(names)
+
     def _forget(self, candidates: Iterable[bytes]) -> None:
         """Take over that these names are gone, once each was looked for by itself."""
-        for name in candidates:
+        gone = list(candidates)
+        self._learn(gone)
+        for name in gone:
             if pfs_listing.absent(self._fd, name):
                 self._clear(name)
 

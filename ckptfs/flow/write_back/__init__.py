@@ -23,7 +23,7 @@ from ckptfs.catalog.pfs_view import View
 from ckptfs.catalog.sharing.truth import Unread
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
-from ckptfs.errors import Busy, TierUnavailable
+from ckptfs.errors import Busy, TierUnavailable, Unreachable
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
 from ckptfs.flow.write_back.known import Known
 from ckptfs.flow.write_back.pauses import Pauses
@@ -107,7 +107,7 @@ class WriteBack:
             assert self._together is not None
             self._together.read_also(more.inode)
             return True
-        except Busy as reason:
+        except (Busy, Unreachable) as reason:
             log.debug("write-back waits: %s", reason)
             self._waiting = True
             return False

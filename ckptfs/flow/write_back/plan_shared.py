@@ -8,7 +8,7 @@ then what the PFS shows of that inode is brought to agree with the names that it
 """
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
@@ -38,11 +38,15 @@ class SharedPlanner(Planner):
     actions_max = ACTIONS_MAX
     puts_max = PUTS_MAX
 
-    def __init__(self, db: Database, view: View, facts: Facts, temporary: Callable[[int], bytes], truth: Truth, here: int) -> None:
+    def __init__(
+        self, db: Database, view: View, facts: Facts, temporary: Callable[[int], bytes], truth: Truth, here: int, lost: Container[int] = ()
+    ) -> None:
+        """`lost`: files whose bytes nobody has."""
         super().__init__(view, facts, temporary)
         self._db = db
         self._truth = truth
         self._here = here
+        self._lost = lost
         self._agreeing: set[int] = set()
         self.blocked = False
         self.missing: int | None = None
@@ -157,6 +161,8 @@ class SharedPlanner(Planner):
         if known is not None and known.peer and known.state is not ContentState.SEALED:
             return True  # Nobody has what a dead node had not sealed.
         if known is not None and known.peer and not journal.is_here(self._db, content):
+            if row.inode in self._lost:
+                return True
             self.missing = row.inode
             return False
         for name in self.view.pending_names(row.inode):

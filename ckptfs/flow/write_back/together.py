@@ -4,11 +4,12 @@ If we die here: the batch in hand is in the catalog, its intentions in the store
 """
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
 from ckptfs import disk
-from ckptfs.catalog import journal, pfs_paths, wants
+from ckptfs.catalog import journal, pfs_paths, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.pfs_batch import Action, Batch, Found, Shows, Spot
@@ -41,6 +42,7 @@ class Together:
         self._truth = Truth(db, around.store)
         self._asked: dict[int, int] = {}
         self._also: set[int] = set()
+        self._lost: set[int] = set()
 
     # --- before a batch -----------------------------------------------------------------------------------------------
 
@@ -69,12 +71,15 @@ class Together:
 
     def planner(self, facts: Facts, temporary: Callable[[int], bytes]) -> SharedPlanner:
         """A planner on what is true now."""
-        return SharedPlanner(self._db, View(self._db), facts, temporary, self._truth, self._around.number)
+        return SharedPlanner(self._db, View(self._db), facts, temporary, self._truth, self._around.number, self._lost)
 
     def fetch(self, inode: int) -> None:
-        """Have the bytes of a file brought here, which a dead node wrote."""
+        """Have the bytes of a file brought here, which a dead node wrote. What nobody gives is left out on the PFS."""
         want = wants.get(self._db, self._asked[inode]) if inode in self._asked else None
-        if want is None or want.state != wants.WANTED:
+        if want is not None and want.state == wants.FAILED:
+            self._lost.add(inode)
+            log.warning("%s cannot be written back: no node that lives has what was written", os.fsdecode(report.path_of(self._db, inode)))
+        elif want is None or want.state != wants.WANTED:
             self._asked = {inode: wants.ask(self._db, wants.FETCH, inode, wants.FOR_WRITING)}
 
     def look_for(self, directories: list[int]) -> None:

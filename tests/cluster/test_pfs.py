@@ -1,0 +1,98 @@
+"""P6 on real nodes: one tree on one PFS, written by all of them, imported once, finished by survivors."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_lab import ClusterUnderTest, level, wait_for
+from daemon_under_test import eventually
+
+SIZE = 3_000_000
+
+
+@pytest.fixture
+def places(lab: ClusterUnderTest, request: pytest.FixtureRequest) -> list[Path]:
+    """A directory of the test's own, as each node shows it."""
+    name = request.node.name.partition("[")[0]
+    (lab[0].path / name).mkdir()
+    return [node.path / name for node in lab.nodes]
+
+
+def agreed(lab: ClusterUnderTest, places: list[Path]) -> dict[str, bytes | int | None]:
+    """What all nodes and the PFS show."""
+    lab.settle()
+    expected = lab.tree(places[0])
+    assert [lab.tree(place) == expected for place in places] == [True] * len(places)
+    there = lab.pfs / places[0].name
+    eventually(lambda: lab.tree(there) == expected, what="the PFS shows what the nodes show")
+    return expected
+
+
+def test_the_pfs_shows_the_same_tree(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """P6: directories, renames, deletes and overwrites, each by another node than the one that wrote."""
+    for number, place in enumerate(places):
+        (place / f"directory{number}").mkdir()
+        (place / f"directory{number}" / "file").write_bytes(os.urandom(SIZE))
+    (places[1] / "directory0").rename(places[1] / "renamed")
+    (places[2] / "directory1" / "file").unlink()
+    (places[0] / "directory2" / "file").write_bytes(b"by another node")
+    (places[1] / "directory2" / "file").chmod(0o600)
+    expected = agreed(lab, places)
+    assert set(expected) == {"renamed", "renamed/file", "directory1", "directory2", "directory2/file"}
+    assert (lab.pfs / places[0].name / "directory2" / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_every_node_knows_what_the_pfs_shows(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """The level `pfs` is seen on a node that did not write the file."""
+    (places[0] / "file").write_bytes(os.urandom(SIZE))
+    wait_for(places[0] / "file", "pfs")
+    for place in places:
+        assert os.getxattr(place / "file", "user.ckptfs.level") == b"pfs"
+
+
+def test_what_strangers_put_there_is_imported_once(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """P1: all nodes look at once into a directory that was on the PFS before, and agree about inodes."""
+    agreed(lab, places)
+    below = lab.pfs / places[0].name / "strangers"
+    below.mkdir()
+    for number in range(30):
+        (below / f"file{number}").write_bytes(b"%d" % number)
+    for node, place in zip(lab.nodes, places, strict=True):
+        node.command("refresh", place)
+    numbers = [{entry.name: entry.inode() for entry in os.scandir(place / "strangers")} for place in places]
+    assert len(numbers[0]) == 30
+    assert numbers == [numbers[0]] * len(places)
+    assert (places[2] / "strangers" / "file7").read_bytes() == b"7"
+
+
+@contextlib.contextmanager
+def unchangeable(directory: Path) -> Iterator[None]:
+    """Nobody can make anything in a directory."""
+    if subprocess.run(["chattr", "+i", directory], check=False, capture_output=True).returncode:
+        pytest.skip("files cannot be made immutable here")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", directory], check=True)
+
+
+def test_survivors_finish_what_a_dead_node_had_to_write_back(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """A node dies with its journal full: its directories, names and replicated files come to the PFS all the same, and once."""
+    (places[0] / "kept").write_bytes(os.urandom(SIZE))
+    agreed(lab, places)
+    there = lab.pfs / places[0].name
+    lab.expect_warning("write-back|write back|does not answer|cannot be reached")
+    with unchangeable(there):
+        (places[2] / "new").mkdir()
+        (places[2] / "new" / "file").write_bytes(os.urandom(SIZE))
+        (places[2] / "kept").rename(places[2] / "new" / "moved")
+        eventually(lambda: "clique" in level(places[2] / "new" / "file"), what="a copy elsewhere")
+        lab[2].kill()
+    expected = lab.tree(places[0])
+    assert set(expected) == {"new", "new/file", "new/moved"}
+    eventually(lambda: lab.tree(there) == expected, what="the PFS shows what the dead node had still to write")
+    lab.mend()
+    assert agreed(lab, places) == expected

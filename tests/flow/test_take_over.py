@@ -1,0 +1,124 @@
+"""What a dead node had not written back is written back by one that lives, in its order and once (P6)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+from shared_catalogs import settled, stored
+from writers_together import Cluster, Writer
+
+from ckptfs.catalog.sharing.kinds import ROW
+
+
+def run(root: Path, act: Callable[[Cluster], Any], count: int = 3) -> None:
+    cluster = Cluster(root, count, 0)
+
+    async def main() -> None:
+        async def body() -> None:
+            await act(cluster)
+
+        await cluster.run(body)
+
+    trio.run(main)
+
+
+def rows(cluster: Cluster, node: Writer) -> int:
+    """How many rows the store has of this node's journal."""
+    return sum(key.kind == ROW and key.number == node.number for key in stored(cluster.etcd))
+
+
+async def left_behind(cluster: Cluster) -> None:
+    """The last node makes, changes and removes things, writes nothing of it back, and dies."""
+    one, two, dead = cluster.nodes
+    await one.put("kept", b"1")
+    await one.put("gone", b"2")
+    await cluster.settle()
+    await dead.mkdir("d")
+    content = await dead.put("d/f", b"from the dead")
+    await dead.rename("kept", "d/kept")
+    await dead.unlink("gone")
+    await dead.mkdir("d/e")
+    await dead.set("d/kept", mode=0o600)
+    await settled(cluster.nodes)
+    two.hold(dead, content)
+    one.hold(dead, content)
+    assert rows(cluster, dead) == 7
+    dead.die()
+
+
+def test_survivors_write_back_what_a_dead_node_had_to(tmp_path: Path) -> None:
+    async def act(cluster: Cluster) -> None:
+        await left_behind(cluster)
+        await cluster.settle()
+        assert set(cluster.shared()) == {b"d", b"d/f", b"d/kept", b"d/e"}
+        cluster.exact()
+
+    run(tmp_path, act)
+
+
+def test_a_node_that_comes_back_finds_its_rows_taken(tmp_path: Path) -> None:
+    """Its own journal still holds them: none is done again, not even after others went on."""
+
+    async def act(cluster: Cluster) -> None:
+        await left_behind(cluster)
+        await cluster.settle()
+        one, _, dead = cluster.nodes
+        await one.rename("d", "elsewhere")
+        await one.unlink("elsewhere/f")
+        dead.live()
+        dead.revive()
+        await cluster.settle()
+        assert dead.db.rows("SELECT * FROM journal") == []
+        cluster.exact()
+
+    run(tmp_path, act)
+
+
+def test_one_of_several_takes_each_row(tmp_path: Path) -> None:
+    async def act(cluster: Cluster) -> None:
+        await left_behind(cluster)
+        one, two, dead = cluster.nodes
+        for _ in range(3):
+            await cluster.take_over(one)
+            await cluster.take_over(two)
+        assert rows(cluster, dead) == 0
+        origins = [node.db.value("SELECT count(*) FROM journal WHERE origin = ?", dead.number) for node in (one, two)]
+        assert sorted(origins) == [0, 7]
+
+    run(tmp_path, act)
+
+
+def test_who_dies_while_taking_over_leaves_it_to_the_next(tmp_path: Path) -> None:
+    """Killed when the rows are in its journal and still in the dead node's: both are written back, which changes nothing more."""
+
+    async def act(cluster: Cluster) -> None:
+        await left_behind(cluster)
+        cluster.deadly = {"take_over:appended"}
+        await cluster.take_over(cluster.nodes[0])
+        assert not cluster.deadly
+        await cluster.settle()
+        cluster.exact()
+
+    run(tmp_path, act)
+
+
+def test_what_nobody_holds_is_left_out(tmp_path: Path) -> None:
+    """A file of which no copy lives holds up nothing."""
+
+    async def act(cluster: Cluster) -> None:
+        one, _, dead = cluster.nodes
+        content = await dead.put("lost", b"nobody has it")
+        await dead.mkdir("d")
+        await settled(cluster.nodes)
+        dead.die()
+        for _ in range(20):
+            for node in (one, cluster.nodes[1]):
+                await cluster.take_over(node)
+                await cluster.step(node)
+                node.db.run("UPDATE want SET state = 2, error = 5 WHERE kind = 'fetch'")
+        assert (cluster.pfs / "d").is_dir()
+        assert not (cluster.pfs / "lost").exists()
+        assert content in dead.bytes
+
+    run(tmp_path, act)
