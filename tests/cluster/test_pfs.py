@@ -96,3 +96,29 @@ def test_survivors_finish_what_a_dead_node_had_to_write_back(lab: ClusterUnderTe
     eventually(lambda: lab.tree(there) == expected, what="the PFS shows what the dead node had still to write")
     lab.mend()
     assert agreed(lab, places) == expected
+
+
+def test_a_node_that_lost_everything_sees_what_is_shared(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """Wiped, with a new catalog under its old name: names from the store, bytes from the others and the PFS; and nothing there is harmed."""
+    (places[1] / "d").mkdir()
+    (places[1] / "d" / "file").write_bytes(os.urandom(SIZE))
+    (places[2] / "mine").write_bytes(os.urandom(SIZE))
+    expected = agreed(lab, places)
+    lab[2].wipe(nvme=True)
+    lab[2].start()
+    assert agreed(lab, places) == expected
+    (places[2] / "d" / "later").write_bytes(b"later")
+    (places[2] / "mine").unlink()
+    assert set(agreed(lab, places)) == {"d", "d/file", "d/later"}
+
+
+def test_a_cluster_that_was_stopped_begins_where_it_was(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """All nodes are stopped and started with their state kept."""
+    (places[0] / "d").mkdir()
+    (places[1] / "d" / "file").write_bytes(os.urandom(SIZE))
+    expected = agreed(lab, places)
+    for node in lab.nodes:
+        node.restart()
+    assert agreed(lab, places) == expected
+    (places[2] / "d" / "file").rename(places[2] / "moved")
+    assert set(agreed(lab, places)) == {"d", "moved"}
