@@ -8,7 +8,7 @@ If we die here: each transaction is whole or absent, and whoever has a copy tell
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptfs import limits
@@ -37,8 +37,15 @@ class Shared:
         heard = self.heard
         if heard is None or self.writer is None or heard.digest is None:
             return []
-        same = [copy.node for copy in self.copies if (copy.generation, copy.digest) == (heard.generation, heard.digest)]
-        return [self.writer, *(node for node in same if node != self.writer)]
+        return [self.writer, *(node for node in self.having(heard.generation, heard.digest) if node != self.writer)]
+
+    def having(self, generation: int, digest: bytes) -> list[int]:
+        """The nodes that say that they have a copy of exactly this."""
+        return [copy.node for copy in self.copies if (copy.generation, copy.digest) == (generation, digest)]
+
+    def newest(self, nodes: Container[int]) -> tuple[int, bytes]:
+        """(generation, digest) of the newest of which one of these nodes has a copy."""
+        return max(((copy.generation, copy.digest) for copy in self.copies if copy.node in nodes), default=(0, b""))
 
 
 def content_key(content: int) -> bytes:

@@ -24,6 +24,12 @@ class NotHere(CkptfsError):
     errno = errno.ENOENT
 
 
+class NotNow(NotHere):
+    """This node cannot lend that content now. But it is its own, and a copy that another node has of it may be the last one."""
+
+    errno = errno.EBUSY
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A content that a node would like another one to hold. `digest` is None while it is still being written (an *early* offer).

@@ -79,6 +79,8 @@ class Ahead:
         written = peers.being_written(self._db, limits.AHEAD_FILES_MAX)
         self._growing = {content.id: self._growing.get(content.id, _Growing(content)) for content, _ in written}
         for content, tier in written:
+            if tier not in self._places:
+                continue
             try:
                 self._look(self._growing[content.id], content, tier)
             except OSError as failure:

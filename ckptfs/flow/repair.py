@@ -114,9 +114,11 @@ class Repair:
         around, heard = self._around, shared.heard
         if heard is None or shared.writer is None or shared.writer in world:
             return False
-        if (heard.generation, heard.digest) != (content.generation, content.digest):
+        # What was still open when its writer died is what was fsynced of it last: nobody can say more of it now.
+        written = (heard.generation, heard.digest) if heard.digest is not None else shared.newest(world)
+        if written != (content.generation, content.digest):
             return False
-        living = {number for number in shared.holders if number in world} | {around.number}
+        living = {number for number in shared.having(*written) if number in world} | {around.number}
         if not placement.wanted(world, living, shared.writer, around.factor, around.jump):
             return False
         return min(living) == around.number

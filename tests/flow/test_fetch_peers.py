@@ -221,6 +221,28 @@ def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
         assert node.data(content) == data
 
 
+def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> None:
+    """P3, P9: who holds the last state of a file that was open when its writer died sees to it that there are two copies again."""
+    cluster = Cluster(tmp_path, 4)
+    one, two, three, four = cluster.nodes
+    content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
+    secure = Secure(one.db, one.places, one.told, around(one))
+    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
+    Tell(two.db, around(two)).step()
+    one.publish_shared(content)
+    one.kill()
+    while two.repair.step():
+        pass
+    flow = replicate_of(two)
+    until(lambda: three.copies(content), flow.step)
+    Tell(three.db, around(three)).step()
+    two.kill()
+    for node in (three, four):
+        assert bring(node, one.inode(content)).result == wants.HERE
+        assert node.data(content) == data
+
+
 class OneClaim:
     """Claims of all nodes of a test."""
 

@@ -95,6 +95,25 @@ def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "its writer may come back"
 
 
+@pytest.mark.parametrize("why", ["lost", "open"])
+def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why: str) -> None:
+    """P5: it wrote the file, told nobody, and has lost its RAM or writes again. The copy here may be the last one."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
+    one.db.run("DELETE FROM seen_key")
+    if why == "lost":
+        one.lose_ram()
+    else:
+        one.db.run("UPDATE content SET state = 0 WHERE id = ?", content)
+    sweep(two)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
+    one.db.run("UPDATE content SET state = 3 WHERE id = ?", content)
+    sweep(two)
+    assert two.copies(content) == {}, "its writer has deleted it"
+
+
 def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
     """The former content stays until its successor is sealed."""
     cluster = Cluster(tmp_path, 3)

@@ -240,3 +240,16 @@ def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -
     replicate_of(three).step()
     assert peers.unneeded(three.db, 10) == []
     assert holders.read(one.store, [content])[content].holders == [1, 2]
+
+
+def test_what_lies_in_a_tier_that_is_not_there_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", b"hello")
+    one.db.run("UPDATE copy SET tier = 'nvme' WHERE content = ?", content)
+    flow = replicate_of(one)
+    flow.step()
+    until(lambda: flow.in_flight() == (0, 0))
+    assert caplog.records == [] and two.copies(content) == {}
+    one.db.run("UPDATE copy SET tier = 'ram' WHERE content = ?", content)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)

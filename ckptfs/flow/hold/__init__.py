@@ -17,12 +17,12 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import holding, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard
-from ckptfs.clique.shelf import Loan, NotHere, Offer, Reception
+from ckptfs.clique.shelf import Loan, NotHere, NotNow, Offer, Reception
 from ckptfs.errors import Busy, CkptfsError, Refused
 from ckptfs.flow.hold.arriving import Arriving
 from ckptfs.flow.hold.open_states import OpenStates
 from ckptfs.flow.hold.room import Room
-from ckptfs.model import ContentState, CopyState, Notify, Tier
+from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place, Places
 
@@ -271,7 +271,7 @@ class Hold:
         if known is not None and known.state is ContentState.OPEN and (loan := self._open.lend(number, digest)) is not None:
             return loan
         if known is None or known.state is not ContentState.SEALED or known.digest is None or digest not in (None, known.digest):
-            raise NotHere(f"content {number} is not here, or not in that state")
+            raise _not_here(known, f"content {number} is not here, or not in that state")
         for copy in settling.copies(self._db, number):
             if copy.state is not CopyState.GOOD or copy.tier not in self._places or copy.tier is Tier.PFS:
                 continue
@@ -284,7 +284,7 @@ class Hold:
                     copy.tier
                 ]
             os.close(fd)
-        raise NotHere(f"no copy of content {number} is here")
+        raise _not_here(known, f"no copy of content {number} is here")
 
     def seal_soon(self, content: int, timeout_s: float) -> Loan | None:
         """Wait until a content that is closed here is sealed. Of one that is still written: what it holds now."""
@@ -339,6 +339,12 @@ def _demand_whole(offer: Offer) -> None:
         raise Refused("the digest that was offered is not that of the blocks")
     if offer.content <= 0 or offer.inode <= 0 or offer.generation < 0:
         raise Refused("no such content can be")
+
+
+def _not_here(known: Content | None, message: str) -> NotHere:
+    """What this node wrote itself is not gone because it cannot be lent."""
+    mine = known is not None and not known.peer and known.state is not ContentState.DOOMED
+    return NotNow(message) if mine else NotHere(message)
 
 
 def _heard(offer: Offer) -> Heard:

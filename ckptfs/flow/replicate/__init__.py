@@ -86,7 +86,8 @@ class Replicate:
         batch = peers.lacking(self._db, self._after, BATCH_CONTENTS)
         for content, tier in batch:
             self._after = content.id
-            self._plan(content, tier, world)
+            if tier in self._places:  # Else it waits until its tier is there again.
+                self._plan(content, tier, world)
         more = len(batch) == BATCH_CONTENTS
         if not more:
             self._after = 0
