@@ -11,6 +11,8 @@ SYMLINK_BYTES_MAX = 4095
 LINKS_MAX = 65_000
 XATTR_VALUE_BYTES_MAX = 64 * KIB
 XATTR_LIST_BYTES_MAX = 64 * KIB
+# All of one inode's in a cluster, whose store takes them with the inode in one request; two nodes may add as much at once.
+XATTR_SHARED_BYTES_MAX = 256 * KIB
 
 # --- content ---------------------------------------------------------------------------------------------------------
 BLOCK_BYTES = 4 * MIB
@@ -273,6 +275,7 @@ assert HINT_GATHER_S <= HINT_GATHER_MAX_S < VISIT_WAIT_S and EARLY_SEAL_LOOK_S <
 assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
 assert WANT_LOOK_S < VISIT_WAIT_S < WANT_KEPT_S
 assert PFS_ACT_WAIT_S < WATCHDOG_S
+assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_ANSWER_BYTES_MAX
 assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PEER_STALL_S < PEER_IDLE_S
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES

@@ -74,8 +74,15 @@ def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 
         raise refused(errno.ENODATA)
     if name not in names and sum(map(len, names)) + len(names) + len(name) + 1 > limits.XATTR_LIST_BYTES_MAX:
         raise refused(errno.ENOSPC)
+    if db.clustered and _xattr_bytes(db, inode, name) + len(name) + len(value) > limits.XATTR_SHARED_BYTES_MAX:
+        raise refused(errno.ENOSPC)
     db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
     _changed(db, inode)
+
+
+def _xattr_bytes(db: Database, inode: int, without: bytes) -> int:
+    """What the extended attributes of an inode take, but for one of them."""
+    return int(db.value("SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?", inode, without))
 
 
 def remove_xattr(db: Database, inode: int, name: bytes) -> None:

@@ -5,6 +5,7 @@ see any more (an inode without a name, a content that goes) has no value.
 If we die here: nothing is kept.
 """
 
+import base64
 import json
 import stat
 from collections.abc import Callable, Mapping
@@ -107,7 +108,7 @@ def _inode_value(db: Database, number: int, _: bytes) -> Value | None:
         value["target"] = bytes(value["target"]).decode("latin-1")
     xattrs = db.rows("SELECT name, value FROM xattr WHERE inode = ?", number)
     if xattrs:
-        value["xattrs"] = {bytes(name).decode("latin-1"): bytes(held).decode("latin-1") for name, held in xattrs}
+        value["xattrs"] = {bytes(name).decode("latin-1"): base64.b64encode(held).decode() for name, held in xattrs}
     return value
 
 
@@ -206,7 +207,7 @@ def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> No
 
 
 def _write_xattrs(db: Database, number: int, xattrs: Mapping[str, str]) -> None:
-    wanted = {name.encode("latin-1"): held.encode("latin-1") for name, held in xattrs.items()}
+    wanted = {name.encode("latin-1"): base64.b64decode(held) for name, held in xattrs.items()}
     present = {bytes(name): bytes(held) for name, held in db.rows("SELECT name, value FROM xattr WHERE inode = ?", number)}
     if wanted != present:
         db.run("DELETE FROM xattr WHERE inode = ?", number)

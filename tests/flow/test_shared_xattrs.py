@@ -1,0 +1,37 @@
+"""Extended attributes of a file that many nodes share: any bytes, and no more than the store takes."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import trio
+from writers_together import Cluster
+
+from ckptfs import limits
+from ckptfs.catalog import attributes
+
+
+def test_values_of_any_bytes_up_to_the_bound(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2, 0)
+    one, two = cluster.nodes
+    value = bytes(range(256)) * (limits.XATTR_VALUE_BYTES_MAX // 256)
+
+    async def act() -> None:
+        inode = (await one.make("file")).id
+        held = {b"user.%d" % number: value for number in range(limits.XATTR_SHARED_BYTES_MAX // len(value) - 1)}
+        for name, content in held.items():
+            with one.db.change():
+                attributes.set_xattr(one.db, inode, name, content)
+        for name in (b"user.x", b"user.y"):
+            with pytest.raises(OSError) as failure, one.db.change():
+                attributes.set_xattr(one.db, inode, b"user.x", value)
+                attributes.set_xattr(one.db, inode, name + b"2", value)
+            assert failure.value.errno == errno.ENOSPC
+        await one.sharing.published()
+        await two.stat("file")
+        assert {name: attributes.get_xattr(two.db, inode, name) for name in held} == held
+
+    async def main() -> None:
+        await cluster.run(act)
+
+    trio.run(main)
