@@ -113,9 +113,10 @@ class Calls(rpc.PeerServicer):  # type: ignore[misc]
             if not request.whole:
                 return pb.OfferReply(transfer=number, lacking=bitmap(lacking, blocks_of(offer.size)))
             transfer = self._ledger.transfers.get(peer, number)
-            for lacks in lacking:
-                transfer.claim(lacks)
-                transfer.land(lacks, memoryview(request.whole))
+            with transfer.stream():  # Whoever offers the same content meanwhile waits for its end: the descriptor is ours until then.
+                for lacks in lacking:
+                    transfer.claim(lacks)
+                    transfer.land(lacks, memoryview(request.whole))
             return pb.OfferReply(verified=self._ledger.finish(peer, number))
         raise AssertionError
 

@@ -1,5 +1,6 @@
 """Peers that die, stall and lie in the middle of it (N2, N4, P4): others take over, broken streams go on where they were."""
 
+import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, client, offer_of, record_of
 
 from ckptfs import limits
-from ckptfs.clique.peers import PeerFailed, PeerLied
+from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused
 
 BLOCK = limits.BLOCK_BYTES
 DATA = os.urandom(8 * BLOCK)
@@ -191,6 +192,37 @@ def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch
     held.set()
     eventually(lambda: stuck.shelf.arriving() == 0, what="the slow peer gives up")
     assert world.peers.ranked([stuck.there, world.nodes[1].there])[0] == world.nodes[1].there
+
+
+def test_a_small_content_that_is_offered_twice_at_once_is_not_mixed(
+    tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: an fsync and the seal that follows it may offer two generations of one file at the same time."""
+    node, sender = PeerNode(tmp_path, "one", keyring("one")), client("me", keyring("me"))
+    written, refused = peer_transfers.write_at, []
+
+    def send(data: bytes, generation: int) -> bool:
+        path = tmp_path / f"{generation}"
+        path.write_bytes(data)
+        with path.open("rb") as file:
+            return sender.send(node.there, offer_of(data, generation=generation), file.fileno()).verified
+
+    def slowly(fd: int, data: memoryview, offset: int) -> None:
+        monkeypatch.setattr(peer_transfers, "write_at", written)
+        with pytest.raises(PeerRefused) as refusal:
+            send(b"second " * 100, 2)
+        refused.append(refusal.value.code)
+        written(fd, data, offset)
+
+    monkeypatch.setattr(peer_transfers, "write_at", slowly)
+    try:
+        with pytest.raises(PeerFailed):
+            send(b"first " * 100, 1)
+        assert refused == [errno.EBUSY] and node.shelf.arriving() == 0
+        assert send(b"second " * 100, 2) and node.shelf.path(7).read_bytes() == b"second " * 100
+    finally:
+        sender.close()
+        node.stop()
 
 
 def test_a_bulk_port_that_cannot_be_reached_leaves_grpc(tmp_path: Path, keyring: Keyring) -> None:

@@ -253,3 +253,23 @@ def test_what_lies_in_a_tier_that_is_not_there_waits(tmp_path: Path, caplog: pyt
     assert caplog.records == [] and two.copies(content) == {}
     one.db.run("UPDATE copy SET tier = 'ram' WHERE content = ?", content)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+
+
+def test_what_nobody_foresaw_is_not_tried_for_ever_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one = cluster.nodes[0]
+    tried = []
+
+    def fault(act: str, name: str) -> None:
+        tried.append(act)
+        assert len(tried) > 1, "nobody foresaw this"
+
+    one.peers.fault = fault
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    flow.step()
+    until(lambda: flow.due_s() is not None)
+    until(lambda: flow.in_flight() == (0, 0))
+    assert len(tried) == 1 and "nobody foresaw" in caplog.text
+    flow.hurry()
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)

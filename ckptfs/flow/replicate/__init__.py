@@ -124,6 +124,13 @@ class Replicate:
     def _send(self, node: Node, content: Content, tier: Tier) -> bool:
         """Send one content to one peer; whether it has it now. Raises nothing that can be foreseen."""
         try:
+            return self._tried(node, content, tier)
+        except BaseException:
+            self._avoiding.refused(node.number, content.id, 0)  # Else it would be tried again at once, for ever.
+            raise
+
+    def _tried(self, node: Node, content: Content, tier: Tier) -> bool:
+        try:
             sent = self._offered(node, content, tier)
         except PeerRefused as refusal:
             self._avoiding.refused(node.number, content.id, refusal.code)
