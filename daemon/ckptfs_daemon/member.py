@@ -6,6 +6,7 @@ catalog keeps it too, for a mover that starts meanwhile. Trouble is reported as 
 If we die here: the lease runs out unless the next mover is there before; it takes another one and follows anew.
 """
 
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping
@@ -126,7 +127,8 @@ class Member:
     def _take(self, told: WatchEvents) -> None:
         for event in told.events:
             if event.item is None:
-                self._roster.gone(int(event.key[len(NODES) :], 16), trio.current_time())
+                with contextlib.suppress(ValueError):  # Somebody put there what is no record.
+                    self._roster.gone(int(event.key[len(NODES) :], 16), trio.current_time())
             elif (node := from_value(event.item.value)) is not None:
                 self._roster.lives(node)
                 self.presence.seen(node, event.revision)

@@ -12,6 +12,7 @@ from memory_store import MemoryEtcd, MemoryStore
 from ckptfs import limits
 from ckptfs.catalog import belonging, database
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.store import Delete, Put
 from ckptfs.clique.joining import join
 from ckptfs.clique.membership import Change, Node
 
@@ -112,6 +113,21 @@ def test_nodes_see_one_another_come_and_go(stations: list[Station], etcd: Memory
         b.store.reachable = True
         await until(lambda: a.names() == ["a", "b", "c"])
         assert [node.name for node in a.changes[-1].joined] == ["b"]
+
+    run(act)
+
+
+def test_what_is_no_record_ends_nobody(stations: list[Station], etcd: MemoryEtcd) -> None:
+    """Whoever else writes to the store, or a newer node, may leave anything there and take it away."""
+    a, b, c = stations
+
+    async def act(nursery: trio.Nursery) -> None:
+        nursery.start_soon(a.member.run)
+        await until(lambda: a.member.in_touch)
+        c.store.commit([], [Put(b"n/nobody", b"{")])
+        c.store.commit([], [Delete(b"n/nobody")])
+        nursery.start_soon(b.member.run)
+        await until(lambda: a.names() == ["a", "b"])
 
     run(act)
 
