@@ -180,6 +180,7 @@ def test_killed_anywhere_it_starts_over(world: World, label: str, when: str) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.others
 def test_where_root_is_squashed_it_is_done_as_the_owner(world: World) -> None:
     """Root without its capabilities over files stands for a PFS that does not take root for root."""
     closed = world.pfs / "closed"

@@ -53,6 +53,7 @@ def test_a_thread_acts_as_somebody_and_is_itself_again(tmp_path: Path) -> None:
     assert (found.st_uid, found.st_gid) == (USER, USER) and acting.is_root() and os.getgroups() == groups
 
 
+@pytest.mark.others
 def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
     mount = Mount(tmp_path)
     mount.settle()

@@ -123,6 +123,7 @@ def test_a_wait_outlives_the_mover(make_daemon: Any) -> None:
     assert restarts["mover"] == 1 and restarts["mount"] == 0
 
 
+@pytest.mark.others
 def test_strangers_ask_but_do_not_order(mount: Area) -> None:
     """F6: the sockets' permissions, tried as another user."""
     name = mount.daemon.name

@@ -207,6 +207,7 @@ def test_times_follow_writes_and_utimens_even_while_open(mount: Area) -> None:
     assert path.stat().st_ctime_ns >= path.stat().st_mtime_ns - 50_000_000
 
 
+@pytest.mark.others
 def test_a_stranger_who_writes_clears_set_id_bits(mount: Area) -> None:
     path = _write(mount.path / "file", b"x")
     os.chmod(mount.path, 0o755)

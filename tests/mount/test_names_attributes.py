@@ -70,6 +70,7 @@ def test_writing_changes_mtime_and_ctime(here: Path) -> None:
     assert os.stat(here / "file").st_mtime_ns > 1
 
 
+@pytest.mark.others
 def test_files_belong_to_who_made_them(here: Path) -> None:
     assert as_user(lambda: (here / "file").write_text("x")) == "ok"
     assert as_user((here / "dir").mkdir) == "ok"
@@ -89,6 +90,7 @@ def test_umask_and_modes(here: Path) -> None:
     assert [mode_of(here / name) for name in ("file", "dir", "fifo")] == [0o6750, 0o1750, 0o750]
 
 
+@pytest.mark.others
 def test_permissions_are_those_of_posix(here: Path) -> None:
     (here / "mine").write_text("secret")
     (here / "mine").chmod(0o600)
@@ -107,6 +109,7 @@ def test_permissions_are_those_of_posix(here: Path) -> None:
     assert as_user((here / "mine").read_text, groups=(4242,)) == "ok"
 
 
+@pytest.mark.others
 def test_sticky_directories_protect_names(here: Path) -> None:
     (here / "tmp").mkdir()
     (here / "tmp").chmod(0o1777)
@@ -116,6 +119,7 @@ def test_sticky_directories_protect_names(here: Path) -> None:
     assert as_user(lambda: os.rename(here / "tmp" / "file", here / "tmp" / "x")) == "ok"
 
 
+@pytest.mark.others
 def test_setgid_directories_hand_their_group_down(here: Path) -> None:
     (here / "group").mkdir()
     os.chown(here / "group", 0, 4242)
@@ -127,6 +131,7 @@ def test_setgid_directories_hand_their_group_down(here: Path) -> None:
     assert sub.st_mode & stat.S_ISGID and not file.st_mode & stat.S_ISGID
 
 
+@pytest.mark.others
 def test_set_id_bits_fall_when_the_owner_changes_or_a_stranger_writes(here: Path) -> None:
     def fresh(mode: int) -> Path:
         path = here / "program"
@@ -194,6 +199,7 @@ def test_xattr_flags_and_errnos(here: Path) -> None:
         os.setxattr(here / "link", "user.a", b"1", follow_symlinks=False)
 
 
+@pytest.mark.others
 def test_trusted_xattrs_are_roots(here: Path) -> None:
     path = here / "file"
     path.touch()

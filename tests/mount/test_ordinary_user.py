@@ -60,6 +60,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
+@pytest.mark.others
 def test_a_user_without_privileges_has_the_same_filesystem(place: Path) -> None:
     steps = " && ".join(" ".join(f"'{part}'" for part in command) for command in _preparations(place))
     user = f"setpriv --reuid {STRANGER} --regid {STRANGER} --clear-groups '{sys.executable}' '{SCENARIO}' '{place / 'home'}'"

@@ -84,7 +84,7 @@ def test_bad_usage(served: Served, run: Run, tmp_path: Path) -> None:
     assert run("wait", tmp_path / "mnt", "--timeout", "soon")[0] == 2
     code, _, err = run("wait", tmp_path / "mnt", "--level", "clique")
     # tmp_path/mnt has no inode of the catalog, but the level is looked at first.
-    assert code == 2 and "accepted: local, pfs" in err
+    assert code == 2 and "keeps no copies on other nodes" in err
     code, _, err = run("wait", "--bogus")
     assert code == 2 and "--bogus" in err
     assert run("frobnicate")[0] == 2
