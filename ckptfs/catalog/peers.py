@@ -59,13 +59,6 @@ def set_world(db: Database, here: int, factor: int, nodes: Iterable[Known]) -> N
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('factor', ?)", factor)
 
 
-def forget_world(db: Database) -> None:
-    """This node belongs to no cluster now."""
-    with db.change():
-        for table in ("peer", "peer_copy"):
-            db.run(f"DELETE FROM {table}")
-
-
 def living(db: Database) -> dict[int, Known]:
     """The nodes that lived when this was last told, this one too."""
     rows = db.rows("SELECT number, name, domain, incarnation FROM peer WHERE alive = 1")

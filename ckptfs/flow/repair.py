@@ -7,6 +7,7 @@ it in placement too: all of them ask the same store and see the same world, and 
 What this node wrote and has lost with a tier comes back from the others, a few files at a time, so that whoever waits for one comes first.
 """
 
+import errno
 import logging
 import time
 
@@ -85,6 +86,9 @@ class Repair:
         if time.monotonic() >= self._refill_s:
             self._refill_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
             self._refill_after = 0
+        answers = [wants.get(self._db, want) for want in self._asked if not wants.is_open(self._db, want)]
+        if any(answer is not None and answer.error == errno.ENOSPC for answer in answers):
+            self._refill_after = None  # The next one would not fit either.
         self._asked = [want for want in self._asked if wants.is_open(self._db, want)]
         while self._refill_after is not None and len(self._asked) < limits.REFILLS_MAX:
             content = peers.lost_here(self._db, self._refill_after)

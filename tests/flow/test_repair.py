@@ -1,5 +1,6 @@
 """P9: when nodes die the survivors bring copies back to the wanted number, once; what a node had in another life is doubted."""
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -151,3 +152,21 @@ def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) 
     assert all(level(one, content) is Level.CLIQUE for content in written)
     step()
     assert one.repair.due_s() != limits.WANT_LOOK_S
+
+
+def test_what_does_not_fit_is_not_asked_for_file_by_file(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one = cluster.nodes[0]
+    for number in range(3):
+        one.written(b"f%d" % number, os.urandom(1000))
+    settle(cluster)
+    one.lose_ram()
+    one.member = replace(one.member, incarnation="another.2")
+    cluster.changed()
+    asked = set()
+    for _ in range(5):
+        for want in wants.wanted(one.db, wants.FETCH):
+            asked.add(want.inode)
+            wants.failed(one.db, want.id, errno.ENOSPC)
+        one.repair.step()
+    assert len(asked) == 1
