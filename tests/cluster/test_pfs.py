@@ -99,7 +99,7 @@ def test_survivors_finish_what_a_dead_node_had_to_write_back(lab: ClusterUnderTe
 
 
 def test_a_node_that_lost_everything_sees_what_is_shared(lab: ClusterUnderTest, places: list[Path]) -> None:
-    """Wiped, with a new catalog under its old name: names from the store, bytes from the others and the PFS; and nothing there is harmed."""
+    """Wiped, with a new catalog under its old name: names from the store, bytes from the others and the PFS; nothing is harmed."""
     (places[1] / "d").mkdir()
     (places[1] / "d" / "file").write_bytes(os.urandom(SIZE))
     (places[2] / "mine").write_bytes(os.urandom(SIZE))
