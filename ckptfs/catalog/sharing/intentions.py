@@ -1,6 +1,7 @@
 """How write-back of several nodes works on one PFS: a batch is announced before the PFS is touched, and settled when the PFS shows it.
 
-Announced is every name that changes: `x/` says who is about to change it and what it will show then. The announcement passes only while
+Announced is every name that changes: `x/` says who is about to change it and what it will show then, and every inode that gets or loses a
+name: `f/` says who is at it. The announcement passes only while
 all that the batch was planned on is as it was read; so no two nodes ever act on one name, and nobody publishes a name that another has
 taken away. What an intention says of a node that is gone is settled by whoever needs the name, by what the PFS shows.
 If we die here: the batch is in the catalog with its intentions in the store; the next mover finds out by them how far it came.
@@ -39,13 +40,13 @@ def _subjects(db: Database, batch: Batch) -> set[int]:
 
 def announce(db: Database, store: Store, truth: Truth, batch: Batch, instance: str) -> None:
     """Say what is about to be done. Raises Busy when something that it was planned on is not so any more, and Unreachable."""
-    keys = places(batch)
+    keys = [*places(batch), *(Key(SHOWN, inode) for inode in sorted(_subjects(db, batch)))]
     compares = [_unchanged(truth, key) for key in keys]
-    compares += [_unchanged(truth, Key(SHOWN, inode)) for inode in _subjects(db, batch) if Key(SHOWN, inode) in truth.told]
     for show in batch.shows:
         if show.inode is not None and truth.child((show.at.parent, show.at.name)) == show.inode:
             compares.append(_unchanged(truth, Key(NAME, show.at.parent, show.at.name)))
-    values = {key: _intention(db, batch, instance, key) for key in keys}
+    mine = {"by": identity.number(db), "of": instance, "batch": batch.last}
+    values = {key: _intention(db, batch, key) | mine if key.kind == PLACE else (truth.value(key) or {"names": []}) | mine for key in keys}
     changes = [Put(kinds.wire(key), kinds.pack(value) or b"") for key, value in values.items()]
     outcome = store.commit(compares, changes, reading.gets(keys))
     if outcome.succeeded:
@@ -64,10 +65,9 @@ def _unchanged(truth: Truth, key: Key) -> Compare:
     return Compare(kinds.wire(key), Target.MOD, "=", truth.revision(key))
 
 
-def _intention(db: Database, batch: Batch, instance: str, key: Key) -> Value:
+def _intention(db: Database, batch: Batch, key: Key) -> Value:
     show = next(show for show in batch.shows if (show.at.parent, show.at.name) == (key.number, key.name))
     value = kinds.read(db, key) or {"inode": 0}
-    value |= {"by": identity.number(db), "of": instance, "batch": batch.last}
     if show.inode is not None:
         value |= {"next": show.inode, "ino": show.mark.ino}
         row = next((row for row in batch.published if row.inode == show.inode), None)
@@ -134,6 +134,9 @@ def _afterwards(db: Database, batch: Batch, found: FoundAt, keys: Iterable[Key])
 def decide(store: Store, key: Key, told: Seen, found: int | None) -> None:
     """Settle the intention of a node that is gone: the PFS shows a thing of the number `found` under that name, None for nothing."""
     value = told.content or {}
+    if key.kind == SHOWN:
+        _release(store, key, told)
+        return
     before, after = value.get("inode", 0), value.get("next", 0)
     name = [key.number, key.name.decode("latin-1")]
     shows = after if found == (value.get("ino") if after else None) else before
@@ -141,7 +144,7 @@ def decide(store: Store, key: Key, told: Seen, found: int | None) -> None:
     compares = [Compare(kinds.wire(key), Target.MOD, "=", told.revision)]
     subjects = [Key(SHOWN, inode) for inode in sorted({before, after} - {0})]
     for subject, one in reading.answers(subjects, store.read(reading.gets(subjects))).items():
-        now = one.seen.content or {"names": []}
+        now = _plain(one.seen.content or {"names": []})
         now["names"] = sorted([*(other for other in now["names"] if other != name), *([name] if subject.number == shows else [])])
         if subject.number == shows == after and "published" in value:
             now["published"] = value["published"]
@@ -149,3 +152,14 @@ def decide(store: Store, key: Key, told: Seen, found: int | None) -> None:
         changes.append(Put(wire, kinds.pack(now) or b"") if now["names"] else Delete(wire))
         compares.append(Compare(wire, Target.MOD, "=", one.seen.revision))
     store.commit(compares, changes)
+
+
+def _release(store: Store, key: Key, told: Seen) -> None:
+    """What the PFS shows of an inode was in the hands of a node that is gone; of its names each is decided by itself."""
+    value, wire = _plain(told.content or {"names": []}), kinds.wire(key)
+    change: Operation = Put(wire, kinds.pack(value) or b"") if value["names"] else Delete(wire)
+    store.commit([Compare(wire, Target.MOD, "=", told.revision)], [change])
+
+
+def _plain(value: Value) -> Value:
+    return {name: held for name, held in value.items() if name not in {"by", "of", "batch"}}

@@ -173,6 +173,15 @@ class Truth:
         value = self.value(Key(PLACE, *name))
         return value if value is not None and "by" in value else None
 
+    def in_hand(self, inode: int) -> bool:
+        """Whether a node is about to change what the PFS shows of an inode."""
+        return "by" in (self.value(Key(SHOWN, inode)) or {})
+
+    def intentions(self) -> list[tuple[Key, int]]:
+        """All that were read: of which name or inode, by which node."""
+        values = [(key, one.seen.content or {}) for key, one in self.told.items() if key.kind in {PLACE, SHOWN}]
+        return [(key, int(value["by"])) for key, value in values if "by" in value]
+
     def names(self, inode: int) -> list[Name]:
         """All names of an inode."""
         value = self.value(Key(INODE, inode))

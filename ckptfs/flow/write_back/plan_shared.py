@@ -57,7 +57,8 @@ class SharedPlanner(Planner):
             "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
             "content": self._shared_content, "synced": self._shared_content,
         }[row.op]  # fmt: skip
-        if any(self._truth.intended(name) for name in {*names_of(row), *self.view.names(row.inode)}):
+        names = {*names_of(row), *self.view.names(row.inode)}
+        if self._truth.in_hand(row.inode) or any(self._truth.intended(name) for name in names):
             self.blocked = True
             return False
         for name in {*names_of(row), *self.view.pending_names(row.inode)}:
@@ -182,7 +183,7 @@ class SharedPlanner(Planner):
     def _agree(self, inode: int) -> bool:
         """Plan that the PFS shows an inode under the names that it has. False: not yet."""
         self._truth.demand(inode)
-        if inode in self._agreeing:
+        if inode in self._agreeing or self._truth.in_hand(inode):
             self.blocked = True
             return False
         self._agreeing.add(inode)

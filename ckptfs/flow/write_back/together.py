@@ -134,19 +134,15 @@ class Together:
 
     def _decide_for_the_dead(self) -> bool:
         """Settle intentions of nodes that do not live, or of a former catalog of this one; whether there were any."""
-        intended = [
-            (key, value) for key in self._truth.told if key.kind == PLACE and (value := self._truth.intended((key.number, key.name)))
-        ]
+        intended = self._truth.intentions()
         if not intended:
             return False
-        others = sorted({value["by"] for _, value in intended} - {self._around.number})
-        alive = membership.living(self._around.store, others)
-        done = False
-        for key, value in intended:
-            if value["by"] not in alive:
-                intentions.decide(self._around.store, key, self._truth.told[key].seen, self._number_at((key.number, key.name)))
-                done = True
-        return done
+        alive = membership.living(self._around.store, sorted({number for _, number in intended} - {self._around.number}))
+        gone = [key for key, number in intended if number not in alive]
+        for key in gone:
+            found = self._number_at((key.number, key.name)) if key.kind == PLACE else None
+            intentions.decide(self._around.store, key, self._truth.told[key].seen, found)
+        return bool(gone)
 
     def _number_at(self, name: Name) -> int | None:
         """st_ino of what the PFS shows under a name."""
