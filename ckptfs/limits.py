@@ -116,6 +116,8 @@ AHEAD_IDLE_S = 0.5
 DOUBTED_MAX = 10_000
 # What lies here is compared with the store so often; what came less than so long ago is left alone.
 RECONCILE_INTERVAL_S = 1800.0
+# Files whose content may be lost with a node that died are looked at again so often, while that is not decided.
+FALL_BACK_LOOK_S = 2.0
 RECONCILE_AGE_S = 60.0
 # A copy that is one too many, or of an older generation, is kept so long for whoever reads it again, or its next generation.
 SPARE_KEPT_S = 600.0

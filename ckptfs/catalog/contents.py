@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs.catalog import identity, journal
+from ckptfs.catalog import former, identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, inode_of
 from ckptfs.model import ContentState, Inode, Tier
@@ -70,6 +70,7 @@ def begin(db: Database, inode: int, tier: Tier, *, reserved: int | None = None, 
     `changed_ns`: the file's bytes changed then. Not given, its times stay.
     """
     now = time.time_ns()
+    former.supersede(db, inode)
     if reserved is None:
         content = db.insert(
             "INSERT INTO content (id, inode, generation, state, change) SELECT ?, id, generation + 1, 0, 1 FROM inode WHERE id = ?",
@@ -169,8 +170,11 @@ def is_current(db: Database, inode: int, content: int) -> bool:
 
 
 def doom_all(db: Database, inode: int) -> list[int]:
-    """No name and no handle leads to `inode` any more: its contents go. The ids of these contents."""
-    contents = [row[0] for row in db.rows("SELECT id FROM content WHERE inode = ? AND state <> 3", inode)]
+    """No name and no handle leads to `inode` any more: its contents go. The ids of these contents. What may be what another file held
+    before stays until the store was asked.
+    """
+    rows = db.rows("SELECT id FROM content WHERE inode = ? AND state <> 3 AND (peer = 0 OR former_ns IS NULL)", inode)
+    contents = [row[0] for row in rows]
     for content in contents:
         doom(db, content)
     return contents

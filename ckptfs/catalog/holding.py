@@ -42,6 +42,16 @@ def held_after(db: Database, after: int, at_most: int) -> list[Content]:
     return [_content(row) for row in rows]
 
 
+def sealed_after(db: Database, after: int, at_most: int) -> list[Content]:
+    """Contents of which a copy that counts lies here, whoever wrote them, in the order of their ids."""
+    rows = db.rows(
+        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.id > ?"
+        " AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
+        after, at_most,
+    )  # fmt: skip
+    return [_content(row) for row in rows]
+
+
 def held(db: Database) -> tuple[int, int]:
     """(files, bytes) of other nodes' contents of which a verified copy lies here."""
     files, size = db.row(
@@ -82,6 +92,23 @@ def hear(db: Database, heard: Heard) -> bool:
             " change = change + 1 WHERE id = ?",
             heard.inode, heard.generation, heard.state, heard.size, heard.digest, heard.blocks or blocks, heard.content,
         )  # fmt: skip
+        return True
+
+
+def fall_back(db: Database, seen: Content, to: Heard, tier: Tier | None) -> bool:
+    """The writer of what is closed and not sealed is gone, and nobody can have it: the file holds what was verified of it last. `tier`
+    has that here, as an OLDER copy. False, and nothing changed, when the content has moved on.
+    """
+    with db.change():
+        if not seen.peer or db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change):
+            return False
+        db.run(
+            "UPDATE content SET generation = ?, state = 2, size = ?, digest = ?, blocks = ?, change = change + 1 WHERE id = ?",
+            to.generation, to.size, to.digest, to.blocks, seen.id,
+        )  # fmt: skip
+        if tier is not None:
+            db.run("UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ? AND state = 3", time.time_ns(), seen.id, tier)
+            tell_again(db, seen.id)
         return True
 
 
@@ -209,9 +236,12 @@ def disown(db: Database, content: Content) -> bool:
 
 
 def older(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
-    """Contents of which a former generation lies in `tier` that nobody has open, and that became one before `before_ns`."""
+    """Contents of which a former generation lies in `tier` that nobody has open, and that became one before `before_ns`. As long as its
+    successor is not sealed it may be all that is left.
+    """
     rows = db.rows(
         "SELECT content FROM copy WHERE tier = ? AND state = 3 AND used_ns < ?"
+        " AND NOT EXISTS (SELECT 1 FROM content k WHERE k.id = copy.content AND k.state = 1)"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = copy.content) LIMIT ?",
         tier, before_ns, at_most,
     )  # fmt: skip

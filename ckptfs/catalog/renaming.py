@@ -8,7 +8,7 @@ If we die here: the transaction was committed or it was not.
 import errno
 import time
 
-from ckptfs.catalog import journal
+from ckptfs.catalog import former, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.directories import Unvisited, demand_empty, is_inside
 from ckptfs.catalog.namespace import demand_free, drop_name, find, get, lookup, name_checked
@@ -79,6 +79,7 @@ def _demand_replaceable(db: Database, source: Inode, target: Inode) -> None:
 def _move(db: Database, parent: int, name: bytes, source: Inode, new_parent: int, new_name: bytes, target: Inode | None) -> None:
     now = time.time_ns()
     if target is not None:
+        former.inherit(db, target, source)
         db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
         db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", source.id, new_parent, new_name)
         drop_name(db, target, now)
@@ -115,4 +116,3 @@ def _changed(db: Database, now: int, parent: int, links: int, new_parent: int, n
 def _settle_down(db: Database, now: int, inode: Inode, directory: int) -> None:
     """What was renamed lies in `directory` now."""
     db.run("UPDATE inode SET ctime_ns=?, parent=? WHERE id=?", now, directory if inode.is_directory else 0, inode.id)
-

@@ -22,8 +22,10 @@ CREATE TABLE inode (
     generation INTEGER NOT NULL DEFAULT 0, -- files: the number of the current generation
     parent INTEGER NOT NULL DEFAULT 0,   -- directories: the directory that holds it; 0 for all others
     complete INTEGER NOT NULL DEFAULT 1, -- directories: 0 while it lies on the PFS and was not imported yet
-    visited_ns INTEGER NOT NULL DEFAULT 0 -- directories: when the PFS was last compared with it
+    visited_ns INTEGER NOT NULL DEFAULT 0, -- directories: when the PFS was last compared with it
+    missed TEXT                          -- files that show a former content, since the newer one was on a dead node only: JSON of catalog/former.py
 );
+CREATE INDEX inode_missed ON inode (id) WHERE missed IS NOT NULL;
 CREATE INDEX inode_unlinked ON inode (id) WHERE nlink = 0;
 CREATE INDEX inode_visited ON inode (visited_ns) WHERE mode & 61440 = 16384; -- directories, the longest unvisited first
 
@@ -54,7 +56,8 @@ CREATE TABLE content (
     closed_ns INTEGER NOT NULL DEFAULT 0, -- when its last writer closed it
     peer INTEGER NOT NULL DEFAULT 0,     -- 1: another node wrote this generation, and the row is what was last heard of it
     lacking INTEGER NOT NULL DEFAULT 0,  -- 1: sealed, and more nodes may have to hold a copy of it
-    told INTEGER NOT NULL DEFAULT 0      -- a peer's: the cluster's store has been told of the copy here: 0 no, 1 yes, 2 has to be, 3 has to be taken back
+    told INTEGER NOT NULL DEFAULT 0,     -- a peer's: the cluster's store has been told of the copy here: 0 no, 1 yes, 2 has to be, 3 has to be taken back
+    former_ns INTEGER                    -- other nodes had it, and the file holds a newer one that they have not: the file's mtime with this one
 );
 CREATE INDEX content_inode ON content (inode);
 -- One for each state that somebody waits on, so that a content enters none of them when it is begun.

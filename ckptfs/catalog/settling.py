@@ -107,7 +107,7 @@ def seal(db: Database, seals: Iterable[Seal]) -> list[Seal]:
 def doom_older(db: Database, inode: int, newer: int) -> int:
     """Doom what `inode` held before its sealed content `newer`, except what somebody still has open. How many went."""
     return db.run(
-        "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4)"
+        "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4) AND former_ns IS NULL"
         " AND generation < (SELECT generation FROM content WHERE id = ?2)"
         " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
         " AND NOT EXISTS (SELECT 1 FROM inode WHERE inode.content = content.id)",

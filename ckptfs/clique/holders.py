@@ -10,6 +10,7 @@ import contextlib
 import json
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptfs import limits
 from ckptfs.catalog import holding, peers
@@ -30,6 +31,10 @@ class Shared:
     heard: Heard | None
     copies: tuple[PeerCopy, ...]
     items: tuple[Item, ...] = ()
+    former_ns: int | None = None
+    """It is what its file held before, kept for the case that what it holds now is lost: the time of change that it had with this."""
+    lost: bool = False
+    """Its writer lives and has it no more."""
 
     @property
     def holders(self) -> list[int]:
@@ -71,15 +76,39 @@ def read(store: Store, contents: Sequence[int]) -> dict[int, Shared]:
     return {number: shared(number, results[2 * place], results[2 * place + 1]) for place, number in enumerate(contents)}
 
 
-def files(store: Store, inodes: Sequence[int]) -> dict[int, int | None]:
-    """What these files hold now, as the store says: content ids, None for nothing. Files that are gone are left out."""
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file as the store has it: `content` is what it holds, None for nothing; `missed` what catalog/former.py says of it, if anything."""
+
+    content: int | None
+    value: dict[str, Any]
+    item: Item
+
+    @property
+    def missed(self) -> dict[str, Any] | None:
+        """What it should hold and does not."""
+        raw = self.value.get("missed")
+        return None if raw is None else dict(json.loads(raw))
+
+
+def files(store: Store, inodes: Sequence[int]) -> dict[int, File]:
+    """These files as the store has them. Files that are gone are left out."""
     results = store.read([Get(b"i/%016x" % inode) for inode in inodes]).results if inodes else ()
-    found: dict[int, int | None] = {}
+    found: dict[int, File] = {}
     for inode, items in zip(inodes, results, strict=True):
         if items:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                found[inode] = json.loads(items[0].value)["content"]
+                value = json.loads(items[0].value)
+                found[inode] = File(value["content"], value, items[0])
     return found
+
+
+def shown_generation(store: Store, inode: int) -> int | None:
+    """Which generation of a file the PFS shows, as the store says; None: it shows none."""
+    (items,) = store.read([Get(b"f/%016x" % inode)]).results
+    with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+        return int(json.loads(items[0].value)["published"][0])
+    return None
 
 
 def refresh(db: Database, store: Store, contents: Sequence[int], here: int) -> dict[int, Shared]:
@@ -162,7 +191,7 @@ def shared(number: int, written: Sequence[Item], told: Sequence[Item]) -> Shared
         digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
         is_open = value["state"] == ContentState.OPEN
         heard = Heard(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest, open=is_open)
-        return Shared(int(value["node"]), heard, copies, items)
+        return Shared(int(value["node"]), heard, copies, items, value.get("former_ns"), value["state"] == ContentState.LOST)
     except (ValueError, KeyError, TypeError):
         return Shared(None, None, copies, items)
 

@@ -9,13 +9,16 @@ left alone: its writer may not have told of it yet.
 
 import errno
 import logging
+import os
 import time
+from dataclasses import replace
 
 from ckptfs import disk, limits
 from ckptfs.catalog import holding, identity, peers, settling
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing import falling_back
 from ckptfs.clique import holders, placement
-from ckptfs.clique.holders import Shared
+from ckptfs.clique.holders import File, Shared
 from ckptfs.clique.membership import Node, World
 from ckptfs.clique.peers import PeerFailed, PeerRefused
 from ckptfs.clique.surroundings import Surroundings
@@ -84,15 +87,16 @@ class Reconcile:
     # --- what is held for others -------------------------------------------------------------------------------------
 
     def _look_at_held(self, batch: list[Content], *, young: bool = False) -> None:
-        told, files = self._ask(batch)
-        replaced = self._sealed_successors(batch, files)
+        batch, told, files = self._ask(batch)
+        replaced = self._sealed_successors(batch, told, files)
         for content in batch:
             shared = told[content.id]
             age_s = (time.time_ns() - holding.unused_since(self._db, content.id)) / 1e9
             if not young and age_s < limits.RECONCILE_AGE_S:
                 continue
             if shared.heard is None:
-                gone = content.inode not in files and self._nobody_knows(content, age_s)
+                replaced_there = content.inode not in files or files[content.inode].content != content.id
+                gone = replaced_there and self._nobody_knows(content, age_s)
             else:
                 gone = content.inode not in files or content.id in replaced
             if gone:
@@ -102,19 +106,35 @@ class Reconcile:
             elif age_s > limits.SPARE_KEPT_S and self._is_spare(content, shared):
                 self._release(content, shared)
 
-    def _ask(self, batch: list[Content]) -> tuple[dict[int, Shared], dict[int, int | None]]:
-        """What the store says of contents and of their files; the catalog learns of newer generations by it."""
+    def _ask(self, batch: list[Content]) -> tuple[list[Content], dict[int, Shared], dict[int, File]]:
+        """The contents with the files to which they belong by now, and what the store says of both; the catalog learns of newer
+        generations by it.
+        """
         around = self._around
         told = holders.refresh(self._db, around.store, [content.id for content in batch], around.number)
-        return told, holders.files(around.store, sorted({content.inode for content in batch}))
+        heard = {number: shared.heard for number, shared in told.items()}
+        batch = [content if (known := heard[content.id]) is None else replace(content, inode=known.inode) for content in batch]
+        return batch, told, holders.files(around.store, sorted({content.inode for content in batch}))
 
-    def _sealed_successors(self, batch: list[Content], files: dict[int, int | None]) -> set[int]:
-        """Contents whose files have another one now, which is sealed: until then the former one stays (P5)."""
-        successors = {content.id: now for content in batch if (now := files.get(content.inode)) not in (None, content.id)}
-        wanted = sorted({now for now in successors.values() if now is not None})
-        shared = holders.read(self._around.store, wanted)
-        sealed = {number for number, one in shared.items() if one.heard is not None and one.heard.digest is not None}
-        return {content for content, now in successors.items() if now in sealed}
+    def _sealed_successors(self, batch: list[Content], told: dict[int, Shared], files: dict[int, File]) -> set[int]:
+        """Contents whose files have another one now, which is sealed, and on other nodes where this one was: until then the former one
+        stays (P5). So does what a file should hold.
+        """
+        holding_now = {content.id: files[content.inode] for content in batch if content.inode in files}
+        successors = {number: file.content for number, file in holding_now.items() if file.content not in (None, number)}
+        shared = holders.read(self._around.store, sorted({now for now in successors.values() if now is not None}))
+        return {
+            number
+            for number, now in successors.items()
+            if now is not None and (holding_now[number].missed or {}).get("content") != number and self._succeeds(told[number], shared[now])
+        }
+
+    def _succeeds(self, former: Shared, now: Shared) -> bool:
+        if now.heard is None or now.heard.digest is None:
+            return False
+        if self._around.factor < 2 or (former.former_ns is None and former.writer == now.writer):
+            return True
+        return any(node in self._around.see() for node in now.holders if node != now.writer)
 
     def _nobody_knows(self, content: Content, age_s: float) -> bool:
         """The store never heard of a content: its writer may be an island. Whether that one is gone, or has it no more."""
@@ -178,8 +198,8 @@ class Reconcile:
     # --- this node's own ---------------------------------------------------------------------------------------------
 
     def _look_at_own(self, batch: list[Content]) -> None:
-        told, files = self._ask(batch)
-        replaced = self._sealed_successors(batch, files)
+        batch, told, files = self._ask(batch)
+        replaced = self._sealed_successors(batch, told, files)
         for content in batch:
             shared = told[content.id]
             if holding.is_untold(self._db, content.id):
@@ -188,6 +208,8 @@ class Reconcile:
                 holding.disown(self._db, content)  # Another node finished what this one had begun.
             elif not holding.was_shared(self._db, content.inode):
                 continue  # What the store does not know was not told yet.
+            elif (file := files.get(content.inode)) is not None and (file.missed or {}).get("content") == content.id:
+                self._put_beside(content, file)
             elif (content.inode not in files or content.id in replaced) and holding.settle_fate(self._db, content, gone=True):
                 self._dropped += 1
                 self._notify.work()
@@ -201,6 +223,16 @@ class Reconcile:
         if silent:
             peers.doubt_copies(self._db, content, silent)
             self._notify.work()
+
+    def _put_beside(self, content: Content, file: File) -> None:
+        """Others took what is here for lost, and show a former content. Where the file was written since, both stay."""
+        missed = file.missed or {}
+        if (file.content, file.value["generation"]) in ((missed["shows"], missed["shown"]), (content.id, content.generation)):
+            return
+        label = self._around.see().by_number[self._around.number].name
+        name = falling_back.put_beside(self._db, content, {**file.value, "missed_mtime_ns": missed["mtime_ns"]}, label)
+        if name is not None:
+            log.info("what others missed and wrote anew is beside it, as %s", os.fsdecode(name))
 
     def _drop_older(self) -> None:
         """Former generations that lend their blocks to nobody."""

@@ -15,6 +15,7 @@ from ckptfs.clique.membership import Change
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.flow.ahead import Ahead
+from ckptfs.flow.fall_back import FallBack
 from ckptfs.flow.hold import Hold
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.repair import Repair
@@ -61,6 +62,7 @@ class Neighbours:
         self._tell = Tell(db, self.around)
         self._repair = Repair(db, notify, self.around)
         self._take_over = TakeOver(db, notify, self.around)
+        self._fall_back = FallBack(db, notify, self.around)
         self._reconcile = Reconcile(db, places, notify, self.around, self._hold.doubted)
         self._secure = Secure(db, places, notify, self.around)
         self._ahead = Ahead(db, places, self.around)
@@ -69,7 +71,7 @@ class Neighbours:
         """(name, flow) of every lane that only a cluster has."""
         return [
             ("replicate", self._replicate), ("tell", self._tell), ("repair", self._repair), ("reconcile", self._reconcile),
-            ("hold", self._hold), ("ahead", self._ahead),
+            ("fall-back", self._fall_back), ("hold", self._hold), ("ahead", self._ahead),
             *([("take over", self._take_over)] if self._config.pfs is not None else ()),
             *((f"secure {number}", self._secure) for number in range(1, limits.SECURES_MAX + 1)),
         ]  # fmt: skip

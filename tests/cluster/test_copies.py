@@ -79,3 +79,33 @@ def test_a_file_that_is_written_again_is_never_served_old(memory: ClusterUnderTe
         assert path[1].read_bytes() == b"new" * SIZE
         assert path[2].read_bytes() == b"new" * SIZE
         memory[0].start()
+
+
+@pytest.mark.parametrize("how", ["truncated", "renamed"])
+def test_a_newer_content_that_dies_with_its_node_does_not_take_the_former_one_along(memory: ClusterUnderTest, how: str) -> None:
+    """P5, P9: the newer one was closed, and could not travel; the former one had reached the clique."""
+    memory.expect_warning("does not answer|has died|is gone|not reach|cannot be reached|lost|took over|no longer|cannot be read")
+    with limited(memory):
+        home = memory[0].path / how
+        home.mkdir()
+        (home / "file").write_bytes(former := os.urandom(SIZE))
+        changed_ns = (home / "file").stat().st_mtime_ns
+        wait_for(home, "clique")
+        memory[0].slow(1_000_000)
+        if how == "truncated":
+            (home / "file").write_bytes(os.urandom(2 * SIZE))
+        else:
+            (home / "file.tmp").write_bytes(os.urandom(2 * SIZE))
+            (home / "file.tmp").rename(home / "file")
+        memory[0].wipe(nvme=True)
+        survivors = [memory[1].path / how / "file", memory[2].path / how / "file"]
+        for path in survivors:
+            eventually(lambda path=path: path.stat().st_size == SIZE, what="the survivors show the former content")
+            assert path.read_bytes() == former and path.stat().st_mtime_ns == changed_ns
+        told = "".join(node.log + node.command("status", node.path, check=False).stdout for node in memory.nodes[1:])
+        assert f"{how}/file shows its former content" in told and "the file shows its former content" in told
+        wait_for(survivors[0], "clique")
+        memory[0].mend()
+        memory[0].start()
+        assert (home / "file").read_bytes() == former
+        wait_for(memory[0].path, "clique")

@@ -115,7 +115,7 @@ def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why
 
 
 def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
-    """The former content stays until its successor is sealed."""
+    """The former content stays until its successor is sealed and has reached another node."""
     cluster = Cluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster)
@@ -127,6 +127,9 @@ def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
     sweep(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
     cluster.put(f"c/{newer:016x}", sealed)
+    sweep(two)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "no other node has its successor"
+    cluster.put(f"p/{newer:016x}/00000002", {"generation": 9, "digest": "00" * 16})
     for node in (one, two):
         sweep(node)
         assert content not in node.files(Tier.RAM)

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 from ckptfs import limits
+from ckptfs.catalog import former
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, merging, seen, touching
 from ckptfs.catalog.sharing.kinds import INODE, NAME, TIMES, Key
@@ -89,6 +90,7 @@ def apply(db: Database, key: Key, now: Seen, asked: int, recent: Recent, written
 def gone(db: Database, inode: int, asked: int, recent: Recent) -> None:
     """An inode is not in the store any more: here it stays without a name until the kernel forgets it."""
     kinds.write(db, Key(INODE, inode), None)
+    former.gone_elsewhere(db, inode)
     for key in (Key(INODE, inode), Key(TIMES, inode)):
         seen.put(db, key, seen.NEVER)
         recent.gone(key, asked)

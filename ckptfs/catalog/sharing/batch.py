@@ -182,12 +182,14 @@ class _Builder:
             self._batch.emptied.add(key.number)
             self._batch.more.append(Delete(kinds.wire(Key(TIMES, key.number))))
         elif now is None and before is not None and before["content"] is not None:
-            self._forget_content(before["content"])
+            self._forget_content(key.number, before["content"])
         elif now is not None and before is not None and kind == stat.S_IFDIR and now["parent"] != before["parent"]:
             self._demand_ancestors(now)
 
-    def _forget_content(self, content: int) -> None:
-        """The file's last name goes: with it what its bytes were, and who has copies of them."""
+    def _forget_content(self, inode: int, content: int) -> None:
+        """The file's last name goes: with it what its bytes were, and who has copies of them, unless they are what its heir held before."""
+        if self._db.value("SELECT 1 FROM content WHERE id = ? AND inode <> ? AND former_ns IS NOT NULL", content, inode):
+            return
         copies = kinds.wire(Key(CONTENT, content)).replace(b"c/", b"p/", 1) + b"/"
         self._batch.more.append(Delete(copies, prefix_end(copies)))
         key = Key(CONTENT, content)

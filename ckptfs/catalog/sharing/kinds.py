@@ -33,14 +33,14 @@ LAST = "w"
 
 FIELDS = (
     "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "target", "content", "generation",
-    "parent", "complete",
+    "parent", "complete", "missed",
 )  # fmt: skip
 FILE_ONLY = ("size", "mtime_ns", "ctime_ns")
 """What a directory keeps under `m/` or has not: many nodes make names in one directory without contending."""
 
 _INODE = f"SELECT {', '.join(FIELDS)} FROM inode WHERE id = ?"
 _CONTENT = (
-    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns FROM content k JOIN inode i ON i.id = k.inode"
+    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.former_ns FROM content k JOIN inode i ON i.id = k.inode"
     " WHERE k.id = ? AND k.peer = 0 AND k.state <> 3 AND i.nlink > 0"
 )
 
@@ -104,6 +104,8 @@ def _inode_value(db: Database, number: int, _: bytes) -> Value | None:
         value["names"] = names_of(db, number)
         if not value["names"]:
             return None
+    if value["missed"] is None:
+        del value["missed"]
     if value["target"] is not None:
         value["target"] = bytes(value["target"]).decode("latin-1")
     xattrs = db.rows("SELECT name, value FROM xattr WHERE inode = ?", number)
@@ -171,9 +173,10 @@ def _content_value(db: Database, number: int, _: bytes) -> Value | None:
     if row is None:
         return None
     digest = None if row[4] is None else bytes(row[4]).hex()
+    former = {} if row[6] is None else {"former_ns": row[6]}
     return {
         "node": identity.number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
-        "closed_ns": row[5],
+        "closed_ns": row[5], **former,
     }  # fmt: skip
 
 
@@ -193,7 +196,7 @@ def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> No
         db.run("UPDATE inode SET nlink = 0 WHERE id = ?", number)
         return
     target = value["target"]
-    columns = {**value, "target": None if target is None else target.encode("latin-1")}
+    columns = {"missed": None, **value, "target": None if target is None else target.encode("latin-1")}
     columns.pop("xattrs", None)
     if (names := columns.pop("names", None)) is not None:
         columns["nlink"] = len(names)

@@ -19,8 +19,8 @@ NO_NAME = "x''"
 _ROW_NODE = "(SELECT value FROM meta WHERE key = 'number')"
 _ROW_NAME = "CAST((SELECT substr(value, 1, 8) FROM meta WHERE key = 'instance') || printf('-%016x', {}.seq) AS BLOB)"
 
-_WATCHED = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, complete"
-_CONTENT = "inode, generation, state, size, digest, peer"
+_WATCHED = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, complete, missed"
+_CONTENT = "inode, generation, state, size, digest, peer, former_ns"
 
 
 def _trigger(name: str, event: str, when: str, *keys: tuple[str, str, str]) -> str:

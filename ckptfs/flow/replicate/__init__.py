@@ -11,7 +11,7 @@ import os
 import threading
 
 from ckptfs import disk
-from ckptfs.catalog import peers, report, settling
+from ckptfs.catalog import former, peers, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peers import PeerCopy
 from ckptfs.clique import holders, placement
@@ -105,6 +105,7 @@ class Replicate:
         if not wanted:
             if not on_way:
                 peers.satisfied(self._db, content)
+                former.expire(self._db, content)
             return
         avoided = self._avoiding.nodes(content.id)
         for node in placement.wanted(self._without(world, avoided), has, around.number, around.factor, around.jump) if avoided else wanted:
@@ -194,6 +195,7 @@ class Replicate:
         has = {around.number, *peers.elsewhere(self._db, content)}
         if not placement.wanted(around.see(), has, around.number, around.factor, around.jump):
             peers.satisfied(self._db, content)
+            former.expire(self._db, content)
             self._notify.work()
 
     def _doubt(self, node: Node, content: Content, tier: Tier, failure: PeerLied) -> None:

@@ -1,0 +1,55 @@
+"""Owns `content.former_ns`: what a file held before, kept until what it holds now survives this node's death, too (P5, P9).
+
+A content that other nodes had verified becomes a former one when its file is written anew, or when another file takes its file's name: it
+belongs to that file then. It goes when what the file holds now lies on other nodes, or whole on the PFS. Until then `c/` says that it is
+one, and its holders keep it. Without a cluster no content ever is one. Functions that change something join the caller's transaction.
+If we die here: SQLite undoes the unfinished change.
+"""
+
+from ckptfs import lifecycle
+from ckptfs.catalog import peers, settling
+from ckptfs.catalog.database import Database
+from ckptfs.model import Content, Inode
+
+_ELSEWHERE = (
+    "EXISTS (SELECT 1 FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = content.id AND o.generation = content.generation"
+    " AND o.digest = content.digest AND n.alive = 1 AND n.here = 0)"
+)
+
+
+def supersede(db: Database, inode: int) -> None:
+    """What this file holds is about to be the former content of it."""
+    if db.clustered and peers.factor(db) > 1:
+        db.run(
+            "UPDATE content SET former_ns = (SELECT mtime_ns FROM inode WHERE id = ?1)"
+            f" WHERE id = (SELECT content FROM inode WHERE id = ?1) AND state = 2 AND former_ns IS NULL AND {_ELSEWHERE}",
+            inode,
+        )
+
+
+def gone_elsewhere(db: Database, inode: int) -> None:
+    """Another node took this file's last name away: what lies here of it may be what another file held before. The store knows."""
+    db.run("UPDATE content SET former_ns = 0 WHERE inode = ? AND peer = 1 AND former_ns IS NULL", inode)
+
+
+def inherit(db: Database, replaced: Inode, heir: Inode) -> None:
+    """The last name of one file becomes another one's: what this node wrote of the first is the former content of the other."""
+    if not db.clustered or replaced.nlink != 1 or not (replaced.is_file and heir.is_file) or heir.content is None:
+        return
+    if db.value(f"SELECT 1 FROM content WHERE id = ? AND state = 2 AND {_ELSEWHERE}", heir.content) is not None:
+        return  # It survives already.
+    supersede(db, replaced.id)
+    db.run("UPDATE content SET inode = ? WHERE inode = ? AND peer = 0 AND former_ns IS NOT NULL", heir.id, replaced.id)
+
+
+def expire(db: Database, now: Content) -> None:
+    """Doom what the file of `now` held before, when it holds that and it survives."""
+    if db.value("SELECT 1 FROM content WHERE inode = ? AND former_ns IS NOT NULL", now.inode) is None:
+        return
+    with db.change():
+        record = settling.record(db, now.id)
+        if settling.is_current(db, now) and (lifecycle.clique_whole(record) or lifecycle.published_whole(record)):
+            db.run(
+                "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id <> ? AND former_ns IS NOT NULL AND state <> 3",
+                now.inode, now.id,
+            )  # fmt: skip

@@ -1,0 +1,246 @@
+"""P5, P7, P9: what had reached other nodes is not lost with a newer content that only the node had which died."""
+
+import time
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, Node, around, level, replicate_of, until
+
+from ckptfs import disk, limits
+from ckptfs.catalog import namespace, renaming, settling
+from ckptfs.catalog.sharing import kinds
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key
+from ckptfs.catalog.store import Delete, Put
+from ckptfs.clique import holders
+from ckptfs.flow.drop import Drop
+from ckptfs.flow.fall_back import FallBack
+from ckptfs.flow.reconcile import Reconcile
+from ckptfs.flow.tell import Tell
+from ckptfs.model import ROOT, ContentState, Level, Tier
+
+OLD, NEW = b"old" * 3000, b"newer" * 4000
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for its time."""
+    for name in ("RECONCILE_AGE_S", "SPARE_KEPT_S"):
+        monkeypatch.setattr(limits, name, -1.0)
+    monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
+
+
+def publish(node: Node) -> None:
+    """All that the node's mount would have told."""
+    told = [Key(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
+    told += [Key(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0")]
+    for key in told:
+        value = kinds.pack(kinds.read(node.db, key))
+        node.cluster.store.commit([], [Delete(kinds.wire(key)) if value is None else Put(kinds.wire(key), value)])
+
+
+def replicated(cluster: Cluster) -> int:
+    """A file with copies on the first two nodes; its content."""
+    one, two = cluster.nodes[:2]
+    content = one.make(b"file", OLD)
+    one.seal()
+    publish(one)
+    send(one, content)
+    Tell(two.db, around(two)).step()
+    return content
+
+
+def send(node: Node, content: int) -> None:
+    flow = replicate_of(node)
+    until(lambda: level(node, content) is Level.CLIQUE, flow.step)
+    until(lambda: flow.in_flight() == (0, 0))
+    flow.step()
+    flow.close()
+
+
+def overwrite(node: Node, content: int, how: str) -> int:
+    """Write the file anew on this node, as programs do; the new content, which nobody else has."""
+    if how == "truncated":
+        newer = node.write(node.inode(content), NEW)
+    else:
+        newer = node.make(b"file.tmp", NEW)
+        with node.db.change():
+            replaced = renaming.rename(node.db, ROOT, b"file.tmp", ROOT, b"file")
+            assert replaced is not None and namespace.reap(node.db, [replaced.id]) == {replaced.id: []}
+        node.cluster.store.commit([], [Delete(b"i/%016x" % replaced.id)])
+    node.seal()
+    publish(node)
+    tidy(node)
+    return newer
+
+
+def tidy(node: Node) -> None:
+    """Everything that goes, goes."""
+    flow = Reconcile(node.db, node.places, node.told, around(node), node.hold.doubted)
+    while flow.step():
+        pass
+    Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
+
+
+def decide(node: Node) -> None:
+    flow = FallBack(node.db, node.told, around(node))
+    for _ in range(3):
+        while flow.step():
+            pass
+
+
+def file_of(cluster: Cluster, inode: int) -> holders.File:
+    return holders.files(cluster.store, [inode])[inode]
+
+
+HOW = pytest.mark.parametrize("how", ["truncated", "renamed"])
+
+
+@HOW
+@pytest.mark.parametrize("sealed", [True, False])
+def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, how: str, sealed: bool) -> None:
+    """P9: whole, with its size and time, and told to people; and it gets as many copies as before."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster)
+    newer = overwrite(one, content, how)
+    if not sealed:
+        row = one.db.value("SELECT inode FROM content WHERE id = ?", newer)
+        closed = {**(kinds.read(one.db, Key(CONTENT, newer)) or {}), "state": 1, "digest": None, "inode": row}
+        cluster.put(f"c/{newer:016x}", closed)
+    tidy(two)
+    decide(two)
+    inode = one.inode(newer)
+    assert file_of(cluster, inode).content == newer, "its writer lives"
+    one.kill()
+    for node in (three, two):
+        decide(node)
+    file = file_of(cluster, inode)
+    assert (file.content, file.value["size"], file.value["mtime_ns"]) == (content, len(OLD), 2)
+    assert file.missed is not None and file.missed["content"] == newer
+    shared = holders.read(cluster.store, [content])[content]
+    assert shared.writer == 2 and shared.heard is not None and shared.heard.inode == inode
+    assert two.data(content) == OLD and two.shown(inode) == content
+    assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 1
+    tidy(two)
+    send(two, content)
+    assert three.data(content) == OLD
+    decide(three)
+    assert file_of(cluster, inode).item == file.item
+
+
+@HOW
+def test_the_former_content_goes_when_the_newer_one_is_safe(tmp_path: Path, how: str) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    newer = overwrite(one, content, how)
+    tidy(two)
+    assert content in one.files(Tier.RAM) & two.files(Tier.RAM)
+    send(one, newer)
+    Tell(two.db, around(two)).step()
+    publish(one)
+    tidy(one)
+    send(one, newer)
+    tidy(two)
+    assert one.files(Tier.RAM) == two.files(Tier.RAM) == {newer}
+    one.kill()
+    decide(two)
+    assert file_of(cluster, one.inode(newer)).content == newer
+
+
+def test_what_no_other_node_had_is_not_kept(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, _ = cluster.nodes
+    content = one.make(b"file", OLD)
+    one.seal()
+    newer = overwrite(one, content, "truncated")
+    assert one.files(Tier.RAM) == {newer}
+
+
+@HOW
+def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> None:
+    """Nobody has written the file meanwhile: it holds what was closed last."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    newer = overwrite(one, content, how)
+    inode = one.inode(newer)
+    one.kill()
+    decide(two)
+    assert file_of(cluster, inode).content == content
+    one.revive()
+    tidy(one)
+    assert newer in one.files(Tier.RAM), "the others may want it"
+    decide(two)
+    file = file_of(cluster, inode)
+    assert (file.content, file.value["size"], file.missed) == (newer, len(NEW), None)
+    assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 0
+    tidy(two)
+    assert content in two.files(Tier.RAM), "it is the former content again"
+
+
+def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
+    """Both stay."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    newer = overwrite(one, content, "truncated")
+    inode = one.inode(newer)
+    one.kill()
+    decide(two)
+    third = two.write(inode, b"third")
+    two.seal()
+    publish(two)
+    assert file_of(cluster, inode).content == third
+    one.revive()
+    one.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    decide(two)
+    tidy(one)
+    assert file_of(cluster, inode).content == third
+    beside = namespace.find(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    assert beside is not None and (beside.content, beside.size) == (newer, len(NEW))
+    assert one.data(newer) == NEW and one.state(newer) is ContentState.SEALED
+
+
+def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
+    """What was told between looking and deciding stays."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    newer = overwrite(one, content, "truncated")
+    inode = one.inode(newer)
+    one.kill()
+    flow = FallBack(two.db, two.told, around(two))
+    read = two.store.read
+
+    def late(*arguments: object, **options: object) -> object:
+        found = read(*arguments, **options)  # type: ignore[arg-type]
+        cluster.put(f"i/{inode:016x}", {**file_of(cluster, inode).value, "ctime_ns": time.time_ns()})
+        return found
+
+    two.store.read = late  # type: ignore[method-assign,assignment]
+    while flow.step():
+        pass
+    assert file_of(cluster, inode).content == newer
+    two.store.read = read  # type: ignore[method-assign]
+    while flow.step():
+        pass
+    flow.step()
+    assert file_of(cluster, inode).content == content
+
+
+def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows here follow when somebody asks for the file; nothing of it goes meanwhile."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    newer = overwrite(one, content, "truncated")
+    one.kill()
+    monkeypatch.setattr(disk, "_fault", "fallback:shown=EIO")
+    monkeypatch.setattr(disk, "_counts", {}, raising=False)
+    with pytest.raises(OSError):
+        decide(two)
+    tidy(two)
+    assert file_of(cluster, one.inode(newer)).content == content and two.data(content) == OLD
+    row = settling.content(two.db, content)
+    assert row is not None and row.state is ContentState.SEALED
