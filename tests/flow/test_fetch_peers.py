@@ -11,7 +11,10 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, holding, settling, wants
 from ckptfs.clique import holders
 from ckptfs.clique.claims import Claim
+from ckptfs.errors import Busy
+from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.fetch.from_peers import FromPeers
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.secure import Secure
 from ckptfs.flow.tell import Tell
@@ -239,6 +242,30 @@ def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> 
     Tell(three.db, around(three)).step()
     two.kill()
     for node in (three, four):
+        assert bring(node, one.inode(content)).result == wants.HERE
+        assert node.data(content) == data
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: Path, first: int) -> None:
+    """P3, P9: it had told that there is more, closed and not sealed, of which nobody has anything now."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, _ = cluster.nodes
+    content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
+    secure = Secure(one.db, one.places, one.told, around(one))
+    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
+    Tell(two.db, around(two)).step()
+    with one.db.change():
+        contents.close(one.db, one.inode(content), content, len(data), 1, 2)
+    one.publish_shared(content)
+    cluster.cut.add("n1")
+    with pytest.raises(Busy):
+        FromPeers(two.db, two.places, around(two)).look(one.inode(content), lambda: None)
+    one.kill()
+    assert two.copies(content) == {Tier.RAM: CopyState.OLDER}
+    Evict(two.db, two.places, two.config, two.told)._drop_older(two.places[Tier.RAM])
+    for node in (cluster.nodes[first], cluster.nodes[3 - first]):
         assert bring(node, one.inode(content)).result == wants.HERE
         assert node.data(content) == data
 

@@ -10,12 +10,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import fetching, holding, peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Fetchable
 from ckptfs.catalog.holding import Heard
+from ckptfs.catalog.peers import PeerCopy
 from ckptfs.clique import holders
 from ckptfs.clique.holders import Shared
 from ckptfs.clique.membership import Node
@@ -23,13 +25,12 @@ from ckptfs.clique.peers import PeerFailed, Record
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, Unreachable
 from ckptfs.model import Content, ContentState, CopyState, Tier
-from ckptfs.tiers import removal, transfer
+from ckptfs.tiers import older, removal, transfer
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
 
 transfer.labels("gather:check")
-transfer.labels("gather:older")
 disk.labels("gather:reserved", "gather:write", "gather:fsync", "gather:directory", "gather:arrived")
 
 WIDTH = digest.BLOCK_DIGEST_BYTES
@@ -57,7 +58,11 @@ class FromPeers:
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
         writer = self._around.see().by_number.get(shared.writer)
-        if not (writer is not None and self._have_sealed(found.content, writer)) and not self._have_fsynced(found.content, shared):
+        if writer is not None and self._have_sealed(found.content, writer):
+            return fetching.look(self._db, inode)
+        # While its writer lives a file that was closed is what that one has, and nothing older.
+        is_closed = shared.heard is None or not shared.heard.open
+        if (is_closed and writer is not None) or not self._have_fsynced(found.content, shared):
             raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
         return fetching.look(self._db, inode)
 
@@ -79,14 +84,29 @@ class FromPeers:
         return record is not None and self._heard_of(record, writer)
 
     def _have_fsynced(self, content: Content, shared: Shared) -> bool:
-        """The last state of a file that was fsynced while it was open, from a node that verified it then. False: there is none."""
+        """The last state of a file that was verified before its writer died, here or on a node that lives. False: there is none."""
         for copy in sorted(shared.copies, key=lambda one: -one.generation):
+            if copy.node == self._around.number and self._have_older(content, copy):
+                return True
             for node in self._around.others([copy.node]):
                 try:
-                    return self._heard_of(self._around.peers.record(node, content.id, copy.digest), node)
+                    record = self._around.peers.record(node, content.id, copy.digest)
                 except PeerFailed as failure:
                     log.debug("%s does not tell of content %d: %s", node.name, content.id, failure)
+                    continue
+                with self._db.change():
+                    peers.peer_has(self._db, copy)
+                    return holding.fall_back(self._db, content, replace(_heard(record), generation=copy.generation), None)
         return False
+
+    def _have_older(self, content: Content, copy: PeerCopy) -> bool:
+        """The same, from what lies here."""
+        found = older.find(self._db, self._places, content.id, copy.digest)
+        if found is None:
+            return False
+        os.close(found.fd)
+        state = Heard(content.id, content.inode, copy.generation, found.size, copy.digest, found.blocks)
+        return holding.fall_back(self._db, content, state, found.place.tier)
 
     def _heard_of(self, record: Record, node: Node) -> bool:
         with self._db.change():

@@ -23,7 +23,7 @@ from ckptfs.flow.hold.arriving import Arriving
 from ckptfs.flow.hold.open_states import OpenStates
 from ckptfs.flow.hold.room import Room
 from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
-from ckptfs.tiers import transfer
+from ckptfs.tiers import older, transfer
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
@@ -208,8 +208,8 @@ class Hold:
             return
         mine = known.state is ContentState.CLOSED and not known.peer
         same = known.generation == offer.generation and known.digest in (None, offer.digest)
-        older = known.generation < offer.generation and not holding.is_untold(self._db, offer.content)
-        if known.state in (ContentState.OPEN, ContentState.DOOMED) or mine or not (same or older):
+        gives_way = known.generation < offer.generation and not holding.is_untold(self._db, offer.content)
+        if known.state in (ContentState.OPEN, ContentState.DOOMED) or mine or not (same or gives_way):
             raise Busy("the content moved on")
 
     def _kept(self, place: Place, fd: int, offer: Offer) -> bool:
@@ -270,6 +270,8 @@ class Hold:
         known = settling.content(self._db, number)
         if known is not None and known.state is ContentState.OPEN and (loan := self._open.lend(number, digest)) is not None:
             return loan
+        if known is not None and known.peer and known.state is ContentState.CLOSED and digest is not None:
+            return self._lend_older(known, digest)
         if known is None or known.state is not ContentState.SEALED or known.digest is None or digest not in (None, known.digest):
             raise _not_here(known, f"content {number} is not here, or not in that state")
         for copy in settling.copies(self._db, number):
@@ -285,6 +287,13 @@ class Hold:
                 ]
             os.close(fd)
         raise _not_here(known, f"no copy of content {number} is here")
+
+    def _lend_older(self, known: Content, wanted: bytes) -> tuple[Loan, Place]:
+        """What lay here before its writer told that there is more, and has not sealed it: all that is left when that one dies."""
+        found = older.find(self._db, self._places, known.id, wanted)
+        if found is None:
+            raise NotHere(f"content {known.id} is not here in that state")
+        return Loan(known.id, known.inode, known.generation, found.size, wanted, found.blocks, found.fd), found.place
 
     def seal_soon(self, content: int, timeout_s: float) -> Loan | None:
         """Wait until a content that is closed here is sealed. Of one that is still written: what it holds now."""
