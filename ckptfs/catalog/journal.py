@@ -110,6 +110,15 @@ def named_later(db: Database, row: Row) -> bool:
     return db.value(later, row.inode, row.seq) is not None
 
 
+def leaves_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
+    """Whether a later row of this journal takes that name away from the same inode."""
+    later = (
+        "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN ('unlink', 'rmdir', 'rename', 'exchange')"
+        " AND ((parent = ? AND name = ?) OR (op = 'exchange' AND new_parent = ? AND new_name = ?)) LIMIT 1"
+    )
+    return db.value(later, row.inode, row.seq, *name, *name) is not None
+
+
 def names_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
     """Whether a later row of this journal gives the same inode that name."""
     later = (

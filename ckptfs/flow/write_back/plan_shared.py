@@ -87,7 +87,7 @@ class SharedPlanner(Planner):
 
     def _shared_make(self, row: Row) -> bool:
         name = names_of(row)[0]
-        if self._shows(name, row.inode) or not (self._truth.alive(row.inode) or self._goes_on(row)):
+        if self._shows(name, row.inode) or not (self._truth.alive(row.inode) or journal.leaves_later(self._db, row, name)):
             return True
         if not self._holds(row, name) or self.view.names(row.inode):
             return self._agree(row.inode)
@@ -104,7 +104,7 @@ class SharedPlanner(Planner):
     def _shared_remove(self, row: Row) -> bool:
         name = names_of(row)[0]
         shown = self.view.shown(*name)
-        if self._truth.child(name) == (row.inode if shown is None else shown.inode) and not self._goes_on(row):
+        if self._truth.child(name) == (row.inode if shown is None else shown.inode) and not journal.names_later(self._db, row, name):
             self.view.drop(*name)
             return True
         if shown is not None and shown.inode != row.inode and self._truth.alive(shown.inode):
@@ -326,7 +326,7 @@ class SharedPlanner(Planner):
         child, shown = self._truth.child(name), self.view.shown(*name)
         if child == row.inode:
             return True
-        return self._goes_on(row) and (shown is None or shown.inode != child)
+        return journal.leaves_later(self._db, row, name) and (shown is None or shown.inode != child)
 
     def _is_directory(self, inode: int) -> bool:
         known = self._facts.inode(inode)
