@@ -98,11 +98,12 @@ def reopen(db: Database, inode: int, content: int, tier: Tier) -> None:
 
     Whoever wrote it before, from now on it is this node's own.
     """
+    # More than what any node has shown of the file: what is reopened may be a former state of it, because the last one was lost.
     db.run(
-        "UPDATE content SET state = 0, generation = generation + 1, change = change + 1, digest = NULL, blocks = NULL, peer = 0"
-        " WHERE id = ?",
-        content,
-    )
+        "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, peer = 0,"
+        " generation = max(generation, coalesce((SELECT generation FROM inode WHERE id = ?1), 0)) + 1 WHERE id = ?2",
+        inode, content,
+    )  # fmt: skip
     db.run("UPDATE inode SET generation = (SELECT generation FROM content WHERE id = ?) WHERE id = ?", content, inode)
     db.run("DELETE FROM copy WHERE content = ? AND tier <> ?", content, tier)
 

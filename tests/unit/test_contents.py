@@ -65,6 +65,17 @@ def test_a_close_without_a_write_leaves_ctime_alone(db: Database) -> None:
     assert _held(db, inode).inode.ctime_ns == row.ctime_ns
 
 
+def test_a_former_state_that_is_written_again_has_a_number_that_nobody_saw(db: Database) -> None:
+    """P7: the state that was lost may come back with its node, and must not seem to be the same."""
+    inode = _file(db)
+    content = _begun(db, inode)
+    with db.change():
+        contents.close(db, inode, content, 0, 1, 2)
+        db.run("UPDATE inode SET generation = 6")
+        contents.reopen(db, inode, content, Tier.RAM)
+    assert db.value("SELECT generation FROM content") == 7 == _held(db, inode).inode.generation
+
+
 def test_writing_in_place_begins_a_generation_and_leaves_one_copy(db: Database) -> None:
     inode = _file(db)
     content = _begun(db, inode)
@@ -155,9 +166,7 @@ def test_the_way_of_a_writer(
         (ContentState.LOST, (), False, read.Way.LOST),
     ],
 )
-def test_the_way_of_a_reader(
-    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: read.Way
-) -> None:
+def test_the_way_of_a_reader(db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: read.Way) -> None:
     held = contents.Held(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
     assert read.way(held) is way
 
