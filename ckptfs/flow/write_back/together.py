@@ -89,7 +89,10 @@ class Together:
         self._expect(View(self._db))
 
     def _expect(self, view: View) -> None:
-        """Directories are recognised by their numbers: names may have been exchanged since they were read."""
+        """Directories are recognised by their numbers: names may have been exchanged since they were read. None is kept open from one
+        batch to the next: another node may have removed it and made a new one.
+        """
+        self._tree.forget()
         numbers: dict[tuple[bytes, ...], int] = {}
         for key in self._truth.told:
             number = None if key.kind != PLACE or key.number == ROOT else pfs_paths.identity(self._db, key.number)
