@@ -328,7 +328,8 @@ class WriteBack:
 
     def _apply(self, tree: PfsTree, batch: Batch) -> None:
         """Make the batch true, and tell the catalog."""
-        applier = Applier(self._db, tree, batch, patient=self._together is not None)
+        shared = self._together is not None
+        applier = Applier(self._db, tree, batch, patient=shared, astray=shared and not self._astray)
         try:
             found = applier.run() if batch.actions else {}
         except OSError as failure:

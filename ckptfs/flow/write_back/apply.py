@@ -43,8 +43,11 @@ _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
 class Applier:
     """Makes the changes of one batch."""
 
-    def __init__(self, db: Database, tree: PfsTree, batch: Batch, *, patient: bool = False) -> None:
-        """`patient`: other nodes write to this PFS, too; what they make in a directory that goes will soon be gone."""
+    def __init__(self, db: Database, tree: PfsTree, batch: Batch, *, patient: bool = False, astray: bool = False) -> None:
+        """`patient`: other nodes write to this PFS, too; what they make in a directory that goes will soon be gone. `astray`: they may
+        also have moved a directory just now, and where it is shall be asked before it counts as gone.
+        """
+        self._astray = astray
         self._patient = patient
         self._db = db
         self._tree = tree
@@ -57,8 +60,12 @@ class Applier:
         """Make all changes; what every name of the batch then shows, None where it is not what it should be."""
         for action in self._batch.actions:
             self.current = action
-            with contextlib.suppress(NotThere):  # A stranger took the directory away, or the batch is done again and removed it.
+            try:
                 self._do(action)
+            except NotThere:
+                if self._astray:
+                    raise
+                # A stranger took the directory away, or the batch is done again and removed it.
         for path in self._directories:
             with contextlib.suppress(NotThere):
                 self._persist(path)
