@@ -110,12 +110,8 @@ class SharedPlanner(Planner):
         if shown is not None and shown.inode != row.inode and self._truth.alive(shown.inode):
             self.view.drop(*name)
             return self._agree(shown.inode)
-        if (
-            self._shows(name, row.inode)
-            and self._truth.alive(row.inode)
-            and self.view.names(row.inode) == [name]
-            and not self._goes_on(row)
-        ):
+        only = self._shows(name, row.inode) and self.view.names(row.inode) == [name]
+        if only and self._truth.alive(row.inode):
             self.view.drop(*name)
             return self._agree(row.inode)
         return self._clear(row.inode) and self._remove(row) if row.op == "rmdir" else self._remove(row)
