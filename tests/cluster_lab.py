@@ -34,8 +34,6 @@ WAIT_S = 120.0
 LOG_LINES = 40
 LABS = pytest.StashKey[list["ClusterUnderTest"]]()
 _numbers = itertools.count(1)
-# The lab's daemons are those of this tree, whatever is installed.
-os.environ.update(ENVIRONMENT)
 
 
 class NodeUnderTest:
@@ -255,7 +253,10 @@ def make_lab() -> Iterator[Callable[..., ClusterUnderTest]]:
     if reason := unusable():
         pytest.skip(f"NO LAB HERE: {reason}")
     sweep()
-    with contextlib.ExitStack() as made:
+    with contextlib.ExitStack() as made, pytest.MonkeyPatch.context() as patch:
+        # The lab's daemons are those of this tree, whatever is installed.
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
 
         def make(nodes: int = 3, factor: int = 2, **options: Any) -> ClusterUnderTest:
             cluster = ClusterUnderTest(nodes, factor, **options)
