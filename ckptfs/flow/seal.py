@@ -28,6 +28,7 @@ transfer.labels("seal")
 disk.labels("seal:fdatasync", "seal:directory", "seal:persist", "seal:commit")
 
 LEASE_REFUSED_S = 5.0
+LEFT_S = 0.5
 BATCH_CONTENTS = 64
 BATCH_BYTES = 256 * limits.MIB
 
@@ -78,9 +79,10 @@ class Seal:
         return more
 
     def due_s(self) -> float | None:
-        """Until the first content that somebody still held open is tried again."""
+        """Until the first content that somebody still held open is tried again, or another look: a hint of what is closed may be lost."""
         if not self._waiting:
-            return None
+            present = [tier for tier in self._tiers if tier in self._places]
+            return LEFT_S if settling.writers(self._db) or settling.closed(self._db, present, 0, 1) else None
         return max(0.0, min(wait.until_s for wait in self._waiting.values()) - time.monotonic())
 
     def _try(self, content: Content, tier: Tier) -> settling.Seal | None:
