@@ -7,12 +7,13 @@ while the process runs.
 Labels are `step:act`, listed in `LABELS` by the modules that use them.
 """
 
+import contextlib
 import errno
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -44,6 +45,15 @@ def act(label: str, call: Callable[..., Result], *values: Any, **named: Any) -> 
     if action == "kill-after":
         os.kill(os.getpid(), signal.SIGKILL)
     return result
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Close a descriptor in the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _asked(label: str) -> str:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ckptfs_client.lab import namespaces, network, processes
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.plan import Node
 from ckptfs_client.mounts import find
-from daemon_under_test import COMPLAINT, ENVIRONMENT, environment, eventually
+from daemon_under_test import COMPLAINT, ENVIRONMENT, deadline, environment, eventually
 
 PREFIX = "ckptfs-lab-"
 TEST_S = 300.0
@@ -217,16 +216,9 @@ def level(path: Path) -> str:
     return os.getxattr(path, "user.ckptfs.level").decode()
 
 
-@contextlib.contextmanager
-def limited(cluster: ClusterUnderTest, seconds: float = TEST_S) -> Iterator[None]:
+def limited(cluster: ClusterUnderTest, seconds: float = TEST_S) -> contextlib.AbstractContextManager[None]:
     """End what hangs in the mounts when the block takes longer: the test fails instead of hanging."""
-    timer = threading.Timer(seconds, cluster.abort)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return deadline(cluster, seconds)
 
 
 def sweep() -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in (".", "daemon", "client")), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -248,10 +248,17 @@ class Area:
         return getattr(self.daemon, name)
 
 
+class Mounted(Protocol):
+    """One mount or several."""
+
+    def abort(self) -> None:
+        """End what hangs in them."""
+
+
 @contextlib.contextmanager
-def deadline(daemon: DaemonUnderTest, seconds: float) -> Iterator[None]:
-    """Abort the daemon's FUSE connection when the block takes longer: a test that hangs fails instead."""
-    timer = threading.Timer(seconds, daemon.abort)
+def deadline(mounted: Mounted, seconds: float) -> Iterator[None]:
+    """Abort the FUSE connections when the block takes longer: a test that hangs fails instead."""
+    timer = threading.Timer(seconds, mounted.abort)
     timer.daemon = True
     timer.start()
     try:

@@ -214,13 +214,6 @@ def take_back(db: Database) -> int:
         )
 
 
-def own(db: Database, content: Content) -> bool:
-    """Make a sealed content of another node this node's own: the node that wrote it is gone. False when it has moved on."""
-    with db.change():
-        return bool(db.run("UPDATE content SET peer = 0, lacking = 1, change = change + 1 WHERE id = ? AND change = ? AND state = 2",
-                           content.id, content.change))  # fmt: skip
-
-
 def was_shared(db: Database, inode: int) -> bool:
     """Whether the store had this inode when it was last asked, and nothing about it waits to be told: if it is gone there, it is gone."""
     touched = "SELECT 1 FROM touched_key WHERE kind = 'i' AND number = ? LIMIT 1"

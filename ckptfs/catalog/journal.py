@@ -104,12 +104,6 @@ def drop(db: Database, rows: Iterable[Row]) -> None:
             db.run("DELETE FROM journal WHERE seq = ?", row.seq)
 
 
-def named_later(db: Database, row: Row) -> bool:
-    """Whether a later row of this journal names the same inode once more, or takes a name of it away."""
-    later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN ('link', 'unlink', 'rmdir', 'rename', 'exchange') LIMIT 1"
-    return db.value(later, row.inode, row.seq) is not None
-
-
 def leaves_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
     """Whether a later row of this journal takes that name away from the same inode."""
     later = (

@@ -5,9 +5,9 @@ If we die here: nothing was changed.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ckptfs import limits
 from ckptfs.catalog.store import Get, Store, prefix_end
@@ -75,24 +75,6 @@ class Change:
     def returned(self) -> tuple[Node, ...]:
         both = (node for node in self.after.nodes if node.number in self.before)
         return tuple(node for node in both if node.incarnation != self.before.by_number[node.number].incarnation)
-
-
-class Membership(Protocol):
-    """What the flows see of the cluster. Any thread may ask."""
-
-    number: int
-    """This node's."""
-
-    @property
-    def world(self) -> World:
-        """The newest that is known; while the store does not answer, the last one. This node always lives."""
-
-    @property
-    def in_touch(self) -> bool:
-        """Whether the store answers: what should be decided once in the cluster waits until it does."""
-
-    def subscribe(self, told: Callable[[Change], None]) -> None:
-        """Call `told` after each change, in the mover's trio thread; it must not block."""
 
 
 # --- records ---------------------------------------------------------------------------------------------------------

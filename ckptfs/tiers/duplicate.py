@@ -6,7 +6,7 @@ If we die here: a FILLING row, with or without a file; the recover flow removes 
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ckptfs import disk
 from ckptfs.catalog import settling
@@ -48,7 +48,7 @@ def _copy(db: Database, places: Places, content: Content, source: Tier, target: 
             raise Busy("the content is opened for writing")
 
     places[target].remove(content.id)
-    with _closing(places[source].open(content.id)) as source_fd, _closing(places[target].create(content.id)) as target_fd:
+    with disk.closing(places[source].open(content.id)) as source_fd, disk.closing(places[target].create(content.id)) as target_fd:
         size, digest, _ = transfer.copy(source_fd, target_fd, label="duplicate", before_block=check)
         _compare(db, content, source, (size, digest), check)
         if target is not Tier.RAM:
@@ -77,11 +77,3 @@ def _tidy(db: Database, places: Places, content: Content, target: Tier) -> None:
     with db.change():
         if any(copy.tier is target and copy.state is CopyState.FILLING for copy in settling.copies(db, content.id)):
             settling.forget_copy(db, content.id, target)
-
-
-@contextlib.contextmanager
-def _closing(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -41,7 +41,7 @@ def describe(config: Config, db: Database, number: int, capacity_bytes: int) -> 
 
 
 class Member:
-    """This node among the others (`ckptfs.clique.membership.Membership`). `world`, `in_touch` and `claims` may be used by any thread."""
+    """This node among the others. `world`, `in_touch` and `claims` may be used by any thread."""
 
     def __init__(self, db: Database, store: Store, node: Node, report: Report) -> None:
         """`report(key, value)` tells people what fails; it is called in a worker thread."""

@@ -160,7 +160,7 @@ class Fetch:
     def _from_pfs(self, want: wants.Want, found: Fetchable) -> str:
         assert found.on_pfs is not None
         tier = self._tier(found.on_pfs.size, want.argument == wants.FOR_WRITING, strange=found.on_pfs.digest is None)
-        with _closing(self._open(found)) as source:
+        with disk.closing(self._open(found)) as source:
             if tier is not None:
                 self._bring(want, found, tier, source)
                 return wants.HERE
@@ -258,7 +258,7 @@ class Fetch:
         return found.content.id
 
     def _copy(self, want: wants.Want, found: Fetchable, place: Place, number: int, source: int) -> Arrived:
-        with _closing(place.create(number)) as target:
+        with disk.closing(place.create(number)) as target:
             size, digest, blocks = transfer.copy(source, target, label="fetch", before_block=self._progress(want))
             if place.tier is not Tier.RAM:
                 disk.act("fetch:fsync", os.fsync, target)
@@ -316,11 +316,3 @@ def _shown(found: Fetchable) -> bool:
     if content is None:
         return found.on_pfs.complete
     return content.state is ContentState.SEALED and found.on_pfs.complete and found.on_pfs.generation == content.generation
-
-
-@contextmanager
-def _closing(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)

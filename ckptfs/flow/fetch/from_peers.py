@@ -208,7 +208,7 @@ class FromPeers:
         return -1
 
     def _fill(self, record: Record, sources: list[Node], place: Place, older: int, progress: Progress) -> None:
-        with _closing(_created(place, record.content)) as target:
+        with disk.closing(_created(place, record.content)) as target:
             os.ftruncate(target, record.size)
             lacking = _Lacking(record)
             if older >= 0:
@@ -275,11 +275,3 @@ def _created(place: Place, content: int) -> int:
         return place.create(content)
     except FileExistsError as failure:
         raise Busy("a peer sends the file just now") from failure
-
-
-@contextmanager
-def _closing(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import fetching
@@ -114,7 +113,7 @@ class Arriving:
         for place, content, index in self._sources:
             wanted = [number for number in self.lacking if digests[number] in index]
             if wanted:
-                with contextlib.suppress(FileNotFoundError), closing(place.open(content)) as fd:
+                with contextlib.suppress(FileNotFoundError), disk.closing(place.open(content)) as fd:
                     for number in wanted:
                         self._take_block(buffer.read(fd, index[digests[number]]), number, digests[number])
                 self._find_lacking(digests)
@@ -183,17 +182,8 @@ def _read_digests(place: Place, content: int) -> bytes:
         fd = place.open(content)
     except FileNotFoundError:
         return b""
-    with closing(fd):
+    with disk.closing(fd):
         return transfer.read(fd, label="hold")[2]
-
-
-@contextlib.contextmanager
-def closing(fd: int) -> Iterator[int]:
-    """Close a descriptor in the end."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _runs(digests: list[bytes]) -> list[tuple[int, int]]:

@@ -50,7 +50,6 @@ class Replicate:
         self._committing = threading.Lock()
         self._after = 0
         self._small: tuple[World | None, frozenset[int], World] = (None, frozenset(), World())
-        self.moved_bytes = 0
 
     def step(self) -> bool:
         """Hand one batch of what is lacking to the peers' queues. True: there may be more at once."""
@@ -172,7 +171,6 @@ class Replicate:
             self._avoiding.refused(node.number, content.id, 0)
             return False
         with self._lock:
-            self.moved_bytes += sent.bytes_moved
             self._done.append(PeerCopy(content.id, node.number, content.generation, content.digest))
         self._commit_done()
         self._finish(content)

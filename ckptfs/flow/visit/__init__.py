@@ -185,7 +185,7 @@ class Visit:
             if names is None:
                 visits.end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
                 return
-            with _closing(self._reach(root_fd, names, directory)) as fd:
+            with disk.closing(self._reach(root_fd, names, directory)) as fd:
                 Comparison(self._db, self._notify, pending, fd, self._progress, self._look_again(directory)).run()
         except BaseException:
             visits.end(self._db, directory, whole=False)
@@ -258,7 +258,7 @@ class Visit:
                 fd = pfs_listing.walk(root_fd, names[:depth])
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            with _closing(fd):
+            with disk.closing(fd):
                 pending = visits.begin(self._db, above)
                 try:
                     Comparison(self._db, self._notify, pending, fd, look_again=self._look_again(above)).vanished_only(names[depth])
@@ -273,16 +273,3 @@ def _theirs(failure: Exception) -> bool:
 
 def _disturbed(names: tuple[bytes, ...]) -> OSError:
     return OSError(errno.EBUSY, "a directory on the way is being renamed", os.fsdecode(b"/".join(names)))
-
-
-class _closing:
-    """Closes a descriptor at the end of its block."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __enter__(self) -> int:
-        return self._fd
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)

@@ -313,10 +313,6 @@ class SharedPlanner(Planner):
         shown = self.view.shown(*name)
         return shown is not None and shown.inode == inode
 
-    def _goes_on(self, row: Row) -> bool:
-        """Whether a later row of this journal says what became of the names of its inode."""
-        return journal.named_later(self._db, row)
-
     def _holds(self, row: Row, name: Name) -> bool:
         """Whether a name that this row gives is one that the inode has, or had until a later row of this journal."""
         child, shown = self._truth.child(name), self.view.shown(*name)

@@ -21,7 +21,6 @@ from ckptfs_client.mounts import below
 
 LOCK_WAIT_S = 120.0
 LOOK_S = 0.1
-SWITCH = network.BRIDGE
 Say = Callable[[str], None]
 
 
