@@ -17,6 +17,9 @@ TURN_S = 0.004
 LINGER_MS = 1
 """How long the thread stays with the descriptor before it goes back to trio's scheduler: an application that does one thing after the
 other sends its next request within some 20 us, and all else that runs here can wait a millisecond."""
+SPIN_S = 60e-6
+"""How long it looks again and again before it sleeps, while requests come that close: where an idle processor is halted, as in most virtual
+machines, waking from a sleep takes as long as a whole request (2,570 creates/s against 1,850)."""
 
 
 class Lock:
@@ -58,6 +61,8 @@ class Lowlevel:
         self._poll = select.poll()
         self._known: set[int] = set()
         self._turn_ends = 0.0
+        self._close = False
+        """Whether the last request came within SPIN_S: a slower application must not cost a processor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(trio.lowlevel, name)
@@ -69,12 +74,24 @@ class Lowlevel:
             self._poll.register(fd, select.POLLIN)
         now = time.monotonic()
         if now < self._turn_ends:
-            if self._poll.poll(LINGER_MS):
+            if self._linger(now):
                 return
         else:
             self._turn_ends = now + TURN_S
         await trio.lowlevel.wait_readable(fd)
         self._turn_ends = time.monotonic() + TURN_S
+
+    def _linger(self, now: float) -> bool:
+        """Whether a request came while we waited for it here."""
+        spun = now + SPIN_S
+        while self._close and now < spun:
+            if self._poll.poll(0):
+                return True
+            now = time.monotonic()
+        came = bool(self._poll.poll(LINGER_MS))
+        # A wake-up takes about as long as we would have looked.
+        self._close = came and time.monotonic() < spun + SPIN_S
+        return came
 
 
 class EagerTrio:
