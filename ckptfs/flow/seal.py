@@ -56,12 +56,14 @@ class Seal:
         """Seal one batch. True: there may be more at once."""
         # A tier that was left out keeps what is in it until it is there again.
         present = [tier for tier in self._tiers if tier in self._places]
-        batch = settling.closed(self._db, present, self._after, BATCH_CONTENTS)
+        # A step that fails leaves the next one to begin with the first content.
+        after, self._after = self._after, 0
+        batch = settling.closed(self._db, present, after, BATCH_CONTENTS)
         now = time.monotonic()
         seals: list[settling.Seal] = []
         taken_bytes = 0
         for content, tier in batch:
-            self._after = content.id
+            after = content.id
             wait = self._waiting.get(content.id)
             if wait is not None and wait.until_s > now:
                 continue
@@ -73,8 +75,9 @@ class Seal:
                 break
         self._commit(seals)
         more = len(batch) == BATCH_CONTENTS or taken_bytes >= BATCH_BYTES
-        if not more:
-            self._after = 0
+        if more:
+            self._after = after
+        else:
             self._forget_gone(batch)
         return more
 

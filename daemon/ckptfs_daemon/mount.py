@@ -106,6 +106,8 @@ async def _serve(inherited: Inherited, operations: Operations) -> None:
         nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
         nursery.start_soon(_obey, inherited.link, name="link")
         await context.open_files.start(inherited.resumed)
+        # The process before this one may have died between a commit and its hint.
+        context.bell.ring(bells.WORK)
         if context.sharing is not None:
             nursery.start_soon(context.sharing.run, name="sharing")
             nursery.start_soon(context.sharing.tend, name="sharing's figures")

@@ -161,6 +161,18 @@ def test_a_file_that_cannot_be_read_is_tried_again_and_delays_no_other(node: Nod
     assert sealed_as(node, first, b"1")
 
 
+def test_the_step_after_one_that_failed_sees_everything(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8: no other hint may come for what failed."""
+    content = node.make(b"file", b"1")
+    monkeypatch.setattr(disk, "_fault", "seal:commit=EIO")
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    step = seal(node)
+    with pytest.raises(OSError, match="injected"):
+        step.step()
+    step.step()
+    assert sealed_as(node, content, b"1")
+
+
 def test_the_former_generation_goes_once_its_successor_is_sealed(node: Node) -> None:
     """P5: write new, verify, then expire old."""
     old = node.make(b"file", b"old")

@@ -82,14 +82,15 @@ class Replicate:
         world = self._around.see()
         if len(world) < 2 or self._around.factor < 2:
             return False
-        batch = peers.lacking(self._db, self._after, BATCH_CONTENTS)
+        # A step that fails leaves the next one to begin with the first content.
+        after, self._after = self._after, 0
+        batch = peers.lacking(self._db, after, BATCH_CONTENTS)
         for content, tier in batch:
-            self._after = content.id
             if tier in self._places:  # Else it waits until its tier is there again.
                 self._plan(content, tier, world)
         more = len(batch) == BATCH_CONTENTS
-        if not more:
-            self._after = 0
+        if more:
+            self._after = batch[-1][0].id
         return more
 
     def _plan(self, content: Content, tier: Tier, world: World) -> None:
