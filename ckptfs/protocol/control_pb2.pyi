@@ -146,7 +146,7 @@ class ListReply(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[Record, _Mapping]]] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "waiting")
+    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "waiting", "settled")
     INODE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class Record(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     inode: int
     known: bool
     kind: str
@@ -167,7 +168,8 @@ class Record(_message.Message):
     copies: _containers.RepeatedCompositeFieldContainer[Place]
     progress: float
     waiting: bool
-    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., progress: _Optional[float] = ..., waiting: _Optional[bool] = ...) -> None: ...
+    settled: bool
+    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., progress: _Optional[float] = ..., waiting: _Optional[bool] = ..., settled: _Optional[bool] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("tier", "state", "verified_age_s")
@@ -310,3 +312,53 @@ class Member(_message.Message):
     held_files: int
     held_bytes: int
     def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., alive: _Optional[bool] = ..., address: _Optional[str] = ..., rank: _Optional[int] = ..., domain: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., told: _Optional[bool] = ..., behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+
+class RoomRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Room(_message.Message):
+    __slots__ = ("tiers", "clustered", "replication_factor", "node")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTERED_FIELD_NUMBER: _ClassVar[int]
+    REPLICATION_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierRoom]
+    clustered: bool
+    replication_factor: int
+    node: str
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierRoom, _Mapping]]] = ..., clustered: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+
+class TierRoom(_message.Message):
+    __slots__ = ("name", "path", "total_bytes", "used_bytes", "free_bytes", "held_bytes", "share_bytes", "usable_bytes", "usable_for_peers_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USABLE_FOR_PEERS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    held_bytes: int
+    share_bytes: int
+    usable_bytes: int
+    usable_for_peers_bytes: int
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., share_bytes: _Optional[int] = ..., usable_bytes: _Optional[int] = ..., usable_for_peers_bytes: _Optional[int] = ...) -> None: ...
+
+class LogLevelRequest(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    def __init__(self, level: _Optional[str] = ...) -> None: ...
+
+class LogLevelReply(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    def __init__(self, level: _Optional[str] = ...) -> None: ...

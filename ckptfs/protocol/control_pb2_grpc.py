@@ -45,6 +45,11 @@ class QuestionsStub:
                 request_serializer=control__pb2.ClusterRequest.SerializeToString,
                 response_deserializer=control__pb2.Cluster.FromString,
                 _registered_method=True)
+        self.GetRoom = channel.unary_unary(
+                '/ckptfs.control.Questions/GetRoom',
+                request_serializer=control__pb2.RoomRequest.SerializeToString,
+                response_deserializer=control__pb2.Room.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/ckptfs.control.Questions/List',
                 request_serializer=control__pb2.ListRequest.SerializeToString,
@@ -68,6 +73,12 @@ class QuestionsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCluster(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRoom(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +108,11 @@ def add_QuestionsServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=control__pb2.ClusterRequest.FromString,
                     response_serializer=control__pb2.Cluster.SerializeToString,
+            ),
+            'GetRoom': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRoom,
+                    request_deserializer=control__pb2.RoomRequest.FromString,
+                    response_serializer=control__pb2.Room.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -164,6 +180,33 @@ class Questions:
             '/ckptfs.control.Questions/GetCluster',
             control__pb2.ClusterRequest.SerializeToString,
             control__pb2.Cluster.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRoom(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptfs.control.Questions/GetRoom',
+            control__pb2.RoomRequest.SerializeToString,
+            control__pb2.Room.FromString,
             options,
             channel_credentials,
             insecure,
@@ -254,6 +297,11 @@ class OrdersStub:
                 request_serializer=control__pb2.RefreshRequest.SerializeToString,
                 response_deserializer=control__pb2.RefreshReply.FromString,
                 _registered_method=True)
+        self.LogLevel = channel.unary_unary(
+                '/ckptfs.control.Orders/LogLevel',
+                request_serializer=control__pb2.LogLevelRequest.SerializeToString,
+                response_deserializer=control__pb2.LogLevelReply.FromString,
+                _registered_method=True)
 
 
 class OrdersServicer:
@@ -278,6 +326,12 @@ class OrdersServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LogLevel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrdersServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -295,6 +349,11 @@ def add_OrdersServicer_to_server(servicer, server):
                     servicer.Refresh,
                     request_deserializer=control__pb2.RefreshRequest.FromString,
                     response_serializer=control__pb2.RefreshReply.SerializeToString,
+            ),
+            'LogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LogLevel,
+                    request_deserializer=control__pb2.LogLevelRequest.FromString,
+                    response_serializer=control__pb2.LogLevelReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -379,6 +438,33 @@ class Orders:
             '/ckptfs.control.Orders/Refresh',
             control__pb2.RefreshRequest.SerializeToString,
             control__pb2.RefreshReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptfs.control.Orders/LogLevel',
+            control__pb2.LogLevelRequest.SerializeToString,
+            control__pb2.LogLevelReply.FromString,
             options,
             channel_credentials,
             insecure,
