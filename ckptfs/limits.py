@@ -65,6 +65,8 @@ WANT_LOOK_S = 1.0
 WANT_SWEEP_S = 10.0
 DUE_LOOK_S = 10.0
 FETCHES_MAX = 2
+# Blocks that readers wait for, of one file that is being fetched, and that are looked at at once.
+ARRIVAL_ASKED_MAX = 64
 # A file of a stranger is brought here at its first opening up to this size, or where the room is this many times as large.
 FETCH_WHOLE_BYTES = 64 * MIB
 FETCH_ROOM_RATIO = 4
@@ -202,10 +204,16 @@ PEER_PIECE_BYTES = MIB
 PEER_WHOLE_BYTES_MAX = 256 * KIB
 PEER_FORGET_MAX = 4096
 PEER_RUN_BLOCKS_MAX = 64
+# What is asked of a source at once takes about so long at its measured speed: then it is free for what somebody waits for.
+PEER_RUN_S = 0.2
+# A block that a reader waits for and that a source owes for so long is asked of another one as well.
+PEER_HEDGE_S = 0.5
 PEER_SEAL_WAIT_S_MAX = 60.0
 # A server's threads: most calls are short, Send, Read and SealSoon are not and have shares of their own.
 PEER_WORKERS = 40
 PEER_CALLS_MAX = 64
+# gRPC connections to this node, those included that have not said yet who they are.
+PEER_CHANNELS_MAX = 4096
 PEER_STREAMS_MAX = 16
 PEER_STREAMS_OF_ONE_MAX = 8
 PEER_SEALS_MAX = 8
@@ -218,7 +226,7 @@ PEER_LOANS_MAX = 256
 PEER_LOANS_OF_ONE_MAX = 64
 # Peers of whom refused calls are counted one by one; the others are counted together.
 PEER_COUNTED_MAX = 64
-# A token opens its connection within this time, a connection says its token within it.
+# A token opens its connection within this time, a connection says its token, or ends its TLS handshake, within it.
 PEER_TOKEN_S = 10.0
 # A transfer, a loan or a connection that nobody uses ends; the sweep looks so often.
 PEER_IDLE_S = 60.0
@@ -229,6 +237,7 @@ PEER_PIECE_S = 120.0
 # Where there are other sources they take over after this time already.
 PEER_PATIENCE_S = 2.0
 PEER_CALL_S = 10.0
+PEER_CONNECT_S = 2.0
 # Preparing a file, and checking it at the end, may take the disk so long.
 PEER_DISK_S = 120.0
 PEER_TRIES_MAX = 4

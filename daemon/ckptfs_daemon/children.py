@@ -97,7 +97,9 @@ class Child:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with the place of our packages, since the child does not search the working directory."""
+    """Ours, with the place of our packages, since the child does not search the working directory. Unless somebody asked for it gRPC does
+    not write a line of its own to the log whenever a stranger fails to introduce himself.
+    """
     places = [str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)]
     known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    return dict(os.environ, PYTHONPATH=os.pathsep.join(dict.fromkeys([*places, *known])))
+    return {"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, *known]))}

@@ -31,7 +31,8 @@ OPTIONS = [
     ("grpc.max_receive_message_length", limits.PEER_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.PEER_MESSAGE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # So long a connection may take to come about; after one that was refused the next try comes sooner.
+    ("grpc.min_reconnect_backoff_ms", int(limits.PEER_CONNECT_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", int(limits.PEER_KEEP_ALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(limits.PEER_KEEP_ALIVE_WAIT_S * 1000)),

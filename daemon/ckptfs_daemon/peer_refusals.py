@@ -29,6 +29,7 @@ class Why(IntEnum):
     ENDED = errno.ECANCELED
     STALLED = errno.ETIMEDOUT
     BROKEN = errno.EIO
+    NO_METHOD = errno.ENOSYS
 
 
 class Refusal(Exception):

@@ -1,11 +1,10 @@
-"""The gRPC server for peers, inside the mover: each call named, checked, bounded and counted, then handed to the shelf.
+"""The gRPC server for peers, inside the mover: each call checked, bounded, and handed to the shelf.
 
 Calls run in a bounded number of threads. Send and Read hold one for as long as bytes move: they have a share, and a watch ends those that
 stall. Everything else is short, or bounded by the disk. What is refused gets a status that says why: `<ERRNO>: sentence`.
 If we die here: peers see their calls fail and begin anew with the next mover; the shelf finds what never came to its end.
 """
 
-import errno
 import logging
 import os
 import threading
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import trio
@@ -23,35 +22,20 @@ from ckptfs.clique.keys import Identity
 from ckptfs.clique.shelf import Loan, Shelf
 from ckptfs.config import host_of
 from ckptfs.digest import block
-from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
 from ckptfs_daemon import peer_checks, peer_frames
 from ckptfs_daemon.peer_bulk import BulkServer
+from ckptfs_daemon.peer_desk import Desk, Methods
 from ckptfs_daemon.peer_frames import Command, bitmap, blocks_of
-from ckptfs_daemon.peer_gate import UNKNOWN, Gate, server_credentials
-from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why, from_failure
+from ckptfs_daemon.peer_gate import Gate, server_credentials
+from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why
 from ckptfs_daemon.peer_streams import Slots, Streams
 from ckptfs_daemon.peer_transfers import Ledger
 
 log = logging.getLogger(__name__)
 
-SERVICE = "ckptfs.peer.Peer"
 STOP_GRACE_S = 1.0
-STATUS = {
-    Why.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
-    Why.OUT_OF_ORDER: grpc.StatusCode.FAILED_PRECONDITION,
-    Why.UNKNOWN: grpc.StatusCode.NOT_FOUND,
-    Why.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Why.BUSY: grpc.StatusCode.ABORTED,
-    Why.TOO_MANY: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Why.STRANGER: grpc.StatusCode.PERMISSION_DENIED,
-    Why.WRONG_DIGEST: grpc.StatusCode.DATA_LOSS,
-    Why.INCOMPLETE: grpc.StatusCode.FAILED_PRECONDITION,
-    Why.ENDED: grpc.StatusCode.ABORTED,
-    Why.STALLED: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Why.BROKEN: grpc.StatusCode.INTERNAL,
-}
 OPTIONS = [
     ("grpc.max_receive_message_length", limits.PEER_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.PEER_MESSAGE_BYTES_MAX),
@@ -61,37 +45,8 @@ OPTIONS = [
     ("grpc.keepalive_timeout_ms", int(limits.PEER_KEEP_ALIVE_WAIT_S * 1000)),
     ("grpc.http2.min_ping_interval_without_data_ms", int(limits.PEER_KEEP_ALIVE_S * 500)),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_allowed_incoming_connections", limits.PEER_CHANNELS_MAX),
 ]
-
-Handler = Callable[..., Any]
-
-
-class Desk:
-    """Receives each caller: names him, turns failures into statuses, counts refusals."""
-
-    def __init__(self, gate: Gate, refusals: Refusals) -> None:
-        self._gate = gate
-        self._refusals = refusals
-
-    @contextmanager
-    def received(self, context: grpc.ServicerContext) -> Iterator[str]:
-        """The name of the peer; what is raised inside becomes the call's status."""
-        peer = UNKNOWN
-        try:
-            peer = self._gate.peer(context)
-            yield peer
-        except (Refusal, CkptfsError, OSError) as failure:
-            self._refuse(context, peer, from_failure(failure))
-        except Exception as failure:
-            if not context.is_active():
-                raise  # The peer went away in the middle of it: gRPC knows.
-            log.exception("a call of peer %s failed", peer)
-            self._refuse(context, peer, from_failure(failure))
-
-    def _refuse(self, context: grpc.ServicerContext, peer: str, refusal: Refusal) -> NoReturn:
-        self._refusals.add(peer, refusal)
-        context.abort(STATUS[refusal.why], f"{errno.errorcode[refusal.why]}: {refusal}")
-        raise AssertionError("abort raises")
 
 
 class Calls(rpc.PeerServicer):  # type: ignore[misc]
@@ -202,16 +157,12 @@ class RawStreams:
     def __init__(self, streams: Streams, desk: Desk) -> None:
         self._streams = streams
         self._desk = desk
+        self._waiting = Slots("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
         self._watched: dict[grpc.ServicerContext, float] = {}
 
-    def handlers(self) -> Any:
-        """To be added to a server. Without (de)serializers gRPC hands messages on as bytes."""
-        methods = {"Send": grpc.stream_unary_rpc_method_handler(self.send), "Read": grpc.unary_stream_rpc_method_handler(self.read)}
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
-
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Blocks of a transfer."""
-        with self._desk.received(context) as peer, self._watching(context):
+        """Blocks of a transfer. Whoever opens streams and says nothing holds no more threads than those who send."""
+        with self._desk.received(context) as peer, self._watching(context), self._waiting.one(peer):
             command = Command.parsed(next(messages, b""))
             with self._streams.arriving(peer, command) as arriving:
                 for message in messages:
@@ -268,9 +219,9 @@ class PeerServer:
         desk = Desk(Gate(cluster, identity), self.refusals)
         self._raw = RawStreams(streams, desk)
         self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
-        self._server = grpc.server(self._executor, options=OPTIONS, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
-        rpc.add_PeerServicer_to_server(Calls(self.ledger, desk, self._connect), self._server)
-        self._server.add_generic_rpc_handlers((self._raw.handlers(),))
+        options = [*OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_TOKEN_S * 1000))]
+        self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
+        self._server.add_generic_rpc_handlers((Methods(Calls(self.ledger, desk, self._connect), self._raw.send, self._raw.read, desk),))
         self.port = _bind(self._server, listen, identity)
         self.bulk = BulkServer(streams, self.refusals, host_of(listen), self.port + 1) if bulk else None
         self._stopped = threading.Event()

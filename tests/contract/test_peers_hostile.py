@@ -186,10 +186,15 @@ def test_a_malformed_offer_touches_nothing(node: PeerNode, raw: Raw, name: str) 
     assert node.server.refusals.figures() == {"node2": {"malformed": 1}}
 
 
-def test_what_is_no_protobuf_is_refused(node: PeerNode, raw: Raw) -> None:
+def test_what_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, caplog: pytest.LogCaptureFixture) -> None:
+    """Counted, and no line in the log for each."""
     for method in ("Offer", "Finish", "GetRecord", "Forget"):
-        assert raw.refused(method, b"\xff" * 100) in (Status.INTERNAL, Status.INVALID_ARGUMENT)
+        assert raw.refused(method, b"\xff" * 100) is Status.INVALID_ARGUMENT
+    assert raw.refused("GetRecord", b"\x0a\x0d../etc/passwd") is Status.INVALID_ARGUMENT
+    assert raw.refused("GetRecord", b"\x08" + b"\xff" * 9 + b"\x01") is Status.INVALID_ARGUMENT, "a negative id"
     assert raw.refused("Nonsense", b"") is Status.UNIMPLEMENTED
+    assert caplog.records == []
+    assert node.server.refusals.figures() == {"node2": {"malformed": 6, "no_method": 1}}
     assert raw.refused("Offer", bytes(limits.PEER_MESSAGE_BYTES_MAX + 1)) is Status.RESOURCE_EXHAUSTED
     assert list(node.shelf.directory.iterdir()) == []
 
@@ -339,6 +344,38 @@ def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
     figures = refusals.figures()
     assert len(figures) == limits.PEER_COUNTED_MAX + 1
     assert sum(count for counts in figures.values() for count in counts.values()) == 3 * limits.PEER_COUNTED_MAX
+
+
+def test_streams_that_say_nothing_leave_room_for_the_others(node: PeerNode, raw: Raw, keyring: Keyring) -> None:
+    """Whoever opens many gets few, and nobody else waits for him."""
+    over = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        over.wait(60)
+        yield from ()
+
+    calls = [raw.channel.stream_unary("/ckptfs.peer.Peer/Send", bytes, bytes).future(silent()) for _ in range(2 * limits.PEER_CALLS_MAX)]
+    try:
+        eventually(lambda: sum(call.done() for call in calls) == len(calls) - limits.PEER_STREAMS_OF_ONE_MAX, what="the rest is refused")
+        assert {call.code() for call in calls if call.done()} == {Status.RESOURCE_EXHAUSTED}
+        other = Raw(node, keyring("node3"))
+        assert other.offer(content=8)
+        other.channel.close()
+    finally:
+        over.set()
+    eventually(lambda: all(call.done() for call in calls), what="the silent ones end")
+
+
+def test_a_connection_that_does_not_introduce_itself_ends(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-open connections hold nothing for long, on either port."""
+    monkeypatch.setattr(limits, "PEER_TOKEN_S", 0.5)
+    node = PeerNode(tmp_path, "node1", keyring("node1"))
+    assert node.server.bulk is not None
+    held = [socket.create_connection(("127.0.0.1", port)) for port in (node.server.port, node.server.bulk.port) for _ in range(10)]
+    for one in held:
+        one.settimeout(60)
+        assert ended(one)
+    node.stop()
 
 
 # --- bulk connections ------------------------------------------------------------------------------------------------------
