@@ -206,7 +206,7 @@ class PeersHere:
 
     def fetch(
         self, sources: Sequence[Reachable], record: Record, wanted: Sequence[int], target_fd: int,
-        on_block: Callable[[int], None] = lambda number: None,
+        on_block: Callable[[int], None] = lambda number: None, asked: Callable[[], Sequence[int]] = tuple,
     ) -> int:  # fmt: skip
         left, moved = list(wanted), 0
         failure: Exception = PeerFailed("no source")
@@ -218,6 +218,7 @@ class PeersHere:
                 continue
             try:
                 while left:
+                    left.sort(key=lambda number: number not in asked())
                     data = bytearray(os.pread(loan.fd, limits.BLOCK_BYTES, left[0] * limits.BLOCK_BYTES))
                     if node.name in self.spoil and data:
                         data[0] ^= 1
@@ -235,7 +236,7 @@ class PeersHere:
             raise failure
         return moved
 
-    def record(self, node: Reachable, content: int, wanted: bytes | None) -> Record:
+    def record(self, node: Reachable, content: int, wanted: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> Record:
         try:
             loan = self._shelf("record", node).lend(content, wanted)
         except CkptfsError as refusal:

@@ -33,6 +33,8 @@ TREE = "tree"
 HERE = "here"
 DIRECT = "direct"
 """Results of 'fetch'."""
+BEGUN = "begun"
+"""What a 'fetch' that is still open has for a result when its blocks may be read as they come (`ckptfs.tiers.arrival`)."""
 
 _COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns"
 
@@ -100,6 +102,12 @@ def progress(db: Database, want: int, *, wait_s: float = limits.FETCH_STALL_S) -
     with db.change():
         values = (now, now + int(wait_s * 1e9), want)
         db.run("UPDATE want SET progress_ns = ?, until_ns = max(until_ns, ?) WHERE id = ? AND state = 0", *values)
+
+
+def begun(db: Database, want: int) -> None:
+    """A fetch has come so far that its blocks may be read as they come. Call `notify.wants()` once it is committed."""
+    with db.change():
+        db.run("UPDATE want SET result = ? WHERE id = ? AND state = 0", BEGUN, want)
 
 
 def until_told(row: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckptfs import limits
 from ckptfs.clique.shelf import Offer
 from ckptfs.errors import CkptfsError
 
@@ -74,6 +75,8 @@ class Speed:
 
 OnBlock = Callable[[int], None]
 """Told in a worker thread: this block was written into the target and is right."""
+Asked = Callable[[], Sequence[int]]
+"""Which blocks somebody waits for just now; asked often, by any thread."""
 
 
 class Peers(Protocol):
@@ -92,14 +95,16 @@ class Peers(Protocol):
         wanted: Sequence[int],
         target_fd: int,
         on_block: OnBlock = lambda number: None,
+        asked: Asked = tuple,
     ) -> int:
-        """Write the blocks `wanted` of a content into `target_fd`, from several sources at once; how many bytes came.
+        """Write the blocks `wanted` of a content into `target_fd`, from several sources at once; how many bytes came. Those that are
+        `asked` come before all others, then what follows them.
 
         Every block is compared with its digest before `on_block` hears of it. A source that stalls, lies or ends is left and its blocks
         are asked of the others; raises the last failure when none is left. `sources` in order of preference.
         """
 
-    def record(self, node: Reachable, content: int, digest: bytes | None) -> Record:
+    def record(self, node: Reachable, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> Record:
         """Size, generation and blocks' digests of a content that the peer has; PeerRefused with ENOENT when it has none."""
 
     def seal_soon(self, node: Reachable, content: int, timeout_s: float) -> Record | None:

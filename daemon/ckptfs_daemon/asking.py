@@ -38,16 +38,26 @@ class Asking:
         self._answers.set()
         self._answers = trio.Event()
 
-    async def ask(self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.VISIT_WAIT_S) -> str:
-        """Ask and wait; the answer's result. Raises OSError with the mover's errno, or TimedOut after `timeout_s` without progress."""
+    async def pause(self, seconds: float) -> None:
+        """Wait until the mover says anything, at most so long."""
+        answers = self._answers
+        with trio.move_on_after(seconds):
+            await answers.wait()
+
+    async def ask(self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.VISIT_WAIT_S, begun: bool = False) -> str:
+        """Ask and wait; the answer's result, `wants.BEGUN` too if `begun` is enough.
+
+        Raises OSError with the mover's errno, or TimedOut after `timeout_s` without progress.
+        """
         want = wants.ask(self._db, kind, inode, argument, wait_s=timeout_s)
         started_ns = time.time_ns()
         while True:
             self._bell.ring(URGENT + kind.encode())
-            answers = self._answers
             row = wants.get(self._db, want)
             if row is not None and row.state == wants.DONE:
                 return row.result
+            if begun and row is not None and row.state == wants.WANTED and row.result == wants.BEGUN:
+                return wants.BEGUN
             if row is not None and row.state == wants.FAILED:
                 raise OSError(row.error or errno.EIO, os.strerror(row.error or errno.EIO))
             left_s = timeout_s - (time.time_ns() - max(started_ns, row.progress_ns if row else 0)) / 1e9
@@ -57,5 +67,4 @@ class Asking:
             if row is None:
                 want = wants.ask(self._db, kind, inode, argument, wait_s=left_s)
                 continue
-            with trio.move_on_after(min(left_s, limits.WANT_LOOK_S)):
-                await answers.wait()
+            await self.pause(min(left_s, limits.WANT_LOOK_S))

@@ -10,8 +10,9 @@ from ckptfs.catalog.contents import Held
 from ckptfs.errors import NoRoom
 from ckptfs.flow import write
 from ckptfs.model import Inode
+from ckptfs_daemon.attempts import Later, Undo
 from ckptfs_daemon.edge import Request
-from ckptfs_daemon.opening import Later, Opening, Undo
+from ckptfs_daemon.opening import Opening
 from ckptfs_daemon.wishes import Opened, Wish
 
 if TYPE_CHECKING:

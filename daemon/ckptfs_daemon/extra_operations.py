@@ -91,6 +91,8 @@ class ExtraOperations(Handler):
 
     async def _copy_range(self, req: int, fh_in: int, offset_in: int, fh_out: int, offset_out: int, length: int) -> None:
         source, target = self.context.open_files.of(fh_in), self.context.open_files.of(fh_out)
+        if source.arriving is not None:
+            await source.arriving.whole(source)
         await self._present(source)
         length = min(length, limits.COPY_RANGE_BYTES_MAX)
         count = await self._roomy(target, lambda fd: os.copy_file_range(source.fd, fd, length, offset_in, offset_out))
@@ -98,11 +100,22 @@ class ExtraOperations(Handler):
 
     async def _lseek(self, req: int, offset: int, whence: int, fh: int) -> None:
         file = self.context.open_files.of(fh)
+        if file.arriving is not None:
+            # What has not come yet looks like a hole.
+            door.reply_lseek(req, _as_without_holes(file.arriving.size, offset, whence))
+            return
         await self._present(file)
         if self.context.data_path is DataPath.BUFFERED and file.writers:
             # The kernel asks without having written what it keeps: make it.
             await trio.to_thread.run_sync(pyfuse3.invalidate_inode, pyfuse3.InodeT(file.inode))
         door.reply_lseek(req, await in_thread(file, lambda: os.lseek(file.fd, offset, whence)))
+
+
+def _as_without_holes(size: int, offset: int, whence: int) -> int:
+    """lseek(2) with SEEK_DATA or SEEK_HOLE."""
+    if not 0 <= offset < size:
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+    return offset if whence == os.SEEK_DATA else size
 
 
 def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:

@@ -46,8 +46,13 @@ class FileOperations(OpenOperations, ExtraOperations):
     async def read(self, fh: int, off: int, size: int) -> bytes:
         """Up to `size` bytes."""
         file = self.context.open_files.of(fh)
+        if file.arriving is not None:
+            await file.arriving.ready(file, off, size)
         await self._present(file)
-        return await self._on(file, lambda: os.pread(file.fd, size, off))
+        if file.arriving is None:
+            return await self._on(file, lambda: os.pread(file.fd, size, off))
+        with file.in_use():
+            return await self._on(file, lambda: os.pread(file.fd, size, off))
 
     @answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:

@@ -20,7 +20,7 @@ from ckptfs.config import Config
 from ckptfs.model import DataPath
 from ckptfs.tiers import adoption
 from ckptfs.tiers.place import Places
-from ckptfs_daemon import bells, cluster_store, door, lifeline
+from ckptfs_daemon import arriving, bells, cluster_store, door, lifeline
 from ckptfs_daemon.asking import Asking
 from ckptfs_daemon.bells import Bell
 from ckptfs_daemon.context import Context
@@ -106,6 +106,7 @@ async def _serve(inherited: Inherited, operations: Operations) -> None:
         nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
         nursery.start_soon(_obey, inherited.link, name="link")
         await context.open_files.start(inherited.resumed)
+        arriving.resume(context)
         # The process before this one may have died between a commit and its hint.
         context.bell.ring(bells.WORK)
         if context.sharing is not None:

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
@@ -20,6 +20,9 @@ from ckptfs import limits
 from ckptfs.errors import TimedOut
 from ckptfs.model import Inode, Tier
 from ckptfs.tiers.place import Place
+
+if TYPE_CHECKING:
+    from ckptfs_daemon.arriving import Arriving
 
 T = TypeVar("T")
 
@@ -35,7 +38,7 @@ WRITE_NOW = os.O_RDWR | os.O_NONBLOCK
 class OpenFile:
     """Live state, changed in the mount's trio thread only. `content` and `place` are None for the PFS's own file, opened as it is there.
 
-    `generation` is the file's when it was opened first.
+    `generation` is the file's when it was opened first. `arriving`: its blocks are still being fetched, and its file is not to be believed.
     """
 
     inode: int
@@ -54,6 +57,7 @@ class OpenFile:
     synced_s: float = float("-inf")
     named: bool = False
     generation: int = 0
+    arriving: "Arriving | None" = None
     moving: trio.Event | None = None
     acting: int = 0
     rested: trio.Event = field(default_factory=trio.Event)
@@ -78,6 +82,8 @@ class OpenFile:
 
     def attributes(self, row: Inode) -> Inode:
         """`row` with what its open file knows better."""
+        if self.arriving is not None:
+            return replace(row, size=self.arriving.size)
         if self.place is None or self.fd < 0:
             return row
         status = os.fstat(self.fd)
@@ -87,7 +93,7 @@ class OpenFile:
 
     def set_times(self, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the file's times; None leaves one as it is."""
-        if self.place is not None and self.fd >= 0:
+        if self.place is not None and self.fd >= 0 and self.arriving is None:
             status = os.fstat(self.fd)
             os.utime(
                 self.fd, ns=(status.st_atime_ns if atime_ns is None else atime_ns, status.st_mtime_ns if mtime_ns is None else mtime_ns)
@@ -100,7 +106,7 @@ class OpenFile:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """While something is being written, which `rest` waits for."""
+        """While something is being written, or read of what still arrives, which `rest` waits for."""
         self.acting += 1
         try:
             yield
@@ -111,7 +117,7 @@ class OpenFile:
                 self.rested = trio.Event()
 
     async def rest(self) -> None:
-        """Wait until nothing is being written any more. Who begins to must have waited for `settled` before."""
+        """Wait until nothing is in use any more. Who begins to must have waited for `settled` before."""
         while self.acting:
             await self.rested.wait()
 

@@ -214,7 +214,7 @@ class OpenFiles:
             contents.close(self.db, file.inode, content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
             self._remember(file.kind, min(status.st_size, status.st_blocks * 512))
             return
-        if status.st_atime_ns != file.atime_ns:
+        if status.st_atime_ns != file.atime_ns and file.arriving is None:
             contents.accessed(self.db, file.inode, status.st_atime_ns)
         contents.used(self.db, (content,))
 

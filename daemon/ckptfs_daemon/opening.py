@@ -5,13 +5,11 @@ Invariant: an attempt is one transaction. Files, descriptors and backing ids tha
 If we die here: a file that no row names is swept by the mover, a backing id that no handle names ends with the connection.
 """
 
-import contextlib
 import errno
 import logging
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import trio
@@ -25,6 +23,8 @@ from ckptfs.model import ContentState, DataPath, Tier
 from ckptfs.tiers import pfs_open, space
 from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells
+from ckptfs_daemon.arriving import Arriving
+from ckptfs_daemon.attempts import Later, Undo
 from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, on_pfs, same_times
 from ckptfs_daemon.wishes import Opened, Wish
 
@@ -34,37 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SET_ID = stat.S_ISUID | stat.S_ISGID
-
-
-class Later(Exception):
-    """The attempt must wait for something first."""
-
-    def __init__(self, wait: Callable[[], Awaitable[object]]) -> None:
-        super().__init__()
-        self.wait = wait
-
-
-class Undo:
-    """What an attempt that fails must take back, the last first. Most do not fail: an ExitStack is made only for those that do."""
-
-    def __init__(self) -> None:
-        self._acts: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-
-    def callback(self, act: Callable[..., object], *values: object) -> None:
-        self._acts.append((act, values))
-
-    def pop_all(self) -> None:
-        """It did not fail."""
-        self._acts.clear()
-
-    def __enter__(self) -> "Undo":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._acts:
-            with contextlib.ExitStack() as stack:
-                for act, values in self._acts:
-                    stack.callback(act, *values)
 
 
 class Opening:
@@ -78,6 +47,7 @@ class Opening:
         self._own = -1
         self._unsealed: int | None = None
         self._leases_until_s = 0.0
+        self._begun = False
         self._told_until_s = trio.current_time() + limits.TOLD_WAIT_S
 
     async def run(self) -> Opened:
@@ -112,6 +82,9 @@ class Opening:
             file = self._files.by_inode.get(wish.inode)
         if file is not None and file.moving is not None:
             raise Later(file.settled)
+        if file is not None and file.arriving is not None and wish.writer:
+            arriving, reading = file.arriving, file
+            raise Later(lambda: arriving.whole(reading))
         with Undo() as undo:
             with self._files.change():
                 held = contents.held(self._context.db, wish.inode)
@@ -163,7 +136,7 @@ class Opening:
             if way_to_read is read.Way.EMPTY:
                 return self._empty(held, undo)
             if way_to_read is read.Way.FETCH:
-                return self._pfs_file(held, undo)
+                return self._coming(held, undo) or self._pfs_file(held, undo)
         raise self._lost("no copy of its content is left")
 
     def begin(self, held: Held, undo: Undo, kind: bytes | None = None) -> OpenFile:
@@ -386,9 +359,27 @@ class Opening:
         undo.callback(os.close, fd)
         return self._file(held, None, None, fd, undo, served=self._context.data_path is not DataPath.PASSTHROUGH)
 
+    def _coming(self, held: Held, undo: Undo) -> OpenFile | None:
+        """A file whose blocks are on their way here: it is read as they come. None where nothing is published of it."""
+        content = None if held.content is None else settling.content(self._context.db, held.content)
+        if content is None or content.state is not ContentState.SEALED or content.generation != held.inode.generation:
+            return None
+        arriving = Arriving(self._context, content)
+        found = arriving.begin()
+        if found is None:
+            return None
+        place, fd = found
+        undo.callback(os.close, fd)
+        file = OpenFile(held.inode.id, content.id, place, fd, atime_ns=held.inode.atime_ns)
+        file.generation, file.arriving = held.inode.generation, arriving
+        return file
+
     async def _fetch(self) -> None:
-        argument = wants.FOR_WRITING if self._wish.writer else ""
-        result = await self._context.asking.ask(wants.FETCH, self._wish.inode, argument, timeout_s=limits.FETCH_STALL_S)
+        """Have it brought: a reader needs only its beginning, unless that was tried."""
+        argument, begun = (wants.FOR_WRITING, False) if self._wish.writer else ("", not self._begun)
+        ask = self._context.asking.ask
+        result = await ask(wants.FETCH, self._wish.inode, argument, timeout_s=limits.FETCH_STALL_S, begun=begun)
+        self._begun |= result == wants.BEGUN
         if result == wants.DIRECT:
             self._own = await pfs_descriptor(self._context, self._wish.inode)
 

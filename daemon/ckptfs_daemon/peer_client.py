@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptfs import digest, limits
 from ckptfs.clique.keys import Identity
-from ckptfs.clique.peers import OnBlock, PeerFailed, PeerLied, Reachable, Record, Sent, Speed
+from ckptfs.clique.peers import Asked, OnBlock, PeerFailed, PeerLied, Reachable, Record, Sent, Speed
 from ckptfs.clique.shelf import Offer
 from ckptfs.errors import Refused
 from ckptfs.protocol import peer_pb2 as pb
@@ -92,7 +92,13 @@ class PeerClient:
     # --- fetching ----------------------------------------------------------------------------------------------------
 
     def fetch(
-        self, sources: Sequence[Reachable], record: Record, wanted: Sequence[int], target_fd: int, on_block: OnBlock = lambda number: None
+        self,
+        sources: Sequence[Reachable],
+        record: Record,
+        wanted: Sequence[int],
+        target_fd: int,
+        on_block: OnBlock = lambda number: None,
+        asked: Asked = tuple,
     ) -> int:
         """See `Peers.fetch`."""
         if not wanted:
@@ -100,13 +106,14 @@ class PeerClient:
         if not sources:
             raise PeerFailed("nobody to fetch from")
         streams = min(self._streams, len(wanted))
-        fetching = peer_fetch.Fetching(record, wanted, target_fd, on_block, max(streams, min(len(sources), limits.PEER_SOURCES_MAX)))
+        workers = max(streams, min(len(sources), limits.PEER_SOURCES_MAX))
+        fetching = peer_fetch.Fetching(record, wanted, target_fd, on_block, workers, asked)
         return peer_fetch.fetch([self._link(node) for node in sources], fetching, streams)
 
-    def record(self, node: Reachable, content: int, digest: bytes | None) -> Record:
+    def record(self, node: Reachable, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> Record:
         """See `Peers.record`."""
         link = self._link(node)
-        reply = link.ask(link.calls.GetRecord, pb.RecordRequest(content=content, digest=digest or b""), limits.PEER_STALL_S)
+        reply = link.ask(link.calls.GetRecord, pb.RecordRequest(content=content, digest=digest or b""), timeout_s)
         return _record(link, reply, content, digest)
 
     def seal_soon(self, node: Reachable, content: int, timeout_s: float) -> Record | None:

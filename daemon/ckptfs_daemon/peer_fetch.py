@@ -2,7 +2,8 @@
 
 Each source has a thread (a single source several), which takes runs of blocks from one list. What it does not bring goes back: a source
 that fails or lies is left for good; when nothing moves for `limits.PEER_PATIENCE_S` others take over its blocks; and who has nothing left
-to do brings what others still owe. A block is compared with its digest before it is written, and written by one thread only.
+to do brings what others still owe. What a reader waits for comes first, also from a second source when the one that owes it is slow. A
+block is compared with its digest before it is written, and written by one thread only.
 If we die here: the target has some of the blocks; the caller knows which, from `on_block`.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptfs import limits
-from ckptfs.clique.peers import OnBlock, PeerFailed, PeerLied, Record
+from ckptfs.clique.peers import Asked, OnBlock, PeerFailed, PeerLied, Record
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs_daemon.peer_bulk import receive
@@ -28,7 +29,9 @@ LOOK_S = 0.25
 class Fetching:
     """What is wanted and what has come. Its lock guards everything but the writing itself."""
 
-    def __init__(self, record: Record, wanted: Sequence[int], target_fd: int, on_block: OnBlock, workers: int) -> None:
+    def __init__(
+        self, record: Record, wanted: Sequence[int], target_fd: int, on_block: OnBlock, workers: int, asked: Asked = tuple
+    ) -> None:
         self.record = record
         self.changed = threading.Condition()
         self.moved = 0
@@ -37,22 +40,26 @@ class Fetching:
         self._pending = deque(wanted)
         self._missing = set(wanted)
         self._owed: dict[int, set[object]] = {}
+        self._owed_since: dict[int, float] = {}
         self._writing = 0
         self._fd = target_fd
         self._on_block = on_block
         self._workers = workers
+        self._asked = asked
 
     @property
     def done(self) -> bool:
         return not self._missing
 
-    def run(self, worker: object) -> list[int]:
+    def run(self, worker: object, at_most: int = limits.PEER_RUN_BLOCKS_MAX) -> list[int]:
         """The next blocks for `worker`, one after the other in the file; empty when all is over."""
         with self.changed:
             while not self.over and not self.done:
-                if found := self._next_run() or self._owed_by_others(worker):
+                asked = [number for number in self._asked() if number in self._missing]
+                if found := self._overdue(worker, asked) or self._next_run(asked, at_most) or self._owed_by_others(worker):
                     for number in found:
                         self._owed.setdefault(number, set()).add(worker)
+                        self._owed_since[number] = time.monotonic()
                     return found
                 self.changed.wait(LOOK_S)
             return []
@@ -100,14 +107,28 @@ class Fetching:
         with self.changed:
             self.changed.wait_for(lambda: not self._writing)
 
-    def _next_run(self) -> list[int]:
+    def _next_run(self, asked: Sequence[int], at_most: int) -> list[int]:
+        """From what somebody waits for on, if nobody brings that yet."""
+        for number in asked:
+            if not self._owed.get(number) and number in self._pending:
+                self._pending.rotate(-self._pending.index(number))
+                break
         found: list[int] = []
-        most = max(1, min(limits.PEER_RUN_BLOCKS_MAX // 4, len(self._pending) // (2 * self._workers)))
+        most = max(1, min(at_most, limits.PEER_RUN_BLOCKS_MAX // 4, len(self._pending) // (2 * self._workers)))
         while self._pending and len(found) < most and (not found or self._pending[0] == found[-1] + 1):
             number = self._pending.popleft()
             if number in self._missing:
                 found.append(number)
         return found
+
+    def _overdue(self, worker: object, asked: Sequence[int]) -> list[int]:
+        """A block that somebody waits for, and that one other worker owes for long."""
+        late_s = time.monotonic() - limits.PEER_HEDGE_S
+        for number in asked:
+            owing = self._owed.get(number, ())
+            if len(owing) == 1 and worker not in owing and self._owed_since[number] < late_s:
+                return [number]
+        return []
 
     def _owed_by_others(self, worker: object) -> list[int]:
         """A block that one other worker still owes, the one he would come to last."""
@@ -168,13 +189,17 @@ class Worker:
         try:
             if loan.digest != record.digest or loan.size != record.size:
                 raise PeerLied(f"{self.link.name} lends another content than the one asked for")
-            while run := self._fetching.run(self):
+            while run := self._fetching.run(self, self._blocks_at_once()):
                 self.run, self._due = run, deque(run)
                 self.moved_at = time.monotonic()
                 self._read(Command(Kind.READ, loan.loan, run[0], len(run), self.link.measured.squeeze))
                 self.run = []
         finally:
             self.link.tell(self.link.calls.Return, pb.ReturnRequest(loan=loan.loan))
+
+    def _blocks_at_once(self) -> int:
+        """What the source sends in a short while; of one that is not known yet, one block."""
+        return max(1, int((self.link.measured.bytes_per_s or 0.0) * limits.PEER_RUN_S) // limits.BLOCK_BYTES)
 
     def _read(self, command: Command) -> None:
         begun = time.monotonic()

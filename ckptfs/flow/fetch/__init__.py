@@ -24,8 +24,9 @@ from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoRoom, refused
 from ckptfs.flow.fetch.from_peers import FromPeers
+from ckptfs.flow.fetch.telling import Telling
 from ckptfs.model import Content, ContentState, Notify, Tier
-from ckptfs.tiers import pfs_open, transfer
+from ckptfs.tiers import arrival, pfs_open, transfer
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Fetch:
     def prepare(self) -> None:
         """Once, before the first step: forget what a former mover did not finish."""
         fetching.forget_unfinished(self._db)
+        arrival.forget_all(self._places[Tier.RAM].root)
 
     def _take(self) -> wants.Want | None:
         """The next want that nobody has in hand; its file is ours until the end of the step."""
@@ -287,25 +289,11 @@ class Fetch:
         if not fetching.checked(self._db, found, digest, blocks):
             raise Busy("the file changed while it was read")
 
-    def _progress(self, want: wants.Want) -> "_Progress":
-        return _Progress(self._db, want)
+    def _progress(self, want: wants.Want) -> Telling:
+        return Telling(self._db, self._places, self._notify, want)
 
     def _name(self, inode: int) -> str:
         return os.fsdecode(report.path_of(self._db, inode))
-
-
-class _Progress:
-    """Called before each block: now and then tells the askers that their file is on its way."""
-
-    def __init__(self, db: Database, want: wants.Want) -> None:
-        self._db = db
-        self._want = want
-        self._told_s = time.monotonic()
-
-    def __call__(self) -> None:
-        if time.monotonic() - self._told_s >= limits.WANT_LOOK_S:
-            self._told_s = time.monotonic()
-            wants.progress(self._db, self._want.id)
 
 
 def _shown(found: Fetchable) -> bool:

@@ -7,7 +7,6 @@ If we die here: a FILLING copy and its file, which recovery removes; the want is
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from ckptfs.clique.membership import Node
 from ckptfs.clique.peers import PeerFailed, Record
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, Unreachable
+from ckptfs.flow.fetch.telling import Telling
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import older, removal, transfer
 from ckptfs.tiers.place import Place, Places
@@ -149,7 +149,7 @@ class FromPeers:
         by_name = {node.name: node for node in nodes}
         return [by_name[node.name] for node in self._around.peers.ranked(nodes)]
 
-    def bring(self, content: Content, sources: list[Node], tier: Tier, progress: Progress) -> None:
+    def bring(self, content: Content, sources: list[Node], tier: Tier, telling: Telling) -> None:
         """Make a good copy in `tier`. Raises PeerFailed when no source gave it, Busy when it has moved on, OSError from the tier."""
         record = self._record(content, sources)
         older = self._older(content, tier)
@@ -158,7 +158,7 @@ class FromPeers:
             self._reserve(content, place)
             try:
                 disk.act("gather:reserved", lambda: None)
-                self._fill(record, sources, place, older, progress)
+                self._fill(content, record, sources, place, older, telling)
                 if not disk.act("gather:arrived", holding.came, self._db, content, tier, record.blocks):
                     raise Busy("the file changed while it was fetched")
             except BaseException:
@@ -188,9 +188,11 @@ class FromPeers:
         if content.blocks is not None and digest.whole(content.blocks, content.size) == content.digest:
             return Record(content.id, content.inode, content.generation, content.size, content.digest, content.blocks)
         failure = PeerFailed("no node that has the file can be reached")
-        for node in sources:
+        # One that does not answer is left soon while there are others.
+        hasty = [(node, limits.PEER_PATIENCE_S) for node in sources if len(sources) > 1]
+        for node, timeout_s in [*hasty, *((node, limits.PEER_STALL_S) for node in sources)]:
             try:
-                record = self._around.peers.record(node, content.id, content.digest)
+                record = self._around.peers.record(node, content.id, content.digest, timeout_s=timeout_s)
             except PeerFailed as refusal:
                 failure = refusal
                 continue
@@ -207,20 +209,20 @@ class FromPeers:
                 return self._places[tier].open(content.id)
         return -1
 
-    def _fill(self, record: Record, sources: list[Node], place: Place, older: int, progress: Progress) -> None:
+    def _fill(self, content: Content, record: Record, sources: list[Node], place: Place, older: int, telling: Telling) -> None:
         with disk.closing(_created(place, record.content)) as target:
             os.ftruncate(target, record.size)
             lacking = _Lacking(record)
             if older >= 0:
                 lacking.take_from(older, target)
             if lacking.numbers:
-                tell = _Telling(progress)
-                self._around.peers.fetch(sources, record, lacking.numbers, target, tell)
+                with telling.published(content, place.tier, target, lacking.numbers) as blocks:
+                    self._around.peers.fetch(sources, record, lacking.numbers, target, blocks.came, blocks.asked)
             if place.tier is not Tier.RAM:
                 disk.act("gather:fsync", os.fsync, target)
                 disk.act("gather:directory", place.persist_names)
                 os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
-                found = transfer.read(target, label="gather:check", before_block=progress)
+                found = transfer.read(target, label="gather:check", before_block=telling)
                 if found != (record.size, record.digest, record.blocks):
                     raise DigestMismatch(f"what was written to {place.tier} reads back as something else")
 
@@ -249,21 +251,6 @@ class _Lacking:
             return False
         disk.write_all("gather:write", target, data, number * limits.BLOCK_BYTES)
         return True
-
-
-class _Telling:
-    """Called with each block that arrived, by several threads: one of them at a time tells whoever waits."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def __call__(self, number: int) -> None:
-        if self._lock.acquire(blocking=False):
-            try:
-                self._progress()
-            finally:
-                self._lock.release()
 
 
 def _heard(record: Record) -> Heard:

@@ -1,0 +1,153 @@
+"""Owns how far a content that is being fetched has come, for those who read it meanwhile: a small file beside the RAM tier's contents that
+mover and mount both map into memory. The mover marks the blocks that are in the target and right, readers mark those that they wait for.
+
+A block's mark is set after its bytes are written, and never taken back. The file is published while its target lies under the content's
+name and gone before the target goes; it names the target's inode, so that marks are never believed of another file (P7).
+If we die here: the next mover removes what is published, and readers wait until the content is fetched anew.
+"""
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Collection
+from pathlib import Path
+
+from ckptfs import limits
+from ckptfs.model import Content, Tier
+
+_HEADER = struct.Struct("<8s16sQQQ8s")
+_MAGIC = b"arrival1"
+_OVER = _HEADER.size
+_BLOCKS = 64
+_YES = b"\1"
+
+
+def directory(ram: Path) -> Path:
+    """Where arrivals are published, in the root of the RAM tier."""
+    return ram / "arriving"
+
+
+def forget_all(ram: Path) -> None:
+    """A new mover begins: whatever the last one published goes on no more."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in directory(ram).iterdir():
+            path.unlink(missing_ok=True)
+
+
+class Arrival:
+    """One content on its way into one file. Marks may be set and looked at from any thread and process."""
+
+    def __init__(self, path: Path, memory: mmap.mmap, marker: tuple[int, int]) -> None:
+        self._path = path
+        self._memory = memory
+        self._marker = marker
+        _, self.digest, self.generation, self.size, self._target, tier = _HEADER.unpack_from(memory)
+        self.tier = Tier(tier.rstrip(b"\0").decode())
+        self.blocks = -(-self.size // limits.BLOCK_BYTES)
+
+    @classmethod
+    def publish(cls, ram: Path, content: Content, tier: Tier, target_fd: int, lacking: Collection[int]) -> "Arrival":
+        """The mover's: everything but the blocks `lacking` is in the target already. Raises OSError."""
+        assert content.digest is not None
+        directory(ram).mkdir(mode=0o700, exist_ok=True)
+        path = _path(ram, content.id)
+        temporary = path.with_suffix(".new")
+        blocks = -(-content.size // limits.BLOCK_BYTES)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            # Without its pages a mapping would be a way to die by a signal where the tier is full.
+            os.posix_fallocate(fd, 0, _BLOCKS + 2 * blocks)
+            memory = mmap.mmap(fd, _BLOCKS + 2 * blocks)
+            marker = _identity(fd)
+        finally:
+            os.close(fd)
+        inode = os.fstat(target_fd).st_ino
+        _HEADER.pack_into(memory, 0, _MAGIC, content.digest, content.generation, content.size, inode, tier.encode())
+        memory[_BLOCKS : _BLOCKS + blocks] = _YES * blocks
+        for number in lacking:
+            memory[_BLOCKS + number] = 0
+        temporary.rename(path)
+        return cls(path, memory, marker)
+
+    @classmethod
+    def find(cls, ram: Path, content: int) -> "Arrival | None":
+        """A reader's: what is published of a content."""
+        path = _path(ram, content)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            return cls(path, mmap.mmap(fd, 0), _identity(fd))
+        finally:
+            os.close(fd)
+
+    def is_of(self, fd: int) -> bool:
+        """Whether this descriptor, opened since the arrival was found, is that of its target: it is, and is still being filled."""
+        return self.published and os.fstat(fd).st_ino == self._target
+
+    @property
+    def published(self) -> bool:
+        """Whether blocks still come. Not so when its mover has died, and another one has begun."""
+        if self.over:
+            return False
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == self._marker
+
+    # --- marks --------------------------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """Nothing more comes into this target: it is whole, or given up."""
+        return bool(self._memory[_OVER])
+
+    @property
+    def count(self) -> int:
+        """How many blocks are there."""
+        return int(self._memory[_BLOCKS : _BLOCKS + self.blocks].count(_YES))
+
+    def has(self, numbers: range) -> bool:
+        """Whether all of these blocks are there."""
+        return bool(self._memory[_BLOCKS + numbers.start : _BLOCKS + numbers.stop].count(_YES) == len(numbers))
+
+    def came(self, number: int) -> bool:
+        """A block is in the target, and right; whether somebody waits for it."""
+        self._memory[_BLOCKS + number] = 1
+        asked = bool(self._memory[_BLOCKS + self.blocks + number])
+        self._memory[_BLOCKS + self.blocks + number] = 0
+        return asked
+
+    def ask(self, numbers: range) -> None:
+        """Somebody waits for those of these blocks that are not there."""
+        for number in numbers:
+            if not self._memory[_BLOCKS + number]:
+                self._memory[_BLOCKS + self.blocks + number] = 1
+
+    def asked(self) -> list[int]:
+        """The blocks that somebody waits for, in their order, a bounded number."""
+        begin, end = _BLOCKS + self.blocks, _BLOCKS + 2 * self.blocks
+        found: list[int] = []
+        at = self._memory.find(_YES, begin, end)
+        while at >= 0 and len(found) < limits.ARRIVAL_ASKED_MAX:
+            if not self._memory[at - self.blocks]:
+                found.append(at - begin)
+            at = self._memory.find(_YES, at + 1, end)
+        return found
+
+    def end(self) -> None:
+        """The mover's: from here on nobody begins to read by it. Before the target may go."""
+        self._memory[_OVER] = 1
+        self._path.unlink(missing_ok=True)
+
+
+def _path(ram: Path, content: int) -> Path:
+    return directory(ram) / f"{content:016x}"
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
