@@ -175,17 +175,41 @@ def lost_here(db: Database, after: int) -> Content | None:
     """The first of this node's own contents after `after` that its files show, that lies in no tier here and not on the PFS, and that a
     living node has.
     """
-    row = db.row(
-        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k"
-        " JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
-        " WHERE k.peer = 0 AND k.state = 2 AND k.id > ? AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
-        " AND EXISTS (SELECT 1 FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id AND o.generation = k.generation"
-        " AND o.digest = k.digest AND n.alive = 1 AND n.here = 0)"
-        " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
-        " AND p.digest = k.digest) ORDER BY k.id LIMIT 1",
-        after,
-    )
+    columns = "k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer"
+    row = db.row(f"SELECT {columns} FROM {_LOST_HERE} AND k.id > ? ORDER BY k.id LIMIT 1", after)
     return None if row is None else _content(row)
+
+
+_LOST_HERE = (
+    "content k JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
+    " WHERE k.peer = 0 AND k.state = 2 AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    " AND EXISTS (SELECT 1 FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id AND o.generation = k.generation"
+    " AND o.digest = k.digest AND n.alive = 1 AND n.here = 0)"
+    " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
+    " AND p.digest = k.digest)"
+)
+
+
+def to_refill(db: Database) -> tuple[int, int]:
+    """(files, bytes) of all of them: what comes back from other nodes."""
+    files, size = db.row(f"SELECT count(*), coalesce(sum(k.size), 0) FROM {_LOST_HERE}") or (0, 0)
+    return int(files), int(size)
+
+
+def to_repair(db: Database) -> tuple[int, int]:
+    """(files, bytes) of what nodes wrote that have died, and this one is to copy to others."""
+    files, size = db.row("SELECT count(*), coalesce(sum(size), 0) FROM content WHERE lacking = 1 AND state = 2 AND peer = 1") or (0, 0)
+    return int(files), int(size)
+
+
+def copies_of_lacking(db: Database) -> tuple[int, int]:
+    """(wanted, there) of the copies of all that wants more of them, those here included."""
+    files, elsewhere = db.row(
+        "SELECT count(*), coalesce(sum((SELECT count(*) FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id"
+        " AND o.generation = k.generation AND o.digest = k.digest AND n.alive = 1 AND n.here = 0)), 0)"
+        " FROM content k WHERE k.lacking = 1 AND k.state = 2"
+    ) or (0, 0)
+    return int(files) * min(factor(db), max(1, len(living(db)))), int(files) + int(elsewhere)
 
 
 def strange_content(db: Database, inode: int) -> int | None:

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles")
+    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MOUNTPOINT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,8 @@ class Status(_message.Message):
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    CLIQUE_FIELD_NUMBER: _ClassVar[int]
     name: str
     mountpoint: str
     state: str
@@ -42,7 +44,69 @@ class Status(_message.Message):
     counts: Counts
     processes: _containers.RepeatedCompositeFieldContainer[Process]
     troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
-    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ...) -> None: ...
+    refused: _containers.RepeatedCompositeFieldContainer[Refused]
+    clique: Clique
+    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("where", "who", "reason", "count")
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    where: str
+    who: str
+    reason: str
+    count: int
+    def __init__(self, where: _Optional[str] = ..., who: _Optional[str] = ..., reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Clique(_message.Message):
+    __slots__ = ("behind_files", "behind_bytes", "lag_s", "copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes", "receiving", "lending", "links")
+    BEHIND_FILES_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    COPIES_WANTED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_THERE_FIELD_NUMBER: _ClassVar[int]
+    REFILL_FILES_FIELD_NUMBER: _ClassVar[int]
+    REFILL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_FILES_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVING_FIELD_NUMBER: _ClassVar[int]
+    LENDING_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    behind_files: int
+    behind_bytes: int
+    lag_s: float
+    copies_wanted: int
+    copies_there: int
+    refill_files: int
+    refill_bytes: int
+    repair_files: int
+    repair_bytes: int
+    receiving: int
+    lending: int
+    links: _containers.RepeatedCompositeFieldContainer[Link]
+    def __init__(self, behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., copies_wanted: _Optional[int] = ..., copies_there: _Optional[int] = ..., refill_files: _Optional[int] = ..., refill_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ..., receiving: _Optional[int] = ..., lending: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("node", "waiting_files", "waiting_bytes", "sending_files", "sending_bytes", "rtt_s", "bytes_per_s", "doubtful")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FILES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENDING_FILES_FIELD_NUMBER: _ClassVar[int]
+    SENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DOUBTFUL_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    waiting_files: int
+    waiting_bytes: int
+    sending_files: int
+    sending_bytes: int
+    rtt_s: float
+    bytes_per_s: float
+    doubtful: bool
+    def __init__(self, node: _Optional[str] = ..., waiting_files: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., sending_files: _Optional[int] = ..., sending_bytes: _Optional[int] = ..., rtt_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., doubtful: _Optional[bool] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "path", "budget_bytes", "used_bytes", "free_bytes", "contents", "health")
@@ -146,7 +210,7 @@ class ListReply(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[Record, _Mapping]]] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "waiting", "settled")
+    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "waiting", "lacks")
     INODE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -157,7 +221,7 @@ class Record(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    LACKS_FIELD_NUMBER: _ClassVar[int]
     inode: int
     known: bool
     kind: str
@@ -168,8 +232,8 @@ class Record(_message.Message):
     copies: _containers.RepeatedCompositeFieldContainer[Place]
     progress: float
     waiting: bool
-    settled: bool
-    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., progress: _Optional[float] = ..., waiting: _Optional[bool] = ..., settled: _Optional[bool] = ...) -> None: ...
+    lacks: str
+    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., progress: _Optional[float] = ..., waiting: _Optional[bool] = ..., lacks: _Optional[str] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("tier", "state", "verified_age_s")
@@ -282,7 +346,7 @@ class Cluster(_message.Message):
     def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., etcd: _Optional[str] = ..., island: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("name", "number", "alive", "address", "rank", "domain", "capacity_bytes", "peers", "told", "behind_files", "behind_bytes", "lag_s", "held_files", "held_bytes")
+    __slots__ = ("name", "number", "alive", "address", "rank", "domain", "capacity_bytes", "peers", "told", "behind_files", "behind_bytes", "lag_s", "held_files", "held_bytes", "copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -297,6 +361,12 @@ class Member(_message.Message):
     LAG_S_FIELD_NUMBER: _ClassVar[int]
     HELD_FILES_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_WANTED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_THERE_FIELD_NUMBER: _ClassVar[int]
+    REFILL_FILES_FIELD_NUMBER: _ClassVar[int]
+    REFILL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_FILES_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     number: int
     alive: bool
@@ -311,7 +381,13 @@ class Member(_message.Message):
     lag_s: float
     held_files: int
     held_bytes: int
-    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., alive: _Optional[bool] = ..., address: _Optional[str] = ..., rank: _Optional[int] = ..., domain: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., told: _Optional[bool] = ..., behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    copies_wanted: int
+    copies_there: int
+    refill_files: int
+    refill_bytes: int
+    repair_files: int
+    repair_bytes: int
+    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., alive: _Optional[bool] = ..., address: _Optional[str] = ..., rank: _Optional[int] = ..., domain: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., told: _Optional[bool] = ..., behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ..., copies_wanted: _Optional[int] = ..., copies_there: _Optional[int] = ..., refill_files: _Optional[int] = ..., refill_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ...) -> None: ...
 
 class RoomRequest(_message.Message):
     __slots__ = ()

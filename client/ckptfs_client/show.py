@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def plain(message: Any) -> Any:
-    """A message of control.proto as dicts and lists: every field is there, numbers stay numbers."""
+    """A message of control.proto as dicts and lists: every field is there, numbers stay numbers. A message that is absent is None."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -48,7 +48,8 @@ def plain(message: Any) -> Any:
         elif field.message_type.GetOptions().map_entry:
             values[field.name] = dict(value)
         else:
-            values[field.name] = [plain(one) for one in value] if field.is_repeated else plain(value)
+            absent = not field.is_repeated and not message.HasField(field.name)
+            values[field.name] = [plain(one) for one in value] if field.is_repeated else None if absent else plain(value)
     return values
 
 
@@ -114,13 +115,63 @@ def status(answer: "pb.Status") -> "RenderableType":
             lines.append(f"              now {_shown(behind.now_path)}: {size(behind.now_copied_bytes)} of {size(behind.now_size_bytes)}")
     else:
         lines.append("  write-back  none: this mount has no PFS")
+    lines += _clique(answer.clique) if answer.HasField("clique") else []
+    lines += _refused(answer)
     troubles = []
     for trouble in answer.troubles:
         where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
         remedy = f"; {trouble.remedy}" if trouble.remedy else ""
         troubles.append(f"[yellow]trouble[/] {_shown(where)}: {escape(trouble.what)}{escape(remedy)} (for {duration(trouble.age_s)})")
-    tables = (Padding(_tiers(answer), (1, 2), expand=False), Padding(_processes(answer), (0, 2, 1, 2), expand=False))
-    return Group("\n".join(lines), *tables, *troubles)
+    tables = [_tiers(answer), _processes(answer)]
+    if answer.clique.links:
+        tables.insert(1, _links(answer.clique))
+    padded = [Padding(table, (0 if number else 1, 2, 1, 2), expand=False) for number, table in enumerate(tables)]
+    return Group("\n".join(lines), *padded, *troubles)
+
+
+def _clique(clique: "pb.Clique") -> list[str]:
+    """How far replication, refill and repair are."""
+    behind, repair = _amount(clique.behind_files, clique.behind_bytes), _amount(clique.repair_files, clique.repair_bytes)
+    copies = f", {clique.copies_there} of {clique.copies_wanted} copies" if clique.copies_wanted else ""
+    lag = f", the oldest for {duration(clique.lag_s)}" if clique.behind_files else ""
+    lines = [f"  copies      {behind or 'nothing'} behind{copies if behind else ''}{lag}"]
+    if clique.refill_files:
+        lines.append(f"  refill      {_amount(clique.refill_files, clique.refill_bytes)} to come back from other nodes")
+    if repair:
+        lines.append(f"  repair      {repair} of nodes that died, to be copied from here{'' if behind else copies}")
+    if clique.receiving or clique.lending:
+        lines.append(
+            f"  peers       sending {counted(clique.receiving, 'file')} to this node, reading {counted(clique.lending, 'file')} from it"
+        )
+    return lines
+
+
+def _amount(files: int, size_bytes: int) -> str:
+    return f"{counted(files, 'file')} ({size(size_bytes)})" if files else ""
+
+
+def _refused(answer: "pb.Status") -> list[str]:
+    """What was refused, by reason, with who asked."""
+    from rich.markup import escape
+
+    found: dict[tuple[str, str], list[pb.Refused]] = {}
+    for one in answer.refused:
+        found.setdefault((one.where, one.reason), []).append(one)
+    words = []
+    for (where, reason), ones in found.items():
+        who = ", ".join(escape(printable(one.who)) for one in ones if one.who)
+        words.append(f"{where}: {sum(one.count for one in ones)} {reason.replace('_', ' ')}{f' ({who})' if who else ''}")
+    return [f"  refused     {'; '.join(words)}"] if words else []
+
+
+def _links(clique: "pb.Clique") -> Any:
+    table = grid("peer", "waiting>", "sending>", "a stream moves>", "round trip>", "")
+    for link in clique.links:
+        waiting, sending = _amount(link.waiting_files, link.waiting_bytes), _amount(link.sending_files, link.sending_bytes)
+        speed = f"{size(link.bytes_per_s)}/s" if link.bytes_per_s >= 0 else "-"
+        rtt = f"{link.rtt_s * 1000:.1f} ms" if link.rtt_s >= 0 else "-"
+        table.add_row(_shown(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.doubtful else "")
+    return table
 
 
 def cluster(answer: "pb.Cluster") -> "RenderableType":
@@ -133,14 +184,19 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
         f"[bold]{escape(answer.name)}[/]: {living} of {counted(len(answer.members), 'node')}, {answer.replication_factor} copies,"
         f" etcd {escape(answer.etcd)}   (as {escape(answer.node)} sees it)"
     )
-    table = grid("node", "number>", "state", "rank>", "domain", "address", "copies go to", "behind", "oldest>", "holds for others")
+    columns = ("node", "number>", "state", "rank>", "domain", "address", "copies go to", "behind", "oldest>", "refill, repair")
+    table = grid(*columns, "holds for others")
     for member in answer.members:
-        behind = f"{counted(member.behind_files, 'file')} ({size(member.behind_bytes)})" if member.behind_files else "nothing"
+        copies = f", {member.copies_there} of {member.copies_wanted} copies" if member.copies_wanted else ""
+        behind = f"{_amount(member.behind_files, member.behind_bytes)}{copies}" if member.behind_files else "nothing"
+        back, again = _amount(member.refill_files, member.refill_bytes), _amount(member.repair_files, member.repair_bytes)
         held = f"{counted(member.held_files, 'file')} ({size(member.held_bytes)})"
-        figures = (behind, duration(member.lag_s) if member.behind_files else "-", held)
+        lag = duration(member.lag_s) if member.behind_files else "-"
+        figures = (behind, lag, ", ".join(filter(None, (back, again and f"{again} for others"))) or "-", held)
+        told = figures if member.told else ("unknown", "-", "-", "unknown")
         table.add_row(
             escape(member.name), str(member.number), _styled("alive" if member.alive else "dead"), str(member.rank), escape(member.domain),
-            escape(member.address), escape(", ".join(member.peers) or "nobody"), *(figures if member.told else ("unknown", "-", "unknown")),
+            escape(member.address), escape(", ".join(member.peers) or "nobody"), *told,
         )  # fmt: skip
     island = "[yellow]island[/]: etcd does not answer this node, or has not been told everything yet; nothing that was written is lost"
     return Group(head, *([island] if answer.island else []), "", table)

@@ -8,6 +8,8 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import trio
 
@@ -20,7 +22,9 @@ from ckptfs.clique import holders, membership, placement
 from ckptfs.clique.membership import Node, World
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
+from ckptfs.flow.replicate.queues import Load
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs_daemon.control_figures import KEPT_RATIO, Kept
 
 FIGURES = b"s/"
 LEASE_LOOK_S = 0.5
@@ -33,12 +37,19 @@ def figures_key(number: int) -> bytes:
 
 def told(db: Database) -> bytes:
     """This node's figures, as they are stored. They change only when something else does than the time."""
-    (behind_files, behind_bytes, _), (held_files, held_bytes) = peers.lag(db), holding.held(db)
-    figures = {
-        "oldest_ns": peers.oldest_lacking(db), "behind_files": behind_files, "behind_bytes": behind_bytes,
-        "held_files": held_files, "held_bytes": held_bytes,
-    }  # fmt: skip
+    held_files, held_bytes = holding.held(db)
+    figures = {"oldest_ns": peers.oldest_lacking(db), "held_files": held_files, "held_bytes": held_bytes, **progress(db)}
     return json.dumps(figures, separators=(",", ":")).encode()
+
+
+def progress(db: Database) -> dict[str, int]:
+    """How far replication, refill and repair are, by the names that `Clique` and `Member` have for it."""
+    (behind_files, behind_bytes, _), (wanted, there) = peers.lag(db), peers.copies_of_lacking(db)
+    (refill_files, refill_bytes), (repair_files, repair_bytes) = peers.to_refill(db), peers.to_repair(db)
+    return {
+        "behind_files": behind_files, "behind_bytes": behind_bytes, "copies_wanted": wanted, "copies_there": there,
+        "refill_files": refill_files, "refill_bytes": refill_bytes, "repair_files": repair_files, "repair_bytes": repair_bytes,
+    }  # fmt: skip
 
 
 async def tell(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
@@ -46,9 +57,12 @@ async def tell(db: Database, store: Store, number: int, lease: Callable[[], int]
     before: tuple[bytes, int] | None = None
     while True:
         # Not told is not lost: somebody who looks sees older figures, and the next round brings them.
+        begun = trio.current_time()
         with contextlib.suppress(CkptfsError):
             before = await trio.to_thread.run_sync(_tell_once, db, store, figures_key(number), lease(), before, abandon_on_cancel=True)
-        await trio.sleep(limits.FIGURES_INTERVAL_S if before else LEASE_LOOK_S)
+        # Counting in a large catalog takes a while, and must not take it from those who work.
+        rest_s = KEPT_RATIO * (trio.current_time() - begun)
+        await trio.sleep(max(rest_s, limits.FIGURES_INTERVAL_S) if before else LEASE_LOOK_S)
 
 
 def _tell_once(db: Database, store: Store, key: bytes, lease: int, before: tuple[bytes, int] | None) -> tuple[bytes, int] | None:
@@ -60,13 +74,54 @@ def _tell_once(db: Database, store: Store, key: bytes, lease: int, before: tuple
     return before
 
 
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Who knows what moves: what the queues hold, what was measured of the other nodes, and what this node's server does for them."""
+
+    loads: Callable[[], list[Load]]
+    measured: Callable[[], dict[str, dict[str, float | None]]]
+    served: Callable[[], dict[str, Any]]
+
+
+def _links(loads: list[Load], measured: dict[str, dict[str, float | None]]) -> list[pb.Link]:
+    """A link for each node with which there was something to do, by name."""
+    by_name = {load.node: load for load in loads}
+    links = []
+    for name in sorted(by_name.keys() | measured.keys()):
+        load, found = by_name.get(name, Load(name, 0, 0, 0, 0)), measured.get(name, {})
+        rtt_s, bytes_per_s = found.get("rtt_s"), found.get("bytes_per_s")
+        link = pb.Link(node=name, rtt_s=-1 if rtt_s is None else rtt_s, bytes_per_s=-1 if bytes_per_s is None else bytes_per_s)
+        link.waiting_files, link.waiting_bytes = load.waiting_files, load.waiting_bytes
+        link.sending_files, link.sending_bytes = load.sending_files, load.sending_bytes
+        link.doubtful = bool(found.get("failed"))
+        links.append(link)
+    return links
+
+
 class ClusterFigures:
     """Gathers a Cluster. Used by several threads."""
 
-    def __init__(self, config: Config, db: Database, store: Store) -> None:
+    def __init__(self, config: Config, db: Database, store: Store, transport: Transport | None = None) -> None:
         self._config = config
         self._db = db
         self._store = store
+        self._transport = transport
+        self._progress = Kept(lambda: progress(db))
+
+    def refused(self) -> dict[str, dict[str, int]]:
+        """{node: {reason: how often it was refused}}."""
+        return {} if self._transport is None else self._transport.served().get("refused", {})
+
+    def under_way(self) -> pb.Clique:
+        """What is under way between this node and the others."""
+        answer = pb.Clique(lag_s=peers.lag(self._db)[2])
+        for name, count in self._progress.now().items():
+            setattr(answer, name, count)
+        if self._transport is not None:
+            served = self._transport.served()
+            answer.receiving, answer.lending = served.get("transfers", 0), served.get("loans", 0)
+            answer.links.extend(_links(self._transport.loads(), self._transport.measured()))
+        return answer
 
     def ask_for_copies(self, inodes: Iterable[int]) -> None:
         """Learn from the store who has what other nodes wrote of these files: of that this node is not told by itself."""
@@ -127,6 +182,8 @@ def _tell(member: pb.Member, figures: bytes) -> None:
         member.lag_s = max(0.0, time.time() - oldest_s) if oldest_s else 0.0
         for name in ("behind_files", "behind_bytes", "held_files", "held_bytes"):
             setattr(member, name, int(found[name]))
+        for name in ("copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes"):
+            setattr(member, name, int(found.get(name, 0)))  # Older nodes do not tell these.
         member.told = True
     except (ValueError, KeyError, TypeError):
         member.told = False

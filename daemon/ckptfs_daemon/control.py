@@ -20,6 +20,7 @@ from ckptfs.config import Config
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
 from ckptfs_daemon.cluster_figures import ClusterFigures
+from ckptfs_daemon.control_edge import Counted
 from ckptfs_daemon.control_orders import Orders
 from ckptfs_daemon.control_questions import Questions
 
@@ -56,7 +57,8 @@ async def serve(
         trio.from_thread.run_sync(lanes.hurry, trio_token=token)
 
     config = inherited.config
-    questions, orders = Questions(config, db, places, cluster), Orders(config, db, places, hurry)
+    refused = Counted()
+    questions, orders = Questions(config, db, places, cluster, refused), Orders(config, db, places, hurry, refused)
     while True:
         try:
             await _serve_until_gone(config.name, questions, orders)

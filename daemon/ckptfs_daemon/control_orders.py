@@ -20,7 +20,7 @@ from ckptfs.errors import Refused, TimedOut, refused
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
-from ckptfs_daemon.control_edge import translated, translated_stream
+from ckptfs_daemon.control_edge import Counted, translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
 from ckptfs_daemon.control_verify import Verification
 
@@ -35,7 +35,8 @@ REFRESH_WAIT_S = 3600.0
 class Orders(rpc.OrdersServicer):  # type: ignore[misc]
     """The service `Orders`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
 
-    def __init__(self, config: Config, db: Database, places: Places, hurry: Callable[[], None]) -> None:
+    def __init__(self, config: Config, db: Database, places: Places, hurry: Callable[[], None], refused: Counted | None = None) -> None:
+        self.refused = refused or Counted()
         self._config = config
         self._db = db
         self._places = places

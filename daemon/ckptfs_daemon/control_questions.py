@@ -23,9 +23,10 @@ from ckptfs.lifecycle import published_whole
 from ckptfs.model import ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs.series import lacks
 from ckptfs.tiers.place import Places
 from ckptfs_daemon.cluster_figures import ClusterFigures
-from ckptfs_daemon.control_edge import translated, translated_stream
+from ckptfs_daemon.control_edge import Counted, translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
 from ckptfs_daemon.control_waits import Waiting
 
@@ -37,7 +38,10 @@ KEEPALIVE_S = 2.0
 class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
     """The service `Questions`."""
 
-    def __init__(self, config: Config, db: Database, places: Places, cluster: ClusterFigures | None = None) -> None:
+    def __init__(
+        self, config: Config, db: Database, places: Places, cluster: ClusterFigures | None = None, refused: Counted | None = None
+    ) -> None:  # fmt: skip
+        self.refused = refused or Counted()
         self._config = config
         self._db = db
         self._cluster = cluster
@@ -47,7 +51,15 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
     @translated
     def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:
         """The figures of the whole mount."""
-        return self._figures.status()
+        status = self._figures.status()
+        for reason, count in sorted(self.refused.figures().items()):
+            status.refused.add(where="control", reason=reason, count=count)
+        if self._cluster is not None:
+            status.clique.CopyFrom(self._cluster.under_way())
+            for who, counts in sorted(self._cluster.refused().items()):
+                for reason, count in sorted(counts.items()):
+                    status.refused.add(where="peers", who=who, reason=reason, count=count)
+        return status
 
     @translated
     def GetCluster(self, request: pb.ClusterRequest, context: grpc.ServicerContext) -> pb.Cluster:
@@ -76,6 +88,7 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value
             answer.state = _state(found)
+            answer.lacks = lacks(found.record, found.size)
             answer.progress = 1.0 if self._arrived(found) else _share(under_way) if under_way.get("inode") == inode else 0.0
             now = time.time_ns()
             for tier, state, verified_ns in report.places(self._db, inode, found.record):

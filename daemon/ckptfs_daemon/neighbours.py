@@ -26,7 +26,7 @@ from ckptfs.flow.tell import Tell
 from ckptfs.model import Bulk, Notify, Tier
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import cluster_figures, peer_server
-from ckptfs_daemon.cluster_figures import ClusterFigures
+from ckptfs_daemon.cluster_figures import ClusterFigures, Transport
 from ckptfs_daemon.cluster_store import open_store
 from ckptfs_daemon.lanes import Flow
 from ckptfs_daemon.member import Member, describe
@@ -56,13 +56,15 @@ class Neighbours:
             node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.member.world,
             self.member.claims,
         )  # fmt: skip
-        self.figures = ClusterFigures(config, db, self._store)
+        self._served: PeerServer | None = None
         self._hold = Hold(db, places, config.peer_share, notify)
         self._replicate = Replicate(db, places, notify, self.around)
+        transport = Transport(self._replicate.loads, self._peers.figures, lambda: self._served.figures() if self._served else {})
+        self.figures = ClusterFigures(config, db, self._store, transport)
         self._tell = Tell(db, self.around)
         self._repair = Repair(db, notify, self.around)
         self._take_over = TakeOver(db, notify, self.around)
-        self._fall_back = FallBack(db, notify, self.around)
+        self._fall_back = FallBack(db, places, notify, self.around)
         self._reconcile = Reconcile(db, places, notify, self.around, self._hold.doubted)
         self._secure = Secure(db, places, notify, self.around)
         self._ahead = Ahead(db, places, self.around)
@@ -85,7 +87,7 @@ class Neighbours:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.member.run, name="member")
-                nursery.start_soon(peer_server.serve, self._server, name="peers")
+                nursery.start_soon(peer_server.serve, self._server, self._serves, name="peers")
                 nursery.start_soon(self._tell_figures, name="figures")
         finally:
             with trio.CancelScope(shield=True):
@@ -95,6 +97,9 @@ class Neighbours:
         assert self._config.cluster is not None
         bulk = self._config.bulk is Bulk.SOCKET
         return PeerServer(self._hold, self._config.listen, self._config.cluster, self._identity, bulk=bulk)
+
+    def _serves(self, server: PeerServer) -> None:
+        self._served = server
 
     async def _tell_figures(self) -> None:
         await cluster_figures.tell(self._db, self._store, self.member.number, lambda: self.member.presence.lease)

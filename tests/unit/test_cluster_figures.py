@@ -6,15 +6,19 @@ import pytest
 from ckptfs_client import show
 from ckptfs_client.failures import Usage
 from ckptfs_daemon import cluster_figures
-from ckptfs_daemon.cluster_figures import ClusterFigures
+from ckptfs_daemon.cluster_figures import ClusterFigures, Transport
+from ckptfs_daemon.control_questions import Questions
 from control_served import serving
 from local_node import Node
 from memory_store import MemoryStore
 
-from ckptfs.catalog import identity, peers
-from ckptfs.catalog.peers import Known
+from ckptfs.catalog import identity, peers, settling
+from ckptfs.catalog.peers import Known, PeerCopy
 from ckptfs.catalog.store import Get, Put
 from ckptfs.clique import membership
+from ckptfs.flow.replicate.queues import Load
+from ckptfs.model import Tier
+from ckptfs.protocol import control_pb2 as pb
 
 NAMES = ("node1", "node2", "node3")
 
@@ -58,6 +62,51 @@ def test_figures_are_those_of_the_catalog(node: Node, store: MemoryStore) -> Non
     first = ClusterFigures(node.config, node.db, store).described().members[0]
     assert (first.behind_files, first.behind_bytes, first.held_files) == (1, 1000, 0)
     assert first.lag_s > 0
+
+
+def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> None:
+    """N4: what waits for a peer and what is on its way, how fast it goes, what comes back here, and what is repaired for the dead."""
+    behind, gone, dead = (node.make(name, b"x" * 1000) for name in (b"behind", b"gone", b"dead"))
+    with serving(node) as served:
+        served.seal()
+    peers.lacks(node.db, [behind, dead])
+    row = settling.content(node.db, gone)
+    assert row is not None and row.digest is not None
+    settling.forget_copy(node.db, gone, Tier.RAM)
+    peers.peer_has(node.db, PeerCopy(gone, 2, row.generation, row.digest))
+    node.db.run("UPDATE content SET peer = 1 WHERE id = ?", dead)
+    transport = Transport(
+        lambda: [Load("node2", 3, 3000, 1, 1000)],
+        lambda: {
+            "node2": {"rtt_s": 0.002, "bytes_per_s": 5e8, "failed": 0.0},
+            "node3": {"rtt_s": None, "bytes_per_s": None, "failed": 1.0},
+        },
+        lambda: {"transfers": 2, "loans": 1, "refused": {"node2": {"malformed": 3}, "unknown": {"stranger": 4, "malformed": 1}}},
+    )
+    figures = ClusterFigures(node.config, node.db, store, transport)
+    found = figures.under_way()
+    assert (found.behind_files, found.copies_there, found.copies_wanted) == (1, 2, 4)
+    assert (found.refill_files, found.refill_bytes, found.repair_files, found.receiving, found.lending) == (1, 1000, 1, 2, 1)
+    assert [(one.node, one.waiting_files, one.sending_bytes, one.doubtful) for one in found.links] == [
+        ("node2", 3, 1000, False), ("node3", 0, 0, True),
+    ]  # fmt: skip
+    status = Questions(node.config, node.db, node.places, figures).GetStatus(pb.StatusRequest(), None)
+    assert [(one.where, one.who, one.reason, one.count) for one in status.refused] == [
+        ("peers", "node2", "malformed", 3), ("peers", "unknown", "malformed", 1), ("peers", "unknown", "stranger", 4),
+    ]  # fmt: skip
+    screen = show.console()
+    with screen.capture() as captured:
+        screen.print(show.status(status))
+    text = captured.get()
+    for words in (
+        "1 file (1000 B) behind, 2 of 4 copies", "refill      1 file", "repair      1 file", "peers: 4 malformed (node2, unknown)",
+        "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately",
+    ):  # fmt: skip
+        assert words in text, text
+    assert show.plain(status)["clique"]["links"][0]["waiting_bytes"] == 3000
+    store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.told(node.db))])
+    member = figures.described().members[0]
+    assert (member.refill_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)
 
 
 def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> None:

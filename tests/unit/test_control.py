@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ckptfs_client import show
 from ckptfs_client.client import Client
 from ckptfs_client.failures import Failed, NoMount, NotInTime, Usage
 from ckptfs_client.mounts import Mount
@@ -41,6 +42,18 @@ def test_only_the_owner_may_give_orders(served: Served) -> None:
     """F6: the sockets' own permissions decide."""
     paths = (served.mount.socket, served.mount.admin_socket, rendezvous.directory())
     eventually(lambda: [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o666, 0o600, 0o755], what="modes of the sockets")
+
+
+def test_what_is_refused_is_counted_and_shown(served: Served) -> None:
+    """P11: by reason; a status of a mount without a cluster has no word of one."""
+    for _ in range(2):
+        with pytest.raises(Usage):
+            next(served.client.wait(ROOT, "nowhere", 5.0))
+    with pytest.raises(Usage):
+        served.client.cluster()
+    answer = served.client.status()
+    assert [(one.where, one.reason, one.count) for one in answer.refused] == [("control", "failed_precondition", 3)]
+    assert show.plain(answer)["clique"] is None
 
 
 def test_status_says_what_there_is(served: Served) -> None:

@@ -21,7 +21,7 @@ from ckptfs.clique.shelf import Offer
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import Unreachable
 from ckptfs.flow.replicate.avoiding import Avoiding
-from ckptfs.flow.replicate.queues import Queues
+from ckptfs.flow.replicate.queues import Load, Queues
 from ckptfs.model import Content, CopyState, Notify, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Places
@@ -75,6 +75,10 @@ class Replicate:
     def in_flight(self) -> tuple[int, int]:
         """(contents, bytes) that are queued or on their way."""
         return self._queues.load()
+
+    def loads(self) -> list[Load]:
+        """The same for each peer."""
+        return self._queues.loads()
 
     # --- planning ----------------------------------------------------------------------------------------------------
 

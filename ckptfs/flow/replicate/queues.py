@@ -7,12 +7,25 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ckptfs import limits
 from ckptfs.clique.membership import Node
 from ckptfs.model import Content, Tier
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one peer is still to get: what waits for it, and what is on its way."""
+
+    node: str
+    waiting_files: int
+    waiting_bytes: int
+    sending_files: int
+    sending_bytes: int
+
 
 Act = Callable[[Node, Content, Tier], bool]
 Ended = Callable[[Node, bool], None]
@@ -69,6 +82,17 @@ class Queues:
         with self._lock:
             sizes = [size for nodes in self._on_way.values() for size in nodes.values()]
         return len(sizes), sum(sizes)
+
+    def loads(self) -> list[Load]:
+        """The same by peer, of those that there was ever something for."""
+        with self._lock:
+            return [
+                Load(
+                    queue.node.name, len(queue.waiting), sum(content.size for content, _ in queue.waiting),
+                    len(queue.sending), sum(queue.sending.values()),
+                )
+                for queue in self._queues.values()
+            ]  # fmt: skip
 
     def close(self) -> None:
         """Nothing more is begun."""
