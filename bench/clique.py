@@ -1,0 +1,300 @@
+"""Copies on other nodes, measured on real nodes: a lab of two with mounts, mutual TLS and an etcd; tmpfs on both sides, no PFS.
+
+Each measure runs in rounds and gives medians; A and B take turns. "To the clique" ends when the level of the last file is `clique`, as an
+application sees it. Alone: clique.py [--gib N] [--rounds N] [--only WORD].
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests", "daemon", "client", ".")]
+
+from ckptfs_client.client import Client, at  # noqa: E402 - found by the line above
+from ckptfs_client.lab import namespaces, network  # noqa: E402
+from ckptfs_client.mounts import find  # noqa: E402
+from cluster_lab import ClusterUnderTest, NodeUnderTest  # noqa: E402
+from daemon_under_test import ENVIRONMENT  # noqa: E402
+
+MIB = 1 << 20
+PIECE = 4 * MIB
+WAIT_S = 120.0
+PACE_BYTES_PER_S = 500e6
+"""How fast a file is written whose close shall find nearly all of it on the other node; about what torch.save makes of a core."""
+RANK_BYTES = 256 * MIB
+SMALL_FILES, SMALL_BYTES, SMALL_WRITERS = 1000, 4096, 8
+
+
+class Clique:
+    """Two nodes, and what can be asked of them."""
+
+    def __init__(self) -> None:
+        os.environ.update(ENVIRONMENT)
+        self.lab = ClusterUnderTest(2, 2, with_pfs=False, ram="6G")
+        self.nodes = self.lab.nodes
+        self._number = 0
+
+    def fresh(self, node: int, word: str) -> Path:
+        """A name that was never used."""
+        self._number += 1
+        return self.nodes[node].path / f"{word}-{self._number}"
+
+    def settle(self) -> None:
+        """Both nodes have done what there was to do, so that rounds do not pay for one another."""
+        for node in self.nodes:
+            for path in node.path.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for node in self.nodes:
+            with Client(find(node.path)) as client:
+                for _ in client.drain(WAIT_S):
+                    pass
+
+    def close(self) -> None:
+        self.lab.close()
+
+
+@contextlib.contextmanager
+def lab() -> Iterator[Clique]:
+    """The lab, gone afterwards."""
+    made = Clique()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# --- acts ------------------------------------------------------------------------------------------------------------
+
+
+class Noise:
+    """Bytes that no node has yet; made once, changed in every block before each use."""
+
+    def __init__(self, size: int) -> None:
+        self.data = bytearray(os.urandom(PIECE) * (size // PIECE))
+        self.view = memoryview(self.data)
+
+    def renew(self, share: float = 1.0) -> memoryview:
+        """Other bytes in the first `share` of all blocks."""
+        for start in range(0, int(len(self.data) * share), PIECE):
+            self.data[start : start + 16] = os.urandom(16)
+        return self.view
+
+
+def write(path: Path, data: memoryview, pace: float = float("inf")) -> None:
+    """Write and close, at most `pace` bytes a second."""
+    begun = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, len(data), PIECE):
+            file.write(data[start : start + PIECE])
+            time.sleep(max(0.0, begun + min(start + PIECE, len(data)) / pace - time.perf_counter()))
+
+
+def await_clique(path: Path) -> None:
+    """Wait until a file, or all below a directory, has the level `clique`, as `ckptfs wait` does."""
+    client, inode = at(path)
+    with client:
+        for _ in client.wait(inode, "clique", WAIT_S):
+            pass
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds."""
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+def pids(node: NodeUnderTest) -> dict[str, int]:
+    """The daemon's processes, by role."""
+    found: dict[str, Any] = json.loads((node.state / "processes.json").read_text())
+    return {role: value["pid"] for role, value in found.items() if isinstance(value, dict) and value.get("pid")}
+
+
+@contextlib.contextmanager
+def held(*nodes: NodeUnderTest) -> Iterator[None]:
+    """These nodes' movers stand still meanwhile."""
+    movers = [pids(node)["mover"] for node in nodes]
+    for pid in movers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in movers:
+            os.kill(pid, signal.SIGCONT)
+
+
+def sent_bytes(node: NodeUnderTest) -> int:
+    """What has left this node over its card."""
+    place = network.place(node._node.plan, node.name)
+    lines = namespaces.inside(place, lambda: Path("/proc/thread-self/net/dev").read_text()).splitlines()
+    return int(next(line for line in lines if line.strip().startswith(network.CARD)).split(":")[1].split()[8])
+
+
+# --- measures --------------------------------------------------------------------------------------------------------
+
+
+def eager(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
+    """From close to the clique, after a file was written at a checkpoint's pace, against a replication that begins at the close only."""
+    noise, pairs = Noise(size), []
+    for number in range(rounds):
+        pair = {}
+        for ahead in (True, False) if number % 2 else (False, True):
+            clique.settle()
+            path, data = clique.fresh(0, "eager"), noise.renew()
+            with contextlib.nullcontext() if ahead else held(clique.nodes[0]):
+                write(path, data, PACE_BYTES_PER_S if ahead else float("inf"))
+            pair[ahead] = timed(lambda path=path: await_clique(path))
+        pairs.append(pair)
+    short, whole = (statistics.median(pair[ahead] for pair in pairs) for ahead in (True, False))
+    ratio = statistics.median(pair[True] / pair[False] for pair in pairs)
+    return ratio, f"{short:.3f} s after a write at {PACE_BYTES_PER_S / 1e6:.0f} MB/s, {whole:.3f} s when nothing went ahead"
+
+
+def ranks(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
+    """Two ranks write through two nodes at once, until both files are in the clique."""
+    noises = [Noise(RANK_BYTES), Noise(RANK_BYTES)]
+    whole, written = [], []
+    for _ in range(rounds):
+        clique.settle()
+        paths = [clique.fresh(node, "rank") for node in (0, 1)]
+        closed = [0.0, 0.0]
+        datas = [noise.renew() for noise in noises]
+
+        def rank(number: int, paths: list[Path] = paths, datas: list[memoryview] = datas, closed: list[float] = closed) -> None:
+            closed[number] = timed(lambda: write(paths[number], datas[number]))
+            await_clique(paths[number])
+
+        threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
+        begun = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        whole.append(time.perf_counter() - begun)
+        written.append(max(closed))
+    return statistics.median(
+        whole
+    ), f"{statistics.median(written):.2f} s until both had closed; rounds {min(whole):.2f} to {max(whole):.2f} s"
+
+
+def saved_again(clique: Clique, size: int, rounds: int, *, renamed: bool) -> tuple[float, str]:
+    """The share of its bytes that travels when a file of which a tenth has changed is saved anew."""
+    noise, shares = Noise(size // 4), []
+    clique.settle()
+    path = clique.fresh(0, "again")
+    write(path, noise.renew())
+    await_clique(path)
+    for _ in range(rounds):
+        data = noise.renew(0.1)
+        before = sent_bytes(clique.nodes[0])
+        target = path.with_suffix(".tmp") if renamed else path
+        write(target, data)
+        if renamed:
+            target.rename(path)
+        await_clique(path)
+        shares.append((sent_bytes(clique.nodes[0]) - before) / len(data))
+    return statistics.median(shares), f"{len(noise.data) / MIB:.0f} MiB, at the card of the node"
+
+
+def burden(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
+    """The speed of a writer while its node replicates, against the same with all movers stopped. Two processors: the writer has one
+    to itself, all processes of all nodes share the other.
+    """
+    noise = Noise(size)
+    everybody = [pid for node in clique.nodes for pid in node.pids()]
+    ratios, speeds = [], []
+    with pinned(everybody, 1), pinned([0], 0):
+        for number in range(rounds):
+            seconds = {}
+            for moving in (True, False) if number % 2 else (False, True):
+                clique.settle()
+                path, data = clique.fresh(0, "burden"), noise.renew()
+                with contextlib.nullcontext() if moving else held(*clique.nodes):
+                    seconds[moving] = timed(lambda path=path, data=data: write(path, data))
+                await_clique(path)
+            ratios.append(seconds[False] / seconds[True])
+            speeds.append(size / seconds[True] / 1e9)
+    return statistics.median(ratios), f"{statistics.median(speeds):.2f} GB/s; the writer on one processor, all of ckptfs on the other"
+
+
+@contextlib.contextmanager
+def pinned(processes: list[int], processor: int) -> Iterator[None]:
+    """Every thread of these processes (0: this one) runs on one processor meanwhile; those that they make do, too."""
+    every = os.sched_getaffinity(0)
+    set_affinity(processes, {processor})
+    try:
+        yield
+    finally:
+        set_affinity(processes, every)
+
+
+def set_affinity(processes: list[int], processors: set[int]) -> None:
+    for pid in processes:
+        for thread in Path(f"/proc/{pid or 'self'}/task").iterdir():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(thread.name), processors)
+
+
+def small(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
+    """Small files a second, of several writers, from the first create until all are in the clique."""
+    rates, lags = [], []
+    for _ in range(rounds):
+        clique.settle()
+        directory = clique.fresh(0, "small")
+        directory.mkdir()
+
+        def create(writer: int, directory: Path = directory) -> None:
+            for number in range(writer, SMALL_FILES, SMALL_WRITERS):
+                with open(directory / f"file-{number:04}", "wb", buffering=0) as file:
+                    file.write(os.urandom(SMALL_BYTES))
+
+        def create_all(create: Callable[[int], None] = create) -> None:
+            with ThreadPoolExecutor(SMALL_WRITERS) as writers:
+                list(writers.map(create, range(SMALL_WRITERS)))
+
+        seconds = timed(create_all)
+        lags.append(timed(lambda directory=directory: await_clique(directory)))
+        rates.append(SMALL_FILES / (seconds + lags[-1]))
+    text = f"{SMALL_FILES} files of {SMALL_BYTES} bytes, {SMALL_WRITERS} writers; the last {statistics.median(lags):.2f} s after its close"
+    return statistics.median(rates), text
+
+
+Measure = Callable[[Clique, int, int], tuple[float, str]]
+MEASURES: dict[str, Measure] = {
+    "close to clique, eager": eager,
+    "two ranks to the clique, s": ranks,
+    "saved again, rewritten: moved": lambda clique, size, rounds: saved_again(clique, size, rounds, renamed=False),
+    "saved again, renamed: moved": lambda clique, size, rounds: saved_again(clique, size, rounds, renamed=True),
+    "write speed while replicating": burden,
+    "small files to the clique /s": small,
+}
+
+
+def main() -> None:
+    """Every measure."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    with lab() as clique:
+        for name, measure in MEASURES.items():
+            if arguments.only in name:
+                value, text = measure(clique, int(arguments.gib * (1 << 30)), arguments.rounds)
+                print(f"{name:32} {value:8.3f}  {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
