@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptfs.model import Level
 from ckptfs_client import keys_commands
 from ckptfs_client.failures import EXIT_CODES, ClientError, Usage
 from ckptfs_client.lab import commands as lab_commands
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.add_typer(lab_commands.app, name="lab")
 app.add_typer(keys_commands.app, name="keys")
 
+LEVELS = [Level.LOCAL.value, Level.CLIQUE.value, Level.PFS.value]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, a line for each change.")]
 Directory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount; may be left out when there is only one mount.")]
@@ -120,6 +122,31 @@ def list_files(
         show.emit(found)
     elif found:
         show.put(show.listing(found))
+
+
+@app.command(epilog=EPILOG)
+def latest(
+    series: Annotated[list[Path], typer.Argument(metavar="SERIES", help="Such as 'run1/step_*', its directory, or a member.")],
+    level: Annotated[str, typer.Option(help="At least as safe as that: local, clique, pfs.", autocompletion=lambda: LEVELS)] = "local",
+    json: Json = False,
+) -> None:
+    """The path of the newest complete checkpoint of a series; exit code 1 when there is none.
+
+    Complete: every file is sealed and can be read, and what torch.distributed.checkpoint writes has its .metadata.
+    """
+    from ckptfs_client.latest import newest
+
+    if level not in LEVELS:
+        raise Usage(f"{level!r} is not a level; accepted: {', '.join(LEVELS)}")
+    found = newest(series, Level(level))
+    if json:
+        from ckptfs_client import show
+
+        verdict = found.verdict
+        figures = {"level": verdict.level.value, "size": verdict.size, "files": verdict.files}
+        show.emit({"number": found.number, "path": str(found.path), **figures})
+    else:
+        print(found.path)
 
 
 @app.command(epilog=EPILOG)
