@@ -24,7 +24,6 @@ from ckptfs.model import ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import lacks
-from ckptfs.series import lacks
 from ckptfs.tiers.place import Places
 from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import Counted, translated, translated_stream
@@ -89,7 +88,6 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value
             answer.state = _state(found)
-            answer.lacks = lacks(found.record, found.size)
             answer.lacks = lacks(found.record, found.size)
             answer.progress = 1.0 if self._arrived(found) else _share(under_way) if under_way.get("inode") == inode else 0.0
             now = time.time_ns()
