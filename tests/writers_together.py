@@ -20,6 +20,7 @@ from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running, settled, stored, stored_tree
 from write_back_world import Killed, Tree, intercepted, pfs_tree
 
+from ckptfs import limits
 from ckptfs.catalog import belonging, contents, holding, namespace, peers, renaming, settling
 from ckptfs.catalog.holding import Heard
 from ckptfs.catalog.sharing.kinds import INODE
@@ -56,12 +57,13 @@ class Writer(Node):
         self.member = membership.Node(number, f"n{number}", f"n{number}:7420", number, f"n{number}")
         catalog = belonging.catalog_id(self.db)
         self.store.commit([], [Put(name_key(self.member.name), Bound(number, catalog).value())])
-        self.presence = Presence(self.store, self.member, catalog)
+        self.clock_s = 0.0
+        self.presence = Presence(self.store, self.member, catalog, lambda: self.clock_s)
         self.live()
         self.others: list[Writer] = []
         nobody: Any = None
         claims = Claims(self.store, self.presence)
-        self.around = Surroundings(number, 2, 1, nobody, self.store, self.see, claims)
+        self.around = Surroundings(number, 2, 1, nobody, self.store, self.see, claims, lambda: self.presence.lease)
         self.take_over = TakeOver(self.db, self.told, self.around)
         self.busy = False
         self.revive()
@@ -78,6 +80,7 @@ class Writer(Node):
     def die(self) -> None:
         """Its lease runs out."""
         self.store.revoke(self.presence.lease)
+        self.clock_s += 2 * limits.NODE_LEASE_S
         self.alive = False
 
     def hold(self, other: "Writer", content: int) -> None:
@@ -141,6 +144,7 @@ class Cluster:
         self.disturbance = 0.0
         self.killing = 0.0
         self.deadly: set[str] = set()
+        self.meanwhile: dict[str, Callable[[], Any]] = {}
         self.depth = 0
         self.serial = 0
         self.log: list[str] = []
@@ -154,6 +158,8 @@ class Cluster:
 
     def _at_operation(self, label: str) -> None:
         in_mover = threading.current_thread() is not threading.main_thread()
+        if in_mover and label in self.meanwhile:
+            trio.from_thread.run(self.meanwhile.pop(label))
         if in_mover and (label in self.deadly or self.dice.random() < self.killing):
             self.deadly = set()
             raise Killed

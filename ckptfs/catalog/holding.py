@@ -78,7 +78,10 @@ def hear(db: Database, heard: Heard) -> bool:
         if state == ContentState.OPEN or generation > heard.generation or (state == ContentState.DOOMED):
             return False
         if heard.open and (digest is not None or peer):
-            return bool(peer)
+            if digest is None or heard.generation <= generation + 1:
+                return bool(peer)
+            # It was closed in between, or another node has asked what it holds: its writer knows more than lies here.
+            heard = Heard(heard.content, heard.inode, generation + 1, heard.size, None)
         same = generation == heard.generation
         if same and not peer and (state == ContentState.CLOSED or digest == heard.digest or heard.digest is None):
             return True

@@ -133,7 +133,7 @@ def learn(db: Database, number: int, shared: Shared, here: int) -> None:
     if holding.is_untold(db, number):
         return
     holding.hear(db, shared.heard)
-    if shared.writer is not None and shared.heard.digest is not None:
+    if shared.writer is not None and shared.heard.digest is not None and not shared.lost:
         copies.append(PeerCopy(number, shared.writer, shared.heard.generation, shared.heard.digest))
     peers.peers_have(db, number, copies)
 

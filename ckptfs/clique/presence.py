@@ -16,10 +16,15 @@ from ckptfs.clique.joining import Bound, NameTaken, name_key
 from ckptfs.clique.membership import Node, node_key, to_value
 
 
+def since_boot_s() -> float:
+    """A clock that goes on while the machine sleeps, as the store's does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Presence:
     """One node's. One thread calls `beat`; any thread may look."""
 
-    def __init__(self, store: Store, node: Node, catalog: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store, node: Node, catalog: str, clock: Callable[[], float] = since_boot_s) -> None:
         self.node = node
         self._store = store
         self._bound = Bound(node.number, catalog).value()

@@ -34,6 +34,8 @@ class Surroundings:
     store: Store
     see: Callable[[], World]
     claims: "Claiming | None" = None
+    lease: Callable[[], int] = lambda: 1
+    """The lease by which this node lives, while it surely holds; 0 otherwise. Another one than before: it was dead in between."""
 
     def others(self, numbers: list[int]) -> list[Node]:
         """Those of these nodes that live, without this one, in the order given."""

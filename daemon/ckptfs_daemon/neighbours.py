@@ -54,7 +54,7 @@ class Neighbours:
         self.member.subscribe(self._follow)
         self.around = Surroundings(
             node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.member.world,
-            self.member.claims,
+            self.member.claims, lambda: self.member.presence.lease,
         )  # fmt: skip
         self._served: PeerServer | None = None
         self._hold = Hold(db, places, config.peer_share, notify)

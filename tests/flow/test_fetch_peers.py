@@ -208,6 +208,32 @@ def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> No
     assert two.data(content) == data + b"more"
 
 
+def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path) -> None:
+    """P7: this node has an older state, and never heard of what was closed in between."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"log", data := os.urandom(BLOCK + 9))
+    inode = one.inode(content)
+    assert bring(two, inode).result == wants.HERE
+    with one.db.change():
+        contents.reopen(one.db, inode, content, Tier.RAM)
+    one.publish_shared(content)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "what is closed is what everybody reads while it is written"
+    with open(one.places[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+        file.write(b"more")
+    with one.db.change():
+        contents.close(one.db, inode, content, len(data) + 4, 1, 2)
+        contents.reopen(one.db, inode, content, Tier.RAM)
+    one.publish_shared(content)
+    assert two.copies(content) == {Tier.RAM: CopyState.OLDER}
+    cluster.cut.add("n1")
+    with pytest.raises(Busy):
+        FromPeers(two.db, two.places, around(two)).look(inode, lambda: None)
+    cluster.cut.clear()
+    assert bring(two, inode).result == wants.HERE
+    assert two.data(content) == data + b"more"
+
+
 def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
     """P9: with fsync=clique, from a node that holds it to any other."""
     cluster = Cluster(tmp_path, 3)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from shared_catalogs import settled, stored
 from writers_together import Cluster, Writer
@@ -123,5 +124,39 @@ def test_what_nobody_holds_is_left_out(tmp_path: Path) -> None:
         assert (cluster.pfs / "d").is_dir()
         assert not (cluster.pfs / "lost").exists()
         assert content in dead.bytes
+
+    run(tmp_path, act)
+
+
+@pytest.mark.parametrize("label", ["together:announced", "write_back:written_down"])
+def test_who_stood_still_for_long_touches_nothing_any_more(tmp_path: Path, label: str) -> None:
+    """P6, P9: stopped in the middle of a batch until its lease had run out, while others finished it and went on."""
+
+    async def act(cluster: Cluster) -> None:
+        one, two, still = cluster.nodes
+        await one.put("f", b"1")
+        await still.put("h", b"1")
+        await cluster.settle()
+        contents = [await still.put("f", b"2"), await still.put("h", b"2")]
+
+        async def others_go_on() -> None:
+            still.die()
+            for content in contents:
+                two.hold(still, content)
+                one.hold(still, content)
+            await cluster.settle()
+            await one.put("f", b"3")
+            await two.unlink("h")
+            await cluster.settle()
+            assert (cluster.pfs / "f").read_bytes() == b"3"
+
+        cluster.meanwhile[label] = others_go_on
+        while cluster.meanwhile:
+            await cluster.step(still)
+        assert (cluster.pfs / "f").read_bytes() == b"3" and not (cluster.pfs / "h").exists()
+        still.live()
+        await cluster.settle()
+        cluster.exact()
+        assert set(cluster.shared()) == {b"f"}
 
     run(tmp_path, act)

@@ -57,12 +57,15 @@ class FromPeers:
         progress()
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
-        writer = self._around.see().by_number.get(shared.writer)
+        writer = None if shared.lost else self._around.see().by_number.get(shared.writer)
         if writer is not None and self._have_sealed(found.content, writer):
             return fetching.look(self._db, inode)
-        # While its writer lives a file that was closed is what that one has, and nothing older.
-        is_closed = shared.heard is None or not shared.heard.open
-        if (is_closed and writer is not None) or not self._have_fsynced(found.content, shared):
+        # While its writer lives a file is what was closed there, and nothing older.
+        heard = shared.heard
+        since = 0 if writer is None or heard is None else heard.generation - 1 if heard.open else heard.generation
+        if not self._have_fsynced(found.content, shared, since):
+            if shared.lost:
+                raise DigestMismatch("the node that wrote the file has lost it, and no other one has a copy")
             raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
         return fetching.look(self._db, inode)
 
@@ -83,9 +86,11 @@ class FromPeers:
             return False
         return record is not None and self._heard_of(record, writer)
 
-    def _have_fsynced(self, content: Content, shared: Shared) -> bool:
-        """The last state of a file that was verified before its writer died, here or on a node that lives. False: there is none."""
-        for copy in sorted(shared.copies, key=lambda one: -one.generation):
+    def _have_fsynced(self, content: Content, shared: Shared, since: int) -> bool:
+        """The last state of a file that was verified before its writer died, here or on a node that lives, from the generation `since`
+        on. False: there is none.
+        """
+        for copy in sorted((one for one in shared.copies if one.generation >= since), key=lambda one: -one.generation):
             if copy.node == self._around.number and self._have_older(content, copy):
                 return True
             for node in self._around.others([copy.node]):

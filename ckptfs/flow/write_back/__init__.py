@@ -329,7 +329,8 @@ class WriteBack:
     def _apply(self, tree: PfsTree, batch: Batch) -> None:
         """Make the batch true, and tell the catalog."""
         shared = self._together is not None
-        applier = Applier(self._db, tree, batch, patient=shared, astray=shared and not self._astray)
+        demand = (lambda: None) if self._together is None else self._together.demand_life
+        applier = Applier(self._db, tree, batch, demand, patient=shared, astray=shared and not self._astray)
         try:
             found = applier.run() if batch.actions else {}
         except OSError as failure:

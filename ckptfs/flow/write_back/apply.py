@@ -43,10 +43,21 @@ _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
 class Applier:
     """Makes the changes of one batch."""
 
-    def __init__(self, db: Database, tree: PfsTree, batch: Batch, *, patient: bool = False, astray: bool = False) -> None:
-        """`patient`: other nodes write to this PFS, too; what they make in a directory that goes will soon be gone. `astray`: they may
-        also have moved a directory just now, and where it is shall be asked before it counts as gone.
+    def __init__(
+        self,
+        db: Database,
+        tree: PfsTree,
+        batch: Batch,
+        demand: Callable[[], None] = lambda: None,
+        *,
+        patient: bool = False,
+        astray: bool = False,
+    ) -> None:
+        """`demand` raises Busy when this node may not change the PFS any more. `patient`: other nodes write to this PFS, too; what they
+        make in a directory that goes will soon be gone. `astray`: they may also have moved a directory just now, and where it is shall be
+        asked before it counts as gone.
         """
+        self._demand = demand
         self._astray = astray
         self._patient = patient
         self._db = db
@@ -292,13 +303,17 @@ class Applier:
         self._as(directory, name, lambda: disk.act(label, call, name, dir_fd=directory))
 
     def _as(self, directory: int, name: bytes, call: Callable[[], None]) -> None:
-        """`call()` as we are, or as the owner of what it is about, or of its directory."""
+        """`call()` as we are, or as the owner of what it is about, or of its directory. Everything that anybody sees goes through here."""
 
         def owners() -> list[acting.Owner]:
             subjects = (look(directory, name), os.fstat(directory))
             return [(subject.st_uid, subject.st_gid) for subject in subjects if subject is not None]
 
-        acting.attempt(call, owners)
+        def demanded() -> None:
+            self._demand()
+            call()
+
+        acting.attempt(demanded, owners)
 
     def _see(self, spot: Spot, mark: Mark) -> Found | None:
         """What a name shows, if it is what it should be."""

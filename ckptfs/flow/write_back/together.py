@@ -19,6 +19,7 @@ from ckptfs.catalog.sharing.kinds import PLACE
 from ckptfs.catalog.sharing.truth import Truth, row_key, told_rows
 from ckptfs.clique import membership
 from ckptfs.clique.surroundings import Surroundings
+from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import Facts
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.model import ROOT
@@ -43,6 +44,7 @@ class Together:
         self._asked: dict[int, int] = {}
         self._also: set[int] = set()
         self._lost: set[int] = set()
+        self._lease = 0
 
     # --- before a batch -----------------------------------------------------------------------------------------------
 
@@ -51,6 +53,7 @@ class Together:
         rows = told_rows(self._db, self._instance, journal.head(self._db, ROWS_TOGETHER, after))
         if not rows:
             return rows
+        self._begin_to_live()
         self._learn(rows)
         if self._decide_for_the_dead():
             self._learn(rows)
@@ -111,6 +114,7 @@ class Together:
 
     def stands(self, batch: Batch) -> Batch | None:
         """A batch of an earlier life, or that was interrupted, where its names lie now; None when it is not ours to finish any more."""
+        self._begin_to_live()
         standing = intentions.standing(self._around.store, batch, self._around.number, self._instance)
         if standing is None:
             return None
@@ -132,6 +136,21 @@ class Together:
             with self._db.change():
                 for inode in changed:
                     journal.append(self._db, "attributes", inode)
+
+    # --- living -------------------------------------------------------------------------------------------------------
+
+    def _begin_to_live(self) -> None:
+        """What is read from now on holds as long as this lease does. Raises Busy without one."""
+        self._lease = self._around.lease()
+        if not self._lease:
+            raise Busy("this node has no lease just now")
+
+    def demand_life(self) -> None:
+        """Raises Busy when the others may have taken this node for dead since what it is about to do was found to be its own: it may have
+        stood still for a while, and they have settled it.
+        """
+        if self._around.lease() != self._lease:
+            raise Busy("this node may have been taken for dead")
 
     # --- those who are gone -------------------------------------------------------------------------------------------
 
