@@ -120,6 +120,8 @@ DOUBTED_MAX = 10_000
 RECONCILE_INTERVAL_S = 1800.0
 # Files whose content may be lost with a node that died are looked at again so often, while that is not decided.
 FALL_BACK_LOOK_S = 2.0
+# A node that has a former generation waits so long for one that may have a newer one.
+FALL_BACK_RIVALS_S = 10.0
 RECONCILE_AGE_S = 60.0
 # A copy that is one too many, or of an older generation, is kept so long for whoever reads it again, or its next generation.
 SPARE_KEPT_S = 600.0
@@ -151,6 +153,11 @@ SHARED_TRIES_MAX = 50
 # A store that did not answer is asked again so often.
 ISLAND_PROBE_S = 0.5
 ISLAND_PROBE_WAIT_S = 1.0
+# A node that asks the store nothing looks so often whether it is still the same one.
+STORE_LOOK_S = 5.0
+# After the store has lost data, what it does not say need not be true for so long; people are told of it for so long.
+STORE_LOST_REST_S = 600.0
+STORE_LOST_SHOWN_S = 3600.0
 # How many keys of other nodes a catalog remembers before it forgets those that it needs least, how many at once, and how often it looks.
 SEEN_KEYS_MAX = 400_000
 FORGET_KEYS = 2000
@@ -185,7 +192,9 @@ ETCD_TRY_S = 1.0
 # Between tries when no endpoint can serve.
 ETCD_PAUSE_S = 0.05
 # etcd's own bounds for one transaction, as it is when nobody configures it (1.5 MiB with everything around it).
-ETCD_OPERATIONS_MAX = 128
+ETCD_TRANSACTION_MAX = 128
+# What a caller may ask for at once; one more looks whether the store is still the same.
+ETCD_OPERATIONS_MAX = ETCD_TRANSACTION_MAX - 1
 ETCD_REQUEST_BYTES_MAX = 1_400 * KIB
 # What a failed commit reads instead comes in one answer, and may be larger than what was to be put.
 ETCD_ANSWER_BYTES_MAX = 16 * MIB
@@ -248,6 +257,8 @@ PEER_LINK_STREAMS_MAX = 4
 # After a failure a peer ranks behind the others for this long; a bulk port that cannot be reached is tried again after it.
 PEER_DOUBT_S = 30.0
 PEER_KEEP_ALIVE_S = 10.0
+# The list of revoked keys is looked at again at most so often.
+REVOKED_LOOK_S = 1.0
 PEER_KEEP_ALIVE_WAIT_S = 5.0
 PEER_SPEED_SAMPLE_BYTES_MIN = MIB
 # zstd is tried on links that are known to be slower than this: about half of what it makes of one core.

@@ -14,6 +14,7 @@ from ckptfs import digest, limits
 from ckptfs.clique import keys
 from ckptfs.clique.keys import Identity
 from ckptfs.clique.peers import Record
+from ckptfs.clique.revoked import Revoked
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Loan, NotHere, Offer, Reception
 from ckptfs.errors import Busy, NoRoom
 
@@ -137,25 +138,30 @@ class Keyring:
 
     def __init__(self, directory: Path, cluster: str = CLUSTER) -> None:
         keys.init(directory, cluster)
-        self._directory = directory
+        self.directory = directory
 
     def __call__(self, node: str) -> Identity:
-        target = self._directory / node
-        return keys.load(target if target.exists() else keys.issue(self._directory, node))
+        target = self.directory / node
+        return keys.load(target if target.exists() else keys.issue(self.directory, node))
 
 
 class PeerNode:
     """A node that serves: its shelf, its server, and how to reach it."""
 
-    def __init__(self, directory: Path, name: str, identity: Identity | None, *, bulk: bool = True, room: int = 1 << 40) -> None:
+    def __init__(
+        self, directory: Path, name: str, identity: Identity | None, *, bulk: bool = True, room: int = 1 << 40,
+        revoked: Revoked | None = None,
+    ) -> None:  # fmt: skip
         self.shelf = MemoryShelf(directory / name, room)
-        self.server = PeerServer(self.shelf, "127.0.0.1:0", CLUSTER, identity, bulk=bulk)
+        self.server = PeerServer(self.shelf, "127.0.0.1:0", CLUSTER, identity, bulk=bulk, revoked=revoked)
         self.there = There(name, f"127.0.0.1:{self.server.port}")
 
     def stop(self) -> None:
         self.server.stop()
 
 
-def client(name: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None) -> PeerClient:
+def client(
+    name: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None, revoked: Revoked | None = None
+) -> PeerClient:
     """A client that calls itself `name`."""
-    return PeerClient(name, CLUSTER, identity, bulk=bulk, streams=streams)
+    return PeerClient(name, CLUSTER, identity, bulk=bulk, streams=streams, revoked=revoked)

@@ -1,7 +1,8 @@
 """Owns the keys of a cluster: its own CA, and a certificate for each node that names the node (CN) and the cluster (O).
 
 A certificate also carries one DNS name that only this node of this cluster has (`target_name`): whoever connects demands it, so that TLS
-itself refuses the wrong node and the wrong cluster. Private keys have mode 0600; nothing is ever overwritten.
+itself refuses the wrong node, the wrong cluster and keys that were revoked (`revoked`). Private keys have mode 0600; nothing is ever
+overwritten.
 If we die here: what was written stays, and the next run names it; files appear whole or not at all.
 """
 
@@ -12,11 +13,12 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptfs.clique import revoked
 from ckptfs.errors import ConfigError, Refused
 
 if TYPE_CHECKING:
@@ -43,9 +45,10 @@ class Identity:
     expires: datetime.datetime
 
 
-def target_name(cluster: str, node: str) -> str:
-    """The DNS name in the certificate of this node of this cluster, and of no other."""
-    return f"n-{hashlib.sha256(f'{cluster}/{node}'.encode()).hexdigest()[:40]}.ckptfs"
+def target_name(cluster: str, node: str, revocations: int = 0) -> str:
+    """The DNS name in the certificate of this node of this cluster, and of no other, if it was issued after so many revocations."""
+    words = f"{cluster}/{node}" + (f"/{revocations}" if revocations else "")
+    return f"n-{hashlib.sha256(words.encode()).hexdigest()[:40]}.ckptfs"
 
 
 def init(directory: Path, cluster: str) -> None:
@@ -79,14 +82,36 @@ def issue(directory: Path, node: str, addresses: Sequence[str] = ()) -> Path:
     _demand_absent(*(target / name for name in (CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY)))
     key = ec.generate_private_key(ec.SECP256R1())
     cluster = _organization(ca)
-    names = x509.SubjectAlternativeName([x509.DNSName(target_name(cluster, node)), *map(_address, addresses)])
+    known = revoked.read(directory)
+    own = [x509.DNSName(target_name(cluster, node, count)) for count in range(known.get(node, 0) + 1)]
+    names = x509.SubjectAlternativeName([*own, *map(_address, addresses)])
     builder = _builder(_name(cluster, node), ca.subject, key, NODE_DAYS, authority=False).add_extension(names, critical=False)
     certificate = builder.sign(ca_key, _hash())
     target.mkdir(mode=0o700, exist_ok=True)
     _write(target / NODE_KEY, _key_pem(key), 0o600)
     _write(target / CA_CERTIFICATE, _pem(ca), 0o644)
     _write(target / NODE_CERTIFICATE, _pem(certificate), 0o644)
+    if known:
+        revoked.write(target, known)
     return target
+
+
+def revoke(directory: Path, node: str) -> list[Path]:
+    """No key of `node` that was issued before is good any more: the lists that say so, in `directory` and in those of the nodes below it.
+
+    What was issued for the node is put aside, so that new keys can be issued.
+    """
+    _demand_name(node, "node")
+    if not (directory / CA_KEY).exists():
+        raise Refused(f"{directory} has no keys of a cluster", remedy="name the directory where `ckptfs keys init` made them")
+    known = revoked.read(directory)
+    known[node] = known.get(node, 0) + 1
+    places = [directory, *sorted(path.parent for path in directory.glob(f"[!.]*/{NODE_CERTIFICATE}"))]
+    for place in places:
+        revoked.write(place, known)
+    if (directory / node).exists():
+        os.rename(directory / node, directory / f".{node}.revoked-{known[node]}")
+    return [place / revoked.FILE for place in places if place.name != node]
 
 
 def load(directory: Path) -> Identity:
@@ -109,6 +134,9 @@ def load(directory: Path) -> Identity:
     if expires <= datetime.datetime.now(datetime.UTC):
         raise ConfigError(f"the certificate in {directory} expired on {expires:%Y-%m-%d}", remedy="issue a new one with ckptfs keys issue")
     _demand_key_fits(directory)
+    if not is_good(certificate, revoked.read(directory)):
+        remedy = "issue new ones with ckptfs keys issue, where they were revoked"
+        raise ConfigError(f"the keys in {directory} were revoked", remedy=remedy)
     return Identity(_common_name(parsed), _organization(parsed), ca, certificate, key, expires)
 
 
@@ -129,6 +157,25 @@ def subject(pem: bytes) -> tuple[str, str]:
 
     certificate = x509.load_pem_x509_certificate(pem)
     return _common_name(certificate), _organization(certificate)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(pem: bytes) -> frozenset[str]:
+    """The DNS names in a certificate."""
+    from cryptography import x509
+
+    try:
+        extension = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return frozenset()
+    return frozenset(extension.value.get_values_for_type(x509.DNSName))
+
+
+def is_good(pem: bytes, revocations: Mapping[str, int]) -> bool:
+    """Whether a certificate was issued after the last revocation of its node's keys."""
+    node, cluster = subject(pem)
+    count = revocations.get(node, 0)
+    return not count or target_name(cluster, node, count) in _names(pem)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`ckptfs keys init|issue`: the keys by which the nodes of a cluster recognise one another.
+"""`ckptfs keys init|issue|revoke`: the keys by which the nodes of a cluster recognise one another.
 
 If we die here: what was written is whole; the next run names what is there.
 """
@@ -43,6 +43,21 @@ def issue(
     except (CkptfsError, OSError) as failure:
         raise _failed(failure) from failure
     print(f"{target} holds the keys of node {node}; copy it there and mount with keys=DIRECTORY")
+
+
+@app.command()
+def revoke(
+    directory: Keys, node: Annotated[str, typer.Argument(metavar="NODE", help="The node whose keys are lost, or known to others.")]
+) -> None:
+    """Make all keys of a node worthless that were issued so far; issue new ones if it shall go on."""
+    from ckptfs.clique import keys
+    from ckptfs.errors import CkptfsError
+
+    try:
+        lists = keys.revoke(directory, node)
+    except (CkptfsError, OSError) as failure:
+        raise _failed(failure) from failure
+    print(f"the keys of node {node} are revoked; copy {lists[0]} into the directory keys= of every node: they read it while they run")
 
 
 def _failed(failure: Exception) -> Failed:

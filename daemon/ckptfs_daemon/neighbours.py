@@ -10,8 +10,10 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import identity, settling
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.same_store import SameStore
 from ckptfs.clique import keys
 from ckptfs.clique.membership import Change
+from ckptfs.clique.revoked import Revoked
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.flow.ahead import Ahead
@@ -46,8 +48,9 @@ class Neighbours:
         self._db = db
         self._config = config
         self._identity = None if config.keys is None else keys.load_for(config.keys, config.node, config.cluster)
-        self._store = open_store(config)
-        self._peers = PeerClient(config.node, config.cluster, self._identity, bulk=config.bulk is Bulk.SOCKET)
+        self._store = SameStore(open_store(config), db)
+        self._revoked = Revoked(config.keys)
+        self._peers = PeerClient(config.node, config.cluster, self._identity, bulk=config.bulk is Bulk.SOCKET, revoked=self._revoked)
         capacity = sum(places[tier].room().total for tier in LOCAL if tier in places)
         node = describe(config, db, identity.number(db), int(config.peer_share * capacity))
         self.member = Member(db, self._store, node, lambda key, value: settling.report(db, key, value))
@@ -96,7 +99,7 @@ class Neighbours:
     def _server(self) -> PeerServer:
         assert self._config.cluster is not None
         bulk = self._config.bulk is Bulk.SOCKET
-        return PeerServer(self._hold, self._config.listen, self._config.cluster, self._identity, bulk=bulk)
+        return PeerServer(self._hold, self._config.listen, self._config.cluster, self._identity, bulk=bulk, revoked=self._revoked)
 
     def _serves(self, server: PeerServer) -> None:
         self._served = server

@@ -57,6 +57,11 @@ class Tickets:
             self._tickets[_index(ticket.token)] = ticket
         return ticket
 
+    def forget(self, peer: str) -> None:
+        """What was given to `peer` is not good any more."""
+        with self._lock:
+            self._tickets = {key: one for key, one in self._tickets.items() if one.peer != peer}
+
     def take(self, token: bytes) -> Ticket | None:
         """The ticket of this token, which is used up now."""
         with self._lock:
@@ -88,6 +93,15 @@ class BulkServer:
     def connections(self) -> int:
         """How many are open."""
         return len(self._open)
+
+    def shut(self, peer: str) -> None:
+        """End the connections of one peer."""
+        self.tickets.forget(peer)
+        with self._lock:
+            for one, whose in self._open.items():
+                if whose == peer:
+                    with contextlib.suppress(OSError):
+                        one.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """End all connections, and wait for their threads."""

@@ -13,6 +13,7 @@ from typing import Any
 from ckptfs import digest, limits
 from ckptfs.clique.keys import Identity
 from ckptfs.clique.peers import Asked, OnBlock, PeerFailed, PeerLied, Reachable, Record, Sent, Speed
+from ckptfs.clique.revoked import Revoked
 from ckptfs.clique.shelf import Offer
 from ckptfs.errors import Refused
 from ckptfs.protocol import peer_pb2 as pb
@@ -28,8 +29,12 @@ AGAIN_S = 0.1
 class PeerClient:
     """The other nodes of `cluster`, for the node `me`."""
 
-    def __init__(self, me: str, cluster: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None) -> None:
+    def __init__(
+        self, me: str, cluster: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None,
+        revoked: Revoked | None = None,
+    ) -> None:  # fmt: skip
         self._about = me, cluster, identity
+        self._revoked = revoked or Revoked(None)
         self._bulk = bulk
         cores = os.cpu_count() or 1
         self._streams = streams or max(1, min(limits.PEER_LINK_STREAMS_MAX, cores // CORES_A_STREAM))
@@ -178,13 +183,14 @@ class PeerClient:
         self.keep(())
 
     def _link(self, node: Reachable) -> Link:
-        """The link to a node; a new one when it has another address now."""
+        """The link to a node; a new one when it has another address now, or its keys were revoked."""
         old: list[Link] = []
+        revocations = self._revoked.count(node.name)
         with self._lock:
             link = self._links.get(node.name)
-            if link is None or link.address != node.address:
+            if link is None or (link.address, link.revocations) != (node.address, revocations):
                 old += [link] if link else []
-                link = self._links[node.name] = Link(*self._about, node.name, node.address, bulk=self._bulk)
+                link = self._links[node.name] = Link(*self._about, node.name, node.address, bulk=self._bulk, revocations=revocations)
                 while len(self._links) > limits.PEER_LINKS_MAX:
                     oldest = min(self._links.values(), key=lambda one: (one is link, one.used))
                     old.append(self._links.pop(oldest.name))

@@ -5,7 +5,8 @@ Every call passes here. If we die here: nothing is kept.
 
 import grpc
 
-from ckptfs.clique.keys import Identity, subject
+from ckptfs.clique.keys import Identity, is_good, subject
+from ckptfs.clique.revoked import Revoked
 from ckptfs_daemon.peer_refusals import Refusal, Why
 
 NODE_METADATA = "ckptfs-node"
@@ -17,8 +18,9 @@ UNKNOWN = "unknown"
 class Gate:
     """Names the peer behind a call."""
 
-    def __init__(self, cluster: str, identity: Identity | None) -> None:
+    def __init__(self, cluster: str, identity: Identity | None, revoked: Revoked) -> None:
         self._cluster = cluster
+        self._revoked = revoked
         self._secure = identity is not None
 
     def peer(self, context: grpc.ServicerContext) -> str:
@@ -28,12 +30,14 @@ class Gate:
             raise Refusal(Why.STRANGER, f"this is cluster {self._cluster}")
         return node
 
-    @staticmethod
-    def _certified(context: grpc.ServicerContext) -> tuple[str, str]:
+    def _certified(self, context: grpc.ServicerContext) -> tuple[str, str]:
         found = context.auth_context().get("x509_pem_cert")
         if not found:
             raise Refusal(Why.STRANGER, "no certificate")
-        return subject(bytes(found[0]))
+        certificate = bytes(found[0])
+        if not is_good(certificate, self._revoked.now()):
+            raise Refusal(Why.STRANGER, "these keys were revoked")
+        return subject(certificate)
 
     @staticmethod
     def _claimed(context: grpc.ServicerContext) -> tuple[str, str]:

@@ -88,12 +88,15 @@ def _averaged(old: float | None, new: float) -> float:
 class Link:
     """A node that is asked. Any thread may call; a bulk connection is used by one at a time."""
 
-    def __init__(self, me: str, cluster: str, identity: Identity | None, name: str, address: str, *, bulk: bool) -> None:
-        self.name, self.address = name, address
+    def __init__(
+        self, me: str, cluster: str, identity: Identity | None, name: str, address: str, *, bulk: bool, revocations: int = 0
+    ) -> None:
+        """`revocations`: how often the keys of that node were revoked; older ones are refused."""
+        self.name, self.address, self.revocations = name, address, revocations
         self.measured = Measured()
         self.used = time.monotonic()
         self._metadata = () if identity else ((NODE_METADATA, me), (CLUSTER_METADATA, cluster))
-        self._channel = _channel(cluster, identity, name, address)
+        self._channel = _channel(identity, target_name(cluster, name, revocations), address)
         self.calls = rpc.PeerStub(self._channel)
         self._bulk = bulk
         self._no_bulk_until = 0.0
@@ -210,11 +213,11 @@ class Link:
         sealed.close()
 
 
-def _channel(cluster: str, identity: Identity | None, name: str, address: str) -> grpc.Channel:
+def _channel(identity: Identity | None, name: str, address: str) -> grpc.Channel:
     if identity is None:
         return grpc.insecure_channel(address, OPTIONS)
     # TLS itself refuses a node that has not the certificate of the node that we mean.
-    target = ("grpc.ssl_target_name_override", target_name(cluster, name))
+    target = ("grpc.ssl_target_name_override", name)
     return grpc.secure_channel(address, channel_credentials(identity), [*OPTIONS, target])
 
 

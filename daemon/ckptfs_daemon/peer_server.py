@@ -19,6 +19,7 @@ import trio
 
 from ckptfs import limits
 from ckptfs.clique.keys import Identity
+from ckptfs.clique.revoked import Revoked
 from ckptfs.clique.shelf import Loan, Shelf
 from ckptfs.config import host_of
 from ckptfs.digest import block
@@ -211,12 +212,15 @@ class PeerServer:
         identity: Identity | None,
         *,
         bulk: bool = True,
+        revoked: Revoked | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.refusals = Refusals()
         self.ledger = Ledger(shelf, clock)
         streams = Streams(self.ledger)
-        desk = Desk(Gate(cluster, identity), self.refusals)
+        self._revoked = revoked or Revoked(None)
+        self._revoked_before = self._revoked.now()
+        desk = Desk(Gate(cluster, identity, self._revoked), self.refusals)
         self._raw = RawStreams(streams, desk)
         self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
         options = [*OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_TOKEN_S * 1000))]
@@ -259,8 +263,19 @@ class PeerServer:
             try:
                 self._raw.sweep()
                 self.ledger.sweep()
+                self._end_revoked()
             except Exception:
                 log.exception("what peers left could not be ended")
+
+    def _end_revoked(self) -> None:
+        """Nodes whose keys were revoked just now keep nothing that they had begun; with new keys they begin anew."""
+        before, self._revoked_before = self._revoked_before, self._revoked.now()
+        for node, count in self._revoked_before.items():
+            if count > before.get(node, 0):
+                log.info("the keys of node %s were revoked", node)
+                self.ledger.end(node)
+                if self.bulk:
+                    self.bulk.shut(node)
 
 
 def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:

@@ -229,6 +229,15 @@ class Ledger:
         self.loans.remove(number)
         borrowed.end(lambda: os.close(borrowed.loan.fd))
 
+    def end(self, peer: str) -> None:
+        """All that this peer had begun ends, in use or not."""
+        for number, transfer in self.transfers.all():
+            if transfer.peer == peer:
+                _unless_used(self.abandon, peer, number)
+        for number, borrowed in self.loans.all():
+            if borrowed.peer == peer:
+                _unless_used(self.give_back, peer, number)
+
     def sweep(self, everything: bool = False) -> None:
         """End what nobody used for long, or `everything`."""
         for number, transfer in self.transfers.all():

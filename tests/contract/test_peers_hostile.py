@@ -3,6 +3,7 @@
 The clients here are independent of the product's: raw gRPC, raw sockets, and messages made by hand.
 """
 
+import datetime
 import os
 import secrets
 import socket
@@ -16,13 +17,16 @@ import grpc
 import pytest
 from ckptfs_daemon import peer_link
 from ckptfs_daemon.peer_bulk import Tickets
+from ckptfs_daemon.peer_client import PeerClient
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from daemon_under_test import eventually
-from peer_world import CLUSTER, Keyring, PeerNode, offer_of
+from peer_world import CLUSTER, Keyring, PeerNode, client, offer_of
 
 from ckptfs import limits
-from ckptfs.clique import keys
+from ckptfs.clique import keys, revoked
 from ckptfs.clique.keys import Identity
+from ckptfs.clique.peers import PeerFailed
+from ckptfs.clique.revoked import Revoked
 from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES
@@ -107,12 +111,18 @@ END = 2
 # --- who ---------------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_comes_in_without_a_certificate_of_this_cluster(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
+def test_nobody_comes_in_without_a_certificate_of_this_cluster(
+    node: PeerNode, keyring: Keyring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = keyring("node2")
     other = Keyring(tmp_path / "other")("node2")
     bare = Identity("", "", ours.ca, b"", b"", ours.expires)
     strange = Identity("node2", CLUSTER, ours.ca, other.certificate, other.key, ours.expires)
-    for identity in (None, bare, strange):
+    monkeypatch.setattr(keys, "NODE_DAYS", -1)
+    monkeypatch.setattr(keys, "SKEW", datetime.timedelta(days=9))
+    late = keys.issue(keyring.directory, "late")
+    expired = Identity("late", CLUSTER, ours.ca, (late / "node.pem").read_bytes(), (late / "node.key").read_bytes(), ours.expires)
+    for identity in (None, bare, strange, expired):
         client = Raw(node, identity)
         assert client.refused("Ping", b"") is Status.UNAVAILABLE
         client.channel.close()
@@ -125,7 +135,7 @@ def test_another_cluster_of_the_same_authority_is_refused_and_counted(
     node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys, "_organization", lambda _certificate: "mars")
-    stranger = keys.load(keys.issue(keyring._directory, "stranger"))
+    stranger = keys.load(keys.issue(keyring.directory, "stranger"))
     monkeypatch.undo()
     assert keys.subject(stranger.certificate) == ("stranger", "mars")
     client = Raw(node, stranger)
@@ -149,6 +159,48 @@ def test_without_keys_a_caller_must_name_our_cluster(tmp_path: Path) -> None:
     assert client.refused("Ping", b"") is Status.PERMISSION_DENIED
     client.channel.close()
     node.stop()
+
+
+def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read again at run time: calls, transfers and bulk connections of the lost keys end, the others' go on, new keys are good."""
+    monkeypatch.setattr(limits, "REVOKED_LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
+    node = PeerNode(tmp_path, "node1", keyring("node1"), revoked=Revoked(tmp_path))
+    lost, other = Raw(node, keyring("node4")), Raw(node, keyring("node2"))
+    transfer = pb.TransferRequest(transfer=lost.offer(content=8)).SerializeToString()
+    kept = other.offer(content=9)
+    bulk = RawBulk(lost)
+    revoked.write(tmp_path, {"node4": 1})
+    assert lost.refused("Finish", transfer) is Status.PERMISSION_DENIED
+    assert bulk.ended()
+    eventually(lambda: len(node.server.ledger.transfers) == 1, what="what it had begun ends")
+    other.call("Progress", pb.TransferRequest(transfer=kept).SerializeToString())
+    assert node.server.refusals.figures()["unknown"] == {"stranger": 1}
+    keys.revoke(keyring.directory, "node4")
+    new = Raw(node, keyring("node4"))
+    new.call("Ping", b"")
+    for one in (lost, other, new):
+        one.channel.close()
+    node.stop()
+
+
+def test_a_server_with_revoked_keys_is_refused_by_whoever_asks_it(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
+    """TLS itself refuses it: the name that is demanded is not in the old certificate."""
+    (tmp_path / "list").mkdir()
+    made = client("node2", keyring("node2"), revoked=Revoked(tmp_path / "list"))
+    assert made.ping(node.there).room_bytes
+    revoked.write(tmp_path / "list", {"node1": 1})
+    eventually(lambda: refuses(made, node), what="the list is read again")
+    made.close()
+
+
+def refuses(made: PeerClient, node: PeerNode) -> bool:
+    try:
+        made.ping(node.there)
+    except PeerFailed as failure:
+        assert "does not answer" in str(failure)
+        return True
+    return False
 
 
 # --- what --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import pytest
 from ckptfs_client.cli import app
 from typer.testing import CliRunner
 
-from ckptfs.clique import keys
+from ckptfs import limits
+from ckptfs.clique import keys, revoked
 from ckptfs.errors import ConfigError, Refused
 
 
@@ -29,6 +30,51 @@ def test_a_node_gets_what_it_needs_and_nothing_of_the_authority(authority: Path)
     for path in (authority / "ca.key", directory / "node.key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_revoked_keys_are_refused_and_new_ones_are_good(authority: Path) -> None:
+    """F6: also a second time, and on the node itself."""
+    old = keys.issue(authority, "node1")
+    other = keys.load(keys.issue(authority, "node2"))
+    lost = keys.load(old)
+    for count in (1, 2):
+        lists = keys.revoke(authority, "node1")
+        assert lists == [authority / "revoked", authority / "node2" / "revoked"]
+        assert revoked.read(authority / "node2") == {"node1": count}
+        assert not keys.is_good(lost.certificate, revoked.read(authority))
+        assert keys.is_good(other.certificate, revoked.read(authority))
+        new = keys.load(keys.issue(authority, "node1"))
+        assert keys.is_good(new.certificate, revoked.read(authority))
+        assert keys.is_good(new.certificate, {}), "nodes that have not heard of it go on"
+        lost = new
+    put_aside = authority / ".node1.revoked-1"
+    revoked.write(put_aside, {"node1": 2})
+    with pytest.raises(ConfigError, match="were revoked"):
+        keys.load(put_aside)
+
+
+def test_what_cannot_be_revoked_is_refused(authority: Path, tmp_path: Path) -> None:
+    """P11."""
+    for directory, node in ((tmp_path / "nowhere", "node1"), (authority, "../node1")):
+        with pytest.raises(Refused):
+            keys.revoke(directory, node)
+    result = CliRunner().invoke(app, ["keys", "revoke", str(authority), "node1"])
+    assert result.exit_code == 0 and "of every node" in result.output
+
+
+@pytest.mark.parametrize("text", ["node1", "node1 x", "node1 -1", "node1 0", "node1 9999999", "node1 \u0663"])
+def test_a_broken_list_is_named_and_what_was_known_holds(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P11."""
+    monkeypatch.setattr(limits, "REVOKED_LOOK_S", 0.0)
+    revoked.write(tmp_path, {"node7": 3})
+    known = revoked.Revoked(tmp_path)
+    assert (known.count("node7"), known.count("node1")) == (3, 0)
+    (tmp_path / "revoked").write_text(text)
+    with pytest.raises(ConfigError, match="line 1 is not NODE COUNT"):
+        revoked.read(tmp_path)
+    assert known.count("node7") == 3
+    revoked.write(tmp_path, {"node1": 1})
+    assert known.now() == {"node1": 1}
 
 
 def test_openssl_agrees(authority: Path) -> None:
