@@ -99,6 +99,7 @@ def reopen(db: Database, inode: int, content: int, tier: Tier) -> None:
 
     Whoever wrote it before, from now on it is this node's own.
     """
+    former.before(db, content)
     # More than what any node has shown of the file: what is reopened may be a former state of it, because the last one was lost.
     db.run(
         "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, peer = 0,"

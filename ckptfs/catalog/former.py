@@ -2,7 +2,9 @@
 
 A content that other nodes had verified becomes a former one when its file is written anew, or when another file takes its file's name: it
 belongs to that file then. It goes when what the file holds now lies on other nodes, or whole on the PFS. Until then `c/` says that it is
-one, and its holders keep it. Without a cluster no content ever is one. Functions that change something join the caller's transaction.
+one, and its holders keep it. Of a content that is changed in place its holders keep the generation that they had (catalog/holding.py), and
+`content.before_generation` says of which the file's time is known. Without a cluster there is none of this. Functions that change
+something join the caller's transaction.
 If we die here: SQLite undoes the unfinished change.
 """
 
@@ -22,8 +24,20 @@ def supersede(db: Database, inode: int) -> None:
     if db.clustered and peers.factor(db) > 1:
         db.run(
             "UPDATE content SET former_ns = (SELECT mtime_ns FROM inode WHERE id = ?1)"
-            f" WHERE id = (SELECT content FROM inode WHERE id = ?1) AND state = 2 AND former_ns IS NULL AND {_ELSEWHERE}",
+            " WHERE id = (SELECT content FROM inode WHERE id = ?1) AND state = 2 AND former_ns IS NULL"
+            f" AND (before_generation IS NOT NULL OR {_ELSEWHERE})",
             inode,
+        )
+
+
+def before(db: Database, content: int) -> None:
+    """A content is about to be changed in place: what other nodes have of it is what is left of it until they have the next generation."""
+    if db.clustered and peers.factor(db) > 1:
+        db.run(
+            "UPDATE content SET before_generation = generation,"
+            " before_ns = (SELECT mtime_ns FROM inode WHERE inode.id = content.inode)"
+            f" WHERE id = ? AND state = 2 AND (peer = 1 OR {_ELSEWHERE})",
+            content,
         )
 
 

@@ -1,14 +1,16 @@
 """Owns contents that another node wrote last (`content.peer = 1`): what is heard of them, and what of them is held here.
 
 The row of a peer's content is what was last heard of it; GOOD copies are always of exactly that generation and digest. When a newer one
-is heard of they become OLDER: never read again, but good for the blocks that did not change. Without a cluster all of this is empty.
+is heard of they become OLDER: not read any more, but good for the blocks that did not change, and what is left of the file when the newer
+one is lost with its writer: they stay until other nodes have that (P5, P9). Without a cluster all of this is empty.
 Functions that change something join the caller's transaction.
 If we die here: SQLite undoes the unfinished change; a file whose row went is a leftover, which the drop flow finds.
 """
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, CopyState, Tier
@@ -32,6 +34,11 @@ class Heard:
         return ContentState.CLOSED if self.digest is None else ContentState.SEALED
 
 
+_GOOD = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
+_OLDER = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL"
+"""SQL about a row of `content`: an older generation lies here of which it is known what it is. The parenthesis is left open."""
+
+
 def held_after(db: Database, after: int, at_most: int) -> list[Content]:
     """Other nodes' contents of which a copy that counts lies here, in the order of their ids."""
     rows = db.rows(
@@ -42,14 +49,43 @@ def held_after(db: Database, after: int, at_most: int) -> list[Content]:
     return [_content(row) for row in rows]
 
 
-def sealed_after(db: Database, after: int, at_most: int) -> list[Content]:
-    """Contents of which a copy that counts lies here, whoever wrote them, in the order of their ids."""
-    rows = db.rows(
-        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.id > ?"
-        " AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
-        after, at_most,
-    )  # fmt: skip
-    return [_content(row) for row in rows]
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What lies here of a content: the newest generation of it, which need not be what was heard of it last."""
+
+    content: Content
+    tier: Tier
+    generation: int
+    digest: bytes
+
+    @property
+    def current(self) -> bool:
+        """Whether it is what the content's row says."""
+        return (self.generation, self.digest) == (self.content.generation, self.content.digest)
+
+
+_KEPT = (
+    "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer, c.tier,"
+    " CASE c.state WHEN 1 THEN k.generation ELSE c.generation END, CASE c.state WHEN 1 THEN k.digest ELSE c.digest END"
+    " FROM content k JOIN copy c ON c.content = k.id AND c.tier <> 'pfs'"
+    " AND ((c.state = 1 AND k.state = 2) OR (c.state = 3 AND c.digest IS NOT NULL AND k.state IN (1, 2)))"
+)
+
+
+def kept_after(db: Database, after: int, at_most: int) -> list[Kept]:
+    """What lies here whole, of contents of any node, in the order of their ids: of each the newest."""
+    rows = db.rows(f"{_KEPT} WHERE k.id > ? ORDER BY k.id, 11 LIMIT ?", after, 2 * at_most)
+    return list({row[0]: _kept(row) for row in rows}.values())[:at_most]
+
+
+def kept(db: Database, content: int) -> Kept | None:
+    """What lies here whole of a content."""
+    rows = db.rows(f"{_KEPT} WHERE k.id = ? ORDER BY 11", content)
+    return _kept(rows[-1]) if rows else None
+
+
+def _kept(row: tuple[Any, ...]) -> Kept:
+    return Kept(_content(row[:9]), Tier(row[9]), row[10], row[11])
 
 
 def held(db: Database) -> tuple[int, int]:
@@ -110,9 +146,36 @@ def fall_back(db: Database, seen: Content, to: Heard, tier: Tier | None) -> bool
             to.generation, to.size, to.digest, to.blocks, seen.id,
         )  # fmt: skip
         if tier is not None:
-            db.run("UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ? AND state = 3", time.time_ns(), seen.id, tier)
+            db.run(
+                "UPDATE copy SET state = 1, verified_ns = ?, generation = NULL, digest = NULL WHERE content = ? AND tier = ? AND state = 3",
+                time.time_ns(), seen.id, tier,
+            )  # fmt: skip
             tell_again(db, seen.id)
         return True
+
+
+def withdraw(db: Database, kept: Kept) -> bool:
+    """What is kept of a content does not count any more: another generation of it is said to be lost. False when it has moved on."""
+    seen = kept.content
+    with db.change():
+        if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change) or is_untold(db, seen.id):
+            return False
+        _outdate(db, seen.id)
+        db.run("UPDATE content SET peer = 1, lacking = 0 WHERE id = ?", seen.id)
+        return True
+
+
+def apart(db: Database, kept: Kept, number: int, inode: int, size: int, blocks: bytes) -> Content:
+    """What was made under the reserved id `number` is a content now, and was a generation of another one. The store is told next."""
+    now = time.time_ns()
+    with db.change():
+        db.run(
+            "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, peer, former_ns)"
+            " VALUES (?, ?, ?, 2, ?, ?, ?, 1, ?, 1, 0)",
+            number, inode, kept.generation, size, kept.digest, blocks, now,
+        )  # fmt: skip
+        db.run("UPDATE copy SET state = 1, verified_ns = ?1, used_ns = ?1 WHERE content = ?2 AND tier = ?3", now, number, kept.tier)
+    return Content(number, inode, kept.generation, ContentState.SEALED, size, kept.digest, blocks, 1, True)
 
 
 def is_untold(db: Database, content: int) -> bool:
@@ -138,9 +201,15 @@ def _add(db: Database, heard: Heard) -> None:
 
 
 def _outdate(db: Database, content: int) -> None:
-    """What lies here of this content is of another generation from now on."""
-    now = time.time_ns()
-    db.run("UPDATE copy SET state = ?, verified_ns = 0, used_ns = ? WHERE content = ? AND state IN (1, 2)", CopyState.OLDER, now, content)
+    """What lies here of this content is of another generation from now on. Other nodes shall know which."""
+    known = db.row("SELECT state, generation, digest FROM content WHERE id = ?", content)
+    generation, digest = known[1:] if known is not None and known[0] == ContentState.SEALED else (None, None)
+    db.run(
+        "UPDATE copy SET generation = CASE state WHEN 1 THEN ?1 END, digest = CASE state WHEN 1 THEN ?2 END, state = ?3, verified_ns = 0,"
+        " used_ns = ?4 WHERE content = ?5 AND state IN (1, 2)",
+        generation, digest, CopyState.OLDER, time.time_ns(), content,
+    )  # fmt: skip
+    db.run("UPDATE content SET told = 2 WHERE id = ? AND told = 0", content)
 
 
 def begin_replacing(db: Database, content: int) -> None:
@@ -188,33 +257,45 @@ def tell_again(db: Database, content: int) -> None:
 
 
 def untold(db: Database, at_most: int) -> list[tuple[Content, bool]]:
-    """Contents of which the cluster's store shall learn that a copy is here (True), or no longer is."""
+    """Contents of which the cluster's store shall learn that a copy is here (True), or no longer is; an older one by what it is of."""
     rows = db.rows(
-        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer, k.told = 2 AND k.state = 2"
-        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) FROM content k WHERE k.told > 1 LIMIT ?",
+        "SELECT id, inode, generation, state, size, digest, NULL, change, peer, told = 2,"
+        f" state = 2 AND {_GOOD} FROM content WHERE told > 1 LIMIT ?",
         at_most,
-    )
-    return [(_content(row[:9]), bool(row[9])) for row in rows]
+    )  # fmt: skip
+    news = []
+    for row in rows:
+        content, here = _content(row[:9]), bool(row[9])
+        if here and not row[10]:
+            found = kept(db, content.id)
+            here = found is not None
+            content = content if found is None else replace(content, generation=found.generation, digest=found.digest)
+        news.append((content, here))
+    return news
 
 
 def told(db: Database, contents: Iterable[tuple[Content, bool]]) -> None:
     """The store has learned this of these contents; what moved on meanwhile, came or went stays to be told."""
-    good = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
     with db.change():
         for content, here in contents:
-            db.run(
-                f"UPDATE content SET told = ?1 WHERE id = ?2 AND change = ?3 AND told > 1 AND (told = 2 AND state = 2 AND {good}) = ?1",
-                here, content.id, content.change,
-            )  # fmt: skip
+            if here:
+                db.run(
+                    "UPDATE content SET told = 1 WHERE id = ?1 AND change = ?2 AND told = 2 AND"
+                    f" ((state = 2 AND generation = ?3 AND digest = ?4 AND {_GOOD}) OR {_OLDER} AND c.generation = ?3 AND c.digest = ?4))",
+                    content.id, content.change, content.generation, content.digest,
+                )  # fmt: skip
+            else:
+                db.run(
+                    "UPDATE content SET told = 0 WHERE id = ? AND change = ?"
+                    f" AND (told = 3 OR (told = 2 AND NOT (state = 2 AND {_GOOD}) AND NOT {_OLDER})))",
+                    content.id, content.change,
+                )  # fmt: skip
 
 
 def take_back(db: Database) -> int:
     """Copies of which the store was told and that are gone, with their tier say: it shall learn so. How many those are."""
     with db.change():
-        return db.run(
-            "UPDATE content SET told = 3 WHERE told IN (1, 2)"
-            " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
-        )
+        return db.run(f"UPDATE content SET told = 3 WHERE told IN (1, 2) AND NOT {_GOOD} AND NOT {_OLDER})")
 
 
 def was_shared(db: Database, inode: int) -> bool:
@@ -232,16 +313,30 @@ def disown(db: Database, content: Content) -> bool:
 
 
 def older(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
-    """Contents of which a former generation lies in `tier` that nobody has open, and that became one before `before_ns`. As long as its
-    successor is not sealed it may be all that is left.
+    """Contents of which a former generation lies in `tier` that nobody has open, and that became one before `before_ns`, as far as what
+    came after it is on two other nodes, here or on the PFS: until then it may be all that is left (P5).
     """
     rows = db.rows(
-        "SELECT content FROM copy WHERE tier = ? AND state = 3 AND used_ns < ?"
-        " AND NOT EXISTS (SELECT 1 FROM content k WHERE k.id = copy.content AND k.state = 1)"
-        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = copy.content) LIMIT ?",
+        "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.used_ns < ?"
+        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = c.content) AND (k.state IS NULL OR k.state = 3 OR (k.state = 2"
+        " AND (EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1)"
+        " OR (SELECT count(*) FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id AND o.generation = k.generation"
+        " AND o.digest = k.digest AND n.alive = 1 AND n.here = 0) > 1"
+        " OR EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation >= k.generation)))) LIMIT ?",
         tier, before_ns, at_most,
     )  # fmt: skip
     return [row[0] for row in rows]
+
+
+def former_after(db: Database, after: int, at_most: int) -> list[Content]:
+    """Contents of which only a former generation lies here, in the order of their ids."""
+    rows = db.rows(
+        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.id > ?"
+        " AND k.state IN (1, 2) AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 3)"
+        " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
+        after, at_most,
+    )  # fmt: skip
+    return [_content(row) for row in rows]
 
 
 def unused_since(db: Database, content: int) -> int:

@@ -57,7 +57,9 @@ CREATE TABLE content (
     peer INTEGER NOT NULL DEFAULT 0,     -- 1: another node wrote this generation, and the row is what was last heard of it
     lacking INTEGER NOT NULL DEFAULT 0,  -- 1: sealed, and more nodes may have to hold a copy of it
     told INTEGER NOT NULL DEFAULT 0,     -- a peer's: the cluster's store has been told of the copy here: 0 no, 1 yes, 2 has to be, 3 has to be taken back
-    former_ns INTEGER                    -- other nodes had it, and the file holds a newer one that they have not: the file's mtime with this one
+    former_ns INTEGER,                   -- other nodes had it, and the file holds a newer one that they have not: the file's mtime with this one
+    before_generation INTEGER,           -- written in place: the last generation of it that other nodes had, as far as its writer knew
+    before_ns INTEGER                    -- the file's mtime with that one
 );
 CREATE INDEX content_inode ON content (inode);
 -- One for each state that somebody waits on, so that a content enters none of them when it is begun.
@@ -74,6 +76,8 @@ CREATE TABLE copy (
     state INTEGER NOT NULL,              -- model.CopyState: 0 filling, 1 good, 2 quarantined, 3 older
     verified_ns INTEGER NOT NULL DEFAULT 0, -- when its digest was last found right
     used_ns INTEGER NOT NULL DEFAULT 0,  -- when it was last opened; eviction takes the oldest
+    generation INTEGER,                  -- OLDER: which generation this is
+    digest BLOB,                         -- OLDER: its digest
     PRIMARY KEY (content, tier)
 ) WITHOUT ROWID;
 
@@ -232,5 +236,17 @@ CREATE TABLE seen_key (
     name BLOB NOT NULL,                  -- likewise
     revision INTEGER NOT NULL,           -- the store's revision that changed it last
     value BLOB NOT NULL,                 -- its value then
+    PRIMARY KEY (kind, number, name)
+) WITHOUT ROWID;
+
+-- In a cluster: what a store that has lost its data had said of a shared key, until that is told to it again. Empty otherwise.
+CREATE TABLE lost_key (
+    kind TEXT NOT NULL,                  -- as in touched_key
+    number INTEGER NOT NULL,             -- likewise
+    name BLOB NOT NULL,                  -- likewise
+    turn INTEGER NOT NULL,               -- how often the cluster's store had been lost before
+    revision INTEGER NOT NULL,           -- as in seen_key
+    change INTEGER NOT NULL,             -- its mark in touched_key; another mark of the key means that it was changed here since
+    value BLOB NOT NULL,                 -- as in seen_key
     PRIMARY KEY (kind, number, name)
 ) WITHOUT ROWID;

@@ -162,9 +162,9 @@ def forget_copy(db: Database, number: int, tier: Tier) -> None:
 
 
 def _take_back(db: Database, number: int) -> None:
-    """The other nodes shall learn when no copy of a peer's content counts here any more."""
-    good = "SELECT 1 FROM copy WHERE copy.content = content.id AND copy.state = 1"
-    db.run(f"UPDATE content SET told = 3 WHERE id = ? AND told IN (1, 2) AND NOT EXISTS ({good})", number)
+    """The other nodes shall learn when no copy of a peer's content counts here any more, nor is left of a former generation."""
+    left = "SELECT 1 FROM copy WHERE copy.content = content.id AND (copy.state = 1 OR (copy.state = 3 AND copy.digest IS NOT NULL))"
+    db.run(f"UPDATE content SET told = 3 WHERE id = ? AND told IN (1, 2) AND NOT EXISTS ({left})", number)
 
 
 def by_state(db: Database, state: CopyState, tier: Tier | None = None) -> list[tuple[int, Tier]]:

@@ -35,6 +35,8 @@ class Shared:
     """It is what its file held before, kept for the case that what it holds now is lost: the time of change that it had with this."""
     lost: bool = False
     """Its writer lives and has it no more."""
+    before: tuple[int, int] | None = None
+    """(generation, the file's time of change with it) of what other nodes had of it when it was opened again for writing."""
 
     @property
     def holders(self) -> list[int]:
@@ -191,7 +193,8 @@ def shared(number: int, written: Sequence[Item], told: Sequence[Item]) -> Shared
         digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
         is_open = value["state"] == ContentState.OPEN
         heard = Heard(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest, open=is_open)
-        return Shared(int(value["node"]), heard, copies, items, value.get("former_ns"), value["state"] == ContentState.LOST)
+        before = (int(value["before"][0]), int(value["before"][1])) if "before" in value else None
+        return Shared(int(value["node"]), heard, copies, items, value.get("former_ns"), value["state"] == ContentState.LOST, before)
     except (ValueError, KeyError, TypeError):
         return Shared(None, None, copies, items)
 

@@ -1,9 +1,11 @@
-"""Takes: files whose content was on a node that died, and on no other, and of which the former content lies here (catalog/former.py).
+"""Takes: files whose content was on a node that died, and on no other, and of which a former one lies here: what the file held before it
+was written anew (catalog/former.py), or the same content before it was changed in place (an OLDER copy, catalog/holding.py).
 Leaves: the former content as what the file holds, and in `inode.missed` what it should hold; that again when its writer returns with it.
 If we die here: the store was told all of it or nothing; the next mover looks through everything once.
 
-Each decision is one transaction of the store that compares all it rests on, so of several holders one decides, and whoever writes the
-file meanwhile wins. What was written since then stays, and what was missed is put beside it by its writer, which alone has it.
+A generation of a content that was changed in place becomes a content of its own, so that its writer may return with the newer one. Each
+decision is one transaction of the store that compares all it rests on, so of several holders one decides, and whoever writes the file
+meanwhile wins. What was written since then stays, and what was missed is put beside it by its writer, which alone has it.
 """
 
 import json
@@ -16,6 +18,7 @@ from typing import Any
 from ckptfs import disk, limits
 from ckptfs.catalog import holding, report, settling
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.holding import Heard, Kept
 from ckptfs.catalog.sharing import falling_back
 from ckptfs.catalog.store import Compare, Get, Item, Put, Store, Target
 from ckptfs.clique import holders
@@ -23,7 +26,10 @@ from ckptfs.clique.holders import File, Shared
 from ckptfs.clique.membership import World
 from ckptfs.clique.peers import PeerFailed, PeerRefused
 from ckptfs.clique.surroundings import Surroundings
-from ckptfs.model import Content, Notify
+from ckptfs.errors import DigestMismatch
+from ckptfs.model import Content, ContentState, Notify
+from ckptfs.tiers import older, removal
+from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +41,9 @@ BATCH_CONTENTS = holders.LOOKED_AT_MAX // 2
 class FallBack:
     """Looks through what lies here whenever the world has changed, and again while something is not decided. One batch a step."""
 
-    def __init__(self, db: Database, notify: Notify, around: Surroundings) -> None:
+    def __init__(self, db: Database, places: Places, notify: Notify, around: Surroundings) -> None:
         self._db = db
+        self._places = places
         self._notify = notify
         self._around = around
         self._seen: World | None = None
@@ -44,6 +51,7 @@ class FallBack:
         self._undecided: set[int] = set()
         self._returning = False
         self._look_s = 0.0
+        self._since_s = 0.0
 
     def step(self) -> bool:
         """True: there is more to look through. Raises Unreachable; then the same batch comes again."""
@@ -51,17 +59,17 @@ class FallBack:
         if self._around.factor < 2:
             return False
         if world is not self._seen:
-            self._after, self._returning, self._seen = 0, True, world
+            self._after, self._returning, self._seen, self._since_s = 0, True, world, time.monotonic()
         if self._after is not None:
-            batch = holding.sealed_after(self._db, self._after, BATCH_CONTENTS)
+            batch = holding.kept_after(self._db, self._after, BATCH_CONTENTS)
             self._look_at(batch, world)
-            self._after = batch[-1].id if batch else None
+            self._after = batch[-1].content.id if batch else None
             return True
         if time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + limits.FALL_BACK_LOOK_S
-            again = [found for number in sorted(self._undecided)[:BATCH_CONTENTS] if (found := settling.content(self._db, number))]
-            self._undecided -= {content.id for content in again}
-            self._look_at(again, world)
+            numbers = sorted(self._undecided)[:BATCH_CONTENTS]
+            self._undecided -= set(numbers)
+            self._look_at([found for number in numbers if (found := holding.kept(self._db, number)) is not None], world)
             self._returning = self._returning and self._look_for_what_is_missed(world)
         return False
 
@@ -71,59 +79,107 @@ class FallBack:
 
     # --- falling back ------------------------------------------------------------------------------------------------
 
-    def _look_at(self, batch: list[Content], world: World) -> None:
+    def _look_at(self, batch: list[Kept], world: World) -> None:
         if not batch:
             return
         store = self._around.store
-        told = holders.read(store, [content.id for content in batch])
-        inodes = {content.id: heard.inode for content in batch if (heard := told[content.id].heard) is not None}
+        told = holders.read(store, [kept.content.id for kept in batch])
+        inodes = {number: one.heard.inode for number, one in told.items() if one.heard is not None}
         files = holders.files(store, sorted(set(inodes.values())))
-        suspects = [content for content in batch if _may_be_former(content, told[content.id], files.get(inodes.get(content.id, 0)))]
-        successors = {content.id: files[inodes[content.id]].content or 0 for content in suspects}
+        suspects = [kept for kept in batch if _may_be_left(kept, told[kept.content.id], files.get(inodes.get(kept.content.id, 0)))]
+        successors = {kept.content.id: files[inodes[kept.content.id]].content or 0 for kept in suspects}
         shared = holders.read(store, sorted(set(successors.values())))
-        for content in sorted(suspects, key=lambda one: (told[one.id].former_ns is None, -one.generation)):
-            inode, now = inodes[content.id], shared[successors[content.id]]
-            if not self._is_safe(inode, now, world):
-                if now.lost or now.writer not in world:
-                    self._fall_back(inode, files[inode], content, told[content.id], now)
-                else:
-                    self._undecided.add(content.id)
+        for kept in sorted(suspects, key=lambda one: (told[one.content.id].former_ns is None, -one.generation)):
+            number = kept.content.id
+            inode, one, now = inodes[number], told[number], shared[successors[number]]
+            if self._is_shown_by_us(kept, one, files[inode]):
+                self._finish(kept.content, inode, files[inode], one)
+            elif self._is_safe(inode, now, world, itself=successors[number] == number):
+                continue
+            elif (not now.lost and now.writer in world) or self._rivals(kept, one, world):
+                self._undecided.add(number)
+            else:
+                self._show(inode, files[inode], kept, one, now)
 
-    def _is_safe(self, inode: int, now: Shared, world: World) -> bool:
-        """Whether a living node besides its writer, or the PFS, has what the file holds, or a state of it."""
-        if now.heard is None or any(copy.node in world and copy.node != now.writer for copy in now.copies):
+    def _is_safe(self, inode: int, now: Shared, world: World, *, itself: bool) -> bool:
+        """Whether a living node besides its writer, or the PFS, has what the file holds; or, of another content than the one that lies
+        here, a state of it. What an open file held last nobody can know, and its writer, while it lives, goes on.
+        """
+        heard = now.heard
+        if heard is None or (itself and heard.open and not now.lost and now.writer in world):
+            return True
+        living = [copy for copy in now.copies if copy.node in world and copy.node != now.writer]
+        if any(not itself or _is_it(copy.generation, copy.digest, heard) for copy in living):
             return True
         shown = holders.shown_generation(self._around.store, inode)
-        return shown is not None and shown >= now.heard.generation
+        return shown is not None and shown >= heard.generation
 
-    def _fall_back(self, inode: int, file: File, content: Content, told: Shared, now: Shared) -> None:
+    def _rivals(self, kept: Kept, told: Shared, world: World) -> bool:
+        """Whether another node that lives has a newer generation of it, or may have and did not say so yet."""
+        newest, _ = told.newest([node.number for node in world.nodes if node.number != self._around.number])
+        if newest > kept.generation:
+            return True
+        young = time.monotonic() - self._since_s < limits.FALL_BACK_RIVALS_S
+        return young and told.before is not None and told.before[0] > kept.generation
+
+    def _show(self, inode: int, file: File, kept: Kept, told: Shared, now: Shared) -> None:
+        """Let the file hold what lies here, if the store agrees."""
+        heard, content = told.heard, kept.content
+        if heard is not None and _is_it(kept.generation, kept.digest, heard):
+            if not self._fall_back(inode, file, content, told, now):
+                self._undecided.add(content.id)
+            return
+        try:
+            made = older.apart(self._db, self._places, kept, inode)
+        except (OSError, DigestMismatch) as failure:
+            log.error("what is left of %s cannot be shown: %s", self._name(inode, file), failure)
+            made = None
+        if made is None:
+            self._undecided.add(content.id)
+        elif self._fall_back(inode, file, made, told, now):
+            settling.forget_copy(self._db, content.id, kept.tier)
+            removal.remove_forgotten(self._db, self._places[kept.tier], content.id)
+        else:
+            settling.set_state(self._db, made.id, ContentState.DOOMED)
+            self._undecided.add(content.id)
+
+    def _fall_back(self, inode: int, file: File, content: Content, told: Shared, now: Shared) -> bool:
         missed = {
             "content": file.content, "node": now.writer, "generation": file.value["generation"], "mtime_ns": file.value["mtime_ns"],
             "shows": content.id, "shown": content.generation,
         }  # fmt: skip
-        mtime_ns = file.value["mtime_ns"] if told.former_ns is None else told.former_ns
-        shows = {"content": content.id, "generation": content.generation, "size": content.size, "mtime_ns": mtime_ns}
+        shows = {"content": content.id, "generation": content.generation, "size": content.size, "mtime_ns": _mtime_ns(content, told, file)}
         value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": _packed(missed).decode()}
         owned = falling_back.owned(content, inode, self._around.number)
-        items = [file.item, *_of_content(told.items), *_of_content(now.items)]
-        revision = _agreed(self._around.store, items, [(file.item.key, value), (holders.content_key(content.id), owned)])
+        items = {item.key: item for item in (file.item, *told.items, *_of_content(now.items))}
+        revision = _agreed(self._around.store, list(items.values()), [(file.item.key, value), (holders.content_key(content.id), owned)])
         if not revision:
-            self._undecided.add(content.id)
-            return
+            return False
         disk.act("fallback:shown", lambda: None)
         falling_back.shown(self._db, content, inode, (value, owned), revision)
         self._report(inode, file, now)
         self._notify.work()
+        return True
+
+    def _is_shown_by_us(self, kept: Kept, told: Shared, file: File) -> bool:
+        """Whether the store was told that the file holds this, and this node died before it wrote that down."""
+        return kept.current and kept.content.peer and told.writer == self._around.number and file.content == kept.content.id
+
+    def _finish(self, content: Content, inode: int, file: File, told: Shared) -> None:
+        values = file.value, json.loads(_of_content(told.items)[0].value)
+        falling_back.shown(self._db, content, inode, values, max(file.item.mod_revision, *(item.mod_revision for item in told.items)))
+        self._notify.work()
 
     def _report(self, inode: int, file: File, now: Shared) -> None:
-        name = os.fsdecode(report.path_of(self._db, inode))
-        if name == "?":
-            name = "/".join(str(part) for _, part in file.value["names"][:1])
-        node = now.writer
+        name, node = self._name(inode, file), now.writer
         log.warning("%s shows its former content: the newer one is lost with node %s, which alone had it", name, node)
         what = f"the file shows its former content: the newer one is lost with node {node}, unless that returns with it"
         remedy = "start that node again without wiping its RAM, or go on with the former content"
         settling.report(self._db, _trouble(inode), {"what": what, "path": name, "remedy": remedy})
+
+    def _name(self, inode: int, file: File) -> str:
+        name = os.fsdecode(report.path_of(self._db, inode))
+        return "/".join(str(part) for _, part in file.value["names"][:1]) if name == "?" else name
 
     # --- when the writer returns ---------------------------------------------------------------------------------------
 
@@ -169,12 +225,31 @@ class FallBack:
         return True
 
 
-def _may_be_former(content: Content, told: Shared, file: File | None) -> bool:
-    """Whether the file of a content that lies here holds another one by now."""
+def _may_be_left(kept: Kept, told: Shared, file: File | None) -> bool:
+    """Whether the file of a content that lies here holds another one by now, or a later generation of it."""
     heard = told.heard
-    if heard is None or file is None or file.content in (None, content.id):
+    if heard is None or file is None or file.content is None:
         return False
-    return (heard.generation, heard.digest) == (content.generation, content.digest) and (file.missed or {}).get("content") != content.id
+    if not _is_it(kept.generation, kept.digest, heard):
+        return heard.digest is None or kept.generation < heard.generation
+    if file.content == kept.content.id:
+        return kept.content.peer and kept.current  # It may be this node's by now: see `_is_shown_by_us`.
+    return (file.missed or {}).get("content") != kept.content.id
+
+
+def _is_it(generation: int, digest: bytes, heard: Heard) -> bool:
+    """Whether this generation is what was heard of a content: of one that was closed and not sealed the digest is not known."""
+    return generation == heard.generation and (heard.digest == digest if heard.digest is not None else not heard.open)
+
+
+def _mtime_ns(content: Content, told: Shared, file: File) -> int:
+    """The file's time of change when it held this, as far as that is known."""
+    heard = told.heard
+    if told.before is not None and told.before[0] == content.generation:
+        return told.before[1]
+    if told.former_ns is not None and heard is not None and heard.generation == content.generation:
+        return told.former_ns
+    return int(file.value["mtime_ns"])
 
 
 def _of_content(items: Sequence[Item]) -> list[Item]:

@@ -235,7 +235,8 @@ class Reconcile:
             log.info("what others missed and wrote anew is beside it, as %s", os.fsdecode(name))
 
     def _drop_older(self) -> None:
-        """Former generations that lend their blocks to nobody."""
+        """Former generations that lend their blocks to nobody, once what came after them is safe, as the store says."""
+        self._learn_of_older()
         before_ns = time.time_ns() - _ns(limits.SPARE_KEPT_S)
         for tier in LOCAL:
             if tier not in self._places:
@@ -243,6 +244,17 @@ class Reconcile:
             for number in holding.older(self._db, tier, before_ns, BATCH_CONTENTS):
                 settling.forget_copy(self._db, number, tier)
                 removal.remove_forgotten(self._db, self._places[tier], number)
+
+    def _learn_of_older(self) -> None:
+        """What came after them may be elsewhere by now, or the file may be gone, or hold another content that is."""
+        after = 0
+        while batch := holding.former_after(self._db, after, BATCH_CONTENTS):
+            after = batch[-1].id
+            batch, told, files = self._ask(batch)
+            replaced = self._sealed_successors(batch, told, files)
+            for content in batch:
+                if content.inode not in files or content.id in replaced:
+                    self._drop(content)
 
 
 def _ns(seconds: float) -> int:

@@ -4,21 +4,16 @@ import time
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, around, level, replicate_of, until
+from clique_world import Cluster, around
+from former_world import NEW, OLD, decide, fall_back_of, file_of, overwrite, publish, replicated, send, tidy
 
 from ckptfs import disk, limits
-from ckptfs.catalog import namespace, renaming, settling
+from ckptfs.catalog import namespace, settling
 from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key
-from ckptfs.catalog.store import Delete, Put
+from ckptfs.catalog.sharing.kinds import CONTENT, Key
 from ckptfs.clique import holders
-from ckptfs.flow.drop import Drop
-from ckptfs.flow.fall_back import FallBack
-from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.tell import Tell
-from ckptfs.model import ROOT, ContentState, Level, Tier
-
-OLD, NEW = b"old" * 3000, b"newer" * 4000
+from ckptfs.model import ROOT, ContentState, Tier
 
 
 @pytest.fixture(autouse=True)
@@ -27,69 +22,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RECONCILE_AGE_S", "SPARE_KEPT_S"):
         monkeypatch.setattr(limits, name, -1.0)
     monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
-
-
-def publish(node: Node) -> None:
-    """All that the node's mount would have told."""
-    told = [Key(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
-    told += [Key(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0")]
-    for key in told:
-        value = kinds.pack(kinds.read(node.db, key))
-        node.cluster.store.commit([], [Delete(kinds.wire(key)) if value is None else Put(kinds.wire(key), value)])
-
-
-def replicated(cluster: Cluster) -> int:
-    """A file with copies on the first two nodes; its content."""
-    one, two = cluster.nodes[:2]
-    content = one.make(b"file", OLD)
-    one.seal()
-    publish(one)
-    send(one, content)
-    Tell(two.db, around(two)).step()
-    return content
-
-
-def send(node: Node, content: int) -> None:
-    flow = replicate_of(node)
-    until(lambda: level(node, content) is Level.CLIQUE, flow.step)
-    until(lambda: flow.in_flight() == (0, 0))
-    flow.step()
-    flow.close()
-
-
-def overwrite(node: Node, content: int, how: str) -> int:
-    """Write the file anew on this node, as programs do; the new content, which nobody else has."""
-    if how == "truncated":
-        newer = node.write(node.inode(content), NEW)
-    else:
-        newer = node.make(b"file.tmp", NEW)
-        with node.db.change():
-            replaced = renaming.rename(node.db, ROOT, b"file.tmp", ROOT, b"file")
-            assert replaced is not None and namespace.reap(node.db, [replaced.id]) == {replaced.id: []}
-        node.cluster.store.commit([], [Delete(b"i/%016x" % replaced.id)])
-    node.seal()
-    publish(node)
-    tidy(node)
-    return newer
-
-
-def tidy(node: Node) -> None:
-    """Everything that goes, goes."""
-    flow = Reconcile(node.db, node.places, node.told, around(node), node.hold.doubted)
-    while flow.step():
-        pass
-    Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
-
-
-def decide(node: Node) -> None:
-    flow = FallBack(node.db, node.told, around(node))
-    for _ in range(3):
-        while flow.step():
-            pass
-
-
-def file_of(cluster: Cluster, inode: int) -> holders.File:
-    return holders.files(cluster.store, [inode])[inode]
 
 
 HOW = pytest.mark.parametrize("how", ["truncated", "renamed"])
@@ -210,7 +142,7 @@ def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
     newer = overwrite(one, content, "truncated")
     inode = one.inode(newer)
     one.kill()
-    flow = FallBack(two.db, two.told, around(two))
+    flow = fall_back_of(two)
     read = two.store.read
 
     def late(*arguments: object, **options: object) -> object:

@@ -136,8 +136,8 @@ def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
 
 
 def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster = Cluster(tmp_path, 3)
+    one = cluster.nodes[0]
     content = replicated(cluster)
     row = settling.content(one.db, content)
     assert row is not None and row.digest is not None
@@ -148,8 +148,10 @@ def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
     sweep(one)
     seen = settling.content(one.db, content)
     assert seen is not None and seen.peer and seen.generation == 7
+    assert one.files(Tier.RAM) == {content}, "the newer one may die with its writer"
+    cluster.put(f"p/{content:016x}/00000003", {"generation": 7, "digest": "11" * 16})
+    sweep(one)
     assert one.files(Tier.RAM) == set(), "the former generation is of no use to anybody"
-    _ = two
 
 
 def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
@@ -327,10 +329,14 @@ def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, mo
 
 def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path) -> None:
     """P10: a former generation, then copies that are whole elsewhere; the store learns that they went."""
-    cluster = Cluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster = Cluster(tmp_path, 3)
+    one, two, _ = cluster.nodes
     former, held = replicated(cluster, b"a"), replicated(cluster, b"b")
     one.rewrite(former, lambda data: data.reverse())
+    row = settling.content(one.db, former)
+    assert row is not None and row.digest is not None
+    cluster.put(f"p/{former:016x}/00000003", {"generation": row.generation, "digest": row.digest.hex()})
+    holders.refresh(two.db, two.store, [former], 2)
     two.squeeze(Tier.RAM, 7000)
     evict = Evict(two.db, two.places, two.config, two.told)
     evict.step()

@@ -34,6 +34,7 @@ def shown(db: Database, content: Content, inode: int, values: tuple[Value, Value
             " WHERE id = ? AND generation = ? AND state = 2",
             inode, values[1]["closed_ns"], content.id, content.generation,
         )  # fmt: skip
+        journal.append(db, "content", inode, content=content.id)
         seen.put(db, Key(CONTENT, content.id), Seen(revision, kinds.pack(values[1])))
         take_over(db, inode, values[0], revision)
 

@@ -31,6 +31,8 @@ ROW = "j"
 LAST = "w"
 """`w/<node>`: put with every transaction of a node, so that it can tell its own from others' when an answer was lost."""
 
+WAS = "was"
+
 FIELDS = (
     "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "target", "content", "generation",
     "parent", "complete", "missed",
@@ -40,7 +42,8 @@ FILE_ONLY = ("size", "mtime_ns", "ctime_ns")
 
 _INODE = f"SELECT {', '.join(FIELDS)} FROM inode WHERE id = ?"
 _CONTENT = (
-    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.former_ns FROM content k JOIN inode i ON i.id = k.inode"
+    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.former_ns,"
+    " k.before_generation, k.before_ns FROM content k JOIN inode i ON i.id = k.inode"
     " WHERE k.id = ? AND k.peer = 0 AND k.state <> 3 AND i.nlink > 0"
 )
 
@@ -80,7 +83,13 @@ def unpack(raw: bytes | None) -> Value | None:
     if raw is None:
         return None
     value: Value = json.loads(raw)
+    value.pop(WAS, None)
     return value
+
+
+def was(raw: bytes | None) -> list[int] | None:
+    """How new a value was when it was told to a store that had lost its data: see `lost`. None: it was changed since."""
+    return None if raw is None or WAS.encode() not in raw else json.loads(raw).get(WAS)
 
 
 # --- reading rows ----------------------------------------------------------------------------------------------------
@@ -174,6 +183,8 @@ def _content_value(db: Database, number: int, _: bytes) -> Value | None:
         return None
     digest = None if row[4] is None else bytes(row[4]).hex()
     former = {} if row[6] is None else {"former_ns": row[6]}
+    if row[7] is not None:
+        former["before"] = [row[7], row[8]]
     return {
         "node": identity.number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
         "closed_ns": row[5], **former,

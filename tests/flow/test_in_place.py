@@ -1,0 +1,288 @@
+"""P5, P7, P9: what had reached other nodes of a file that is changed in place is not lost when the newer state dies with its writer."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, around, offer_of
+from former_world import NEW, OLD, appended, change, decide, file_of, hear, held, publish, replicated, send, shown, tidy
+
+from ckptfs import disk, limits
+from ckptfs.catalog import namespace, settling
+from ckptfs.clique import holders
+from ckptfs.flow.evict import Evict
+from ckptfs.flow.recover import Recover
+from ckptfs.flow.tell import Tell
+from ckptfs.model import ROOT, ContentState, CopyState, Tier
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for its time."""
+    for name in ("RECONCILE_AGE_S", "SPARE_KEPT_S", "FALL_BACK_RIVALS_S"):
+        monkeypatch.setattr(limits, name, -1.0)
+    monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
+
+
+@pytest.mark.parametrize("stop", ["open", "closed", "sealed"])
+@pytest.mark.parametrize("heard", [False, True])
+def test_the_generation_that_others_have_is_shown(tmp_path: Path, stop: str, heard: bool) -> None:
+    """P9: whole, with its size and time, on all nodes; and it gets as many copies as before."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(one, content, appended, stop=stop)
+    if heard:
+        hear(two, content)
+        assert two.copies(content) == {Tier.RAM: CopyState.GOOD if stop == "open" else CopyState.OLDER}
+    decide(two)
+    assert file_of(cluster, inode).content == content, "its writer lives"
+    one.kill()
+    for node in (three, two):
+        decide(node)
+    former, generation, size, mtime_ns = shown(cluster, inode)
+    assert former != content and (generation, size, mtime_ns) == (1, len(OLD), 2)
+    assert held(two, inode) == OLD
+    assert (file_of(cluster, inode).missed or {})["content"] == content
+    assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 1
+    tidy(two)
+    assert two.files(Tier.RAM) == {former}, "one file, and one copy of it"
+    send(two, former)
+    assert three.data(former) == OLD
+    for node in (two, three):
+        decide(node)
+    assert shown(cluster, inode)[0] == former
+
+
+def test_the_next_generation_takes_its_place_when_it_is_there(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    change(one, content, appended)
+    hear(two, content)
+    tidy(two)
+    assert two.files(Tier.RAM) == {content} and two.data(content) == OLD
+    send(one, content)
+    hear(two, content)
+    one.kill()
+    decide(two)
+    assert shown(cluster, one.inode(content)) == (content, 2, len(OLD + NEW), 3) and two.data(content) == OLD + NEW
+    assert holders.read(cluster.store, [content])[content].holders == [1, 2]
+
+
+def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) -> None:
+    """P5: neither a sweep nor a tier that is full."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster)
+    change(one, content, appended)
+    hear(two, content)
+    two.squeeze(Tier.RAM, 3000)
+    evict = Evict(two.db, two.places, two.config, two.told)
+    for _ in range(2):
+        tidy(two)
+        evict.step()
+        evict.hurry()
+    assert two.data(content) == OLD
+    change(one, content, appended)
+    hear(two, content)
+    told = holders.read(cluster.store, [content])[content]
+    assert [(copy.node, copy.generation) for copy in told.copies] == [(2, 1)], "the others know what it has"
+    fd = one.places[Tier.RAM].open(content)
+    with disk.closing(fd):
+        assert one.peers.send(three.member, offer_of(one, content), fd).verified
+    hear(three, content)
+    tidy(two)
+    assert content not in two.files(Tier.RAM), "its writer and another node have what came after it"
+
+
+def test_a_mover_that_begins_anew_still_has_it(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    change(one, content, appended)
+    hear(two, content)
+    tell = Tell(two.db, around(two))
+    tell.prepare()
+    tell.step()
+    assert [copy.generation for copy in holders.read(cluster.store, [content])[content].copies] == [1]
+    one.kill()
+    decide(two)
+    assert held(two, one.inode(content)) == OLD
+
+
+def test_the_writer_returns_with_what_it_changed(tmp_path: Path) -> None:
+    """Nobody has written the file meanwhile: it holds what was closed last, and gets its copies."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(one, content, appended)
+    one.kill()
+    decide(two)
+    former = shown(cluster, inode)[0]
+    one.revive()
+    tidy(one)
+    decide(two)
+    assert shown(cluster, inode) == (content, 2, len(OLD + NEW), 3) and file_of(cluster, inode).missed is None
+    assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 0
+    tidy(two)
+    assert former in two.files(Tier.RAM), "it is the former content again"
+    send(one, content)
+    hear(two, content)
+    tidy(two)
+    assert two.files(Tier.RAM) == {content} and two.data(content) == OLD + NEW
+
+
+def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
+    """Both stay."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(one, content, appended)
+    one.kill()
+    decide(two)
+    former = shown(cluster, inode)[0]
+    change(two, former, lambda data: data.reverse())
+    assert shown(cluster, inode)[:2] == (former, 2)
+    one.revive()
+    one.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    decide(two)
+    tidy(one)
+    assert shown(cluster, inode)[:2] == (former, 2) and two.data(former) == OLD[::-1]
+    beside = namespace.find(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    assert beside is not None and (beside.content, beside.size) == (content, len(OLD + NEW))
+    assert one.data(content) == OLD + NEW and one.state(content) is ContentState.SEALED
+
+
+@pytest.mark.parametrize("stop", ["open", "closed", "sealed"])
+@pytest.mark.parametrize("heard", [False, True])
+def test_another_node_changed_it(tmp_path: Path, stop: str, heard: bool) -> None:
+    """P9: who wrote it first has what the other one destroyed by writing into it."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(two, content, appended, stop=stop)
+    if heard:
+        hear(one, content)
+    two.kill()
+    for node in (three, one):
+        decide(node)
+    assert shown(cluster, inode)[1:] == (1, len(OLD), 2)
+    assert held(one, inode) == OLD and one.state(shown(cluster, inode)[0]) is ContentState.SEALED
+    assert one.db.value("SELECT peer FROM content WHERE id = ?", shown(cluster, inode)[0]) == 0
+    tidy(one)
+    assert one.files(Tier.RAM) == {shown(cluster, inode)[0]}
+
+
+def test_of_several_generations_the_newest_is_shown(tmp_path: Path) -> None:
+    """Also when who has an older one looks first; never a mixture of both (P7)."""
+    cluster = Cluster(tmp_path, 4)
+    one, two, three, four = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(one, content, appended)
+    hear(two, content)
+    fd = one.places[Tier.RAM].open(content)
+    with disk.closing(fd):
+        one.peers.send(three.member, offer_of(one, content), fd)
+    hear(three, content)
+    change(one, content, lambda data: data.reverse())
+    hear(two, content)
+    hear(three, content)
+    one.kill()
+    for node in (two, four, three, two):
+        decide(node)
+    assert shown(cluster, inode)[1:3] == (2, len(OLD + NEW))
+    assert held(three, inode) == OLD + NEW
+
+
+def test_changed_in_place_and_then_written_anew(tmp_path: Path) -> None:
+    """P9: what nobody else had of the former content does not hide what they had before."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(one, content, appended)
+    hear(two, content)
+    newer = one.write(inode, NEW)
+    one.seal()
+    publish(one)
+    tidy(one)
+    tidy(two)
+    assert shown(cluster, inode)[0] == newer
+    one.kill()
+    decide(two)
+    assert shown(cluster, inode)[1:3] == (1, len(OLD)) and held(two, inode) == OLD
+
+
+def test_what_is_read_here_stays_what_it_is(tmp_path: Path) -> None:
+    """P7: whoever has the former generation open shares nothing with what the file holds from now on."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    two.hold_open(content)
+    fd = two.places[Tier.RAM].open(content)
+    with disk.closing(fd):
+        change(one, content, appended)
+        one.kill()
+        decide(two)
+        former = shown(cluster, one.inode(content))[0]
+        assert two.data(former) == OLD
+        there = two.places[Tier.RAM].stat(former)
+        assert there is not None and there.st_ino != os.fstat(fd).st_ino
+
+
+def test_what_is_not_what_it_was_is_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P4, P7: a bad copy is found out before anybody is told of it."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    change(one, content, appended)
+    hear(two, content)
+    with os.fdopen(two.places[Tier.RAM].open(content, os.O_RDWR), "wb") as file:
+        file.write(b"rot")
+    one.kill()
+    decide(two)
+    assert shown(cluster, one.inode(content))[0] == content
+    assert "is not what it was" in caplog.text and two.files(Tier.RAM) == set()
+
+
+@pytest.mark.parametrize("label", ["fallback:shown", "gather:older:read"])
+def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: the former generation is still there, and a mover that begins anew shows it."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(one, content, appended)
+    one.kill()
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
+    monkeypatch.setattr(disk, "_counts", {}, raising=False)
+    with contextlib.suppress(OSError):
+        decide(two)
+    monkeypatch.setattr(disk, "_fault", "")
+    Recover(two.db, two.places, two.config, two.told).step()
+    tidy(two)
+    decide(two)
+    former = shown(cluster, inode)[0]
+    assert former != content and two.data(former) == OLD
+    row = settling.content(two.db, former)
+    assert row is not None and not row.peer and two.db.value("SELECT lacking FROM content WHERE id = ?", former) == 1
+
+
+def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:
+    """Who shows a former generation writes it back, if its writer did not come to that."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    change(one, content, appended)
+    two.db.journalled = True
+    one.kill()
+    decide(two)
+    former = shown(cluster, one.inode(content))[0]
+    assert two.db.rows("SELECT op, inode, content FROM journal") == [("content", one.inode(content), former)]

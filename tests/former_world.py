@@ -1,0 +1,130 @@
+"""Files that were written again by a node which dies before anybody has the newer state: the acts of such tests (see clique_world)."""
+
+import os
+from collections.abc import Callable
+
+from clique_world import Cluster, Node, around, level, replicate_of, until
+
+from ckptfs.catalog import contents, namespace, renaming, settling
+from ckptfs.catalog.sharing import kinds
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key
+from ckptfs.catalog.store import Delete, Put
+from ckptfs.clique import holders
+from ckptfs.flow.drop import Drop
+from ckptfs.flow.fall_back import FallBack
+from ckptfs.flow.reconcile import Reconcile
+from ckptfs.flow.tell import Tell
+from ckptfs.model import ROOT, Level, Tier
+
+OLD, NEW = b"old" * 3000, b"newer" * 4000
+
+
+def publish(node: Node) -> None:
+    """All that the node's mount would have told."""
+    told = [Key(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
+    told += [Key(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0")]
+    for key in told:
+        value = kinds.pack(kinds.read(node.db, key))
+        node.cluster.store.commit([], [Delete(kinds.wire(key)) if value is None else Put(kinds.wire(key), value)])
+
+
+def hear(node: Node, *contents_: int) -> None:
+    """The node learns what the store says of these contents, and tells of what it has."""
+    holders.refresh(node.db, node.store, contents_, node.number)
+    Tell(node.db, around(node)).step()
+
+
+def replicated(cluster: Cluster) -> int:
+    """A file with copies on the first two nodes; its content."""
+    one, two = cluster.nodes[:2]
+    content = one.make(b"file", OLD)
+    one.seal()
+    publish(one)
+    send(one, content)
+    Tell(two.db, around(two)).step()
+    return content
+
+
+def send(node: Node, content: int) -> None:
+    flow = replicate_of(node)
+    until(lambda: level(node, content) is Level.CLIQUE, flow.step)
+    until(lambda: flow.in_flight() == (0, 0))
+    flow.step()
+    flow.close()
+
+
+def overwrite(node: Node, content: int, how: str) -> int:
+    """Write the file anew on this node, as programs do; the new content, which nobody else has."""
+    if how == "truncated":
+        newer = node.write(node.inode(content), NEW)
+    else:
+        newer = node.make(b"file.tmp", NEW)
+        with node.db.change():
+            replaced = renaming.rename(node.db, ROOT, b"file.tmp", ROOT, b"file")
+            assert replaced is not None and namespace.reap(node.db, [replaced.id]) == {replaced.id: []}
+        node.cluster.store.commit([], [Delete(b"i/%016x" % replaced.id)])
+    node.seal()
+    publish(node)
+    tidy(node)
+    return newer
+
+
+def change(node: Node, content: int, act: Callable[[bytearray], None], *, stop: str = "sealed", mtime_ns: int = 3) -> None:
+    """Change the file in place. `stop`: how far its writer comes: open, closed, sealed. The others are told of it."""
+    inode = node.inode(content)
+    with node.db.change():
+        contents.reopen(node.db, inode, content, Tier.RAM)
+    publish(node)
+    data = bytearray(node.data(content))
+    act(data)
+    with os.fdopen(node.places[Tier.RAM].open(content, os.O_RDWR), "wb") as file:
+        file.write(data)
+    if stop == "open":
+        return
+    with node.db.change():
+        contents.close(node.db, inode, content, len(data), 1, mtime_ns)
+    publish(node)
+    if stop == "sealed":
+        node.seal()
+        publish(node)
+
+
+def appended(data: bytearray) -> None:
+    """What a log does."""
+    data += NEW
+
+
+def tidy(node: Node) -> None:
+    """Everything that goes, goes."""
+    flow = Reconcile(node.db, node.places, node.told, around(node), node.hold.doubted)
+    while flow.step():
+        pass
+    Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
+
+
+def fall_back_of(node: Node) -> FallBack:
+    return FallBack(node.db, node.places, node.told, around(node))
+
+
+def decide(node: Node) -> None:
+    flow = fall_back_of(node)
+    for _ in range(3):
+        while flow.step():
+            pass
+
+
+def file_of(cluster: Cluster, inode: int) -> holders.File:
+    return holders.files(cluster.store, [inode])[inode]
+
+
+def shown(cluster: Cluster, inode: int) -> tuple[int, int, int, int]:
+    """(content, generation, size, mtime) that the store says a file has."""
+    file = file_of(cluster, inode)
+    return file.content or 0, file.value["generation"], file.value["size"], file.value["mtime_ns"]
+
+
+def held(node: Node, inode: int) -> bytes:
+    """What this node has of what the file holds."""
+    content = file_of(node.cluster, inode).content
+    assert content is not None and settling.content(node.db, content) is not None
+    return node.data(content)
