@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptfs.config.table import LOG_LEVELS
 from ckptfs.model import Level
 from ckptfs_client import keys_commands
 from ckptfs_client.failures import EXIT_CODES, ClientError, Usage
@@ -225,6 +226,26 @@ def refresh(
     client, inode = at(path if path.is_dir() else path.parent)
     with client:
         client.refresh(inode, recursive=recursive, timeout_s=_seconds(timeout))
+
+
+@app.command("log-level", epilog=EPILOG)
+def log_level(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[DIR] [debug|info|warning|error]", autocompletion=lambda: list(LOG_LEVELS))
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show, or set, what the processes of a mount log at least; a new daemon begins with its configuration's log_level."""
+    from ckptfs_client import mounts
+    from ckptfs_client.client import Client
+
+    given = list(words or [])
+    level = given.pop() if given and given[-1] in LOG_LEVELS else ""
+    if len(given) > 1 or (given and "/" not in given[0] and not os.path.lexists(given[0])):
+        raise Usage(f"{given[-1]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
+    with Client(mounts.chosen(Path(given[0]) if given else None)) as client:
+        found = client.log_level(level)
+    print(f'{{"level": "{found}"}}' if json else found)
 
 
 @app.command(epilog=EPILOG)

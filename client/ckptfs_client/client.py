@@ -94,6 +94,11 @@ class Client:
         """Compare a directory on the PFS again."""
         self._call(self._orders().Refresh, pb.RefreshRequest(inode=inode, recursive=recursive), timeout_s or 3600.0)
 
+    def log_level(self, level: str = "") -> str:
+        """What all processes of the daemon log at least; set when `level` is given. Raises NotPermitted, Usage, NotInTime."""
+        answer: pb.LogLevelReply = self._call(self._orders().LogLevel, pb.LogLevelRequest(level=level), self._answer_s)
+        return answer.level
+
     # --- the connection -----------------------------------------------------------------------------------------------
 
     def _questions(self) -> Any:

@@ -30,6 +30,7 @@ class Child:
         self.role = role
         self.ready = False
         self.killed = False
+        self.asked_level = ""
         self.assigned_at = 0.0
         self.heard_at = time.monotonic()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -62,6 +63,12 @@ class Child:
         with contextlib.suppress(OSError):
             self.link.send(inherited.STOP)
 
+    def tell_level(self, level: str) -> None:
+        """Let it log at least that. One without a role yet learns it with its role."""
+        if self.assigned:
+            with contextlib.suppress(OSError):
+                self.link.send(inherited.LEVEL + level.encode())
+
     def hear(self) -> bool:
         """Read what it has said. False: it has ended, or is about to."""
         while True:
@@ -75,6 +82,8 @@ class Child:
                 return False
             self.heard_at = time.monotonic()
             self.ready = self.ready or message == inherited.READY
+            if message.startswith(inherited.LEVEL):
+                self.asked_level = message.removeprefix(inherited.LEVEL).decode()
 
     def kill(self) -> None:
         """kill -9."""

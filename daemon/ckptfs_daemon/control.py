@@ -7,6 +7,7 @@ If we die here: waiting clients see the connection end and ask again; the next m
 
 import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
+from ckptfs_daemon import logs
 from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import Counted
 from ckptfs_daemon.control_orders import Orders
@@ -48,9 +50,13 @@ class _Carried(Protocol):
 
 
 async def serve(
-    inherited: _Carried, db: Database, places: Places, lanes: Lanes, cluster: ClusterFigures | None = None
+    inherited: _Carried, db: Database, places: Places, lanes: Lanes, cluster: ClusterFigures | None = None,
+    ask_level: Callable[[str], None] = logs.set_level,
 ) -> None:  # fmt: skip
-    """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again."""
+    """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again.
+
+    `ask_level` sees to it that all processes of this daemon log at a level; it may return before they do.
+    """
     token = trio.lowlevel.current_trio_token()
 
     def hurry() -> None:
@@ -58,7 +64,7 @@ async def serve(
 
     config = inherited.config
     refused = Counted()
-    questions, orders = Questions(config, db, places, cluster, refused), Orders(config, db, places, hurry, refused)
+    questions, orders = Questions(config, db, places, cluster, refused), Orders(config, db, places, hurry, refused, ask_level)
     while True:
         try:
             await _serve_until_gone(config.name, questions, orders)

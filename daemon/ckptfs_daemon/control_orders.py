@@ -1,4 +1,4 @@
-"""Orders of the mount's owner: drain, verify, refresh. The acts themselves are the mover's; here they are asked for and watched.
+"""Orders of the mount's owner: drain, verify, refresh, what to log. The acts are the mover's; here they are asked for and watched.
 
 If we die here: what was ordered is either a row in the catalog, which the next mover takes up, or lost with the client's connection,
 which tells the client.
@@ -16,10 +16,12 @@ from ckptfs import limits
 from ckptfs.catalog import peers, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
+from ckptfs.config.table import LOG_LEVELS
 from ckptfs.errors import Refused, TimedOut, refused
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
+from ckptfs_daemon import logs
 from ckptfs_daemon.control_edge import Counted, translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
 from ckptfs_daemon.control_verify import Verification
@@ -29,18 +31,23 @@ REST_RATIO = 20
 HURRY_EVERY_S = 1.0
 KEEPALIVE_S = 2.0
 TELL_EVERY_S = 0.5
+LEVEL_WAIT_S = 10.0
 REFRESH_WAIT_S = 3600.0
 
 
 class Orders(rpc.OrdersServicer):  # type: ignore[misc]
     """The service `Orders`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
 
-    def __init__(self, config: Config, db: Database, places: Places, hurry: Callable[[], None], refused: Counted | None = None) -> None:
+    def __init__(
+        self, config: Config, db: Database, places: Places, hurry: Callable[[], None], refused: Counted | None = None,
+        ask_level: Callable[[str], None] = logs.set_level,
+    ) -> None:  # fmt: skip
         self.refused = refused or Counted()
         self._config = config
         self._db = db
         self._places = places
         self._hurry = hurry
+        self._ask_level = ask_level
         self._figures = Figures(config, db, places)
 
     @translated_stream
@@ -118,3 +125,18 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
             threading.Event().wait(LOOK_S)
         what, remedy = self._figures.obstacle()
         raise TimedOut(f"the PFS was not compared in time{f': {what}' if what else ''}", remedy=remedy or "it goes on in the background")
+
+    @translated
+    def LogLevel(self, request: pb.LogLevelRequest, context: grpc.ServicerContext) -> pb.LogLevelReply:
+        """What the processes of this daemon log at least; changed when a level is given."""
+        if request.level:
+            if request.level not in LOG_LEVELS:
+                raise Refused(f"{request.level!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
+            self._ask_level(request.level)
+            # The word goes from here to the supervisor, which tells the others before it tells us.
+            until = time.monotonic() + LEVEL_WAIT_S
+            while logs.level() != request.level:
+                if time.monotonic() > until:
+                    raise TimedOut("the log level was not changed in time", remedy="see `ckptfs status`: its processes may be restarting")
+                threading.Event().wait(LOOK_S)
+        return pb.LogLevelReply(level=logs.level())

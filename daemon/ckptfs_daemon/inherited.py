@@ -18,6 +18,8 @@ from ckptfs.model import DataPath
 READY = b"ready"
 ALIVE = b"alive"
 STOP = b"stop"
+LEVEL = b"level "
+"""Followed by a level of the log: from a child, who was asked for it, to the supervisor, and from there to all children."""
 ASSIGNMENT_BYTES_MAX = 128 * 1024
 
 

@@ -1,4 +1,4 @@
-"""Owns a child's tie to its supervisor: the sign of life that the watchdog waits for, and the supervisor's word.
+"""Owns a child's tie to its supervisor: the sign of life that the watchdog waits for, and the supervisor's word: to stop, or what to log.
 
 Invariant: a child whose supervisor is gone ends at once, since somebody else may already do its work.
 If we die here: the supervisor sees the link's end and starts another.
@@ -11,7 +11,8 @@ import socket
 
 import trio
 
-from ckptfs_daemon.inherited import ALIVE, STOP
+from ckptfs_daemon import logs
+from ckptfs_daemon.inherited import ALIVE, LEVEL, STOP
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,11 @@ async def send_alive(link: socket.socket) -> None:
         await trio.sleep(ALIVE_INTERVAL_S)
 
 
+def ask_level(link: socket.socket, level: str) -> None:
+    """Ask the supervisor that all processes log at least that. Any thread may."""
+    link.send(LEVEL + level.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
 async def told_to_stop(link: socket.socket) -> None:
     """Return when the supervisor says so."""
     while True:
@@ -38,6 +44,8 @@ async def told_to_stop(link: socket.socket) -> None:
             message = b""
         if message == STOP:
             return
+        if message.startswith(LEVEL):
+            logs.set_level(message.removeprefix(LEVEL).decode())
         if not message:
             log.warning("the supervisor is gone; ending")
             os._exit(1)

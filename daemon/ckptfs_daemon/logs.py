@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 
+log = logging.getLogger(__name__)
+
 PR_SET_NAME = 15
 PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
@@ -45,6 +47,18 @@ def start(role: str, level: str) -> None:
     # pyfuse3 and trio say at debug level what each request does.
     for name in ("pyfuse3", "trio", "grpc"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    log.debug("logging as the %s", role)
+
+
+def level() -> str:
+    """What this process logs at least: "debug", "info"..."""
+    return logging.getLevelName(logging.getLogger().level).lower()
+
+
+def set_level(level: str) -> None:
+    """Log from now on at least what has this level."""
+    logging.getLogger().setLevel(level.upper())
+    log.debug("logging at this level from now on")
 
 
 def name_process(name: str) -> None:

@@ -5,6 +5,7 @@ At its word the mover drains until the deadline, then ends with 0. When the supe
 If we die here: every step leaves the catalog whole, and the next mover recovers before it says that it is ready.
 """
 
+import functools
 import logging
 import os
 import signal
@@ -69,7 +70,9 @@ async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
         nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
         nursery.start_soon(_listen, bell, lanes, name="bell")
         nursery.start_soon(lanes.run, name="lanes")
-        nursery.start_soon(control.serve, inherited, db, places, lanes, neighbours.figures if neighbours else None, name="control")
+        ask_level = functools.partial(lifeline.ask_level, inherited.link)
+        figures = neighbours.figures if neighbours else None
+        nursery.start_soon(control.serve, inherited, db, places, lanes, figures, ask_level, name="control")
         if neighbours is not None:
             neighbours.member.subscribe(lambda _: lanes.hint())
             nursery.start_soon(neighbours.run, name="neighbours")

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -22,7 +22,7 @@ from ckptfs import limits
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.model import DataPath
-from ckptfs_daemon import announce, connection, lock, restarts
+from ckptfs_daemon import announce, connection, lock, logs, restarts
 from ckptfs_daemon.children import Child
 from ckptfs_daemon.connection import Connection
 from ckptfs_daemon.inherited import Assignment
@@ -190,6 +190,8 @@ class Supervisor:
             if child is None:
                 continue
             alive = child.hear()
+            if child.asked_level:
+                self._set_log_level(child)
             if child.ready and child.assigned and not slot.ever_ready:
                 slot.ever_ready = True
                 self._announce()
@@ -198,6 +200,18 @@ class Supervisor:
             if not alive:
                 self._ended(role, slot, child)
         self._say_ready()
+
+    def _set_log_level(self, asker: Child) -> None:
+        """All processes log at this level from now on, those that are started later too; a new daemon begins with its configuration's."""
+        level, asker.asked_level = asker.asked_level, ""
+        log.info("the log level is %s from now on", level)
+        logs.set_level(level)
+        self._config = replace(self._config, log_level=level)
+        # The mover last: it answers who asked.
+        for role in (MOUNT, MOVER):
+            child = self._slots[role].child
+            if child is not None:
+                child.tell_level(level)
 
     def _mount_is_ready(self) -> None:
         """From now on the connection has been served, so whoever comes next resumes it; and there is time to warm a spare."""

@@ -1,0 +1,65 @@
+"""N8 on a real daemon: one word changes what all its processes log, those that come later too, but no new daemon."""
+
+import errno
+import re
+from typing import Any
+
+import pytest
+from another_user import as_user
+from ckptfs_client.client import Client
+from ckptfs_client.failures import NotPermitted
+from ckptfs_client.mounts import find
+from daemon_under_test import DaemonUnderTest, eventually
+
+pytestmark = pytest.mark.fuse
+
+
+def speakers(daemon: DaemonUnderTest, since: int = 0) -> set[str]:
+    """The roles that logged something at debug."""
+    return set(re.findall(r"ckptfsd\[(\w+) \d+\] DEBUG", daemon.log[since:]))
+
+
+@pytest.mark.crash
+def test_all_processes_and_those_after_them(make_daemon: Any) -> None:
+    daemon: DaemonUnderTest = make_daemon()
+    assert daemon.command("log-level", daemon.path).stdout == "info\n"
+    assert not speakers(daemon)
+    assert daemon.command("log-level", daemon.path, "debug").stdout == "debug\n"
+    eventually(lambda: {"supervisor", "mount", "mover"} <= speakers(daemon), what="all speak")
+    for role in ("mover", "mount"):
+        daemon.pid("spare")
+        end = len(daemon.log)
+        daemon.kill(role)
+        eventually(lambda role=role, end=end: role in speakers(daemon, end), what=f"the next {role} speaks")
+    assert daemon.command("log-level", daemon.path, "--json").stdout == '{"level": "debug"}\n'
+    daemon.command("log-level", daemon.path, "warning")
+    end = len(daemon.log)
+    (daemon.path / "file").write_bytes(b"x")
+    daemon.settle()
+    assert not speakers(daemon, end)
+    daemon.restart()
+    assert daemon.command("log-level", daemon.path).stdout == "info\n", "a new daemon has its own"
+
+
+def test_refused(make_daemon: Any) -> None:
+    """P11: what is no level."""
+    daemon: DaemonUnderTest = make_daemon()
+    for words in (["loud"], [daemon.path, "loud"]):
+        result = daemon.command("log-level", *words, check=False)
+        assert result.returncode == 2 and result.stderr == "ckptfs: 'loud' is not a log level; accepted: debug, info, warning, error\n"
+
+
+@pytest.mark.others
+def test_only_for_the_owner(make_daemon: Any) -> None:
+    """F6: a stranger is refused, and told so."""
+    daemon: DaemonUnderTest = make_daemon()
+
+    def ask(level: str) -> None:
+        try:
+            with Client(find(daemon.path)) as client:
+                client.log_level(level)
+        except NotPermitted as refusal:
+            raise PermissionError(errno.EPERM, str(refusal)) from refusal
+
+    assert [as_user(lambda level=level: ask(level)) for level in ("", "debug")] == ["EPERM", "EPERM"]
+    assert daemon.command("log-level", daemon.path).stdout == "info\n"
