@@ -89,7 +89,7 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
         if report.listed(self._db, request.inode) is None:
             raise refused(errno.ENOENT)
         files = report.files_below(self._db, request.inode)
-        verification = Verification(self._config, self._db, self._places)
+        verification = Verification(self._config, self._db, self._places, self._hurry)
         progress, told_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
         for inode in files:
             if not context.is_active():

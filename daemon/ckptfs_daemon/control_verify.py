@@ -1,24 +1,30 @@
 """The order to verify: every copy of a file is read and compared with its seal, what the PFS shows included.
 
-Bad copies in tiers are quarantined and remade by the flow; a bad file on the PFS is only told of: it may be a stranger's work.
+Bad copies in tiers are quarantined and remade by the flow from a good one here. When there is none here, the file is fetched as for
+somebody who opens it: from another node, or from the PFS. A bad file on the PFS is only told of: it may be a stranger's work.
 If we die here: what was found so far stands in the catalog, the rest was not looked at.
 """
 
 import errno
 import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from ckptfs.catalog import fetching, report
+from ckptfs import limits
+from ckptfs.catalog import fetching, peers, report, settling, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow import verify
-from ckptfs.lifecycle import Record
-from ckptfs.model import ContentState
+from ckptfs.lifecycle import Record, published_whole
+from ckptfs.model import Content, ContentState
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.tiers import pfs_open, transfer
 from ckptfs.tiers.place import Places
 
+LOOK_S = 0.02
 GOOD, BAD, UNREADABLE, UNKNOWN = "good", "bad", "unreadable", "unknown"
 MOVED_ON = {
     errno.ESTALE: "was changed by somebody else; `ckptfs refresh` its directory",
@@ -29,10 +35,12 @@ MOVED_ON = {
 class Verification:
     """Verifies one file at a time."""
 
-    def __init__(self, config: Config, db: Database, places: Places) -> None:
+    def __init__(self, config: Config, db: Database, places: Places, hurry: Callable[[], None]) -> None:
+        """`hurry` makes the lanes work at once."""
         self._config = config
         self._db = db
         self._places = places
+        self._hurry = hurry
 
     def check(self, inode: int) -> tuple[list[pb.Finding], int]:
         """(a finding for every copy of the file, bytes read)."""
@@ -52,11 +60,34 @@ class Verification:
             return [pb.Finding(verdict=UNKNOWN, what="is not sealed yet, so there is nothing to compare it with")]
         try:
             checked = verify.verify(self._db, self._places, content.id)
+            if checked and not any(one.ok for one in checked) and self._lies_elsewhere(content.id):
+                checked = self._fetched(content, checked)
         except Busy as failure:
             return [pb.Finding(verdict=UNKNOWN, what=str(failure))]
         except (OSError, CkptfsError) as failure:
             return [pb.Finding(verdict=UNREADABLE, what=str(failure))]
         return [_described(one) for one in checked]
+
+    def _lies_elsewhere(self, number: int) -> bool:
+        """Whether another node, or the PFS, may have what is bad here."""
+        record = settling.record(self._db, number)
+        content = record.content
+        if content is None or content.state is not ContentState.SEALED:
+            return False
+        return published_whole(record) or content.peer or bool(peers.elsewhere(self._db, content))
+
+    def _fetched(self, content: Content, before: list[verify.Checked]) -> list[verify.Checked]:
+        """The same findings after the file was fetched: what is good now was remade. Where that came to nothing, as they were."""
+        want = wants.ask(self._db, wants.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
+        self._hurry()
+        while wants.is_open(self._db, want):
+            threading.Event().wait(LOOK_S)
+        answer = wants.get(self._db, want)
+        if answer is None or answer.result != wants.HERE:
+            return before
+        after = {one.tier: one for one in verify.verify(self._db, self._places, content.id)}
+        found = [replace(one, repaired=one.tier in after and (after[one.tier].ok or after[one.tier].repaired)) for one in before]
+        return found + [one for tier, one in after.items() if tier not in {bad.tier for bad in before}]
 
     def _on_pfs(self, inode: int, record: Record) -> list[pb.Finding]:
         """What the PFS shows under the file's ordinary name."""

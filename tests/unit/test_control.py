@@ -21,7 +21,7 @@ from local_node import Node
 from ckptfs import limits, rendezvous
 from ckptfs.catalog import contents, settling, wants
 from ckptfs.errors import TierUnavailable
-from ckptfs.model import ROOT, ContentState, Tier
+from ckptfs.model import ROOT, ContentState, CopyState, Tier
 from ckptfs.protocol import control_pb2 as pb
 
 
@@ -277,6 +277,33 @@ def test_verify_finds_the_bad_copy(served: Served) -> None:
     }  # fmt: skip
     *_, last = served.client.verify(served.node.inode(good))
     assert last.done and (last.files, last.files_total, last.bytes) == (1, 1, 100)
+
+
+def test_verify_mends_from_what_lies_elsewhere(served: Served) -> None:
+    """P4, D3: no good copy is left here, but the PFS shows the file. What is fetched is looked at again before that is said."""
+    node, data = served.node, b"d" * 100
+    content = node.make(b"file", data)
+    served.seal()
+    node.publish(content)
+    node.spoil(content, Tier.RAM)
+    fetched = threading.Event()
+
+    def fetch() -> None:
+        """The lane, as far as it matters here."""
+        (want,) = eventually(lambda: wants.wanted(node.db, wants.FETCH), what="the file is wanted")
+        assert node.copies(content) == {Tier.RAM: CopyState.QUARANTINED}
+        node.spoil(content, Tier.RAM)
+        settling.mark(node.db, content, Tier.RAM, CopyState.GOOD)
+        fetched.set()
+        wants.done(node.db, want.id, wants.HERE)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    (found, *_) = [finding for progress in served.client.verify(node.inode(content)) for finding in progress.findings]
+    thread.join()
+    assert fetched.is_set() and served.lanes.times
+    assert found.verdict == "bad" and "remade from a good copy" in found.what
+    assert node.data(content) == data
 
 
 def test_too_many_questions_at_once_are_refused(served: Served) -> None:

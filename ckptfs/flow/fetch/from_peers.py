@@ -207,9 +207,9 @@ class FromPeers:
         raise failure
 
     def _older(self, content: Content, tier: Tier) -> int:
-        """A descriptor of a former generation that lies in `tier`, whose blocks may serve; -1 without one."""
+        """A descriptor of a former generation that lies in `tier`, or of a bad copy, whose good blocks may serve; -1 without one."""
         states = {copy.tier: copy.state for copy in settling.copies(self._db, content.id)}
-        if states.get(tier) is CopyState.OLDER:
+        if states.get(tier) in (CopyState.OLDER, CopyState.QUARANTINED):
             with suppress(FileNotFoundError):
                 return self._places[tier].open(content.id)
         return -1
