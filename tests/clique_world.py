@@ -16,7 +16,7 @@ from local_node import Node as LocalNode
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import digest, limits
-from ckptfs.catalog import contents, holding, identity, report, settling
+from ckptfs.catalog import contents, holding, identity, report, settling, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard
 from ckptfs.catalog.store import Put
@@ -26,10 +26,12 @@ from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Reachable, Re
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import CkptfsError, Unreachable
+from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.hold import Hold
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.seal import Seal
+from ckptfs.flow.tell import Tell
 from ckptfs.model import ROOT, ContentState, Level, Tier
 from ckptfs.tiers.place import Places
 
@@ -218,7 +220,8 @@ class PeersHere:
                 continue
             try:
                 while left:
-                    left.sort(key=lambda number: number not in asked())
+                    first = asked()
+                    left.sort(key=lambda number: number not in first)
                     data = bytearray(os.pread(loan.fd, limits.BLOCK_BYTES, left[0] * limits.BLOCK_BYTES))
                     if node.name in self.spoil and data:
                         data[0] ^= 1
@@ -309,3 +312,32 @@ def until(condition: Callable[[], object], step: Callable[[], object] = lambda: 
 def level(node: Node, content: int) -> Level:
     """The level of the file that holds a content, as `node` knows it."""
     return report.level(node.db, node.inode(content))
+
+
+def fetch_of(node: Node) -> Fetch:
+    return Fetch(node.db, node.places, node.config, node.told, around(node))
+
+
+def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None) -> wants.Want:
+    """Have a file fetched; the answered want."""
+    flow = flow or fetch_of(node)
+    want = wants.ask(node.db, wants.FETCH, inode, argument)
+
+    def answered() -> bool:
+        row = wants.get(node.db, want)
+        return row is None or row.state != wants.WANTED
+
+    until(answered, flow.step)
+    row = wants.get(node.db, want)
+    assert row is not None
+    return row
+
+
+def replicated(cluster: Cluster, name: bytes, data: bytes) -> int:
+    """A file of node 1 that node 2 holds, and of which the store knows."""
+    one, two = cluster.nodes[:2]
+    content = one.written(name, data)
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    Tell(two.db, around(two)).step()
+    return content

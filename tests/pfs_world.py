@@ -13,14 +13,14 @@ from pathlib import Path
 
 import catalog_names
 
-from ckptfs import disk
-from ckptfs.catalog import database, visits, wants
+from ckptfs import disk, limits
+from ckptfs.catalog import database, settling, visits, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.visit import Visit
-from ckptfs.model import ROOT
+from ckptfs.model import ROOT, Tier
 from ckptfs.tiers.place import Places
 
 
@@ -143,4 +143,32 @@ class World:
         return World(self.root)
 
 
-__all__ = ["ROOT", "Told", "World", "visits", "wants"]
+def bytes_here(world: World, path: str) -> tuple[Tier, bytes]:
+    """What a tier holds of a file."""
+    content = int(str(world.column(path, "content")))
+    (copy,) = settling.copies(world.db, content)
+    assert copy.state == 1 and copy.verified_ns > 0
+    with os.fdopen(world.places[copy.tier].open(content), "rb") as file:
+        return copy.tier, file.read()
+
+
+def lose_copies(world: World, path: str) -> None:
+    """As eviction does."""
+    content = int(str(world.column(path, "content")))
+    for copy in settling.copies(world.db, content):
+        settling.forget_copy(world.db, content, copy.tier)
+        world.places[copy.tier].remove(content)
+
+
+def corrupt(path: Path) -> None:
+    """Change one byte, and nothing else that can be seen."""
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(4 * limits.MIB + 1)
+        byte = file.read(1)
+        file.seek(4 * limits.MIB + 1)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+__all__ = ["ROOT", "Told", "World", "bytes_here", "corrupt", "lose_copies", "visits", "wants"]

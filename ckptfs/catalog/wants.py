@@ -93,7 +93,7 @@ def done(db: Database, want: int, result: str = "") -> None:
 def failed(db: Database, want: int, error: int) -> None:
     """Answer a want with an errno. Call `notify.wants()` once it is committed."""
     with db.change():
-        db.run("UPDATE want SET state = 2, error = ?, at_ns = ? WHERE id = ? AND state = 0", error, time.time_ns(), want)
+        db.run("UPDATE want SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0", error, time.time_ns(), want)
 
 
 def progress(db: Database, want: int, *, wait_s: float = limits.FETCH_STALL_S) -> None:

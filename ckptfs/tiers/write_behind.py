@@ -21,15 +21,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WriteBehind:
-    """Follows one writer of one file."""
+    """Follows one writer of one file, from `begin` on."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, begin: int = 0) -> None:
         self._fd = fd
-        self._begun = 0
-        self._given_back = 0
+        self._begun = begin
+        self._given_back = begin
 
     def reached(self, offset: int) -> None:
-        """Everything before `offset` has its bytes. Waits until all but the last of it is on the disk. Raises OSError of the disk."""
+        """Everything up to `offset` has its bytes. Waits until all but the last of it is on the disk. Raises OSError of the disk."""
         if offset - self._begun < limits.BLOCK_BYTES:
             return
         _sync_range(self._fd, self._begun, offset, _WRITE)

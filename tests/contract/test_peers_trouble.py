@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_daemon import peer_transfers
+from ckptfs_daemon import peer_fetch, peer_transfers
 from ckptfs_daemon.peer_client import PeerClient
 from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, client, offer_of, record_of
@@ -39,13 +39,13 @@ class World:
         self.source = directory / "source"
         self.source.write_bytes(DATA)
 
-    def fetch(self, nodes: Sequence[PeerNode], on_block: Any = lambda number: None) -> bytes:
+    def fetch(self, nodes: Sequence[PeerNode], on_block: Any = lambda number: None, asked: Any = tuple) -> bytes:
         def came(number: int) -> None:
             self.came.append(number)
             on_block(number)
 
         with open(self.directory / "target", "w+b") as file:
-            self.peers.fetch([node.there for node in nodes], record_of(offer_of(DATA)), range(8), file.fileno(), came)
+            self.peers.fetch([node.there for node in nodes], record_of(offer_of(DATA)), range(8), file.fileno(), came, asked)
         return (self.directory / "target").read_bytes()
 
     def send(self, node: PeerNode, content: int, **how: Any) -> Any:
@@ -110,6 +110,65 @@ def test_a_source_that_stalls_is_not_noticed(world: World) -> None:
     assert world.fetch(world.nodes[:2]) == DATA
     assert sorted(world.came) == list(range(8)) and not held.is_set()
     held.set()
+
+
+def test_what_a_reader_waits_for_comes_before_the_rest(world: World) -> None:
+    """Asked when the first block was there: next comes what was asked, and what follows it."""
+    asked: list[int] = []
+
+    def came(number: int) -> None:
+        asked[:] = [] if number == 6 else [6] if number == 0 else asked
+
+    world.peers._streams = 1
+    assert world.fetch(world.nodes[:1], came, lambda: asked) == DATA
+    assert world.came[0] == 0 and world.came.index(6) < world.came.index(7) < world.came.index(5)
+
+
+def test_what_a_reader_waits_for_is_asked_of_a_second_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X6: long before the slow one counts as stalled, and before the rest is there."""
+    monkeypatch.setattr(limits, "PEER_PATIENCE_S", 600.0)
+    monkeypatch.setattr(limits, "PEER_STALL_S", 600.0)
+    monkeypatch.setattr(limits, "PEER_HEDGE_S", 0.0)
+    held = threading.Event()
+    owed: list[int] = []
+    holding_up(world.nodes[0], held, after=1)
+    next_run = peer_fetch.Fetching.run
+
+    def run(self: Any, worker: Any, *how: Any) -> list[int]:
+        found = next_run(self, worker, *how)
+        if worker.link.name == "node1" and found:
+            owed[:] = found
+        elif found and not owed:
+            eventually(lambda: owed, what="the slow source owes something")
+        return found
+
+    monkeypatch.setattr(peer_fetch.Fetching, "run", run)
+    assert world.fetch(world.nodes[:2], asked=lambda: owed[:1]) == DATA
+    assert world.came.index(owed[0]) <= 2 and not held.is_set()
+    held.set()
+
+
+def test_sources_are_ranked_by_what_was_measured_of_them(world: World) -> None:
+    """One that was three times as slow as the other comes after it, whichever was named first; who failed comes last."""
+    slow, fast, failed = world.nodes
+    streams = slow.server._raw._streams
+    departing, pause = streams.departing, threading.Event()
+
+    @contextmanager
+    def slowly(peer: str, command: Any) -> Iterator[Iterator[Any]]:
+        with departing(peer, command) as messages:
+            yield (message for message in messages if not pause.wait(0.02))
+
+    streams.departing = slowly  # type: ignore[method-assign]
+    for node in (slow, fast):
+        assert world.fetch([node]) == DATA
+    failed.shelf.path(7).write_bytes(bytes(len(DATA)))
+    with pytest.raises(PeerLied):
+        world.fetch([failed])
+    there = [node.there for node in (failed, slow, fast)]
+    assert [node.name for node in world.peers.ranked(there)] == ["node2", "node1", "node3"]
+    speeds = [world.peers.speed(node.there).bytes_per_s for node in (slow, fast)]
+    assert None not in speeds and speeds[0] < speeds[1]
 
 
 def test_a_source_that_lies_is_left_and_nothing_of_it_is_kept(world: World) -> None:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from pfs_world import World, wants
+from pfs_world import World, bytes_here, corrupt, lose_copies, wants
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import settling
@@ -24,23 +24,6 @@ def world(tmp_path: Path) -> World:
     world.look(again=False)
     world.look("d", again=False)
     return world
-
-
-def bytes_here(world: World, path: str) -> tuple[Tier, bytes]:
-    """What a tier holds of a file."""
-    content = int(str(world.column(path, "content")))
-    (copy,) = settling.copies(world.db, content)
-    assert copy.state == 1 and copy.verified_ns > 0
-    with os.fdopen(world.places[copy.tier].open(content), "rb") as file:
-        return copy.tier, file.read()
-
-
-def lose_copies(world: World, path: str) -> None:
-    """As eviction does."""
-    content = int(str(world.column(path, "content")))
-    for copy in settling.copies(world.db, content):
-        settling.forget_copy(world.db, content, copy.tier)
-        world.places[copy.tier].remove(content)
 
 
 def test_an_imported_file_arrives_sealed_and_its_digest_is_kept(world: World) -> None:
@@ -84,17 +67,6 @@ def test_a_byte_that_changed_under_the_same_size_and_mtime_is_found(
     assert "d/file cannot be read" in caplog.text
     assert world.db.rows("SELECT * FROM copy") == [] and list(world.places[Tier.RAM].contents()) == []
     world.check()
-
-
-def corrupt(path: Path) -> None:
-    """Change one byte, and nothing else that can be seen."""
-    before = path.stat()
-    with open(path, "r+b") as file:
-        file.seek(4 * MIB + 1)
-        byte = file.read(1)
-        file.seek(4 * MIB + 1)
-        file.write(bytes([byte[0] ^ 1]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

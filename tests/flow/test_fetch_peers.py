@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Cluster, Node, around, level, replicate_of, until
+from clique_world import MIB, Cluster, Node, around, bring, level, replicate_of, replicated, until
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, holding, settling, wants
@@ -18,38 +18,10 @@ from ckptfs.flow.fetch.from_peers import FromPeers
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.secure import Secure
 from ckptfs.flow.tell import Tell
+from ckptfs.flow.verify import verify
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
 BLOCK = limits.BLOCK_BYTES
-
-
-def fetch_of(node: Node) -> Fetch:
-    return Fetch(node.db, node.places, node.config, node.told, around(node))
-
-
-def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None) -> wants.Want:
-    """Have a file fetched; the answered want."""
-    flow = flow or fetch_of(node)
-    want = wants.ask(node.db, wants.FETCH, inode, argument)
-
-    def answered() -> bool:
-        row = wants.get(node.db, want)
-        return row is None or row.state != wants.WANTED
-
-    until(answered, flow.step)
-    row = wants.get(node.db, want)
-    assert row is not None
-    return row
-
-
-def replicated(cluster: Cluster, name: bytes, data: bytes) -> int:
-    """A file of node 1 that node 2 holds, and of which the store knows."""
-    one, two = cluster.nodes[:2]
-    content = one.written(name, data)
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, around(two)).step()
-    return content
 
 
 def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
@@ -104,6 +76,28 @@ def test_a_node_that_lost_its_ram_gets_its_own_files_back(tmp_path: Path) -> Non
     assert bring(one, one.inode(content)).result == wants.HERE
     assert one.data(content) == data and level(one, content) is Level.CLIQUE
     assert two.files(Tier.RAM) == {content}
+
+
+def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
+    """P4, D3: it was quarantined; what is good in it need not travel."""
+    cluster = Cluster(tmp_path, 2)
+    one, _ = cluster.nodes
+    content = replicated(cluster, b"a", data := os.urandom(4 * BLOCK))
+    one.spoil(content, Tier.RAM)
+    (found,) = verify(one.db, one.places, content)
+    assert not found.ok and one.copies(content) == {Tier.RAM: CopyState.QUARANTINED}
+    assert one.state(content) is ContentState.SEALED and level(one, content) is Level.LOCAL
+    came: list[int] = []
+    fetch = one.peers.fetch
+
+    def counted(sources: object, record: object, wanted: list[int], *rest: object, **named: object) -> int:
+        came.extend(wanted)
+        return fetch(sources, record, wanted, *rest, **named)  # type: ignore[arg-type]
+
+    one.peers.fetch = counted  # type: ignore[method-assign,assignment]
+    assert bring(one, one.inode(content)).result == wants.HERE
+    assert one.data(content) == data and level(one, content) is Level.CLIQUE
+    assert len(came) == 1
 
 
 def test_nobody_left_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from ckptfs.catalog.sharing.truth import Truth
 from ckptfs.clique.peers import PeerFailed
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
+from ckptfs.digest import whole
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoRoom, refused
+from ckptfs.flow.fetch.by_blocks import ByBlocks
 from ckptfs.flow.fetch.from_peers import FromPeers
 from ckptfs.flow.fetch.telling import Telling
 from ckptfs.model import Content, ContentState, Notify, Tier
@@ -261,7 +263,7 @@ class Fetch:
 
     def _copy(self, want: wants.Want, found: Fetchable, place: Place, number: int, source: int) -> Arrived:
         with disk.closing(place.create(number)) as target:
-            size, digest, blocks = transfer.copy(source, target, label="fetch", before_block=self._progress(want))
+            size, digest, blocks = self._copied(want, found, place.tier, source, target)
             if place.tier is not Tier.RAM:
                 disk.act("fetch:fsync", os.fsync, target)
                 disk.act("fetch:directory", place.persist_names)
@@ -269,6 +271,19 @@ class Fetch:
                 if transfer.read(target, label="fetch:check", before_block=self._progress(want)) != (size, digest, blocks):
                     raise DigestMismatch(f"what was written to {place.tier} reads back as something else")
         return Arrived(number, place.tier, size, digest, blocks)
+
+    def _copied(self, want: wants.Want, found: Fetchable, tier: Tier, source: int, target: int) -> transfer.Digested:
+        """Copy the bytes, where their digests are known so that they can be read as they come; what was copied."""
+        telling, content = self._progress(want), found.content
+        if content is None or not _known_by_blocks(content):
+            return transfer.copy(source, target, label="fetch", before_block=telling)
+        assert content.digest is not None and content.blocks is not None
+        disk.act("fetch:truncate", os.ftruncate, target, content.size)
+        one = ByBlocks(content.size, content.blocks)
+        with telling.published(content, tier, target, one.lacking) as blocks:
+            if os.fstat(source).st_size != content.size or not one.bring(source, target, blocks):
+                return 0, b"", b""
+        return content.size, content.digest, content.blocks
 
     def _compare(self, found: Fetchable, size: int, digest: bytes, source: int) -> None:
         """What was read must be what the catalog knows, and the file must not have changed meanwhile."""
@@ -294,6 +309,13 @@ class Fetch:
 
     def _name(self, inode: int) -> str:
         return os.fsdecode(report.path_of(self._db, inode))
+
+
+def _known_by_blocks(content: Content) -> bool:
+    """Whether each block of it can be found right by itself. What is small is here at once anyway."""
+    if content.size <= limits.BLOCK_BYTES or not content.blocks or content.digest is None:
+        return False
+    return whole(content.blocks, content.size) == content.digest
 
 
 def _shown(found: Fetchable) -> bool:

@@ -1,0 +1,55 @@
+"""Owns how a file whose blocks' digests are known comes from the PFS: block by block, each found right before it is written, so that the
+application reads it as it comes. What somebody waits for is read first, then what follows it.
+
+If we die here: the target has some of the blocks, and no copy counts yet.
+"""
+
+import os
+from collections import deque
+
+from ckptfs import digest, disk, limits
+from ckptfs.flow.fetch.telling import Blocks
+from ckptfs.tiers.write_behind import WriteBehind
+
+WIDTH = digest.BLOCK_DIGEST_BYTES
+
+
+class ByBlocks:
+    """One file: `blocks` are its blocks' digests, joined. The target is as long as the file, and empty."""
+
+    def __init__(self, size: int, blocks: bytes) -> None:
+        self.size = size
+        self._digests = [blocks[start : start + WIDTH] for start in range(0, len(blocks), WIDTH)]
+        self.lacking = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
+
+    def bring(self, source: int, target: int, told: Blocks) -> bool:
+        """Copy what is lacking. False when a block on the PFS is not what it should be; nothing of it was written."""
+        left = deque(self.lacking)
+        behind, expected = WriteBehind(target), 0
+        while left:
+            self._turn(left, told)
+            number = left.popleft()
+            data = self._read(source, number)
+            if digest.block(data) != self._digests[number]:
+                return False
+            if number != expected:
+                behind = WriteBehind(target, number * limits.BLOCK_BYTES)
+            disk.write_all("fetch:write", target, data, number * limits.BLOCK_BYTES)
+            behind.reached(number * limits.BLOCK_BYTES + len(data))
+            expected = number + 1
+            told.came(number)
+        return True
+
+    def _turn(self, left: deque[int], told: Blocks) -> None:
+        asked = next((number for number in told.asked() if number in left), None)
+        if asked is not None:
+            left.rotate(-left.index(asked))
+
+    def _read(self, source: int, number: int) -> bytes:
+        """A whole block; less where the file is shorter."""
+        start, pieces = number * limits.BLOCK_BYTES, list[bytes]()
+        end = min(start + limits.BLOCK_BYTES, self.size)
+        while start < end and (piece := disk.act("fetch:read", os.pread, source, end - start, start)):
+            pieces.append(piece)
+            start += len(piece)
+        return b"".join(pieces)

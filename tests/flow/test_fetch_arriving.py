@@ -1,0 +1,170 @@
+"""N3, P4, P7, G4: what is being fetched is published block by block, what somebody waits for first; what is published is never wrong."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, Node, bring, fetch_of, replicated
+from pfs_world import World, bytes_here, corrupt, lose_copies, wants
+
+from ckptfs import disk, limits
+from ckptfs.catalog import settling
+from ckptfs.model import Tier
+from ckptfs.tiers import arrival
+from ckptfs.tiers.arrival import Arrival
+from ckptfs.tiers.place import Place
+
+BLOCK = limits.BLOCK_BYTES
+BLOCKS = 6
+
+
+class Reader:
+    """What a mount process does while a content arrives, between one block and the next."""
+
+    def __init__(self, place: Place, content: int, want: Callable[[], wants.Want | None], data: bytes, first: list[int]) -> None:
+        self.order: list[int] = []
+        self.counts: list[int] = []
+        self._place, self._content, self._want, self._data, self._first = place, content, want, data, first
+
+    def look(self) -> None:
+        """Everything that is published is right; then ask for what is to come next."""
+        found = Arrival.find(self._place.root, self._content)
+        assert found is not None and found.published
+        row = self._want()
+        assert row is not None and (row.state, row.result) == (wants.WANTED, wants.BEGUN)
+        with os.fdopen(self._place.open(self._content), "rb") as file:
+            assert found.is_of(file.fileno())
+            for number in range(found.blocks):
+                if found.has(range(number, number + 1)) and number not in self.order:
+                    self.order.append(number)
+                if number in self.order:
+                    file.seek(number * BLOCK)
+                    assert file.read(BLOCK) == self._data[number * BLOCK : (number + 1) * BLOCK]
+        self.counts.append(found.count)
+        if self._first:
+            asked = self._first.pop(0)
+            found.ask(range(asked, asked + 1))
+            assert (asked in found.asked()) is (asked not in self.order)
+
+
+def arriving(node: Node, content: int, data: bytes, first: list[int], monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """Fetch from peers while a reader looks at it before every block."""
+    want = wants.ask(node.db, wants.FETCH, node.inode(content))
+    reader = Reader(node.places[Tier.RAM], content, lambda: wants.get(node.db, want), data, first)
+    real = Arrival.asked
+
+    def asked(self: Arrival) -> list[int]:
+        if threading.current_thread() is threading.main_thread() and not looking:
+            looking.append(True)
+            reader.look()
+            looking.clear()
+        return real(self)
+
+    looking: list[bool] = []
+    monkeypatch.setattr(Arrival, "asked", asked)
+    assert bring(node, node.inode(content)).result == wants.HERE
+    return reader
+
+
+def test_what_somebody_waits_for_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, 3)
+    three = cluster.nodes[2]
+    data = os.urandom(BLOCKS * BLOCK - 9)
+    content = replicated(cluster, b"a", data)
+    reader = arriving(three, content, data, [5, 3, 3], monkeypatch)
+    assert reader.order[:2] == [5, 3] and reader.counts[0] == 0
+    assert three.data(content) == data
+    assert Arrival.find(three.places[Tier.RAM].root, content) is None, "what is whole is not on its way"
+
+
+def test_holes_and_what_an_older_generation_had_are_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, 3)
+    one, _, three = cluster.nodes
+    content = replicated(cluster, b"a", data := bytes(BLOCK) + os.urandom(3 * BLOCK))
+    bring(three, one.inode(content))
+    one.rewrite(content, lambda whole: whole.__setitem__(2 * BLOCK, whole[2 * BLOCK] ^ 1))
+    changed = bytearray(data)
+    changed[2 * BLOCK] ^= 1
+    reader = arriving(three, content, bytes(changed), [], monkeypatch)
+    assert reader.counts[0] == 3 and sorted(reader.order) == [0, 1, 3]
+
+
+def test_a_small_file_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, 3)
+    content = replicated(cluster, b"a", os.urandom(BLOCK))
+    monkeypatch.setattr(Arrival, "publish", lambda *_: pytest.fail("it is here sooner than anybody could begin to read"))
+    assert bring(cluster.nodes[2], cluster.nodes[0].inode(content)).result == wants.HERE
+
+
+def test_without_room_for_what_is_published_a_file_comes_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, 3)
+    content = replicated(cluster, b"a", data := os.urandom(2 * BLOCK))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    three = cluster.nodes[2]
+    assert fetch_of(three).step() is False
+    assert bring(three, cluster.nodes[0].inode(content)).result == wants.HERE and three.data(content) == data
+
+
+def test_what_a_dead_mover_published_is_not_believed_of_the_next_one_s_file(tmp_path: Path) -> None:
+    """P7: the marks are those of another file, with blocks that are not in this one."""
+    cluster = Cluster(tmp_path, 1)
+    place = cluster.nodes[0].places[Tier.RAM]
+    content = settling.content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    assert content is not None
+    with os.fdopen(place.create(1000), "wb") as before, os.fdopen(place.create(1001), "wb") as after:
+        old = Arrival.publish(place.root, content, Tier.RAM, before.fileno(), [1])
+        found = Arrival.find(place.root, content.id)
+        assert found is not None and found.is_of(before.fileno()) and not found.is_of(after.fileno())
+        arrival.forget_all(place.root)
+        assert not found.published and not found.is_of(before.fileno()) and Arrival.find(place.root, content.id) is None
+        Arrival.publish(place.root, content, Tier.RAM, after.fileno(), [0, 1])
+        assert not found.published, "another one under the same name"
+        old.end()
+        assert found.over
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> World:
+    """A file on the PFS only, of which the blocks' digests are known."""
+    world = World(tmp_path)
+    (world.pfs / "d").mkdir()
+    (world.pfs / "d" / "file").write_bytes(os.urandom(BLOCKS * BLOCK + 7))
+    world.look(again=False)
+    world.look("d", again=False)
+    world.bring("d/file")
+    lose_copies(world, "d/file")
+    return world
+
+
+def test_a_file_on_the_pfs_is_read_as_it_comes(staged: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, data = int(str(staged.column("d/file", "content"))), (staged.pfs / "d" / "file").read_bytes()
+    want = wants.ask(staged.db, wants.FETCH, staged.inode("d/file"))
+    reader = Reader(staged.places[Tier.RAM], content, lambda: wants.get(staged.db, want), data, [6, 2])
+    real = disk.act
+
+    def act(label: str, *values: object, **named: object) -> object:
+        if label == "fetch:read":
+            reader.look()
+        return real(label, *values, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk, "act", act)
+    assert staged.bring("d/file").result == wants.HERE
+    # It was asked when the first block was being read already; what follows comes after it, then the rest.
+    assert reader.order == [0, 6, 2, 3, 4, 5]
+    assert bytes_here(staged, "d/file") == (Tier.RAM, data)
+    staged.check()
+
+
+def test_a_bad_block_on_the_pfs_is_never_shown(staged: World, caplog: pytest.LogCaptureFixture) -> None:
+    """P4: what comes before it was right, and the reader of it gets an error."""
+    corrupt(staged.pfs / "d" / "file")
+    answer = staged.bring("d/file")
+    assert (answer.state, answer.error) == (wants.FAILED, 5) and "d/file cannot be read" in caplog.text
+    assert list(staged.places[Tier.RAM].contents()) == [] and not list(arrival.directory(staged.places[Tier.RAM].root).iterdir())
+    staged.check()
