@@ -58,6 +58,27 @@ def test_each_undoes_what_the_other_has_written_back(tmp_path: Path) -> None:
     assert set(cluster.shared()) == {b"there", b"e", b"e/overwritten", b"e/dressed", b"e/late"}
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_what_an_island_wrote_too_is_there_beside_the_other(tmp_path: Path, later: bool) -> None:
+    """P1, P6: a file of its own, of which the island's journal has said nothing under that name."""
+
+    async def act(cluster: Cluster) -> None:
+        one, two = cluster.nodes
+        await one.put("f", b"1")
+        await cluster.settle()
+        await two.stat("f")
+        two.cut(True)
+        await two.put("f", b"of the island")
+        await one.put("f", b"of the main land")
+        await two.set("f", mtime_ns=9 if later else 1)
+        while await cluster.step(one):
+            pass
+        two.cut(False)
+
+    cluster = run(tmp_path, 0, act)
+    assert set(cluster.shared()) == {b"f", b"f.ckptfs-conflict-n2-1"}
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_anything_ends_as_what_is_shared(tmp_path: Path, seed: int) -> None:
     """Two or three nodes do what they like while their write-backs are at any point."""

@@ -11,12 +11,12 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 
 from ckptfs import limits
-from ckptfs.catalog import directories, identity
+from ckptfs.catalog import adoption, directories, identity, journal
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touching
+from ckptfs.catalog.sharing import applying, kinds, merging, pfs_kinds, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.batch import Batch
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, TIMES, Key, Value
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, ROW, TIMES, Key, Value
 from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT
@@ -250,12 +250,21 @@ class Returning(Refusal):
             if self._there(key) == inode or not touching.is_touched(self._db, key):
                 self._untold([key])
                 self._counted.add(parent)
+        if content is not None:
+            self._write_back(inode, content)
         if self._db.value("SELECT 1 FROM entry WHERE child = ?", inode) is None:
             self._beside(ROOT, b"", HOMELESS, inode)
             if directory:
                 self._db.run("UPDATE inode SET parent = ? WHERE id = ?", ROOT, inode)
                 self._counted.add(ROOT)
         self._counted.add(inode)
+
+    def _write_back(self, inode: int, content: int) -> None:
+        """What the journal says so far of these bytes is about another file, or about one that went from the PFS."""
+        if self._db.journalled:
+            journal.append(self._db, "content", inode, content=content)
+            row = pfs_kinds.row_name(adoption.instance(self._db), journal.last(self._db, inode))
+            touching.touch(self._db, Key(ROW, identity.number(self._db), row))
 
     def _untold(self, keys: Iterable[Key]) -> None:
         """The store has these no more, and shall."""
@@ -303,6 +312,7 @@ class Returning(Refusal):
         self._counted |= {made, key.number}
         self._untold([Key(INODE, made), Key(CONTENT, kept)])
         self._place(key.number, made, later=ours["mtime_ns"] > theirs["mtime_ns"])
+        self._write_back(made, kept)
         return True
 
     def _place(self, theirs: int, ours: int, *, later: bool) -> None:
