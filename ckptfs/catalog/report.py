@@ -249,3 +249,15 @@ def bytes_in(db: Database, tier: Tier) -> int:
 def unsealed(db: Database) -> int:
     """How many contents are closed and await their seal."""
     return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND peer = 0"))
+
+
+def leaving_bytes(db: Database, tier: Tier) -> int:
+    """The bytes of this node's own contents that lie in a tier and can leave it at once: the PFS shows them, and nobody has them open."""
+    return int(
+        db.value(
+            "SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content JOIN published p ON p.inode = c.inode"
+            " WHERE k.tier = ? AND k.state = 1 AND c.state = 2 AND c.peer = 0 AND p.complete = 1 AND p.generation = c.generation"
+            " AND p.digest = c.digest AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = c.inode)",
+            tier.value,
+        )
+    )

@@ -108,6 +108,55 @@ def _cluster(directory: Path | None, *, json: bool) -> None:
         show.put(show.cluster(answer))
 
 
+@app.command(epilog=EPILOG)
+def df(
+    directory: Directory = None,
+    checkpoint: Annotated[str | None, typer.Option(metavar="SIZE", help="Say whether checkpoints of this size per node fit.")] = None,
+    keep: Annotated[int, typer.Option(min=0, help="How many whole ones are kept beside the one that is being written.")] = 1,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="SIZE is what each of so many ranks on a node writes.")] = 1,
+    json: Json = False,
+) -> None:
+    """What each tier has, and what is held for peers; with --checkpoint whether a run fits, exit code 1 when it does not."""
+    from ckptfs_client import mounts, room, show
+    from ckptfs_client.client import Client
+
+    size = None if checkpoint is None else _bytes(checkpoint)
+    with Client(mounts.chosen(directory)) as client:
+        found = client.room()
+        cluster = client.cluster() if found.clustered else None
+    clique = room.clique_of(found, cluster)
+    verdict = None
+    if size is not None:
+        need = room.Need(size * ranks_per_node, keep, max(0, found.replication_factor - 1))
+        has_pfs = any(tier.name == room.PFS for tier in found.tiers)
+        verdict = room.judged(need, room.tiers_of(found), room.peers_of(found, cluster), pfs=has_pfs)
+    if json:
+        answer: dict[str, Any] = {**show.plain(found), "clique": [show.plain(member) for member in clique]}
+        if verdict is not None:
+            answer["checkpoint"] = {"fits": bool(verdict.where), "where": list(verdict.where), "sentence": verdict.sentence}
+        show.emit(answer)
+    else:
+        show.put(room.table(found))
+        if clique:
+            print()
+            show.put(room.clique_table(clique, found.node))
+        if verdict is not None:
+            print(verdict.sentence)
+    if verdict is not None and not verdict.where:
+        raise typer.Exit(1)
+
+
+def _bytes(text: str) -> int:
+    """The value of --checkpoint."""
+    from ckptfs import config
+    from ckptfs.errors import ConfigError
+
+    try:
+        return config.parse_size(text)
+    except ConfigError as failure:
+        raise Usage(str(failure)) from failure
+
+
 @app.command("ls", epilog=EPILOG)
 def list_files(
     paths: Paths,

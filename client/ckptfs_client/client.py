@@ -67,6 +67,11 @@ class Client:
         answer: pb.Cluster = self._call(self._questions().GetCluster, pb.ClusterRequest())
         return answer
 
+    def room(self) -> pb.Room:
+        """What there is for the next checkpoint on this node."""
+        answer: pb.Room = self._call(self._questions().GetRoom, pb.RoomRequest())
+        return answer
+
     def records(self, inodes: Iterable[int]) -> list[pb.Record]:
         """What is known of each inode, in order."""
         numbers = list(inodes)

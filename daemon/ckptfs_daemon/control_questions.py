@@ -25,6 +25,7 @@ from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import lacks
 from ckptfs.tiers.place import Places
+from ckptfs_daemon import control_room
 from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import Counted, translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
@@ -44,6 +45,7 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         self.refused = refused or Counted()
         self._config = config
         self._db = db
+        self._places = places
         self._cluster = cluster
         self._figures = Figures(config, db, places)
         self._waits = threading.BoundedSemaphore(limits.CONTROL_WAITS_MAX)
@@ -67,6 +69,11 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         if self._cluster is None:
             raise Refused("this mount belongs to no cluster", remedy="mount it with cluster=NAME and etcd=HOST:PORT")
         return self._cluster.described()
+
+    @translated
+    def GetRoom(self, request: pb.RoomRequest, context: grpc.ServicerContext) -> pb.Room:
+        """What there is for the next checkpoint on this node."""
+        return control_room.described(self._config, self._db, self._places)
 
     @translated
     def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:

@@ -24,15 +24,16 @@ class Room:
     def choose(self, size: int) -> Tier:
         """Where `size` more bytes go: RAM while they fit, then NVMe. Raises NoRoom."""
         for tier in HIGH:
-            if tier in self._places and self._free(tier) >= size:
+            if tier in self._places and self.free_in(tier) >= size:
                 return tier
         raise NoRoom(f"the share of this node's tiers that is set aside for peers has no room for {size} bytes")
 
     def free(self) -> int:
         """The largest content that would be taken now."""
-        return max(0, *(self._free(tier) for tier in HIGH if tier in self._places), 0)
+        return max(0, *(self.free_in(tier) for tier in HIGH if tier in self._places), 0)
 
-    def _free(self, tier: Tier) -> int:
+    def free_in(self, tier: Tier) -> int:
+        """How many bytes more may be held in a tier."""
         room = self._places.room(tier)
         share = int(self._share * room.total) - holding.held_bytes(self._db, tier)
         return max(0, min(share, room.free, int(HIGH[tier] * room.total) - room.used))

@@ -1,0 +1,57 @@
+"""The figures of `ckptfs df`: what the next checkpoint finds on this node.
+
+The PFS is not touched: what is said of it was reported by others.
+
+If we die here: nothing was changed.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+from ckptfs.catalog import holding, report
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import CkptfsError
+from ckptfs.flow.hold.room import Room as Share
+from ckptfs.model import Tier
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.tiers.place import Places
+
+
+def described(config: Config, db: Database, places: Places) -> pb.Room:
+    """All tiers that there are."""
+    clustered = config.cluster is not None
+    answer = pb.Room(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
+    for tier in (Tier.RAM, Tier.NVME):
+        if tier in places:
+            with contextlib.suppress(OSError, CkptfsError):
+                answer.tiers.append(_local(config, db, places, tier))
+    if config.pfs is not None:
+        answer.tiers.append(_pfs(db, config.pfs))
+    return answer
+
+
+def _local(config: Config, db: Database, places: Places, tier: Tier) -> pb.TierRoom:
+    room = places[tier].room()
+    leaving = report.leaving_bytes(db, tier) if config.pfs is not None else 0
+    below = int((config.ram_high if tier is Tier.RAM else 1.0) * room.total)
+    answer = pb.TierRoom(
+        name=tier.value, path=str(places[tier].root), total_bytes=room.total, used_bytes=room.used, free_bytes=room.free,
+        held_bytes=holding.held_bytes(db, tier), usable_bytes=max(0, min(room.free + leaving, below - room.used + leaving)),
+    )  # fmt: skip
+    if config.cluster is not None:
+        answer.share_bytes = int(config.peer_share * room.total)
+        answer.usable_for_peers_bytes = min(answer.usable_bytes, Share(db, places, config.peer_share).free_in(tier))
+    return answer
+
+
+def _pfs(db: Database, root: Path) -> pb.TierRoom:
+    answer = pb.TierRoom(name=Tier.PFS.value, path=str(root))
+    for key, text, _ in report.reports(db, "tier:"):
+        if key == f"tier:{Tier.PFS.value}":
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                found = json.loads(text)
+                answer.total_bytes, answer.free_bytes = int(found.get("total", 0)), int(found.get("free", 0))
+    answer.used_bytes = max(0, answer.total_bytes - answer.free_bytes)
+    return answer

@@ -1,0 +1,97 @@
+"""N5: what is needed before a run, and what is there."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ckptfs_client import room
+from ckptfs_client.room import Need, Peer, Tier
+from control_served import serving
+from hypothesis import given
+from hypothesis import strategies as st
+from local_node import Node
+
+from ckptfs.catalog import report
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.tiers.place import Tier as Which
+
+GIB = 1 << 30
+
+
+def judged(
+    need: Need, ram: tuple[int, int], nvme: tuple[int, int] = (0, 0), peers: list[Peer] | None = None, pfs: bool = False
+) -> room.Verdict:
+    tiers = [Tier("ram", ram[0] * GIB, ram[1] * GIB), Tier("nvme", nvme[0] * GIB, nvme[1] * GIB)]
+    return room.judged(need, tiers, peers or [], pfs=pfs)
+
+
+@pytest.mark.parametrize(
+    ("need", "ram", "nvme", "where", "words"),
+    [
+        (Need(40 * GIB, 1, 0), (80, 0), (0, 0), ("ram",), "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB that can be used"),
+        (Need(40 * GIB, 1, 0), (79, 0), (1, 0), ("ram", "nvme"), "fits in RAM and NVMe"),
+        (Need(40 * GIB, 0, 0), (40, 0), (0, 0), ("ram",), "40.0 GiB x 1 generation)"),
+        (Need(40 * GIB, 1, 1), (160, 80), (0, 0), ("ram",), "160 GiB (40.0 GiB x 2 generations x 2 copies)"),
+        (Need(40 * GIB, 1, 1), (160, 79), (0, 0), (), "80.0 GiB of them for peers, who may take 79.0 GiB here; raise peer_share="),
+        (Need(40 * GIB, 1, 1), (160, 79), (9, 1), ("ram", "nvme"), "fits in RAM and NVMe"),
+        (Need(40 * GIB, 1, 0), (79, 0), (0, 0), (), "which has 79.0 GiB that can be used; give ram= or nvme= more"),
+    ],
+)
+def test_a_checkpoint_fits_or_not(need: Need, ram: tuple[int, int], nvme: tuple[int, int], where: tuple[str, ...], words: str) -> None:
+    found = judged(need, ram, nvme)
+    assert found.where == where and words in found.sentence
+
+
+def test_what_the_other_nodes_have_left() -> None:
+    need = Need(GIB, 1, 1)
+    assert judged(need, (4, 2), peers=[Peer("b", 2 * GIB)]).where == ("ram",)
+    assert "b has 1.0 GiB left for others, and 2.0 GiB" in judged(need, (4, 2), peers=[Peer("b", GIB)]).sentence
+    assert judged(Need(GIB, 1, 0), (4, 2), peers=[Peer("b", 0)]).where == ("ram",), "who sends no copies needs no peer"
+
+
+def test_with_a_pfs_the_rest_is_slow_not_lost() -> None:
+    """P10."""
+    assert "is written to the PFS, at its speed; give ram=" in judged(Need(9 * GIB, 1, 0), (4, 0), pfs=True).sentence
+
+
+@given(st.integers(0, 50), st.integers(0, 4), st.integers(0, 3), *[st.integers(0, 400)] * 2)
+def test_more_room_never_fits_less(size: int, kept: int, copies: int, ram: int, nvme: int) -> None:
+    need = Need(size * GIB, kept, copies)
+    if judged(need, (ram, ram), (nvme, nvme)).where:
+        assert judged(need, (ram + 1, ram + 1), (nvme, nvme)).where and judged(need, (ram, ram), (nvme + 1, nvme + 1)).where
+        assert need.own + need.for_peers <= (ram + nvme) * GIB
+
+
+def test_the_clique_of_a_node() -> None:
+    """Who holds copies for it, and for whom it does; of the first those that told how much they hold."""
+    members = [
+        pb.Member(name="me", alive=True, peers=["right"]),
+        pb.Member(name="right", alive=True, peers=["far"], told=True, capacity_bytes=10, held_bytes=4),
+        pb.Member(name="left", alive=True, peers=["me"], capacity_bytes=3),
+        pb.Member(name="far", alive=True, peers=["left"]),
+        pb.Member(name="dead", alive=False, peers=["me"]),
+    ]
+    mine, cluster = pb.Room(node="me", clustered=True), pb.Cluster(members=members)
+    assert [member.name for member in room.clique_of(mine, cluster)] == ["right", "left"]
+    assert room.peers_of(mine, cluster) == [Peer("right", 6)]
+    assert room.clique_of(mine, None) == [] and room.peers_of(mine, None) == []
+
+
+def test_what_a_node_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the PFS shows leaves RAM when room is needed, so it is as good as free; until somebody opens it."""
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    with serving(Node(tmp_path)) as served:
+        node = served.node
+        kept, gone = node.make(b"kept", b"x" * 3_000_000), node.make(b"gone", b"y" * 2_000_000)
+        served.seal()
+        node.publish(gone)
+        assert report.leaving_bytes(node.db, Which.RAM) == 2_000_000
+        tiers = {tier.name: tier for tier in served.client.room().tiers}
+        assert set(tiers) == {"ram", "nvme", "pfs"} and tiers["ram"].held_bytes == tiers["ram"].share_bytes == 0
+        assert tiers["ram"].total_bytes == 64 << 20
+        assert tiers["ram"].usable_bytes <= int(node.config.ram_high * (64 << 20)) - tiers["ram"].used_bytes + 2_000_000
+        node.hold(gone)
+        assert report.leaving_bytes(node.db, Which.RAM) == 0
+        node.publish(kept)
+        assert report.leaving_bytes(node.db, Which.RAM) == 3_000_000
+        assert json.dumps(str(served.client.room().replication_factor)) == '"1"' and not served.client.room().clustered
