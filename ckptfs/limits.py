@@ -57,6 +57,8 @@ EARLY_SEAL_WAIT_S = 10.0
 EARLY_SEAL_LOOK_S = 0.005
 HINT_GATHER_S = 0.02
 HINT_GATHER_MAX_S = 0.5
+# A file from this size on does not wait for company on its way: gathering would take longer than its bytes.
+LARGE_BYTES_MIN = 4 * MIB
 RETRY_FIRST_S = 0.1
 RETRY_LAST_S = 30.0
 PFS_ACT_WAIT_S = 20.0

@@ -192,5 +192,5 @@ class Notify(Protocol):
     def wants(self) -> None:
         """Some wants were answered."""
 
-    def work(self) -> None:
-        """The other lanes may have something to do."""
+    def work(self, at_once: str = "") -> None:
+        """The other lanes may have something to do; the one named `at_once` shall not wait for company."""

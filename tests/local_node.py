@@ -35,7 +35,7 @@ class Told:
     def wants(self) -> None:
         """Not used here."""
 
-    def work(self) -> None:
+    def work(self, at_once: str = "") -> None:
         self.works += 1
 
 

@@ -40,7 +40,7 @@ class Told:
     def wants(self) -> None:
         pass
 
-    def work(self) -> None:
+    def work(self, at_once: str = "") -> None:
         pass
 
 

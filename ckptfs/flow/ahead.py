@@ -66,9 +66,10 @@ class Ahead:
         self._places = places
         self._around = around
         self._growing: dict[int, _Growing] = {}
+        self._block = memoryview(bytearray(BLOCK))
 
     def step(self) -> bool:
-        """Send what has become complete of each file. Never more to do at once: writers come first."""
+        """Send what has become complete of each file. True: there is more that is complete."""
         with _humbly():
             return self._step()
 
@@ -78,46 +79,48 @@ class Ahead:
             return False
         written = peers.being_written(self._db, limits.AHEAD_FILES_MAX)
         self._growing = {content.id: self._growing.get(content.id, _Growing(content)) for content, _ in written}
+        more = False
         for content, tier in written:
             if tier not in self._places:
                 continue
             try:
-                self._look(self._growing[content.id], content, tier)
+                more |= self._look(self._growing[content.id], content, tier)
             except OSError as failure:
                 log.debug("content %d cannot be read while it is written: %s", content.id, failure)
-        return False
+        return more
 
     def due_s(self) -> float | None:
         """Soon while somebody writes; now and then else, because nobody tells of an open."""
         return limits.AHEAD_LOOK_S if self._growing else limits.AHEAD_IDLE_S
 
-    def _look(self, growing: _Growing, content: Content, tier: Tier) -> None:
+    def _look(self, growing: _Growing, content: Content, tier: Tier) -> bool:
+        """Send the next blocks of one file; whether more of it are complete."""
         if growing.content.generation != content.generation:
             growing.content, growing.blocks, growing.size, growing.sent = content, [], 0, 0
         found = self._places[tier].stat(content.id)
         if found is None or found.st_size < limits.AHEAD_BYTES_MIN:
-            return
+            return False
         # The block that the file ended in when it was looked at last, and those after it, may still change.
         complete, growing.size = min(growing.size, found.st_size) // BLOCK, found.st_size
         fd = self._places[tier].open(content.id)
         try:
             self._read(growing, fd, complete)
-            if len(growing.blocks) > growing.sent:
-                self._send(growing, fd)
+            went = len(growing.blocks) > growing.sent and self._send(growing, fd)
         finally:
             os.close(fd)
+        return went and growing.sent < complete
 
     def _read(self, growing: _Growing, fd: int, complete: int) -> None:
         """The digests of what is complete and was not read yet, a bounded number of blocks."""
         del growing.blocks[complete:]
         growing.sent = min(growing.sent, complete)
         for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.AHEAD_BLOCKS_MAX)):
-            data = disk.act("ahead:read", os.pread, fd, BLOCK, number * BLOCK)
-            if len(data) < BLOCK:
+            if disk.act("ahead:read", os.preadv, fd, [self._block], number * BLOCK) < BLOCK:
                 return
-            growing.blocks.append(digest.block(data))
+            growing.blocks.append(digest.block(self._block))
 
-    def _send(self, growing: _Growing, fd: int) -> None:
+    def _send(self, growing: _Growing, fd: int) -> bool:
+        """Send what was read and not sent yet; whether everybody took it."""
         content, around = growing.content, self._around
         count = -(-growing.size // BLOCK)
         known = growing.blocks[:count]
@@ -125,15 +128,18 @@ class Ahead:
         digests = [UNKNOWN_BLOCK if one == digest.ZERO_BLOCK else one for one in known]
         blocks = b"".join(digests) + UNKNOWN_BLOCK * (count - len(digests))
         offer = Offer(content.id, content.inode, content.generation, growing.size, None, blocks)
-        for node in placement.peers_of(around.see(), around.number, around.factor, around.jump):
-            self._send_to(node, offer, growing, fd)
+        nodes = placement.peers_of(around.see(), around.number, around.factor, around.jump)
+        taken = [self._send_to(node, offer, growing, fd) for node in nodes]
         growing.sent = len(growing.blocks)
+        return all(taken)
 
-    def _send_to(self, node: Node, offer: Offer, growing: _Growing, fd: int) -> None:
+    def _send_to(self, node: Node, offer: Offer, growing: _Growing, fd: int) -> bool:
         try:
             sent = self._around.peers.send(node, offer, fd)
             log.debug("%d bytes of content %d went ahead to %s", sent.bytes_moved, offer.content, node.name)
+            return True
         except PeerLied:
             growing.blocks = []  # It is written here and there: what was read is not what is there now.
         except PeerFailed as failure:
             log.debug("%s does not take blocks of content %d ahead: %s", node.name, offer.content, failure)
+        return False

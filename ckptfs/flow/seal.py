@@ -131,7 +131,8 @@ class Seal:
             disk.act("seal:persist", self._db.persist)
         if done:
             log.debug("sealed %d contents, %d bytes", len(done), sum(one.size for one in done))
-            self._notify.work()
+            large = any(one.size >= limits.LARGE_BYTES_MIN for one in done)
+            self._notify.work("replicate" if large else "")
 
     def _trouble(self, content: Content, tier: Tier, failure: OSError) -> None:
         """The tier does not give the bytes. A file that is not there any more is lost; everything else may pass."""

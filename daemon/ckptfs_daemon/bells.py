@@ -1,7 +1,8 @@
 """Owns the bell: how the mount and the mover wake each other. A message is a hint; what there is to do stands in the catalog.
 
-From the mount: `WORK`, and `URGENT` with the kind of a want (somebody waits). From the mover: `WANTS` (some were answered), `INODE` and 8
-bytes (forget its attributes and pages), `ENTRY` and 8 bytes and a name (forget that name), `TOUCHED` (other nodes must learn of something).
+From the mount: `WORK`, `OPENED` (a file is being written), `LARGE` (a large one was closed), and `URGENT` with the kind of a want (somebody
+waits). From the mover: `WANTS` (some were answered), `INODE` and 8 bytes (forget its attributes and pages), `ENTRY` and 8 bytes and a name
+(forget that name), `TOUCHED` (other nodes must learn of something).
 Numbers are little endian.
 If we die here: what was rung waits in the socket, which the supervisor keeps open, for the next process.
 """
@@ -17,6 +18,8 @@ from ckptfs import limits
 
 WORK = b"."
 URGENT = b"!"
+OPENED = b"o"
+LARGE = b"l"
 WANTS = b"w"
 INODE = b"i"
 ENTRY = b"e"
@@ -32,18 +35,19 @@ class Bell:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._worked_s = float("-inf")
+        self._rung_s = {WORK: float("-inf"), OPENED: float("-inf")}
 
     def ring(self, message: bytes) -> None:
         """Send without waiting, from any thread. Dropped when the other side has not listened for so long that the socket is full.
 
-        `WORK` is left out when it was rung a moment ago: the mover gathers hints for longer than that before it looks at the catalog.
+        `WORK` and `OPENED` are left out when they were rung a moment ago: the mover gathers hints for longer than that before it looks at
+        the catalog.
         """
-        if message == WORK:
+        if message in self._rung_s:
             now_s = time.monotonic()
-            if now_s - self._worked_s < WORK_APART_S:
+            if now_s - self._rung_s[message] < WORK_APART_S:
                 return
-            self._worked_s = now_s
+            self._rung_s[message] = now_s
         self._send(message)
 
     def ring_patiently(self, message: bytes) -> None:
@@ -92,8 +96,8 @@ def parse(message: bytes) -> tuple[bytes, int, bytes]:
 class MountNotify:
     """`model.Notify` over a bell: invalidations to the mount, and a wake-up for the lanes beside the one that calls."""
 
-    def __init__(self, bell: Bell, wake: Callable[[], None]) -> None:
-        """`wake` wakes the lanes; it may be called from any thread."""
+    def __init__(self, bell: Bell, wake: Callable[[str], None]) -> None:
+        """`wake` wakes the lanes, the one that it is given at once; it may be called from any thread."""
         self._bell = bell
         self._wake = wake
 
@@ -106,5 +110,5 @@ class MountNotify:
     def wants(self) -> None:
         self._bell.ring(WANTS)
 
-    def work(self) -> None:
-        self._wake()
+    def work(self, at_once: str = "") -> None:
+        self._wake(at_once)

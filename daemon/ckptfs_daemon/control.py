@@ -25,6 +25,7 @@ from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import Counted
 from ckptfs_daemon.control_orders import Orders
 from ckptfs_daemon.control_questions import Questions
+from ckptfs_daemon.pulse import Pulse
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class _Carried(Protocol):
 
 async def serve(
     inherited: _Carried, db: Database, places: Places, lanes: Lanes, cluster: ClusterFigures | None = None,
-    ask_level: Callable[[str], None] = logs.set_level,
+    ask_level: Callable[[str], None] = logs.set_level, pulse: Pulse | None = None,
 ) -> None:  # fmt: skip
     """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again.
 
@@ -64,7 +65,7 @@ async def serve(
 
     config = inherited.config
     refused = Counted()
-    questions, orders = Questions(config, db, places, cluster, refused), Orders(config, db, places, hurry, refused, ask_level)
+    questions, orders = Questions(config, db, places, cluster, refused, pulse), Orders(config, db, places, hurry, refused, ask_level)
     while True:
         try:
             await _serve_until_gone(config.name, questions, orders)

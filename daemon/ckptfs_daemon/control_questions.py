@@ -30,9 +30,11 @@ from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import Counted, translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
 from ckptfs_daemon.control_waits import Waiting
+from ckptfs_daemon.pulse import Pulse
 
 LOOK_FIRST_S = 0.02
 LOOK_LAST_S = 0.5
+REST_RATIO = 4
 KEEPALIVE_S = 2.0
 
 
@@ -40,9 +42,11 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
     """The service `Questions`."""
 
     def __init__(
-        self, config: Config, db: Database, places: Places, cluster: ClusterFigures | None = None, refused: Counted | None = None
+        self, config: Config, db: Database, places: Places, cluster: ClusterFigures | None = None, refused: Counted | None = None,
+        pulse: Pulse | None = None,
     ) -> None:  # fmt: skip
         self.refused = refused or Counted()
+        self._pulse = pulse or Pulse()
         self._config = config
         self._db = db
         self._places = places
@@ -140,7 +144,9 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
             if wanted is Level.CLIQUE and self._cluster is not None and time.monotonic() - asked_at > KEEPALIVE_S:
                 self._cluster.ask_for_copies(waiting.left)
                 asked_at = time.monotonic()
+            beats, begun = self._pulse.beats, time.monotonic()
             progress = waiting.look(self._figures.copied())
+            looked_s = time.monotonic() - begun
             if not progress.done and not progress.obstacle:
                 progress.obstacle, progress.remedy = self._obstacle(wanted)
             if progress != told or time.monotonic() - told_at > KEEPALIVE_S:
@@ -148,8 +154,10 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
                 yield progress
             if progress.done:
                 return
-            # A wait has no end of its own: the client's deadline, or its departure, ends it. Looking is cheap, and gets rarer.
-            threading.Event().wait(pause)
+            # A wait has no end of its own: the client's deadline, or its departure, ends it. Whatever gets on wakes us, but looking takes
+            # a small share of the time only; where nothing gets on it becomes rarer.
+            threading.Event().wait(REST_RATIO * looked_s)
+            self._pulse.wait(beats, pause)
             pause = min(2 * pause, LOOK_LAST_S) if progress == before else LOOK_FIRST_S
             before = progress
 

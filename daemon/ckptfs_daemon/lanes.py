@@ -166,10 +166,11 @@ class Lanes:
     def __init__(self, lanes: list[Lane]) -> None:
         self._lanes = lanes
 
-    def hint(self) -> None:
-        """There may be something to do."""
+    def hint(self, name: str = "") -> None:
+        """There may be something to do, for all lanes or only those whose names begin with `name`."""
         for lane in self._lanes:
-            lane.hint()
+            if lane.name.startswith(name):
+                lane.hint()
 
     def urge(self, kind: str = "") -> None:
         """Somebody waits for a want of this kind. Lanes named after a kind answer it alone; any other needs all of them."""

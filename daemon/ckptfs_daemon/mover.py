@@ -34,6 +34,7 @@ from ckptfs_daemon.inherited import READY, Inherited
 from ckptfs_daemon.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.neighbours import Neighbours
 from ckptfs_daemon.probing import Watch
+from ckptfs_daemon.pulse import Pulse
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,15 @@ async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
     places = Places.adopt(config, instance(db))
     token = trio.lowlevel.current_trio_token()
     lanes: Lanes
-    notify = bells.MountNotify(bell, lambda: token.run_sync_soon(lanes.hint, idempotent=True))
+    pulse = Pulse()
+
+    def wake(at_once: str) -> None:
+        pulse.beat()
+        token.run_sync_soon(lanes.hint, idempotent=True)
+        if at_once:
+            token.run_sync_soon(lanes.urge, at_once, idempotent=True)
+
+    notify = bells.MountNotify(bell, wake)
     neighbours = Neighbours(db, places, config, notify) if config.cluster is not None else None
     flows = _Flows(db, places, config, notify, neighbours)
     lanes = Lanes([Lane(name, flow, lambda key, value: settling.report(db, key, value)) for name, flow in flows.lanes()])
@@ -72,7 +81,7 @@ async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
         nursery.start_soon(lanes.run, name="lanes")
         ask_level = functools.partial(lifeline.ask_level, inherited.link)
         figures = neighbours.figures if neighbours else None
-        nursery.start_soon(control.serve, inherited, db, places, lanes, figures, ask_level, name="control")
+        nursery.start_soon(control.serve, inherited, db, places, lanes, figures, ask_level, pulse, name="control")
         if neighbours is not None:
             neighbours.member.subscribe(lambda _: lanes.hint())
             nursery.start_soon(neighbours.run, name="neighbours")
@@ -143,8 +152,12 @@ async def _listen(bell: bells.Bell, lanes: Lanes) -> None:
     async for message in bell.messages():
         if message[:1] == bells.URGENT:
             lanes.urge(wants.LANES.get(message[1:].decode(), ""))
+        elif message == bells.OPENED:
+            lanes.hint("ahead")
         else:
             lanes.hint()
+            if message == bells.LARGE:
+                lanes.urge("seal")
 
 
 async def _drain(db: Database, lanes: Lanes, config: Config) -> None:

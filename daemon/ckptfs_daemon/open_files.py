@@ -136,6 +136,8 @@ class OpenFiles:
         file.handles[handle] = writer
         if file.expected:
             self._promising[file] = None
+        if writer and self.db.clustered:
+            self._bell.ring(bells.OPENED)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -228,6 +230,7 @@ class OpenFiles:
     def _forget(self, file: OpenFile, doomed: list[int]) -> None:
         """The rows are committed: now the descriptors, the backing id, and what was unlinked."""
         closed = file.closing
+        large = closed and file.fd >= 0 and os.fstat(file.fd).st_size >= limits.LARGE_BYTES_MIN
         file.ended.clear()
         file.writer_ended = False
         del self._ending[file]
@@ -239,7 +242,7 @@ class OpenFiles:
         elif closed and file.writable and file.place is not None and file.content is not None:
             self._only_read(file, file.place, file.content)
         if closed or doomed:
-            self._bell.ring(bells.WORK)
+            self._bell.ring(bells.LARGE if large else bells.WORK)
 
     def _only_read(self, file: OpenFile, place: Place, content: int) -> None:
         """The last writer has gone, readers are left: give up the right to write, for the mover's lease. Never raises.

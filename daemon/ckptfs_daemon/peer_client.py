@@ -58,6 +58,11 @@ class PeerClient:
         )
         if not offer.early and 0 < offer.size <= limits.PEER_WHOLE_BYTES_MAX:
             return _send_whole(link, request, source_fd)
+        with link.content(offer.content, wanted):
+            return self._send_lacking(link, offer, request, source_fd, wanted)
+
+    def _send_lacking(self, link: Link, offer: Offer, request: Any, source_fd: int, wanted: Callable[[], bool]) -> Sent:
+        """Offer a content and send the blocks that the peer asks for."""
         reply = link.ask(link.calls.Offer, request, limits.PEER_DISK_S)
         lacking = _lacking(link, offer, reply.lacking)
         try:

@@ -105,6 +105,8 @@ class Link:
         self.sending = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
         self.reading = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
         self._lock = threading.Lock()
+        self._turns = threading.Condition()
+        self._contents: set[int] = set()
         self._closed = False
 
     def ask(self, call: Callable[..., Any], request: Any, timeout_s: float = limits.PEER_CALL_S) -> Any:
@@ -151,6 +153,24 @@ class Link:
             raise
         if sealed is not None:
             self._keep(sealed)
+
+    @contextmanager
+    def content(self, number: int, wanted: Callable[[], bool]) -> Iterator[None]:
+        """One transfer of a content at a time: what goes ahead of its seal is not broken off by the rest that follows. Raises PeerFailed
+        when it is not wanted any more.
+        """
+        with self._turns:
+            while number in self._contents:
+                self._turns.wait(TURN_LOOK_S)
+                if not wanted():
+                    raise PeerFailed("it is no longer wanted")
+            self._contents.add(number)
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._contents.discard(number)
+                self._turns.notify_all()
 
     def close(self) -> None:
         """End the channel, and so the calls under way."""
