@@ -2,9 +2,11 @@
 `etcd`, a server of the test's own.
 
 A test fails when the daemon's log holds a WARNING, ERROR or Traceback line that it did not announce with `expect_warning`.
+With CKPTFS_IN_CLUSTER=1 every one of these daemons is a node of a cluster of its own: the tests of one node hold there, too.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import resource
@@ -15,12 +17,15 @@ from typing import Any
 
 import pytest
 from daemon_under_test import Area, DaemonUnderTest, NotStarted, deadline
+from etcd_server import Etcd, free_ports, start_etcd
 from etcd_server import etcd as etcd
 
 # The long form of tests/crash takes longer.
 TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)
 FILES_OPEN_MAX = 20_000
+IN_CLUSTER = os.environ.get("CKPTFS_IN_CLUSTER") == "1"
 DATA_PATHS = ("passthrough", "buffered")
+_clusters = itertools.count(1)
 DAEMONS = pytest.StashKey[list[DaemonUnderTest]]()
 
 
@@ -68,9 +73,32 @@ def data_path(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def shared_daemon(data_path: str) -> Iterator[DaemonUnderTest]:
+def clustered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, str]]]:
+    """Options that make a daemon the only node of a cluster; none without CKPTFS_IN_CLUSTER."""
+    if not IN_CLUSTER:
+        yield dict
+        return
+    server = start_etcd(tmp_path_factory.mktemp("etcd"))
+    yield lambda: alone_in_cluster(server)
+    server.stop()
+
+
+def alone_in_cluster(server: Etcd) -> dict[str, str]:
+    """Options that make a daemon the only node of a cluster that nobody else has."""
+    port = free_ports(1)[0]
+    return {
+        "cluster": f"c{next(_clusters)}",
+        "etcd": "+".join(server.addresses),
+        "node": "one",
+        "insecure": "true",
+        "listen": f"127.0.0.1:{port}",
+    }
+
+
+@pytest.fixture(scope="session")
+def shared_daemon(data_path: str, clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
     """One daemon for all cheap tests of a data path."""
-    daemon = _started(DaemonUnderTest(data_path))
+    daemon = _started(DaemonUnderTest(data_path, **clustered()))
     try:
         yield daemon
     finally:
@@ -90,7 +118,7 @@ def mount(shared_daemon: DaemonUnderTest, request: pytest.FixtureRequest) -> Ite
 
 
 @pytest.fixture
-def make_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., DaemonUnderTest]]:
+def make_daemon(request: pytest.FixtureRequest, clustered: Callable[[], dict[str, str]]) -> Iterator[Callable[..., DaemonUnderTest]]:
     """Makes and starts daemons: `make_daemon("passthrough", ram="64M", env={...}, pfs=None)`; all end with the test."""
     if reason := _usable():
         pytest.skip(f"NO MOUNT TESTS HERE: {reason}")
@@ -98,7 +126,7 @@ def make_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon
     deadlines = contextlib.ExitStack()
 
     def make(data_path: str = "auto", *, start: bool = True, **options: Any) -> DaemonUnderTest:
-        daemon = DaemonUnderTest(data_path, **options)
+        daemon = DaemonUnderTest(data_path, **{**clustered(), **options})
         made.append(daemon)
         deadlines.enter_context(deadline(daemon, TEST_S))
         return _started(daemon) if start else daemon

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import trio
+from shared_catalogs import stored
 from writers_together import Cluster
+
+from ckptfs.catalog.sharing import touching
+from ckptfs.catalog.sharing.kinds import PLACE, Key
+from ckptfs.model import ROOT
 
 
 def run(root: Path, seed: int, act: Callable[[Cluster], Any], count: int = 2) -> Cluster:
@@ -92,6 +97,27 @@ def test_any_order_of_anything_ends_as_what_is_shared(tmp_path: Path, seed: int)
             await cluster.act_somewhere()
 
     run(tmp_path, seed, act, count=2 + seed % 2)
+
+
+def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) -> None:
+    """P6: what the last batch left to be told must not look like news about the name that the next one is at."""
+
+    async def act(cluster: Cluster) -> None:
+        one, _ = cluster.nodes
+        name = Key(PLACE, ROOT, b"f")
+
+        async def tell_again() -> None:
+            with one.db.change():
+                touching.touch(one.db, name)
+            await one.sharing.published()
+            assert stored(cluster.etcd)[name]["by"] == one.number
+
+        await one.put("f", b"1")
+        cluster.meanwhile["together:announced"] = tell_again
+        while cluster.meanwhile:
+            await cluster.step(one)
+
+    run(tmp_path, 0, act)
 
 
 @pytest.mark.parametrize("label", ["together:announced", "together:settled", "write_back:written_down"])

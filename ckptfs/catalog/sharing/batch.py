@@ -156,6 +156,8 @@ class _Builder:
 
     def _add(self, key: Key) -> None:
         known, value = self._value(key)
+        if key.kind in (kinds.PLACE, kinds.SHOWN) and "by" in (known.content or {}):
+            value = known.value  # A write-back is at it, and will say what became of it: until then nobody else may.
         batch = self._batch
         if value == known.value:
             batch.same.append(key)
