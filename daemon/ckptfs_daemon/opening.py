@@ -294,7 +294,9 @@ class Opening:
             raise self._lost(f"its content lies in {tier}, which is not there now: see `ckptfs status`")
         return self._context.places[tier]
 
-    def _lost(self, why: str) -> ContentLost:
+    def _lost(self, why: str) -> ContentLost | OSError:
+        if not contents.has_name(self._context.db, self._wish.inode):
+            return refused(errno.ESTALE)  # Another node has taken its name away since it was looked up: the kernel looks again.
         path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
         log.error("%s cannot be opened: %s", path, why)
         return ContentLost(f"{path}: {why}")

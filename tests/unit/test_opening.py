@@ -1,5 +1,6 @@
 """P3, P8: an open that fails half way leaves nothing half open."""
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from ckptfs_daemon.wishes import Wish
 from local_node import Node
 
 from ckptfs import limits
-from ckptfs.catalog import handles
+from ckptfs.catalog import contents, handles
 from ckptfs.errors import TimedOut
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, DataPath
@@ -105,3 +106,18 @@ def test_a_truncation_that_succeeds_stays_open_until_its_release(tmp_path: Path)
 
     trio.run(scenario)
     assert opener.node.state(opener.content) is ContentState.CLOSED and opener.node.data(opener.content) == b""
+
+
+def test_a_file_whose_name_another_node_took_away_is_looked_up_again(tmp_path: Path) -> None:
+    """P7: between look-up and open. The kernel does that at ESTALE, and finds what has the name now."""
+    opener = Opener(tmp_path)
+
+    async def scenario() -> None:
+        with pytest.raises(OSError) as failure:
+            await opener.open(2, writer=False)
+        assert failure.value.errno == errno.ESTALE
+
+    with opener.node.db.change() as db:
+        db.run("UPDATE inode SET nlink = 0 WHERE id = ?", opener.inode)
+        contents.doom(db, opener.content)
+    trio.run(scenario)

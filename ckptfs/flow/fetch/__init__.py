@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ckptfs import disk, limits
-from ckptfs.catalog import fetching, pfs_paths, report, settling, wants
+from ckptfs.catalog import contents, fetching, pfs_paths, report, settling, wants
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Arrived, Fetchable
@@ -118,6 +118,8 @@ class Fetch:
             self._notify.wants()
 
     def _failed(self, want: wants.Want, code: int) -> None:
+        """A file whose last name another node took away since it was looked up is looked up again by the kernel, which ESTALE tells to."""
+        code = code if contents.has_name(self._db, want.inode) else errno.ESTALE
         wants.failed(self._db, want.id, code)
         self._notify.wants()
 
