@@ -79,7 +79,10 @@ REFRESH_INTERVAL_S = 300.0
 # --- the cluster -----------------------------------------------------------------------------------------------------
 ETCD_ENDPOINTS_MAX = 16
 # A number is the upper bits of the ids that its node makes, which are positive in 64 bits with 40 left for counting.
-NODE_NUMBER_MAX = 2**23 - 1
+NODE_NUMBER_MAX = 2**23 - 2
+# The last one is no node's: ids of what is shown and in no catalog begin with it. So many of them are known at a time.
+VIRTUAL_NODE = 2**23 - 1
+VIRTUAL_NAMES_MAX = 4096
 NODE_LEASE_S = 10
 # A node keeps its lease this often; one try may fail, and the store may take its time, before it runs out.
 NODE_BEAT_S = 3.0
@@ -108,6 +111,13 @@ PEER_QUEUE_MAX = 512
 PEER_SENDS_MAX = 3
 # fsyncs that wait for other nodes and are served at once.
 SECURES_MAX = 2
+# Files that stay open: so many are looked at, so often while there are any, and else. One that was fsynced is copied to other nodes after
+# so long if it is still open, one that was changed after so long; GROMACS writes its checkpoints, and fsyncs its logs, every 15 minutes.
+OPEN_FILES_MAX = 1024
+OPEN_LOOK_S = 2.0
+OPEN_IDLE_S = 5.0
+OPEN_FSYNCED_S = 2.0
+OPEN_COPIED_S = 60.0
 # Files that were lost here and are fetched from other nodes although nobody waits for them, at once.
 REFILLS_MAX = 1
 # Of so many files that are being written, from this size on, so many blocks are read at a look, and looked at so often.
@@ -136,6 +146,10 @@ SEAL_SOON_MAX_S = 30.0
 SEAL_ASKED_S = 10.0
 # From this size on one node at a time reads a content from the PFS; the others take it from there.
 FETCH_SHARED_BYTES_MIN = MIB
+# They wait so long for it, and a second more for each so many bytes, and look so often; a dead one's claim ends with its lease.
+FETCH_SHARED_WAIT_S = 30.0
+FETCH_SHARED_BYTES_PER_S = 20 * MIB
+FETCH_SHARED_LOOK_S = 0.1
 
 # --- a shared catalog -------------------------------------------------------------------------------------------------
 # Ids are a node's number and so many bits of a counter of its own; together 63 bits.
@@ -157,6 +171,8 @@ ISLAND_PROBE_S = 0.5
 ISLAND_PROBE_WAIT_S = 1.0
 # A node that asks the store nothing looks so often whether it is still the same one.
 STORE_LOOK_S = 5.0
+# So long nobody acts on what a store says of the PFS after it has lost data: every node has noticed it by then, and begun to tell.
+STORE_TELL_S = 20.0
 # After the store has lost data, what it does not say need not be true for so long; people are told of it for so long.
 STORE_LOST_REST_S = 600.0
 STORE_LOST_SHOWN_S = 3600.0
@@ -205,6 +221,11 @@ ETCD_PAGE_ITEMS = 2000
 # etcd cuts a client off that probes an idle connection more often than every 5 s.
 ETCD_PROBE_S = 6.0
 ETCD_PROBE_WAIT_S = 2.0
+
+# What doctor asks of the other nodes: of so many, so many at once, and again after so long.
+PROBED_MAX = 64
+PROBES_AT_ONCE = 16
+PROBE_KEPT_S = 2.0
 
 # --- peers -----------------------------------------------------------------------------------------------------------
 # The blocks' digests of a content that travels: 4 TiB. Larger ones stay on their node and the PFS.
@@ -300,6 +321,7 @@ assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
 assert WANT_LOOK_S < VISIT_WAIT_S < WANT_KEPT_S
 assert PFS_ACT_WAIT_S < WATCHDOG_S
 assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
+assert 2 * STORE_LOOK_S <= STORE_TELL_S < STORE_LOST_REST_S <= STORE_LOST_SHOWN_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_ANSWER_BYTES_MAX
 assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PEER_STALL_S < PEER_IDLE_S
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES

@@ -1,9 +1,12 @@
 """X6, N3, P4, P8 on real nodes: a file is read while its blocks still arrive, from wherever they can be had."""
 
+import contextlib
+import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,3 +125,53 @@ def test_when_all_sources_are_gone_the_reader_gets_an_error_and_no_wrong_bytes(f
         far[0].mend()
         far[0].start()
         eventually(lambda: (far[1].path / "gone").read_bytes() == data, what="the file is there again with its node")
+
+
+@pytest.fixture(scope="module")
+def near(make_lab: Callable[..., ClusterUnderTest]) -> ClusterUnderTest:
+    """Three nodes, two copies of each file, no PFS."""
+    return make_lab(3, 2, with_pfs=False)
+
+
+def copies(node: NodeUnderTest, size: int) -> list[Path]:
+    """The files of a node's contents that have this size."""
+    return [path for path in (node.state / "ram").glob("contents*/*") if path.stat().st_size == size]
+
+
+@pytest.mark.parametrize("trouble", ["stalls", "lies"])
+def test_a_reader_does_not_notice_that_a_source_is_no_good(near: ClusterUnderTest, trouble: str) -> None:
+    """X6, P4: one of two sources stops sending in the middle, with its connections open, or has other bytes than it says."""
+    near.expect_warning("does not answer|has died|is gone|not reach|cannot be reached|lost|no longer|stopped|digest|quarantin")
+    with limited(near):
+        data = os.urandom((BLOCKS + len(trouble)) * BLOCK)
+        (near[0].path / trouble).write_bytes(data)
+        wait_for(near[0].path / trouble, "clique")
+        holder, reader = sorted(near.nodes[1:], key=lambda node: not copies(node, len(data)))
+        bad = near[0]
+        for node in (bad, holder):
+            node.slow(4 * SLOW_BITS_PER_S)
+        if trouble == "lies":
+            with open(copies(bad, len(data))[0], "r+b") as file:
+                for number in range(BLOCKS):
+                    file.seek(number * BLOCK + 1)
+                    file.write(b"another byte")
+        with open(reader.path / trouble, "rb", buffering=0) as file:
+            assert file.read(1000) == data[:1000]
+            with standing_still(bad if trouble == "stalls" else None):
+                file.seek(0)
+                assert file.readall() == data
+        near.mend()
+
+
+@contextlib.contextmanager
+def standing_still(node: NodeUnderTest | None) -> Iterator[None]:
+    """The node's mover does nothing any more, and its connections stay as they are."""
+    if node is None:
+        yield
+        return
+    mover = int(json.loads((node.state / "processes.json").read_text())["mover"]["pid"])
+    os.kill(mover, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(mover, signal.SIGCONT)

@@ -1,16 +1,21 @@
 """P6 on real nodes: one tree on one PFS, written by all of them, imported once, finished by survivors."""
 
 import contextlib
+import ctypes
 import os
+import select
+import struct
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_lab import ClusterUnderTest, level, wait_for
+from cluster_lab import TEST_S, ClusterUnderTest, level, wait_for
 from daemon_under_test import eventually
 
 SIZE = 3_000_000
+IN_CLOSE_NOWRITE = 0x10
 
 
 @pytest.fixture
@@ -66,6 +71,46 @@ def test_what_strangers_put_there_is_imported_once(lab: ClusterUnderTest, places
     assert len(numbers[0]) == 30
     assert numbers == [numbers[0]] * len(places)
     assert (places[2] / "strangers" / "file7").read_bytes() == b"7"
+
+
+def test_one_reading_of_the_pfs_serves_all_nodes(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """G4: all nodes open at once what only the PFS has; one of them reads it there, the others take it from the one that has it."""
+    agreed(lab, places)
+    below = lab.pfs / places[0].name / "stage"
+    below.mkdir()
+    (below / "file").write_bytes(data := os.urandom(24 * SIZE))
+    for node, place in zip(lab.nodes, places, strict=True):
+        node.command("refresh", place)
+        assert os.listdir(place / "stage") == ["file"]
+    readings = Watched(below / "file")
+    read: dict[Path, bytes] = {}
+
+    def reader(place: Path) -> threading.Thread:
+        thread = threading.Thread(target=lambda: read.update({place: (place / "stage" / "file").read_bytes()}), daemon=True)
+        thread.start()
+        return thread
+
+    for thread in [reader(place) for place in places]:
+        thread.join(TEST_S)
+    assert [read[place] == data for place in places] == [True] * len(places)
+    assert readings.bytes_read() == len(data)
+
+
+class Watched:
+    """Counts who reads a file, by what the kernel tells of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        assert self._libc.inotify_add_watch(self._fd, os.fsencode(path), IN_CLOSE_NOWRITE) >= 0
+
+    def bytes_read(self) -> int:
+        """The size of the file for each time that it was opened and closed for reading."""
+        events = os.read(self._fd, 65536) if select.select([self._fd], [], [], 0)[0] else b""
+        os.close(self._fd)
+        masks = [struct.unpack_from("iI", events, at)[1] for at in range(0, len(events), 16)]
+        return sum(mask & IN_CLOSE_NOWRITE != 0 for mask in masks) * self._path.stat().st_size
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, fetching, pfs_paths, report, settling, wants
@@ -24,6 +23,7 @@ from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.digest import whole
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoRoom, refused
+from ckptfs.flow.fetch.alone import Alone, Elsewhere
 from ckptfs.flow.fetch.by_blocks import ByBlocks
 from ckptfs.flow.fetch.from_peers import FromPeers
 from ckptfs.flow.fetch.telling import Telling
@@ -47,6 +47,7 @@ class Fetch:
     def __init__(self, db: Database, places: Places, config: Config, notify: Notify, around: Surroundings | None = None) -> None:
         """`around`: the other nodes; None on a node that is alone."""
         self._peers = None if around is None else FromPeers(db, places, around)
+        self._alone = None if around is None else Alone(db, around)
         self._store = None if around is None else around.store
         self._db = db
         self._places = places
@@ -96,6 +97,8 @@ class Fetch:
     def _answer(self, want: wants.Want) -> None:
         try:
             result = self._fetch(want)
+        except Elsewhere:
+            self._soon(want)
         except Busy as reason:
             if self._later(want):
                 return
@@ -130,6 +133,12 @@ class Fetch:
             self._again[want.id] = (time.monotonic() + limits.RETRY_FIRST_S * 2 ** (tries - 1) / 2, tries)
         return tries < limits.FETCH_TRIES_MAX
 
+    def _soon(self, want: wants.Want) -> None:
+        """Another node is at it: that is no try of ours."""
+        wants.progress(self._db, want.id)
+        with self._lock:
+            self._again[want.id] = (time.monotonic() + limits.FETCH_SHARED_LOOK_S, self._again.get(want.id, (0.0, 0))[1])
+
     def _fetch(self, want: wants.Want) -> str:
         """Do what is wanted; the result. Raises Busy when it has to wait for something."""
         found = fetching.look(self._db, want.inode)
@@ -146,22 +155,8 @@ class Fetch:
         if not _shown(found):
             raise DigestMismatch("no good copy is left, and the PFS does not show this generation of the file")
         assert found.on_pfs is not None
-        with self._alone(want, found.content):
+        with nullcontext() if self._alone is None else self._alone.reading(found):
             return self._from_pfs(want, found)
-
-    @contextmanager
-    def _alone(self, want: wants.Want, content: Content | None) -> Iterator[None]:
-        """One reading of the PFS serves many nodes (G4): whoever comes second waits a while for the first one's copy. Raises Busy."""
-        if self._peers is None or content is None or content.size < limits.FETCH_SHARED_BYTES_MIN:
-            yield
-            return
-        with self._lock:
-            patient = self._again.get(want.id, (0.0, 0))[1] < limits.FETCH_TRIES_MAX - 2
-        with self._peers.claimed(content.id) as mine:
-            if not mine and patient:
-                wants.progress(self._db, want.id)
-                raise Busy("another node reads it from the PFS just now")
-            yield
 
     def _from_pfs(self, want: wants.Want, found: Fetchable) -> str:
         assert found.on_pfs is not None

@@ -7,8 +7,8 @@ If we die here: a FILLING copy and its file, which recovery removes; the want is
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from ckptfs import digest, disk, limits
@@ -118,33 +118,6 @@ class FromPeers:
             copy = peers.PeerCopy(record.content, node.number, record.generation, record.digest)
             peers.peer_has(self._db, copy)
             return holding.hear(self._db, _heard(record))
-
-    @contextmanager
-    def claimed(self, number: int) -> Iterator[bool]:
-        """Whether this node is the one to read a content from the PFS; without the store nobody can say, and each does for itself."""
-        claims, claim = self._around.claims, None
-        if claims is None:
-            yield True
-            return
-        try:
-            claim = claims.take(f"fetch/{number:016x}")
-            mine = claim is not None
-        except (Unreachable, StoreRefused):
-            mine = True
-        try:
-            yield mine
-            self._tell(number)
-        finally:
-            if claim is not None:
-                with suppress(CkptfsError):
-                    claims.release(claim)
-
-    def _tell(self, number: int) -> None:
-        """The others shall know of the copy before they may read the PFS themselves."""
-        content = settling.content(self._db, number)
-        if content is not None and any(copy.state is CopyState.GOOD for copy in settling.copies(self._db, number)):
-            with suppress(Unreachable, StoreRefused):
-                holders.tell(self._around.store, self._around.number, [(content, True)])
 
     # --- bringing it here --------------------------------------------------------------------------------------------
 
