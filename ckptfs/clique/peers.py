@@ -71,6 +71,8 @@ class Speed:
     rtt_s: float | None
     bytes_per_s: float | None
     room_bytes: int | None
+    clock_s: float | None = None
+    """How far its clock is before ours, as far as the round trip lets one say."""
 
 
 OnBlock = Callable[[int], None]

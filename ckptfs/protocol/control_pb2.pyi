@@ -324,11 +324,13 @@ class RefreshReply(_message.Message):
     def __init__(self, directories: _Optional[int] = ...) -> None: ...
 
 class ClusterRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("probe",)
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    probe: bool
+    def __init__(self, probe: _Optional[bool] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("name", "node", "number", "etcd", "island", "replication_factor", "members")
+    __slots__ = ("name", "node", "number", "etcd", "island", "replication_factor", "members", "keys", "keys_expire_s", "etcd_trouble")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +338,9 @@ class Cluster(_message.Message):
     ISLAND_FIELD_NUMBER: _ClassVar[int]
     REPLICATION_FACTOR_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_EXPIRE_S_FIELD_NUMBER: _ClassVar[int]
+    ETCD_TROUBLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     node: str
     number: int
@@ -343,10 +348,13 @@ class Cluster(_message.Message):
     island: bool
     replication_factor: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., etcd: _Optional[str] = ..., island: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    keys: str
+    keys_expire_s: float
+    etcd_trouble: str
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., etcd: _Optional[str] = ..., island: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., keys: _Optional[str] = ..., keys_expire_s: _Optional[float] = ..., etcd_trouble: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("name", "number", "alive", "address", "rank", "domain", "capacity_bytes", "peers", "told", "behind_files", "behind_bytes", "lag_s", "held_files", "held_bytes", "copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes")
+    __slots__ = ("name", "number", "alive", "address", "rank", "domain", "capacity_bytes", "peers", "told", "behind_files", "behind_bytes", "lag_s", "held_files", "held_bytes", "copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes", "probed", "silent", "rtt_s", "clock_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +375,10 @@ class Member(_message.Message):
     REFILL_BYTES_FIELD_NUMBER: _ClassVar[int]
     REPAIR_FILES_FIELD_NUMBER: _ClassVar[int]
     REPAIR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     number: int
     alive: bool
@@ -387,7 +399,11 @@ class Member(_message.Message):
     refill_bytes: int
     repair_files: int
     repair_bytes: int
-    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., alive: _Optional[bool] = ..., address: _Optional[str] = ..., rank: _Optional[int] = ..., domain: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., told: _Optional[bool] = ..., behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ..., copies_wanted: _Optional[int] = ..., copies_there: _Optional[int] = ..., refill_files: _Optional[int] = ..., refill_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ...) -> None: ...
+    probed: bool
+    silent: str
+    rtt_s: float
+    clock_s: float
+    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., alive: _Optional[bool] = ..., address: _Optional[str] = ..., rank: _Optional[int] = ..., domain: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., told: _Optional[bool] = ..., behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ..., copies_wanted: _Optional[int] = ..., copies_there: _Optional[int] = ..., refill_files: _Optional[int] = ..., refill_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ..., probed: _Optional[bool] = ..., silent: _Optional[str] = ..., rtt_s: _Optional[float] = ..., clock_s: _Optional[float] = ...) -> None: ...
 
 class RoomRequest(_message.Message):
     __slots__ = ()

@@ -111,10 +111,12 @@ class Nothing(_message.Message):
     def __init__(self) -> None: ...
 
 class PingReply(_message.Message):
-    __slots__ = ("room",)
+    __slots__ = ("room", "now_ns")
     ROOM_FIELD_NUMBER: _ClassVar[int]
+    NOW_NS_FIELD_NUMBER: _ClassVar[int]
     room: int
-    def __init__(self, room: _Optional[int] = ...) -> None: ...
+    now_ns: int
+    def __init__(self, room: _Optional[int] = ..., now_ns: _Optional[int] = ...) -> None: ...
 
 class ConnectReply(_message.Message):
     __slots__ = ("port", "token", "keys")

@@ -301,6 +301,7 @@ def log_level(
 def doctor(json: Json = False) -> None:
     """What is wrong with this machine for ckptfs, and how to mend it; exit code 1 when something must be."""
     from ckptfs_client import doctor as checks
+    from ckptfs_client import findings
 
     found = checks.examine()
     if json:
@@ -310,7 +311,7 @@ def doctor(json: Json = False) -> None:
     else:
         for one in found:
             print(f"{one.verdict:8}{one.name:16}{one.what}" + (f"\n{'':24}-> {one.remedy}" if one.remedy else ""))
-    if any(one.verdict == checks.BAD for one in found):
+    if any(one.verdict == findings.BAD for one in found):
         raise typer.Exit(1)
 
 

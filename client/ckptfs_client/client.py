@@ -35,6 +35,8 @@ OPTIONS = [
 GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 Messages = Callable[..., Iterator[Any]]
 
+PROBE_S = 60.0
+
 
 class Client:
     """Asks the daemon of one mount. Use it as a context manager, or close it."""
@@ -62,9 +64,9 @@ class Client:
         answer: pb.Status = self._call(self._questions().GetStatus, pb.StatusRequest())
         return answer
 
-    def cluster(self) -> pb.Cluster:
-        """All nodes of the cluster to which the mount belongs. Raises Usage when there is none."""
-        answer: pb.Cluster = self._call(self._questions().GetCluster, pb.ClusterRequest())
+    def cluster(self, *, probe: bool = False) -> pb.Cluster:
+        """All nodes of the cluster to which the mount belongs; with `probe` they are asked themselves. Raises Usage when there is none."""
+        answer: pb.Cluster = self._call(self._questions().GetCluster, pb.ClusterRequest(probe=probe), PROBE_S if probe else None)
         return answer
 
     def room(self) -> pb.Room:

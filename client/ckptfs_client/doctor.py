@@ -13,34 +13,25 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfs import limits
+from ckptfs_client.findings import BAD, GOOD, NOTE, Finding
 
-GOOD, NOTE, BAD = "ok", "note", "bad"
 KERNEL_PASSTHROUGH = (6, 9)
 LIBFUSE_MIN = (3, 10)
 MEMORY_BYTES_MIN = limits.GIB
 SPACE_BYTES_MIN = limits.GIB
 CLOCK_MIN = 1_735_689_600  # 2025-01-01: a clock before our own time was never set.
 STATE_ROOT = Path("/var/lib/ckptfs")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One result: GOOD, NOTE (works, with less) or BAD, a sentence, and how to mend it."""
-
-    name: str
-    verdict: str
-    what: str
-    remedy: str = ""
+HALT_POLL = Path("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
+HALT_POLL_NS = 200_000
 
 
 def examine() -> list[Finding]:
     """Every check's findings."""
     found: list[Finding] = []
-    for check in (_kernel, _device, _libfuse, _permissions, _daemon, _leases, _memory, _space, _clock, _mounts):
+    for check in (_kernel, _device, _libfuse, _permissions, _daemon, _leases, _memory, _space, _clock, _halting, _mounts):
         try:
             found.extend(check())
         except OSError as failure:
@@ -180,7 +171,18 @@ def _clock() -> Iterator[Finding]:
         yield Finding("clock", GOOD, time.strftime("says %Y-%m-%d %H:%M:%S"))
 
 
+def _halting() -> Iterator[Finding]:
+    """A guest whose idle processors are halted at once wakes one for each request of FUSE: 1,850 creates a second were measured, and 3,420
+    with polling.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if int(HALT_POLL.read_text()) == 0:
+            words = "idle processors of this virtual machine are halted at once, which nearly doubles the time of a create"
+            yield Finding("idle processors", GOOD, words, f"advice: echo {HALT_POLL_NS} > {HALT_POLL}")
+
+
 def _mounts() -> Iterator[Finding]:
+    from ckptfs_client import doctor_cluster
     from ckptfs_client.client import Client
     from ckptfs_client.failures import ClientError
     from ckptfs_client.mounts import mounted
@@ -194,6 +196,7 @@ def _mounts() -> Iterator[Finding]:
         try:
             with Client(mount, answer_s=5.0) as client:
                 answer = client.status()
+                cluster = client.cluster(probe=True) if answer.HasField("clique") else None
         except ClientError as failure:
             yield Finding(name, BAD, str(failure.args[0]), "look into its log: ckptfsd.log in its state directory, or the journal")
             continue
@@ -201,3 +204,5 @@ def _mounts() -> Iterator[Finding]:
         yield Finding(name, verdict, f"{mount.mountpoint}: {answer.health}, data path {answer.data_path} ({answer.data_path_reason})")
         for trouble in answer.troubles:
             yield Finding(name, NOTE, f"{trouble.path or trouble.where}: {trouble.what}", trouble.remedy)
+        if cluster is not None:
+            yield from doctor_cluster.judged(name, cluster)

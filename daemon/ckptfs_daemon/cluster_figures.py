@@ -5,6 +5,7 @@ If we die here: nothing was changed.
 """
 
 import contextlib
+import datetime
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -14,16 +15,18 @@ from typing import Any
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import holding, identity, peers
+from ckptfs.catalog import belonging, holding, identity, peers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import island
 from ckptfs.catalog.store import Put, Store, prefix_end, scan
 from ckptfs.clique import holders, membership, placement
+from ckptfs.clique.keys import Identity
 from ckptfs.clique.membership import Node, World
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.replicate.queues import Load
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs_daemon.cluster_probe import Answer, Ping, Probe
 from ckptfs_daemon.control_figures import KEPT_RATIO, Kept
 
 FIGURES = b"s/"
@@ -81,6 +84,7 @@ class Transport:
     loads: Callable[[], list[Load]]
     measured: Callable[[], dict[str, dict[str, float | None]]]
     served: Callable[[], dict[str, Any]]
+    ping: Ping
 
 
 def _links(loads: list[Load], measured: dict[str, dict[str, float | None]]) -> list[pb.Link]:
@@ -101,11 +105,16 @@ def _links(loads: list[Load], measured: dict[str, dict[str, float | None]]) -> l
 class ClusterFigures:
     """Gathers a Cluster. Used by several threads."""
 
-    def __init__(self, config: Config, db: Database, store: Store, transport: Transport | None = None) -> None:
+    def __init__(
+        self, config: Config, db: Database, store: Store, transport: Transport | None = None, identity: Identity | None = None
+    ) -> None:
+        """`identity`: the keys that this node shows."""
         self._config = config
         self._db = db
         self._store = store
         self._transport = transport
+        self._keys = identity
+        self._probe = None if transport is None else Probe(transport.ping)
         self._progress = Kept(lambda: progress(db))
 
     def refused(self) -> dict[str, dict[str, int]]:
@@ -134,6 +143,30 @@ class ClusterFigures:
     def is_alone(self) -> bool:
         """Whether no other node lives, as far as is known."""
         return len(peers.living(self._db)) < 2
+
+    def examined(self) -> pb.Cluster:
+        """The same, and what the nodes that live say when they are asked themselves."""
+        answer = self.described()
+        if self._keys is not None:
+            answer.keys = str(self._config.keys)
+            answer.keys_expire_s = (self._keys.expires - datetime.datetime.now(datetime.UTC)).total_seconds()
+        try:
+            self._scan(membership.node_key(answer.number))
+        except CkptfsError as failure:
+            answer.etcd_trouble = str(failure)
+        known = {node.number: node for node in self._nodes()}
+        others = [known[member.number] for member in answer.members if member.number in known and member.number != answer.number]
+        found = {} if self._probe is None else self._probe.answers(others)
+        for member in answer.members:
+            _answered(member, found.get(member.number))
+        return answer
+
+    def _nodes(self) -> list[Node]:
+        """Every node's record; those that were known last when the store does not answer."""
+        try:
+            return [node for _, value in self._scan(membership.NODES) if (node := membership.from_value(value)) is not None]
+        except CkptfsError:
+            return [node for record in belonging.last_world(self._db) if (node := membership.from_value(record)) is not None]
 
     def described(self) -> pb.Cluster:
         """The cluster now; as it was known last when the store does not answer."""
@@ -172,6 +205,17 @@ class ClusterFigures:
         if figures is not None:
             _tell(answer, figures)
         return answer
+
+
+def _answered(member: pb.Member, answer: Answer | None) -> None:
+    """Fill in what a node said when it was asked."""
+    if answer is None:
+        return
+    member.probed = True
+    if isinstance(answer, str):
+        member.silent = answer
+    else:
+        member.rtt_s, member.clock_s = answer.rtt_s or 0.0, answer.clock_s or 0.0
 
 
 def _tell(member: pb.Member, figures: bytes) -> None:

@@ -72,7 +72,7 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         """All nodes of the cluster."""
         if self._cluster is None:
             raise Refused("this mount belongs to no cluster", remedy="mount it with cluster=NAME and etcd=HOST:PORT")
-        return self._cluster.described()
+        return self._cluster.examined() if request.probe else self._cluster.described()
 
     @translated
     def GetRoom(self, request: pb.RoomRequest, context: grpc.ServicerContext) -> pb.Room:

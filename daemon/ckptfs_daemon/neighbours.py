@@ -4,6 +4,7 @@ If we die here: peers end what we left half done, and the next mover joins again
 """
 
 import logging
+from typing import Any
 
 import trio
 
@@ -61,8 +62,8 @@ class Neighbours:
         self._served: PeerServer | None = None
         self._hold = Hold(db, places, config.peer_share, notify)
         self._replicate = Replicate(db, places, notify, self.around)
-        transport = Transport(self._replicate.loads, self._peers.figures, lambda: self._served.figures() if self._served else {})
-        self.figures = ClusterFigures(config, db, self._store, transport)
+        transport = Transport(self._replicate.loads, self._peers.figures, self._serving, self._peers.ping)
+        self.figures = ClusterFigures(config, db, self._store, transport, self._identity)
         self._tell = Tell(db, self.around)
         self._repair = Repair(db, notify, self.around)
         self._take_over = TakeOver(db, notify, self.around)
@@ -102,6 +103,9 @@ class Neighbours:
 
     def _serves(self, server: PeerServer) -> None:
         self._served = server
+
+    def _serving(self) -> dict[str, Any]:
+        return self._served.figures() if self._served else {}
 
     async def _tell_figures(self) -> None:
         await cluster_figures.tell(self._db, self._store, self.member.number, lambda: self.member.presence.lease)

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptfs import digest, limits
@@ -145,10 +146,13 @@ class PeerClient:
     def ping(self, node: Reachable) -> Speed:
         """See `Peers.ping`."""
         link = self._link(node)
-        begun = time.monotonic()
-        link.measured.room = link.ask(link.calls.Ping, pb.Nothing()).room
-        link.measured.rtt(time.monotonic() - begun)
-        return link.measured.speed()
+        begun, begun_ns = time.monotonic(), time.time_ns()
+        reply = link.ask(link.calls.Ping, pb.Nothing())
+        took_s = time.monotonic() - begun
+        link.measured.room = reply.room
+        link.measured.rtt(took_s)
+        # Half of the way there it was read.
+        return replace(link.measured.speed(), clock_s=(reply.now_ns - begun_ns) / 1e9 - took_s / 2 if reply.now_ns else None)
 
     def speed(self, node: Reachable) -> Speed:
         """See `Peers.speed`."""

@@ -124,7 +124,7 @@ class Calls(rpc.PeerServicer):  # type: ignore[misc]
 
     def Ping(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.PingReply:
         with self._desk.received(context):
-            return pb.PingReply(room=max(0, self._shelf.room()))
+            return pb.PingReply(room=max(0, self._shelf.room()), now_ns=time.time_ns())
         raise AssertionError
 
     def Connect(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.ConnectReply:

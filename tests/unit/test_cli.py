@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client import cli, doctor, mounts, show
+from ckptfs_client import cli, doctor, findings, mounts, show
 from ckptfs_client.failures import NoMount
 from ckptfs_client.mounts import Mount
 from control_served import Served, serving
@@ -179,8 +179,20 @@ def test_doctor_looks_at_everything(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert code == 1 and clock["verdict"] == "bad" and clock["remedy"]
 
 
+@pytest.mark.parametrize(("text", "told"), [("0\n", True), ("200000\n", False), (None, False)])
+def test_doctor_advises_to_poll_before_halting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, told: bool) -> None:
+    """Advice, not a fault, and only where there is such a driver."""
+    setting = tmp_path / "guest_halt_poll_ns"
+    if text is not None:
+        setting.write_text(text)
+    monkeypatch.setattr(doctor, "HALT_POLL", setting)
+    found = [finding for finding in doctor.examine() if finding.name == "idle processors"]
+    assert bool(found) == told
+    assert all(one.verdict == findings.GOOD and f"echo 200000 > {setting}" in one.remedy for one in found)
+
+
 def test_doctor_finds_a_mount_without_a_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(mounts, "mounted", lambda: [Mount("dead", tmp_path, 0, 0)])
     found = next(finding for finding in doctor.examine() if finding.name == "dead")
-    assert found.verdict == doctor.BAD and "no daemon serves it" in found.what and f"umount -l {tmp_path}" in found.remedy
+    assert found.verdict == findings.BAD and "no daemon serves it" in found.what and f"umount -l {tmp_path}" in found.remedy

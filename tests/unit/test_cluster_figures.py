@@ -1,10 +1,13 @@
 """`ckptfs status --cluster`: the nodes as the shared store has them, and what is said when it does not answer."""
 
+import datetime
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ckptfs_client import show
+from ckptfs_client import doctor_cluster, findings, show
 from ckptfs_client.failures import Usage
+from ckptfs_client.findings import Finding
 from ckptfs_daemon import cluster_figures
 from ckptfs_daemon.cluster_figures import ClusterFigures, Transport
 from ckptfs_daemon.control_questions import Questions
@@ -16,6 +19,8 @@ from ckptfs.catalog import identity, peers, settling
 from ckptfs.catalog.peers import Known, PeerCopy
 from ckptfs.catalog.store import Get, Put
 from ckptfs.clique import membership
+from ckptfs.clique.keys import Identity
+from ckptfs.clique.peers import PeerFailed, Speed
 from ckptfs.flow.replicate.queues import Load
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
@@ -82,6 +87,7 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
             "node3": {"rtt_s": None, "bytes_per_s": None, "failed": 1.0},
         },
         lambda: {"transfers": 2, "loans": 1, "refused": {"node2": {"malformed": 3}, "unknown": {"stranger": 4, "malformed": 1}}},
+        lambda node: Speed(None, None, None),
     )
     figures = ClusterFigures(node.config, node.db, store, transport)
     found = figures.under_way()
@@ -107,6 +113,60 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.told(node.db))])
     member = figures.described().members[0]
     assert (member.refill_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)
+
+
+def examined(node: Node, store: MemoryStore, ping: Callable[[membership.Node], Speed], identity: Identity | None = None) -> list[Finding]:
+    """What doctor says of the cluster."""
+    transport = Transport(list, dict, dict, ping)
+    return list(doctor_cluster.judged("m", ClusterFigures(node.config, node.db, store, transport, identity).examined()))
+
+
+def test_doctor_is_content_with_a_cluster_that_is_well(node: Node, store: MemoryStore) -> None:
+    """F5."""
+    found = examined(node, store, lambda _: Speed(0.002, None, 5, 0.1))
+    assert [one.verdict for one in found] == [findings.GOOD, findings.GOOD]
+    assert "1 other node answers, the slowest within 2.0 ms" in found[1].what
+
+
+def test_doctor_names_whom_it_cannot_reach_and_whose_clock_is_off(node: Node, store: MemoryStore) -> None:
+    """F5, N5."""
+
+    def silent(_: membership.Node) -> Speed:
+        raise PeerFailed("node2 does not answer: unavailable")
+
+    (reach,) = [one for one in examined(node, store, silent) if one.verdict == findings.BAD]
+    assert "node2 at node2:1: node2 does not answer" in reach.what and "open" in reach.remedy
+    (clock,) = [one for one in examined(node, store, lambda _: Speed(0.001, None, None, -90.0)) if one.verdict == findings.NOTE]
+    assert "node2 by 1 min behind" in clock.what
+
+
+def test_doctor_doubts_domains_ranks_and_numbers(node: Node, store: MemoryStore) -> None:
+    """N1."""
+    well = lambda _: Speed(0.001, None, None, 0.0)  # noqa: E731
+    for number in (1, 2):
+        one = membership.Node(number, f"node{number}", f"node{number}:1", 7, "rack", 5000)
+        store.commit([], [Put(membership.node_key(number), membership.to_value(one))])
+    words = [one.what for one in examined(node, store, well) if one.verdict == findings.NOTE]
+    assert len(words) == 2 and "all 2 nodes are in the failure domain rack" in words[0] and "share the rank 7" in words[1]
+    node.configure(replication_factor=3)
+    words = [one.what for one in examined(node, store, well) if one.verdict == findings.NOTE]
+    assert "2 nodes live, and 3 copies are wanted" in words[0]
+
+
+def test_doctor_sees_etcd_away_and_certificates_that_end(node: Node, store: MemoryStore) -> None:
+    """P1, F6."""
+    store.reachable = False
+    found = examined(node, store, lambda _: Speed(0.001, None, None, 0.0))
+    assert found[0].verdict == findings.BAD and "etcd" in found[0].what
+    for days, verdict, words in (
+        (400, findings.GOOD, "good for 400 days"),
+        (20, findings.NOTE, "expires in 20 days"),
+        (-1, findings.BAD, "expired"),
+    ):
+        expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days, seconds=-60)
+        identity = Identity("node1", "c", b"", b"", b"", expires)
+        last = examined(node, store, lambda _: Speed(0.001, None, None, 0.0), identity)[-1]
+        assert last.verdict == verdict and words in last.what, last
 
 
 def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> None:
