@@ -80,6 +80,10 @@ class Unreachable(CkptfsError):
     retryable = True
 
 
+class StoreLost(Unreachable):
+    """The store that answers is not the one that this node knows: it has lost data, or was set back. It counts as not answering."""
+
+
 class StoreRefused(CkptfsError):
     """The shared store will not do this, however often it is asked."""
 

@@ -23,7 +23,7 @@ from ckptfs_client.client import Client, at
 from ckptfs_client.failures import ClientError
 from ckptfs_client.lab import namespaces, network, processes
 from ckptfs_client.lab.laboratory import Laboratory
-from ckptfs_client.lab.plan import Node
+from ckptfs_client.lab.plan import ETCD, Node
 from ckptfs_client.mounts import find
 from daemon_under_test import COMPLAINT, ENVIRONMENT, deadline, environment, eventually
 
@@ -148,6 +148,11 @@ class ClusterUnderTest:
     def stop_etcd(self) -> None:
         """etcd dies."""
         self.laboratory.stop_etcd()
+
+    @property
+    def etcd_data(self) -> Path:
+        """Where etcd keeps what it knows."""
+        return self.root / ETCD
 
     def start_etcd(self) -> None:
         """etcd lives again."""

@@ -4,6 +4,7 @@ Time is whatever the clock says that it was given, so a lease can run out withou
 """
 
 import bisect
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -124,6 +125,22 @@ class MemoryEtcd:
                     self._keys.remove(key)
             self.changed.notify_all()
 
+    def saved(self) -> object:
+        """What a backup has: everything as it is now."""
+        with self.changed:
+            return copy.deepcopy((self.revision, self.compacted, self._keys, self._history, self._events))
+
+    def restore(self, backup: object) -> None:
+        """It is as it was then, whatever came after. No lease outlives that."""
+        with self.changed:
+            self.revision, self.compacted, self._keys, self._history, self._events = copy.deepcopy(backup)  # type: ignore[misc]
+            self._leases.clear()
+            self.changed.notify_all()
+
+    def wipe(self) -> None:
+        """Everything is gone."""
+        self.restore(MemoryEtcd().saved())
+
     def events_from(self, key: bytes, end: bytes | None, revision: int) -> list[Event]:
         """The events of a range since that revision."""
         if revision < self.compacted:
@@ -132,7 +149,7 @@ class MemoryEtcd:
         return [event for event in self._events[start:] if _within(event.key, key, end)]
 
     def _check(self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get]) -> None:
-        if max(len(compares), len(changes), len(otherwise)) > limits.ETCD_OPERATIONS_MAX:
+        if max(len(compares), len(changes), len(otherwise)) > limits.ETCD_TRANSACTION_MAX:
             raise StoreRefused("too many operations in txn request")
         puts = [change.key for change in changes if isinstance(change, Put)]
         deletes = [change for change in changes if isinstance(change, Delete)]
@@ -233,8 +250,8 @@ class MemoryStore:
         self._reach()
         with self.etcd.changed:
             revision, results = self.etcd.revision, ()
-            for start in range(0, max(1, len(gets)), limits.ETCD_OPERATIONS_MAX):
-                outcome = self.etcd.transact((), gets[start : start + limits.ETCD_OPERATIONS_MAX], ())
+            for start in range(0, max(1, len(gets)), limits.ETCD_TRANSACTION_MAX):
+                outcome = self.etcd.transact((), gets[start : start + limits.ETCD_TRANSACTION_MAX], ())
                 revision, results = outcome.revision, results + outcome.results
             return Outcome(True, revision, results)
 

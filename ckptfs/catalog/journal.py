@@ -104,6 +104,20 @@ def drop(db: Database, rows: Iterable[Row]) -> None:
             db.run("DELETE FROM journal WHERE seq = ?", row.seq)
 
 
+def never_was(db: Database, instance: str, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
+    """Changes were taken back before other nodes were told of them: removals of these names, and all that was done to these inodes, which
+    nobody else ever knew.
+    """
+    untold = (
+        " AND EXISTS (SELECT 1 FROM touched_key t WHERE t.kind = 'j' AND t.number = (SELECT value FROM meta WHERE key = 'number')"
+        " AND t.name = CAST(? || printf('-%016x', seq) AS BLOB))"
+    )
+    for parent, name in names:
+        db.run(f"DELETE FROM journal WHERE op IN ('unlink', 'rmdir') AND parent = ? AND name = ?{untold}", parent, name, instance)
+    for inode in inodes:
+        db.run(f"DELETE FROM journal WHERE inode = ?{untold}", inode, instance)
+
+
 def leaves_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
     """Whether a later row of this journal takes that name away from the same inode."""
     later = (

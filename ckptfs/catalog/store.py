@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 from ckptfs import limits
 from ckptfs.errors import Compacted as Compacted
 from ckptfs.errors import LeaseGone as LeaseGone
+from ckptfs.errors import StoreLost as StoreLost
 from ckptfs.errors import StoreRefused as StoreRefused
 from ckptfs.errors import Unreachable as Unreachable
 
@@ -142,7 +143,7 @@ class Store(Protocol):
         *,
         timeout_s: float = WAIT_S,
     ) -> Outcome:
-        """Do `changes` if all of `compares` hold, else read `otherwise`. At most ETCD_OPERATIONS_MAX of each."""
+        """Do `changes` if all of `compares` hold, else read `otherwise`. At most ETCD_TRANSACTION_MAX of each."""
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Future[Outcome]:
         """`read` without waiting. The future's callbacks run in a thread of the store's and must not block."""

@@ -10,11 +10,11 @@ If we die here: the number is bound to the catalog in the store, and the next st
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptfs import limits
-from ckptfs.catalog.store import Compare, Get, Item, Put, Store, Target
+from ckptfs.catalog.store import Compare, Get, Item, Operation, Put, Store, Target
 from ckptfs.clique.membership import Node, from_value, node_key
 from ckptfs.errors import Refused
 
@@ -22,6 +22,8 @@ NAMES = b"number/"
 TAKEN = b"taken/"
 LOOK_S = 0.5
 GUESSES_MAX = 1000
+FIRST_RANGE = 1024
+"""Where numbers begin to be guessed: far from those of nodes that a store which lost its data does not know yet."""
 
 
 class NameTaken(Refused):
@@ -73,7 +75,9 @@ def join(
             if clock() >= deadline_s:
                 raise _taken(name, living)
             sleep(LOOK_S)
-        number = known or dice.randint(1, min(1 << attempt, limits.NODE_NUMBER_MAX))
+        if known and (other := _other_with(store, known, catalog)):
+            raise _doubled(name, known, other)
+        number = known or dice.randint(1, min(FIRST_RANGE << attempt, limits.NODE_NUMBER_MAX))
         if _bind(store, name, item, Bound(number, catalog), known):
             return number
     raise Refused(f"no number could be found for the node {name}", remedy="start it again")
@@ -85,6 +89,24 @@ def _bound(store: Store, name: str) -> tuple[Item | None, Bound | None]:
         return None, None
     number, catalog = json.loads(found[0].value)
     return found[0], Bound(int(number), str(catalog))
+
+
+def again(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
+    """What is put into a store that has lost its data, in transactions: who has this number, and that others are `taken`, as far as it
+    does not say so.
+    """
+    there = {item.key for item in taken}
+    lacking = [Put(taken_key(other), b"") for other in sorted({*others} - {number}) if taken_key(other) not in there]
+    own = [Put(name_key(name), Bound(number, catalog).value()), Put(taken_key(number), name.encode())]
+    changes = [*own, *lacking]
+    return [list(changes[start : start + limits.ETCD_OPERATIONS_MAX]) for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX)]
+
+
+def _other_with(store: Store, number: int, catalog: str) -> str:
+    """The name of a node with another catalog that has this number, too."""
+    (taken,) = store.read([Get(taken_key(number))]).results
+    _, bound = _bound(store, taken[0].value.decode()) if taken and taken[0].value else (None, None)
+    return taken[0].value.decode() if bound is not None and (bound.number == number and bound.catalog != catalog) else ""
 
 
 def _living(store: Store, bound: Bound) -> Node | None:
@@ -99,6 +121,13 @@ def _bind(store: Store, name: str, was: Item | None, bound: Bound, known: int) -
     if not known:
         compares.append(Compare(taken_key(bound.number), Target.VERSION, "=", 0))
     return store.commit(compares, [Put(name_key(name), bound.value()), Put(taken_key(bound.number), name.encode())]).succeeded
+
+
+def _doubled(name: str, number: int, other: str) -> Refused:
+    return Refused(
+        f"the number {number} of the node {name} was given to the node {other}, which joined while etcd had lost its data",
+        remedy=f"stop {other}, give it an empty state directory, and start {name} first",
+    )
 
 
 def _taken(name: str, living: Node) -> NameTaken:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptfs import disk, limits
-from ckptfs.catalog import holding, report, settling
+from ckptfs.catalog import epoch, holding, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard, Kept
 from ckptfs.catalog.sharing import falling_back
@@ -56,7 +56,7 @@ class FallBack:
     def step(self) -> bool:
         """True: there is more to look through. Raises Unreachable; then the same batch comes again."""
         world = self._around.see()
-        if self._around.factor < 2:
+        if self._around.factor < 2 or epoch.is_resting(self._db):
             return False
         if world is not self._seen:
             self._after, self._returning, self._seen, self._since_s = 0, True, world, time.monotonic()
@@ -74,7 +74,9 @@ class FallBack:
         return False
 
     def due_s(self) -> float | None:
-        """Until the next look at what is not decided."""
+        """Until the next look at what is not decided; nothing is decided while nodes tell a store anew that has lost its data."""
+        if epoch.is_resting(self._db):
+            return limits.FALL_BACK_LOOK_S
         return max(0.0, self._look_s - time.monotonic()) if self._undecided or self._returning else None
 
     # --- falling back ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 from ckptfs import disk, limits
-from ckptfs.catalog import holding, identity, peers, settling
+from ckptfs.catalog import epoch, holding, identity, peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import falling_back
 from ckptfs.clique import holders, placement
@@ -51,6 +51,10 @@ class Reconcile:
 
     def step(self) -> bool:
         """Look at one batch. True: there is more. Raises Unreachable while the store is; then the same batch comes again."""
+        if epoch.is_resting(self._db):
+            # What the store does not say, other nodes may not have told it yet since it lost its data.
+            self._sweep_s = time.monotonic() + limits.STORE_LOST_REST_S
+            return False
         if self._doubted:
             doubted = [self._doubted.pop() for _ in range(min(len(self._doubted), BATCH_CONTENTS))]
             found = [content for number in doubted if (content := settling.content(self._db, number)) is not None and content.peer]
@@ -139,6 +143,8 @@ class Reconcile:
     def _nobody_knows(self, content: Content, age_s: float) -> bool:
         """The store never heard of a content: its writer may be an island. Whether that one is gone, or has it no more."""
         home = self._around.see().by_number.get(identity.home(content.id))
+        if epoch.lost_s(self._db) < limits.UNTOLD_KEPT_S:
+            return False
         if home is None:
             return age_s > limits.UNTOLD_KEPT_S
         if home.number == self._around.number:

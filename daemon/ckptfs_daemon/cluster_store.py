@@ -8,6 +8,7 @@ import logging
 from ckptfs.catalog import belonging, identity
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.etcd import EtcdStore
+from ckptfs.catalog.same_store import SameStore
 from ckptfs.clique.joining import join
 from ckptfs.config import Config
 from ckptfs.errors import Refused, Unreachable
@@ -25,7 +26,7 @@ def enter(config: Config, db: Database) -> None:
     """See that this node has its number. Raises Refused: another daemon has its name, or it has none yet and etcd does not answer."""
     assert config.cluster is not None
     known = identity.number(db)
-    store = open_store(config)
+    store = SameStore(open_store(config), db)
     try:
         number = join(store, config.node, belonging.catalog_id(db), known)
     except Unreachable as failure:

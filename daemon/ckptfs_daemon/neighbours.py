@@ -11,6 +11,7 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import identity, settling
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.same_store import SameStore
 from ckptfs.clique import keys
 from ckptfs.clique.membership import Change
 from ckptfs.clique.revoked import Revoked
@@ -48,7 +49,7 @@ class Neighbours:
         self._db = db
         self._config = config
         self._identity = None if config.keys is None else keys.load_for(config.keys, config.node, config.cluster)
-        self._store = open_store(config)
+        self._store = SameStore(open_store(config), db)
         self._revoked = Revoked(config.keys)
         self._peers = PeerClient(config.node, config.cluster, self._identity, bulk=config.bulk is Bulk.SOCKET, revoked=self._revoked)
         capacity = sum(places[tier].room().total for tier in LOCAL if tier in places)

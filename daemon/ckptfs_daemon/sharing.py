@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 import trio
@@ -19,13 +19,15 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import identity, peers, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import applying, batch, forgetting, island, outcome, reading, touching
+from ckptfs.catalog.same_store import SameStore
+from ckptfs.catalog.sharing import anew, applying, batch, forgetting, island, lost, outcome, reading, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.kinds import LAST, NAME, Key
 from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.store import Get, Outcome, Store
 from ckptfs.clique import holders
-from ckptfs.errors import CkptfsError, Unreachable, refused
+from ckptfs.errors import CkptfsError, StoreLost, Unreachable, refused
+from ckptfs_daemon import meeting, returning
 from ckptfs_daemon.store_calls import Question, Written, answer_of
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Sharing:
         self._is_written = is_written
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.island_ns = island.since(db)
-        self._store = store
+        self._store = SameStore(store, db)
         self._written = Written(is_written)
         self._nameless: Callable[[Iterable[int]], None] = lambda _: None
         self._recent = Recent()
@@ -64,6 +66,8 @@ class Sharing:
         self._reverted: dict[Key, int] = {}
         self._reverts = 0
         self._sent: batch.Batch | None = None
+        self._is_lost = False
+        self._look_s = 0.0
 
     def serve(self, nameless: Callable[[Iterable[int]], None]) -> None:
         """`nameless` is told from now on of inodes that lost their names elsewhere."""
@@ -141,7 +145,7 @@ class Sharing:
         found = await self._read(reading.gets(keys))
         return {} if found is None else reading.answers(keys, found)
 
-    def _apply(self, told: dict[Key, Told]) -> None:
+    def _apply(self, told: Mapping[Key, Told]) -> None:
         nameless = applying.take_over(self.db, told, self._recent, self._written)
         if nameless:
             self._nameless(nameless)
@@ -186,6 +190,7 @@ class Sharing:
                 question.done.set()
             return
         gets = [get for question in questions for get in question.gets]
+        self._look_s = trio.current_time() + limits.STORE_LOOK_S
         try:
             self.counts["reads"] += 1
             found = await answer_of(self._store.read_soon(gets))
@@ -247,6 +252,10 @@ class Sharing:
     async def run(self) -> None:
         """The task: tell what is touched, one transaction after the other; on an island, look for the store."""
         touching.begin(self.db)
+        try:
+            await meeting.agree(self.db, self._store)
+        except CkptfsError as failure:
+            self._failed(failure)
         await self._look_back()
         while True:
             if self.island:
@@ -261,12 +270,15 @@ class Sharing:
                 continue
             with trio.move_on_after(limits.WANT_LOOK_S):
                 await self._to_tell.wait()
+            if trio.current_time() > self._look_s:
+                await self._read([])
 
     async def tend(self) -> None:
         """The task: say how it goes, and forget what is too much."""
         told: dict[str, int] = {}
         after = 0
         while True:
+            meeting.keep(self.db, self._store)
             figures = self.figures()
             if figures != told:
                 settling.report(self.db, "sharing", figures)
@@ -308,22 +320,10 @@ class Sharing:
 
     async def _returning(self, made: batch.Batch, came: Outcome) -> Callable[..., Refusal]:
         """Who settles a refusal of what applications were told long ago; after what else has to be read for that."""
-        more: dict[Key, Told] = {}
-        keys = island.wanted(self.db, reading.answers(made.questions(), came))
-        if keys:
-            more = reading.answers(keys, await answer_of(self._store.read_soon(reading.gets(keys))))
-        for directory in island.moved(self.db, made):
-            await self._know_above(directory)
-        return functools.partial(island.Returning, more=more, label=self._label, again=self._again, is_written=self._is_written)
-
-    async def _know_above(self, inode: int) -> None:
-        passed: set[int] = set()
-        while inode and inode not in passed:
-            passed.add(inode)
-            keys = reading.above(self.db, inode)[0]
-            told = reading.answers(keys, await answer_of(self._store.read_soon(reading.gets(keys))))
-            self._apply(told)
-            inode = reading.above(self.db, inode)[1]
+        look = returning.Look(self.db, self._store, self._apply)
+        more = await look.beyond(made, came)
+        settling = anew.Anew if lost.is_any(self.db) else island.Returning
+        return functools.partial(settling, more=more, label=self._label, again=self._again, is_written=self._is_written)
 
     def _note(self, result: Result) -> None:
         if result.reverted:
@@ -336,9 +336,12 @@ class Sharing:
     # --- without the store --------------------------------------------------------------------------------------------
 
     def _failed(self, failure: CkptfsError) -> None:
-        if not self.island:
-            self.island_ns = time.time_ns()
-            island.enter(self.db, self.island_ns)
+        if isinstance(failure, StoreLost):
+            self._is_lost = True
+            if not self.island:
+                self._enter_island()  # What applications do goes on until the store knows everything again.
+        elif not self.island:
+            self._enter_island()
             what = "etcd does not answer: this node goes on alone, and other nodes do not see what changes here"
             remedy = "see that etcd runs and can be reached; what was changed here is told then"
             settling.report(self.db, TROUBLE, {"what": what, "path": "", "remedy": remedy})
@@ -349,9 +352,15 @@ class Sharing:
         self._went.set()
         self._went = trio.Event()
 
+    def _enter_island(self) -> None:
+        self.island_ns = time.time_ns()
+        island.enter(self.db, self.island_ns)
+
     async def _probe(self) -> None:
         """Look whether the store is back."""
         await trio.sleep(limits.ISLAND_PROBE_S)
+        if self._is_lost and not await self._begin_anew():
+            return
         if not await self._look_back():
             return
         touching.compact(self.db)
@@ -362,6 +371,19 @@ class Sharing:
             self.island_ns = 0
             island.leave(self.db)
             settling.report(self.db, TROUBLE, None)
+            lost.end(self.db)
+
+    async def _begin_anew(self) -> bool:
+        """The store has lost its data, or seemed to. False: it does not answer."""
+        try:
+            begun = await meeting.begin_anew(self.db, self._store, self._label)
+        except CkptfsError as failure:
+            self._failed(failure)
+            return False
+        self._is_lost = False
+        if begun:
+            self._recent, self._sent = Recent(), None
+        return True
 
     async def _look_back(self) -> bool:
         """Find out whether the last batch passed whose answer did not come. False: the store does not answer."""

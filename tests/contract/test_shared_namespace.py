@@ -11,6 +11,7 @@ import trio.testing
 from memory_store import MemoryEtcd
 from shared_catalogs import Node, Slow, running, settled, stored_tree
 
+from ckptfs.catalog import journal, namespace
 from ckptfs.catalog.sharing import forgetting, seen, touching
 from ckptfs.catalog.sharing.kinds import INODE, Key
 from ckptfs.model import ROOT
@@ -263,3 +264,44 @@ def test_a_process_that_died_before_it_noted_its_success_did_it_all_the_same(tmp
         await running([next_one], look)
 
     play(tmp_path, act)
+
+
+def test_a_directorys_times_do_not_go_back(tmp_path: Path) -> None:
+    """An island tells of an older change after a newer one was told: the newer one stays, everywhere."""
+
+    async def act(a: Node, b: Node) -> None:
+        made = await a.mkdir("d")
+        await b.names("d")
+        b.cut(True)
+        await b.make("d/b")
+        await a.make("d/a")
+        newest = (await a.stat("d")).mtime_ns
+        assert newest > namespace.get(b.db, made.id).mtime_ns
+        b.cut(False)
+        await settled([a, b])
+        for node in (a, b, a, b):
+            assert (await node.stat("d")).mtime_ns == newest
+            await settled([a, b])
+
+    play(tmp_path, act)
+
+
+def test_the_pfs_is_not_told_of_what_was_taken_back(tmp_path: Path) -> None:
+    """P6: a name that another node made first never was, nor what was to become of it on the PFS."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(tmp_path / str(n), n, Slow(etcd, random.Random(n)), journalled=True) for n in (1, 2)]
+        a, b = nodes
+
+        async def race() -> None:
+            await a.make("gone")
+            await b.stat("gone")
+            codes = await both(lambda: a.mkdir("d"), lambda: b.mkdir("d"))
+            assert sorted(codes) == [0, errno.EEXIST]
+            rows = [(row.op, row.name) for node in nodes for row in journal.head(node.db, 100)]
+            assert sorted(rows) == [("make", b"d"), ("make", b"gone")]
+
+        await running(nodes, race)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

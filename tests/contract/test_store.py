@@ -194,7 +194,7 @@ def test_the_past_can_be_read_until_it_is_compacted(store: Store, world: World) 
 
 def test_a_read_of_many_is_of_one_revision(store: Store) -> None:
     """More than fit one transaction, while somebody writes."""
-    keys = [b"%04d" % number for number in range(3 * limits.ETCD_OPERATIONS_MAX + 5)]
+    keys = [b"%04d" % number for number in range(3 * limits.ETCD_TRANSACTION_MAX + 5)]
     stop, written = threading.Event(), threading.Event()
 
     def write() -> None:
@@ -280,7 +280,7 @@ def test_comparisons_of_ranges(store: Store) -> None:
 
 
 def test_the_largest_commit_and_one_beyond(store: Store) -> None:
-    most = limits.ETCD_OPERATIONS_MAX
+    most = limits.ETCD_TRANSACTION_MAX
     keys = [b"%03d" % number for number in range(most + 1)]
     absent = [Compare(key, Target.CREATE, "=", 0) for key in keys]
     large = limits.ETCD_REQUEST_BYTES_MAX // most - 200

@@ -89,7 +89,7 @@ class _Read:
         self.future: Future[Outcome] = Future()
         self.future.set_running_or_notify_cancel()
         self._store, self._left, self._deadline_s = store, gets, time.monotonic() + timeout_s
-        self._most = limits.ETCD_OPERATIONS_MAX
+        self._most = limits.ETCD_TRANSACTION_MAX
         self._found = Outcome(True, 0, ())
         self._next_part()
 

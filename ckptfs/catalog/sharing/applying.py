@@ -85,6 +85,8 @@ def apply(db: Database, key: Key, now: Seen, asked: int, recent: Recent, written
         return  # It leads to what is not known here: whoever asks for it asks for both.
     kinds.write(db, key, value)
     seen.put(db, key, now)
+    if key.kind == TIMES and value is not None and kinds.read(db, key) not in (None, value):
+        touching.touch(db, key)  # It is put without comparing: somebody who knew only older times was the last one.
 
 
 def gone(db: Database, inode: int, asked: int, recent: Recent) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import kinds, seen, touching
+from ckptfs.catalog.sharing import kinds, lost, seen, touching
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, KINDS, LAST, NAME, TIMES, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.catalog.store import Compare, Delete, Get, Operation, Put, Target, prefix_end
@@ -94,6 +94,7 @@ class _Builder:
         self._batch = Batch(number, touching.last(db))
         self._rows = touching.first(db, 4 * limits.ETCD_OPERATIONS_MAX)
         self._values: dict[Key, tuple[Seen, bytes | None]] = {}
+        self._anew = lost.is_any(db)
 
     def build(self) -> Batch | None:
         if not self._rows:
@@ -108,6 +109,7 @@ class _Builder:
         else:
             self._batch.whole = len(self._rows) < 4 * limits.ETCD_OPERATIONS_MAX
         self._postpone()
+        self._count_links()
         return self._batch
 
     def _value(self, key: Key) -> tuple[Seen, bytes | None]:
@@ -115,8 +117,16 @@ class _Builder:
         if key not in self._values:
             known = seen.get(self._db, key)
             others = key.kind == CONTENT and self._db.value("SELECT peer FROM content WHERE id = ?", key.number) == 1
-            self._values[key] = known, known.value if others else kinds.pack(kinds.read(self._db, key))
+            value = self._of_others(key, known) if others else kinds.pack(kinds.read(self._db, key))
+            if self._anew and KINDS[key.kind].compared:
+                value = lost.with_was(value, lost.was(self._db, key))
+            self._values[key] = known, value
         return self._values[key]
+
+    def _of_others(self, key: Key, known: Seen) -> bytes | None:
+        """What another node wrote is told by that one; a store that has lost its data is told by all what it said."""
+        before = lost.value(self._db, key) if self._anew else None
+        return known.value if before is None else before
 
     def _rank(self, key: Key) -> int:
         """Inodes before the names that lead to them; what goes, afterwards."""
@@ -159,7 +169,7 @@ class _Builder:
         if key.kind in (kinds.PLACE, kinds.SHOWN) and "by" in (known.content or {}):
             value = known.value  # A write-back is at it, and will say what became of it: until then nobody else may.
         batch = self._batch
-        if value == known.value:
+        if value == known.value or (self._anew and value is not None and kinds.unpack(value) == known.content):
             batch.same.append(key)
             return
         batch.changed[key] = value
@@ -167,10 +177,35 @@ class _Builder:
         if KINDS[key.kind].compared:
             batch.compared[key] = known.revision
             batch.parents.discard(key.number if key.kind == INODE else -1)
+        if key.kind == NAME and _is_directory(known.value) != _is_directory(value):
+            self._demand_links(key.number)
         if key.kind == NAME and value is not None:
             self._demand_parent(key.number)
         elif key.kind == INODE:
             self._inode(key, known, value)
+
+    def _demand_links(self, directory: int) -> None:
+        """A directory that gets or loses one inside is told with it."""
+        key = Key(INODE, directory)
+        known, value = self._value(key)
+        if key not in self._batch.changed and value is not None:
+            self._batch.changed[key] = value
+            self._batch.size += len(value) + 100
+            self._batch.compared[key] = known.revision
+            self._batch.parents.discard(directory)
+
+    def _count_links(self) -> None:
+        """A directory's links are told as they are in the store with this transaction: what else was changed in it here goes later."""
+        inside: dict[int, int] = {}
+        for key, value in self._batch.changed.items():
+            if key.kind == NAME:
+                more = _is_directory(value) - _is_directory(self._value(key)[0].value)
+                inside[key.number] = inside.get(key.number, 0) + more
+        for key, value in self._batch.changed.items():
+            if key.kind == INODE and (now := kinds.unpack(value)) is not None and stat.S_ISDIR(now["mode"]):
+                before = (self._value(key)[0].content or {"nlink": 2})["nlink"]
+                told = kinds.pack({**now, "nlink": before + inside.get(key.number, 0)})
+                self._batch.changed[key] = lost.with_was(told, kinds.was(value))
 
     def _demand_parent(self, directory: int) -> None:
         key = Key(INODE, directory)
@@ -221,6 +256,10 @@ class _Builder:
             if others and not any(other in self._batch.changed or not touching.is_touched(self._db, other) for other in others):
                 del self._batch.changed[key]
                 self._batch.compared.pop(key)
+
+
+def _is_directory(entry: bytes | None) -> int:
+    return int((kinds.unpack(entry) or {"type": 0})["type"] == stat.S_IFDIR)
 
 
 def _copied(batch: Batch) -> Batch:

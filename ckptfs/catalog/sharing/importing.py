@@ -7,6 +7,7 @@ If we die here: what was read is in the catalog.
 from collections.abc import Sequence
 
 from ckptfs import limits
+from ckptfs.catalog import epoch
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, reading, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
@@ -18,6 +19,7 @@ def refresh(db: Database, store: Store, directory: int, names: Sequence[bytes]) 
     """The catalog knows what the store does of these names in a directory. Those of them that must be left alone: another node is at
     them, or takes them away. Raises Unreachable.
     """
+    epoch.demand_told(db)
     left: set[bytes] = set()
     for start in range(0, len(names), limits.ETCD_OPERATIONS_MAX // 2):
         left |= _refresh(db, store, directory, names[start : start + limits.ETCD_OPERATIONS_MAX // 2])

@@ -180,7 +180,7 @@ def _times_value(db: Database, number: int, _: bytes) -> Value | None:
 def _content_value(db: Database, number: int, _: bytes) -> Value | None:
     row = db.row(_CONTENT, number)
     if row is None:
-        return None
+        return _inherited(db, number)
     digest = None if row[4] is None else bytes(row[4]).hex()
     former = {} if row[6] is None else {"former_ns": row[6]}
     if row[7] is not None:
@@ -189,6 +189,17 @@ def _content_value(db: Database, number: int, _: bytes) -> Value | None:
         "node": identity.number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
         "closed_ns": row[5], **former,
     }  # fmt: skip
+
+
+def _inherited(db: Database, number: int) -> Value | None:
+    """What another node wrote, and a file of this node has replaced: see `former.inherit`. It says itself what it has."""
+    row = db.row(
+        "SELECT k.inode, k.former_ns, s.value FROM content k JOIN inode i ON i.id = k.inode AND i.nlink > 0"
+        " JOIN seen_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.peer = 1 AND k.former_ns > 0 AND k.state <> 3",
+        number,
+    )
+    value = None if row is None else unpack(row[2])
+    return None if row is None or value is None else {**value, "inode": row[0], "former_ns": row[1]}
 
 
 # --- writing rows ----------------------------------------------------------------------------------------------------
@@ -230,9 +241,11 @@ def _write_xattrs(db: Database, number: int, xattrs: Mapping[str, str]) -> None:
 
 
 def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> None:
+    """Whoever changed the directory last says what its times are, and no older word takes that back."""
     if value is not None:
         db.run(
-            "UPDATE inode SET mtime_ns = ?, ctime_ns = ? WHERE id = ? AND mode & 61440 = 16384",
+            "UPDATE inode SET mtime_ns = ?1, ctime_ns = ?2 WHERE id = ?3 AND mode & 61440 = 16384"
+            " AND (ctime_ns <= ?2 OR NOT EXISTS (SELECT 1 FROM seen_key WHERE kind = 'm' AND number = ?3))",
             value["mtime_ns"], value["ctime_ns"], number,
         )  # fmt: skip
 

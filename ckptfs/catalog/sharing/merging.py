@@ -24,6 +24,8 @@ def merge(kind: str, base: Value | None, ours: Value, theirs: Value) -> Value:
 
 def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
     """Without a base (the root, which both had before they met) it is theirs, with the subdirectories of both."""
+    if base is None and "names" in theirs:
+        return side_by_side(ours, theirs)
     if base is None:
         return {**theirs, "nlink": theirs["nlink"] + ours["nlink"] - 2}
     merged: Value = {name: _field(name, base, ours, theirs) for name in theirs}
@@ -41,6 +43,17 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
     if xattrs:
         merged["xattrs"] = xattrs
     return merged
+
+
+def side_by_side(ours: Value, theirs: Value) -> Value:
+    """What two nodes tell of one inode, and neither is older: all names and xattrs, and the later bytes."""
+    merged = dict(theirs)
+    if "names" in theirs:
+        merged["names"] = [list(name) for name in sorted({tuple(name) for value in (ours, theirs) for name in value["names"]})]
+        if (ours["generation"], ours["mtime_ns"]) > (theirs["generation"], theirs["mtime_ns"]):
+            merged.update({name: ours[name] for name in BYTES})
+    xattrs = {**ours.get("xattrs", {}), **theirs.get("xattrs", {})}
+    return {**merged, "xattrs": xattrs} if xattrs else merged
 
 
 def names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:

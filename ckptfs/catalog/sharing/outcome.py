@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import kinds, reading, seen, touching
+from ckptfs.catalog.sharing import kinds, lost, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.batch import Batch
 from ckptfs.catalog.sharing.kinds import LAST, Key
@@ -30,6 +30,8 @@ def passed(db: Database, batch: Batch, revision: int, recent: Recent, *, recount
                 seen.put(db, key, seen.NEVER)
                 recent.gone(key, revision)
         touching.told(db, [*batch.changed, *batch.same], batch.up_to)
+        if lost.is_any(db):
+            lost.told(db, [*batch.changed, *batch.same])
         if recount:
             for key in {*batch.changed, *batch.same}:
                 kinds.recount(db, key)

@@ -7,7 +7,7 @@ If we die here: it happens inside one change of the catalog.
 
 from dataclasses import dataclass, field
 
-from ckptfs.catalog import answers
+from ckptfs.catalog import adoption, answers, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
@@ -150,6 +150,8 @@ class Refusal:
             self._set(key)
         self._counted |= children
         self._recount()
+        never = {inode for inode in self._result.nameless if not seen.get(self._db, Key(INODE, inode)).revision}
+        journal.never_was(self._db, adoption.instance(self._db), [(key.number, key.name) for key in reverting], never)
         self._result.reverted = reverting | self._contested
 
     def _new(self, children: set[int]) -> set[int]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from ckptfs import disk
-from ckptfs.catalog import adoption, journal, pfs_batch, pfs_view, report, settling
+from ckptfs.catalog import adoption, epoch, journal, pfs_batch, pfs_view, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.namespace import get
@@ -142,6 +142,8 @@ class WriteBack:
         if self._begun and not pfs_batch.in_hand(self._db):
             self._waiting = False
             return False
+        if self._together is not None:
+            epoch.demand_told(self._db)
         tree.check(self._adopted())
         self._begun = True
         found = pfs_batch.read(self._db)

@@ -1,0 +1,74 @@
+"""Meets the store of the cluster: sees that this catalog knows it, and begins anew with one that has lost its data.
+
+If we die here: the catalog knows the new store when everything is marked to be told to it, and not before; until then the next process
+begins again, which changes nothing in the store.
+"""
+
+import contextlib
+import logging
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import belonging, epoch, identity, settling
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.same_store import SameStore
+from ckptfs.catalog.sharing import lost
+from ckptfs.catalog.store import Get, prefix_end
+from ckptfs.clique import joining
+from ckptfs.errors import StoreLost
+from ckptfs_daemon.store_calls import answer_of
+
+log = logging.getLogger(__name__)
+
+LOST = "trouble:store"
+
+
+async def agree(db: Database, store: SameStore) -> None:
+    """See that this catalog knows an epoch. Raises Unreachable."""
+    if epoch.known(db) is None:
+        epoch.remember(db, *await _meet(store, None))
+
+
+async def begin_anew(db: Database, store: SameStore, name: str) -> bool:
+    """The store seemed to be lost. Where it is, all that is known here is marked to be told; False where it is not. Raises Unreachable.
+
+    What said so may have been under way when the store was found lost.
+    """
+    with contextlib.suppress(StoreLost):
+        await answer_of(store.read_soon([]))
+        return False
+    value, first = await _meet(store, epoch.known(db))
+    await _number_again(db, store, name)
+    # Of a large catalog this takes seconds.
+    await trio.to_thread.run_sync(lost.begin, db, value, first)
+    what = "etcd has lost data: the nodes tell it again what they know, and what was deleted shortly before may be there again"
+    settling.report(db, LOST, {"what": what, "path": "", "remedy": "see why, and look through the files; this is shown for an hour"})
+    log.warning("etcd has lost its data, or was set back to an older state: this node tells it everything that is known here")
+    return True
+
+
+def keep(db: Database, store: SameStore) -> None:
+    """Remember how far the store has come, and say no more what was long ago."""
+    epoch.reached(db, store.highest)
+    if limits.STORE_LOST_SHOWN_S < epoch.lost_s(db) < float("inf"):
+        settling.report(db, LOST, None)
+
+
+async def _meet(store: SameStore, before: bytes | None) -> tuple[bytes, int]:
+    """(the epoch of the store, its revision), for one who knew `before`."""
+    while True:
+        (found,) = (await answer_of(store.plain.read_soon([Get(epoch.EPOCH)]))).results
+        begun = epoch.begun(found, before)
+        if begun is None:
+            return found[0].value, found[0].mod_revision
+        came = await answer_of(store.plain.commit_soon([begun[0]], [begun[1]]))
+        if came.succeeded:
+            return begun[1].value, came.revision
+
+
+async def _number_again(db: Database, store: SameStore, name: str) -> None:
+    """Nobody is given a number that a node has already."""
+    (taken,) = (await answer_of(store.plain.read_soon([Get(joining.TAKEN, prefix_end(joining.TAKEN), keys_only=True)]))).results
+    for puts in joining.again(name, belonging.catalog_id(db), identity.number(db), lost.numbers(db), taken):
+        await answer_of(store.plain.commit_soon([], puts))

@@ -1,0 +1,151 @@
+"""The shared store has lost its data, or was set back: nothing that any node knows is lost (P1, P5, N1)."""
+
+import random
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from memory_store import MemoryEtcd
+from shared_catalogs import Node, Slow, Tree, running, settled, stored_tree
+
+from ckptfs import limits
+from ckptfs.catalog import epoch, report
+
+Play = Callable[[MemoryEtcd, list[Node]], Awaitable[None]]
+
+
+def play(directory: Path, act: Play, nodes: int = 3) -> None:
+    """Let nodes do `act`; afterwards all show what the store has, and that is a tree."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        made = [Node(directory / str(n), n, Slow(etcd, random.Random(n))) for n in range(1, nodes + 1)]
+
+        async def all_of_it() -> None:
+            await act(etcd, made)
+            await whole(made)
+            there = stored_tree(etcd)
+            for node in made:
+                assert await node.tree() == there
+
+        await running(made, all_of_it)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def whole(nodes: list[Node]) -> None:
+    """Every node has noticed what became of the store, and has told all that it knows."""
+    values = set()
+    while len(values := {epoch.known(node.db) for node in nodes}) > 1 or epoch.turn(values.pop()) < 2:
+        await trio.sleep(limits.STORE_LOOK_S)
+    await settled(nodes)
+
+
+async def some_tree(a: Node, b: Node, c: Node) -> Tree:
+    """Something of each kind, made by all, known to all in part."""
+    await a.mkdir("d")
+    await b.mkdir("d/e")
+    await c.make("d/e/f")
+    await a.make("d/g")
+    await b.link("d/g", "h")
+    await c.make("l", stat.S_IFLNK | 0o777)
+    await b.set("d/e/f", mode=0o600)
+    for number in range(40):
+        await [a, b, c][number % 3].mkdir(f"d/{number}")
+        await [b, c, a][number % 3].make(f"d/{number}/file")
+    return await a.tree()
+
+
+def test_everything_is_there_again_when_the_store_was_emptied(tmp_path: Path) -> None:
+    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
+        before = await some_tree(*nodes)
+        etcd.wipe()
+        await whole(nodes)
+        assert stored_tree(etcd) == before
+        for node in nodes:
+            assert await node.tree() == before
+            assert "etcd has lost data" in str(report.reports(node.db, "trouble:store"))
+
+    play(tmp_path, act)
+
+
+def test_what_applications_do_meanwhile_is_there_too(tmp_path: Path) -> None:
+    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
+        a, b, c = nodes
+        before = set(await some_tree(*nodes))
+        etcd.wipe()
+        await a.make("d/new")
+        await b.rename("h", "i")
+        await c.unlink("l")
+        await whole(nodes)
+        after = set(await a.tree())
+        assert after >= (before - {b"/h", b"/l"}) | {b"/d/new", b"/i"}
+
+    play(tmp_path, act)
+
+
+def test_a_store_that_was_set_back_learns_what_it_has_forgotten(tmp_path: Path) -> None:
+    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
+        a, b, c = nodes
+        await a.mkdir("d")
+        await a.make("d/old")
+        backup = etcd.saved()
+        await b.rename("d", "moved")
+        await b.make("moved/new")
+        await c.make("x")
+        await c.grow("x", 7, 7)
+        await a.grow("moved/old", 5, 5)
+        tree = await b.tree()
+        etcd.restore(backup)
+        await whole(nodes)
+        assert await a.tree() == tree
+
+    play(tmp_path, act)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_was_known_later_counts(tmp_path: Path, first: int) -> None:
+    """A directory that was renamed, a file that was replaced, one that was written anew: who knows only what was before does not win."""
+
+    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
+        a, b, _ = nodes
+        await a.mkdir("step.tmp")
+        await a.make("step.tmp/file")
+        await a.make("latest")
+        await a.make("old")
+        await a.make("moved")
+        await b.tree()
+        await a.rename("step.tmp", "step")
+        await a.make("latest.tmp")
+        await a.rename("latest.tmp", "latest")
+        await a.rename("moved", "step/moved")
+        await a.grow("old", 9, 9)
+        before = await a.tree()
+        await b.names()  # Its cache has the new names beside the old ones.
+        nodes[first].cut(True)
+        etcd.wipe()
+        await trio.sleep(60)
+        nodes[first].cut(False)
+        await whole(nodes)
+        assert await b.tree() == before
+
+    play(tmp_path, act)
+
+
+def test_twice(tmp_path: Path) -> None:
+    """The store is lost again before all was told."""
+
+    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
+        before = await some_tree(*nodes)
+        etcd.wipe()
+        while not epoch.turn(epoch.known(nodes[0].db)) > 1:
+            await trio.sleep(0.01)
+        etcd.wipe()
+        await trio.sleep(2 * limits.STORE_LOOK_S)
+        await whole(nodes)
+        assert stored_tree(etcd) == before
+
+    play(tmp_path, act)
