@@ -41,8 +41,7 @@ class Held:
     @property
     def awaited(self) -> bool:
         """Whether another node has told of a newer generation and not yet of its content, as it does when the file is released there."""
-        behind = self.generation is not None and self.generation < self.inode.generation
-        return behind and self.state is not ContentState.OPEN and not (self.peer and self.state is ContentState.CLOSED)
+        return self.generation is not None and self.generation < self.inode.generation and self.state is not ContentState.OPEN
 
 
 def held(db: Database, inode: int) -> Held | None:

@@ -228,6 +228,28 @@ def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path)
     assert two.data(content) == data + b"more"
 
 
+def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_that(tmp_path: Path) -> None:
+    """P7: this node has an older state, another one the last that was closed, and its writer is half way through the next."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster, b"file", os.urandom(BLOCK + 9))
+    inode = one.inode(content)
+    assert bring(three, inode).result == wants.HERE
+    cluster.nodes.remove(three)  # Nobody there looks.
+    one.rewrite(content, lambda data: data.extend(b"more"))
+    closed = one.data(content)
+    flow = replicate_of(one)
+    until(lambda: two.data(content) == closed, flow.step)
+    Tell(two.db, around(two)).step()
+    cluster.nodes.append(three)
+    with one.db.change():
+        contents.reopen(one.db, inode, content, Tier.RAM)
+    (one.places[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"half")
+    one.publish_shared(content)
+    assert bring(three, inode).result == wants.HERE
+    assert three.data(content) == closed
+
+
 def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
     """P9: with fsync=clique, from a node that holds it to any other."""
     cluster = Cluster(tmp_path, 3)

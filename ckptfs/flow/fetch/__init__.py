@@ -122,7 +122,8 @@ class Fetch:
 
     def _failed(self, want: wants.Want, code: int) -> None:
         """A file whose last name another node took away since it was looked up is looked up again by the kernel, which ESTALE tells to."""
-        code = code if contents.has_name(self._db, want.inode) else errno.ESTALE
+        gone = not contents.has_name(self._db, want.inode) or (self._peers is not None and self._peers.is_gone(want.inode))
+        code = errno.ESTALE if gone else code
         wants.failed(self._db, want.id, code)
         self._notify.wants()
 

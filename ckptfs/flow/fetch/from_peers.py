@@ -58,12 +58,15 @@ class FromPeers:
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
         writer = None if shared.lost else self._around.see().by_number.get(shared.writer)
+        # While its writer lives a file is what was closed there, and nothing older. Who writes in place may be half way through.
+        heard = shared.heard
+        is_open = heard is not None and heard.open
+        since = 0 if writer is None or heard is None else heard.generation - is_open
+        if is_open and self._have_fsynced(found.content, shared, since):
+            return fetching.look(self._db, inode)
         if writer is not None and self._have_sealed(found.content, writer):
             return fetching.look(self._db, inode)
-        # While its writer lives a file is what was closed there, and nothing older.
-        heard = shared.heard
-        since = 0 if writer is None or heard is None else heard.generation - 1 if heard.open else heard.generation
-        if not self._have_fsynced(found.content, shared, since):
+        if is_open or not self._have_fsynced(found.content, shared, since):
             if shared.lost:
                 raise DigestMismatch("the node that wrote the file has lost it, and no other one has a copy")
             raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
@@ -76,6 +79,16 @@ class FromPeers:
         except (Unreachable, StoreRefused) as failure:
             log.debug("the holders of content %d cannot be asked for: %s", number, failure)
             return None
+
+    def is_gone(self, inode: int) -> bool:
+        """Whether other nodes have taken its last name away since this one asked the store."""
+        if not holding.was_shared(self._db, inode):
+            return False
+        try:
+            file = holders.files(self._around.store, [inode]).get(inode)
+        except (Unreachable, StoreRefused):
+            return False
+        return file is None or not file.value.get("nlink", 1)
 
     def _have_sealed(self, content: Content, writer: Node) -> bool:
         """Have the writer seal what is closed there, or tell what an open file holds now. False: it does not answer."""
