@@ -227,11 +227,6 @@ PROBED_MAX = 64
 PROBES_AT_ONCE = 16
 PROBE_KEPT_S = 2.0
 
-# What doctor asks of the other nodes: of so many, so many at once, and again after so long.
-PROBED_MAX = 64
-PROBES_AT_ONCE = 16
-PROBE_KEPT_S = 2.0
-
 # --- peers -----------------------------------------------------------------------------------------------------------
 # The blocks' digests of a content that travels: 4 TiB. Larger ones stay on their node and the PFS.
 PEER_BLOCKS_MAX = MIB

@@ -26,7 +26,7 @@ from ckptfs_daemon.bells import Bell
 from ckptfs_daemon.context import Context
 from ckptfs_daemon.file_operations import FileOperations
 from ckptfs_daemon.inherited import READY, Inherited
-from ckptfs_daemon.name_operations import NameOperations
+from ckptfs_daemon.latest_operations import LatestOperations, unchangeable
 from ckptfs_daemon.open_files import OpenFiles
 from ckptfs_daemon.passthrough import Passthrough
 from ckptfs_daemon.quick import QuickOperations
@@ -37,8 +37,10 @@ import pyfuse3  # isort: skip
 log = logging.getLogger(__name__)
 
 
-class Operations(FileOperations, NameOperations, QuickOperations, pyfuse3.Operations):  # type: ignore[misc]
+class Operations(FileOperations, LatestOperations, QuickOperations, pyfuse3.Operations):  # type: ignore[misc]
     """Every handler of the mount."""
+
+    create = unchangeable(FileOperations.create)  # type: ignore[assignment]
 
     def __init__(self, context: Context) -> None:
         super().__init__()

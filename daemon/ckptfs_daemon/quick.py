@@ -2,16 +2,17 @@
 
 pyfuse3 makes a task, a context and a reply object of each request, which costs more than these answers themselves. What cannot be answered
 at once is left to pyfuse3's handlers, which begin anew and know everything: a directory that was not imported yet, a tier that may hang or
-is full, a request that was sent again, an error.
+is full, a request that was sent again, what is in no catalog, an error.
 If we die here: see handler.py; a create is committed before it is answered.
 """
 
 from ckptfs import limits
 from ckptfs.catalog import namespace
-from ckptfs.model import DataPath
+from ckptfs.model import ROOT, DataPath
 from ckptfs_daemon import door, edge, replies
 from ckptfs_daemon.creating import Creating
 from ckptfs_daemon.handler import Handler
+from ckptfs_daemon.latest_names import is_virtual
 from ckptfs_daemon.wishes import Opened
 
 
@@ -30,6 +31,8 @@ class QuickOperations(Handler):
         return self._written_s if self.context.open_files.is_written(inode) else limits.ATTRIBUTE_TIMEOUT_S
 
     def _quick_lookup(self, req: int, parent: int, name: bytes) -> bool:
+        if is_virtual(parent) or (parent == ROOT and name == namespace.OURS):
+            return False
         try:
             inode = namespace.lookup(self.context.db, parent, name)
         except FileNotFoundError:
@@ -46,7 +49,7 @@ class QuickOperations(Handler):
 
     def _quick_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> bool:
         request = edge.request()
-        if request.again:
+        if request.again or is_virtual(parent):
             return False
         creating = Creating(self.context, request, parent, name, mode, (uid, gid))
         opened = creating.at_once()

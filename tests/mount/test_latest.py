@@ -1,11 +1,14 @@
-"""N2 on a real mount: the newest complete member of a series, by `ckptfs latest`. N7, T5, T6."""
+"""N2 on a real mount: the newest complete member of a series, by `ckptfs latest` and by a name that any program opens. N7, T5, T6."""
 
+import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_under_test import Area
+from another_user import as_user
+from daemon_under_test import Area, DaemonUnderTest
 
 pytestmark = pytest.mark.fuse
 
@@ -109,3 +112,100 @@ def test_none(mount: Area) -> None:
     result = mount.command("latest", run, check=False)
     assert result.returncode == 2 and f"say which, in quotes: '{run}/other_*' or '{run}/step_*'" in result.stderr
     assert mount.command("latest", "/", check=False).returncode == 3
+
+
+# --- the name ---------------------------------------------------------------------------------------------------------
+
+
+def latest(mount: Area, *parts: str) -> Path:
+    """A name in `.ckptfs/latest`."""
+    return mount.daemon.path.joinpath(".ckptfs", "latest", mount.path.name, *parts)
+
+
+def test_a_name_that_any_program_opens(mount: Area) -> None:
+    """N2, D4: it leads to the newest complete one whenever it is followed."""
+    link = latest(mount, "run", "step_*")
+    (mount.path / "run").mkdir()
+    assert os.path.lexists(link) and not link.exists(), "there is none yet"
+    for number in (9, 10):
+        save(mount.path / "run" / f"step_{number}", "a", "b")
+        sealed(mount)
+        assert os.readlink(link) == f"../../../../{mount.path.name}/run/step_{number}"
+        assert (link / "a").read_bytes() == (mount.path / "run" / f"step_{number}" / "a").read_bytes()
+    with open(mount.path / "run" / "step_10" / "b", "ab"):
+        assert link.resolve().name == "step_9"
+    (mount.path / "ckpt_1.pt").write_bytes(b"one")
+    sealed(mount)
+    assert link.resolve().name == "step_10" and latest(mount, "ckpt_*.pt").read_bytes() == b"one"
+    (mount.path / "run").rename(mount.path / "moved")
+    assert latest(mount, "moved", "step_*").resolve() == (mount.path / "moved" / "step_10").resolve()
+    assert not os.path.lexists(link)
+
+
+def test_what_is_shown_beside_it(mount: Area) -> None:
+    """Directories and series; hidden at the top, and of no concern to the PFS."""
+    for number in (1, 2):
+        save(mount.path / "run" / f"step_{number}", "rank_0.pt")
+    (mount.path / "run" / "notes").write_text("n")
+    assert sorted(os.listdir(latest(mount, "run"))) == ["step_*", "step_1", "step_2"]
+    assert os.listdir(latest(mount)) == ["run"] and os.listdir(latest(mount, "run", "step_1")) == []
+    assert mount.path.name in os.listdir(mount.daemon.path / ".ckptfs" / "latest")
+    assert os.listdir(mount.daemon.path / ".ckptfs") == ["latest"] and ".ckptfs" not in os.listdir(mount.daemon.path)
+    found = [entry.name for entry in os.scandir(latest(mount, "run")) if entry.is_symlink()]
+    assert found == ["step_*"] and latest(mount, "run").is_dir()
+    assert not latest(mount, "run", "notes").exists() and not latest(mount, "none").exists()
+    assert len({os.lstat(latest(mount, *parts)).st_ino for parts in ((), ("run",), ("run", "step_*"), ("run", "step_1"))}) == 4
+    mount.command("wait", mount.path, "--timeout", "120s")
+    assert not (mount.daemon.pfs / ".ckptfs" / "latest").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda there: (there / "new").mkdir(),
+        lambda there: (there / "new").write_bytes(b"x"),
+        lambda there: (there / "new").symlink_to("x"),
+        lambda there: os.mknod(there / "new"),
+        lambda there: (there / "step_*").unlink(),
+        lambda there: (there / "step_1").rmdir(),
+        lambda there: (there / "step_1").rename(there / "step_3"),
+        lambda there: there.chmod(0o777),
+        lambda there: os.setxattr(there, "user.x", b"1"),
+    ],
+)
+def test_nothing_can_be_changed_there(mount: Area, change: Callable[[Path], object]) -> None:
+    """P11."""
+    save(mount.path / "run" / "step_1", "a")
+    with pytest.raises(OSError) as refusal:
+        change(latest(mount, "run"))
+    assert refusal.value.errno == errno.EROFS
+    assert os.listdir(mount.path / "run") == ["step_1"] and os.listxattr(latest(mount, "run")) == []
+
+
+@pytest.mark.others
+def test_who_may_not_look_sees_no_more_there(mount: Area) -> None:
+    """F6."""
+    save(mount.path / "closed" / "step_1", "a")
+    save(mount.path / "through" / "step_1", "a")
+    sealed(mount)
+    (mount.path / "closed").chmod(0o700)
+    (mount.path / "through").chmod(0o711)
+    assert as_user(lambda: os.readlink(latest(mount, "closed", "step_*"))) == "EACCES"
+    assert as_user(lambda: os.readlink(latest(mount, "through", "step_*"))) == "EACCES", "whoever may not list it"
+    (mount.path / "through").chmod(0o755)
+    assert as_user(lambda: os.readlink(latest(mount, "through", "step_*"))) == "ok"
+
+
+@pytest.mark.crash
+def test_the_name_outlives_the_mount_process(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """P8: a working directory there too."""
+    daemon = make_daemon()
+    save(daemon.path / "run" / "step_1", "a")
+    daemon.settle()
+    there = os.open(daemon.path / ".ckptfs" / "latest" / "run", os.O_PATH)
+    link = daemon.path / ".ckptfs" / "latest" / "run" / "step_*"
+    inode = os.lstat(link).st_ino
+    daemon.kill("mount")
+    assert os.lstat(link).st_ino == inode and (link / "a").exists()
+    assert os.readlink("step_*", dir_fd=there) == "../../../run/step_1"
+    os.close(there)

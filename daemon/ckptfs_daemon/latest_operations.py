@@ -1,0 +1,206 @@
+"""Owns `.ckptfs/latest` at the top of the mount: a name of the newest complete checkpoint of a series that any program can open (N2).
+
+There are the directories of the mount, and in each of them its series as symlinks: `.ckptfs/latest/run1/step_*` leads to `run1/step_100`,
+found anew whenever somebody follows it, and to nothing while no checkpoint is complete. None of it is in the catalog, the kernel keeps
+nothing of it, nobody can change it. Whoever may list a directory finds its series there.
+If we die here: nothing was changed. What the kernel asks the next process of before it looked it up again is ESTALE, so it does that.
+"""
+
+import errno
+import functools
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import trio
+
+from ckptfs import lifecycle, series
+from ckptfs.catalog import directories, namespace, report
+from ckptfs.catalog.directories import Unvisited
+from ckptfs.errors import refused
+from ckptfs.model import ROOT, Inode, Level
+from ckptfs.series import File
+from ckptfs_daemon import replies
+from ckptfs_daemon.edge import answered
+from ckptfs_daemon.latest_names import TOP, Numbers, Place, is_virtual
+from ckptfs_daemon.name_operations import NameOperations
+
+import pyfuse3  # isort: skip
+from pyfuse3 import EntryAttributes  # isort: skip
+
+if TYPE_CHECKING:
+    from pyfuse3 import ReaddirToken, RequestContext
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LATEST = b"latest"
+ABOVE = b"../"
+
+
+def unchangeable(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """A handler of changes that refuses them where nothing can be changed."""
+
+    @functools.wraps(handler)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        if any(isinstance(one, int) and is_virtual(one) for one in args[1:4]):
+            raise pyfuse3.FUSEError(errno.EROFS)
+        return await handler(*args, **kwargs)
+
+    return wrapped
+
+
+class LatestOperations(NameOperations):
+    """The handlers of names, and before them what is ours alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = Numbers()
+
+    mkdir = unchangeable(NameOperations.mkdir)
+    mknod = unchangeable(NameOperations.mknod)
+    symlink = unchangeable(NameOperations.symlink)
+    link = unchangeable(NameOperations.link)
+    unlink = unchangeable(NameOperations.unlink)
+    rmdir = unchangeable(NameOperations.rmdir)
+    rename = unchangeable(NameOperations.rename)
+    setattr = unchangeable(NameOperations.setattr)
+    setxattr = unchangeable(NameOperations.setxattr)
+    removexattr = unchangeable(NameOperations.removexattr)
+
+    @answered
+    async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
+        """What a name leads to."""
+        if parent_inode == ROOT and name == namespace.OURS:
+            return self._entry(TOP)
+        if not is_virtual(parent_inode):
+            return await super().lookup(parent_inode, name, ctx)
+        place = await self._within(self._place(parent_inode), name)
+        return replies.nothing(0) if place is None else self._entry(place)
+
+    @answered
+    async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
+        """The attributes of an inode."""
+        return self._entry(self._place(inode)) if is_virtual(inode) else await super().getattr(inode, ctx)
+
+    @answered
+    async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
+        """Where a symlink leads: that of a series to the newest of its members that is complete now."""
+        return await self._newest(self._place(inode)) if is_virtual(inode) else await super().readlink(inode, ctx)
+
+    @answered
+    async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
+        """The value of an attribute."""
+        if is_virtual(inode):
+            raise refused(errno.ENODATA)
+        return await super().getxattr(inode, name, ctx)
+
+    @answered
+    async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
+        """The names of the attributes."""
+        return [] if is_virtual(inode) else await super().listxattr(inode, ctx)
+
+    @answered
+    async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
+        """Fill the reply with entries after the offset `start_id`."""
+        if not is_virtual(fh):
+            await super().readdir(fh, start_id, token)
+            return
+        place = self._place(fh)
+        found = [(b".", place), (b"..", place), *await self._inside(place)]
+        for offset, (name, one) in enumerate(found[start_id:], start_id + 1):
+            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), self._entry(one), offset):
+                return
+
+    # --- what is where ------------------------------------------------------------------------------------------------
+
+    def _place(self, inode: int) -> Place:
+        place = self._numbers.place(inode)
+        if place is None:
+            raise refused(errno.ESTALE)
+        return place
+
+    def _entry(self, place: Place) -> EntryAttributes:
+        """As the directory that it stands for: who may list that may look here."""
+        shown = self.current(place.directory or ROOT)
+        listing = (shown.mode & 0o444) >> 2 & shown.mode
+        mode = stat.S_IFLNK | 0o777 if place.series else stat.S_IFDIR | (shown.mode & 0o444) | listing
+        entry = replies.attributes(replace(shown, id=self._numbers.of(place), mode=mode, nlink=1 if place.series else 2, size=0))
+        entry.entry_timeout = entry.attr_timeout = 0
+        return entry
+
+    async def _within(self, place: Place, name: bytes) -> Place | None:
+        """What a name in a place leads to."""
+        if place == TOP:
+            return Place(ROOT) if name == LATEST else None
+        if series.parsed(name) is not None:
+            return Place(place.directory, name)
+        try:
+            child = await self._child(place.directory, name)
+        except FileNotFoundError:
+            return None
+        return Place(child.id) if child.is_directory else None
+
+    async def _child(self, directory: int, name: bytes) -> Inode:
+        if self.context.sharing is not None:
+            await self.context.sharing.fresh_name(directory, name)
+        try:
+            return namespace.lookup(self.context.db, directory, name)
+        except Unvisited:
+            await self.visited(directory, must=True)
+            return namespace.lookup(self.context.db, directory, name)
+
+    async def _inside(self, place: Place) -> list[tuple[bytes, Place]]:
+        """What a place shows, by name."""
+        if place == TOP:
+            return [(LATEST, Place(ROOT))]
+        found = await self._listed(place.directory)
+        names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
+        shown = {name: Place(inode.id) for name, inode in found.items() if inode.is_directory}
+        return sorted((shown | {one.name: Place(place.directory, one.name) for one in series.among(names)}).items())
+
+    async def _listed(self, directory: int) -> dict[bytes, Inode]:
+        """The names in a directory of the mount."""
+        if self.context.sharing is not None:
+            await self.context.sharing.fresh_inode(directory)
+            await self.context.sharing.fresh_directory(directory)
+        if not self.current(directory).complete:
+            await self.visited(directory, must=True)
+        return {entry.name: inode for entry, inode in directories.read(self.context.db, directory)}
+
+    # --- what is complete ---------------------------------------------------------------------------------------------
+
+    async def _newest(self, place: Place) -> bytes:
+        """The way from a series' symlink to its newest complete member. Raises ENOENT."""
+        one = series.parsed(place.series)
+        if one is None:
+            raise refused(errno.EINVAL)
+        found = await self._listed(place.directory)
+        for name in one.newest_first(found):
+            inode = found[name]
+            if (inode.is_directory or inode.is_file) and series.judged(await self._files(inode.id)).has(Level.LOCAL):
+                parts = [part for part in report.path_of(self.context.db, place.directory).split(b"/") if part]
+                return ABOVE * (len(parts) + 2) + b"/".join([*parts, name])
+        raise refused(errno.ENOENT)
+
+    async def _files(self, member: int) -> dict[bytes, File]:
+        """The regular files of a member, up to the first on which no checkpoint can rest."""
+        files: dict[bytes, File] = {}
+        todo = [(b"", member)]
+        while todo:
+            path, number = todo.pop()
+            # A large member must not keep other requests waiting.
+            await trio.lowlevel.checkpoint()
+            await self.fresh_inode(number)
+            inode = self.current(number)
+            if inode.is_directory:
+                todo += [(path + b"/" + name if path else name, child.id) for name, child in (await self._listed(number)).items()]
+            elif inode.is_file:
+                if self.context.sharing is not None:
+                    await self.context.sharing.fresh_copies(number)
+                record = report.record(self.context.db, number)
+                files[path] = File(inode.size, lifecycle.level(record), series.lacks(record, inode.size))
+                if files[path].lacks:
+                    break
+        return files

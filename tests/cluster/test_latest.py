@@ -1,0 +1,63 @@
+"""N2, N5, D4 between nodes: all of them find the same newest complete checkpoint, and each says what it has left for the others."""
+
+import json
+import os
+from pathlib import Path
+
+from cluster_lab import ClusterUnderTest, NodeUnderTest, eventually, wait_for
+
+SHARD = 300_000
+
+
+def save(directory: Path, *names: str) -> None:
+    directory.mkdir(parents=True)
+    for name in names:
+        (directory / name).write_bytes(os.urandom(SHARD))
+
+
+def newest(node: NodeUnderTest, *more: str) -> str:
+    """What the command says on a node; the name that programs open leads to the same."""
+    result = node.command("latest", node.path / "run" / "step_*", *more, check=False)
+    found = Path(result.stdout.strip()).name
+    if not more and found:
+        assert os.path.basename(os.readlink(node.path / ".ckptfs" / "latest" / "run" / "step_*")) == found
+    return found
+
+
+def test_all_nodes_find_the_same(lab: ClusterUnderTest) -> None:
+    """D4, N2, N7: ranks on different nodes write one checkpoint; while one of them writes nobody takes it."""
+    first, second, third = lab.nodes
+    save(first.path / "run" / "step_1", "rank_0.pt")
+    (second.path / "run" / "step_1" / "rank_1.pt").write_bytes(os.urandom(SHARD))
+    wait_for(first.path / "run", "clique")
+    for node in lab.nodes:
+        eventually(lambda node=node: newest(node) == "step_1", what=f"{node.name} finds the first")
+    save(first.path / "run" / "step_2", "rank_0.pt")
+    with open(second.path / "run" / "step_2" / "rank_1.pt", "wb") as file:
+        file.write(os.urandom(SHARD))
+        assert [newest(node) for node in lab.nodes] == ["step_1"] * 3
+    wait_for(third.path / "run", "clique")
+    for node in lab.nodes:
+        eventually(lambda node=node: newest(node, "--level", "clique") == "step_2", what=f"{node.name} finds the second")
+        assert newest(node) == "step_2"
+        data = (node.path / ".ckptfs" / "latest" / "run" / "step_*" / "rank_1.pt").read_bytes()
+        assert data == (second.path / "run" / "step_2" / "rank_1.pt").read_bytes()
+
+
+def test_what_the_clique_has_left(lab: ClusterUnderTest) -> None:
+    """N5: with two copies a node needs twice the room, and its peers must have it."""
+    node = lab[0]
+    found = eventually(lambda: _df(node), what="the nodes have told how much they hold")
+    assert found["replication_factor"] == 2 and found["node"] == node.name
+    ram = found["tiers"][0]
+    assert (ram["name"], ram["total_bytes"]) == ("ram", 512 << 20) and ram["share_bytes"] == 256 << 20
+    assert "(1.0 MiB x 2 generations x 2 copies)" in node.command("df", node.path, "--checkpoint", "1M").stdout
+    result = node.command("df", node.path, "--checkpoint", "90T", check=False)
+    assert result.returncode == 1 and "raise peer_share=" in result.stdout
+
+
+def _df(node: NodeUnderTest) -> dict[str, object] | None:
+    found: dict[str, object] = json.loads(node.command("df", node.path, "--json").stdout)
+    clique = found["clique"]
+    assert isinstance(clique, list)
+    return found if clique and all(member["told"] for member in clique) else None
