@@ -87,7 +87,8 @@ def _check_security(config: Config) -> None:
     if config.insecure and config.keys is not None:
         raise ConfigError("keys and insecure exclude one another", remedy="leave out insecure")
     if config.keys is not None:
-        _check_files("keys", *(config.keys / name for name in KEY_FILES))
+        remedy = f"give the directory that `ckptfs keys issue` made for node {config.node}, with {', '.join(KEY_FILES)} in it"
+        _check_files("keys", *(config.keys / name for name in KEY_FILES), remedy=remedy)
     elif not config.insecure:
         remedy = "make them with `ckptfs keys init` and `ckptfs keys issue` and give keys=DIRECTORY; insecure is for trying on one machine"
         raise ConfigError("cluster was given without keys, by which nodes recognise one another", remedy=remedy)
@@ -107,7 +108,7 @@ def _check_etcd_keys(config: Config) -> None:
             _check_files(key, path)
 
 
-def _check_files(key: str, *paths: Path) -> None:
+def _check_files(key: str, *paths: Path, remedy: str = "") -> None:
     """Refuse what is not there or cannot be read."""
     for path in paths:
         try:
@@ -115,7 +116,7 @@ def _check_files(key: str, *paths: Path) -> None:
                 pass
         except OSError as failure:
             raise ConfigError(
-                f"{key}: {path} cannot be read: {os.strerror(failure.errno or 0)}", remedy=f"name readable files with {key}="
+                f"{key}: {path} cannot be read: {os.strerror(failure.errno or 0)}", remedy=remedy or f"name readable files with {key}="
             ) from failure
 
 

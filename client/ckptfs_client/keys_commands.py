@@ -57,6 +57,8 @@ def revoke(
         lists = keys.revoke(directory, node)
     except (CkptfsError, OSError) as failure:
         raise _failed(failure) from failure
+    if not any(directory.glob(f".{node}.revoked-*")):
+        print(f"no keys of a node {node} lie in {directory}: see that the name is right")
     print(f"the keys of node {node} are revoked; copy {lists[0]} into the directory keys= of every node: they read it while they run")
 
 

@@ -4,6 +4,7 @@ What gRPC itself ends before that is not seen here: failed TLS handshakes, and h
 If we die here: nothing is kept.
 """
 
+import ctypes
 import errno
 import logging
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+from ckptfs import limits
 from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs_daemon.peer_gate import UNKNOWN, Gate
@@ -22,6 +24,7 @@ from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why, from_failure
 log = logging.getLogger(__name__)
 
 SERVICE = "ckptfs.peer.Peer"
+LARGE_BYTES = limits.MIB
 STATUS = {
     Why.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
     Why.OUT_OF_ORDER: grpc.StatusCode.FAILED_PRECONDITION,
@@ -39,6 +42,8 @@ STATUS = {
 }
 
 Handler = Callable[..., Any]
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
+"""Of glibc; others do without."""
 
 
 class Desk:
@@ -76,6 +81,7 @@ class Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def __init__(self, calls: Any, send: Handler, read: Handler, desk: Desk) -> None:
         self._desk = desk
+        self._large = False
         self._handlers = {
             f"/{SERVICE}/Send": grpc.stream_unary_rpc_method_handler(send),
             f"/{SERVICE}/Read": grpc.unary_stream_rpc_method_handler(read),
@@ -92,6 +98,7 @@ class Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def _parsed(self, kind: Any, call: Handler) -> Handler:
         def parsed(message: bytes, context: grpc.ServicerContext) -> Any:
+            self._large |= len(message) > LARGE_BYTES
             try:
                 request = kind.FromString(message)
             except DecodeError:
@@ -100,6 +107,12 @@ class Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             return call(request, context)
 
         return parsed
+
+    def give_back(self) -> None:
+        """After large messages what they took goes back to the system: they come in pieces, which malloc would keep for ever."""
+        if self._large:
+            self._large = False
+            _trim(0)
 
     def _no_method(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         with self._desk.received(context):

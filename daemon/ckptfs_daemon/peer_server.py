@@ -225,7 +225,8 @@ class PeerServer:
         self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
         options = [*OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_TOKEN_S * 1000))]
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
-        self._server.add_generic_rpc_handlers((Methods(Calls(self.ledger, desk, self._connect), self._raw.send, self._raw.read, desk),))
+        self._methods = Methods(Calls(self.ledger, desk, self._connect), self._raw.send, self._raw.read, desk)
+        self._server.add_generic_rpc_handlers((self._methods,))
         self.port = _bind(self._server, listen, identity)
         self.bulk = BulkServer(streams, self.refusals, host_of(listen), self.port + 1) if bulk else None
         self._stopped = threading.Event()
@@ -264,6 +265,7 @@ class PeerServer:
                 self._raw.sweep()
                 self.ledger.sweep()
                 self._end_revoked()
+                self._methods.give_back()
             except Exception:
                 log.exception("what peers left could not be ended")
 

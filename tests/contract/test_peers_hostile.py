@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from ckptfs_daemon import peer_link
+from ckptfs_daemon import peer_desk, peer_link
 from ckptfs_daemon.peer_bulk import Tickets
 from ckptfs_daemon.peer_client import PeerClient
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -396,6 +396,21 @@ def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
     figures = refusals.figures()
     assert len(figures) == limits.PEER_COUNTED_MAX + 1
     assert sum(count for counts in figures.values() for count in counts.values()) == 3 * limits.PEER_COUNTED_MAX
+
+
+def test_what_large_messages_took_is_given_back(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when every one of them is refused."""
+    trimmed: list[int] = []
+    monkeypatch.setattr(peer_desk, "_trim", trimmed.append)
+    monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
+    node = PeerNode(tmp_path, "node1", keyring("node1"))
+    raw = Raw(node, keyring("node2"))
+    assert raw.refused("Offer", MALFORMED["no content"]) is Status.INVALID_ARGUMENT
+    assert raw.refused("Offer", bytes(2 * peer_desk.LARGE_BYTES)) is Status.INVALID_ARGUMENT
+    eventually(lambda: trimmed, what="memory is given back")
+    raw.channel.close()
+    node.stop()
+    assert trimmed == [0]
 
 
 def test_streams_that_say_nothing_leave_room_for_the_others(node: PeerNode, raw: Raw, keyring: Keyring) -> None:
