@@ -44,6 +44,8 @@ def _nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Findi
     if silent:
         words = "; ".join(f"{member.name} at {member.address}: {member.silent}" for member in silent[:NAMED_MAX])
         remedy = "see that address= there names the host as this one reaches it, and that its port and the one after it are open"
+        if any("keys" in member.silent for member in silent):
+            remedy = "give each node keys of its own; where they were revoked issue new ones, and start it again"
         return Finding(name, BAD, f"{counted(len(silent), 'node')} of {len(living)} cannot be reached: {words}", remedy)
     if len(living) < cluster.replication_factor:
         remedy = "start more nodes, or give a smaller replication_factor"

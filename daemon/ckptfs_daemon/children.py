@@ -111,4 +111,4 @@ def _environment() -> dict[str, str]:
     """
     places = [str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)]
     known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    return {"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, *known]))}
+    return {"GRPC_VERBOSITY": "NONE", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, *known]))}

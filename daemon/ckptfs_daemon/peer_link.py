@@ -27,6 +27,8 @@ from ckptfs_daemon.peer_sealed import ConnectionEnded, Sealed
 
 WEIGHT = 0.3
 TURN_LOOK_S = 0.25
+WRONG_NAME = "Hostname Verification Check failed"
+"""What gRPC says when a server's certificate does not have the name that we demand."""
 OPTIONS = [
     ("grpc.max_receive_message_length", limits.PEER_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.PEER_MESSAGE_BYTES_MAX),
@@ -200,6 +202,8 @@ class Link:
         if number is not None:
             return self._refused(number, text or details)
         self.measured.failed()
+        if WRONG_NAME in details:
+            return PeerFailed(f"at {self.address} answers a node without good keys of {self.name}: another one, or they were revoked")
         return PeerFailed(f"{self.name} does not answer: {code.name.lower()}, {details}")
 
     def _refused(self, number: int, text: str) -> PeerFailed:

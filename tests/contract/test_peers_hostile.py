@@ -7,7 +7,10 @@ import datetime
 import os
 import secrets
 import socket
+import ssl
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +18,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from ckptfs_daemon import peer_desk, peer_link
+from ckptfs_daemon import children, peer_desk, peer_link
 from ckptfs_daemon.peer_bulk import Tickets
 from ckptfs_daemon.peer_client import PeerClient
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -148,7 +151,7 @@ def test_a_client_refuses_the_wrong_node_and_the_wrong_authority(node: PeerNode,
     """Whoever answers at the address of node3 must be node3."""
     for identity, name in ((keyring("node2"), "node3"), (Keyring(tmp_path / "other")("node2"), "node1")):
         link = peer_link.Link("node2", CLUSTER, identity, name, node.there.address, bulk=True)
-        with pytest.raises(peer_link.PeerFailed, match="does not answer"):
+        with pytest.raises(peer_link.PeerFailed, match="without good keys of node3" if name == "node3" else "does not answer"):
             link.ask(link.calls.Ping, pb.Nothing())
         link.close()
 
@@ -198,9 +201,44 @@ def refuses(made: PeerClient, node: PeerNode) -> bool:
     try:
         made.ping(node.there)
     except PeerFailed as failure:
-        assert "does not answer" in str(failure)
+        assert "without good keys of node1: another one, or they were revoked" in str(failure)
         return True
     return False
+
+
+SERVES = """
+import sys
+from pathlib import Path
+from ckptfs.clique import keys
+from peer_world import PeerNode
+node = PeerNode(Path(sys.argv[1]), "node1", keys.load(Path(sys.argv[2])))
+print(node.server.port, flush=True)
+sys.stdin.read()
+node.stop()
+"""
+
+
+def test_strangers_leave_no_line_each_in_the_log(tmp_path: Path, keyring: Keyring) -> None:
+    """In the environment of the daemon's children gRPC writes nothing of its own: whoever can reach the port could fill the disk."""
+    mine = keyring("node1")
+    keyring("node2")
+    environment = children._environment()
+    environment["PYTHONPATH"] += f":{Path(__file__).parent.parent}"
+    command = [sys.executable, "-c", SERVES, str(tmp_path), str(keyring.directory / "node1")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as served:  # fmt: skip
+        assert served.stdout is not None
+        port = int(served.stdout.readline())
+        for number in range(20):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port + number % 2)) as stranger:
+                stranger.sendall(secrets.token_bytes(200))
+            context = ssl.create_default_context(cadata=mine.ca.decode())
+            context.load_cert_chain(keyring.directory / "node2" / "node.pem", keyring.directory / "node2" / "node.key")
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)) as stranger:
+                context.wrap_socket(stranger, server_hostname="n-0.ckptfs")
+        _, said = served.communicate(timeout=60)
+    assert served.returncode == 0 and said == ""
 
 
 # --- what --------------------------------------------------------------------------------------------------------------

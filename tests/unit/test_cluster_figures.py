@@ -136,6 +136,11 @@ def test_doctor_names_whom_it_cannot_reach_and_whose_clock_is_off(node: Node, st
 
     (reach,) = [one for one in examined(node, store, silent) if one.verdict == findings.BAD]
     assert "node2 at node2:1: node2 does not answer" in reach.what and "open" in reach.remedy
+
+    def revoked(_: membership.Node) -> Speed:
+        raise PeerFailed("node2 refuses: these keys were revoked")
+
+    assert "issue new ones" in next(one.remedy for one in examined(node, store, revoked) if one.verdict == findings.BAD)
     (clock,) = [one for one in examined(node, store, lambda _: Speed(0.001, None, None, -90.0)) if one.verdict == findings.NOTE]
     assert "node2 by 1 min behind" in clock.what
 
