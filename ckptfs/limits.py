@@ -234,6 +234,9 @@ PEER_MESSAGE_BYTES_MAX = 16 * PEER_BLOCKS_MAX + 2 * MIB
 # Bulk travels in pieces of this length; smaller contents travel inside the offer.
 PEER_PIECE_BYTES = MIB
 PEER_WHOLE_BYTES_MAX = 256 * KIB
+# So many small contents, of so many bytes altogether, travel in one message.
+PEER_MANY_MAX = 64
+PEER_MANY_BYTES_MAX = 2 * MIB
 PEER_FORGET_MAX = 4096
 PEER_RUN_BLOCKS_MAX = 64
 # What is asked of a source at once takes about so long at its measured speed: then it is free for what somebody waits for.
@@ -325,5 +328,6 @@ assert 2 * STORE_LOOK_S <= STORE_TELL_S < STORE_LOST_REST_S <= STORE_LOST_SHOWN_
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_ANSWER_BYTES_MAX
 assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PEER_STALL_S < PEER_IDLE_S
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
+assert PEER_WHOLE_BYTES_MAX <= PEER_MANY_BYTES_MAX and 2 * PEER_MANY_BYTES_MAX < PEER_MESSAGE_BYTES_MAX
 assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)
 assert 2 * PEER_LINK_STREAMS_MAX <= PEER_STREAMS_OF_ONE_MAX < PEER_CONNECTIONS_OF_ONE_MAX

@@ -171,6 +171,7 @@ class PeersHere:
         self._cluster = cluster
         self._here = here
         self.sent: list[tuple[str, int, int]] = []
+        self.together: list[int] = []
         self.fault: Callable[[str, str], None] = lambda act, name: None
         self.spoil: set[str] = set()
         self.asked: list[tuple[str, str]] = []
@@ -205,6 +206,18 @@ class PeersHere:
         verified = shelf.received(reception.token) and not offer.early
         self.sent.append((node.name, offer.content, moved))
         return Sent(len(reception.lacking), moved, verified)
+
+    def send_many(self, node: Reachable, offers: Sequence[tuple[Offer, int]]) -> list[Sent | PeerFailed]:
+        self.fault("many", node.name)
+        assert 1 < len(offers) <= limits.PEER_MANY_MAX and sum(offer.size for offer, _ in offers) <= limits.PEER_MANY_BYTES_MAX
+        found: list[Sent | PeerFailed] = []
+        for offer, fd in offers:
+            try:
+                found.append(self.send(node, offer, fd))
+            except (PeerRefused, PeerLied) as failure:
+                found.append(failure)
+        self.together.append(len(offers))
+        return found
 
     def fetch(
         self, sources: Sequence[Reachable], record: Record, wanted: Sequence[int], target_fd: int,

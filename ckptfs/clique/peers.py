@@ -90,6 +90,12 @@ class Peers(Protocol):
         A source that no longer has the offered digests (it is written again) makes the peer refuse: PeerLied.
         """
 
+    def send_many(self, node: Reachable, offers: Sequence[tuple[Offer, int]]) -> list["Sent | PeerFailed"]:
+        """Small sealed contents in one message, each with a descriptor to read it from; what became of each, in order.
+
+        At most `limits.PEER_MANY_MAX`, together `limits.PEER_MANY_BYTES_MAX`, each `limits.PEER_WHOLE_BYTES_MAX`. Raises what ends all.
+        """
+
     def fetch(
         self,
         sources: Sequence[Reachable],

@@ -34,6 +34,28 @@ class OfferReply(_message.Message):
     verified: bool
     def __init__(self, transfer: _Optional[int] = ..., lacking: _Optional[bytes] = ..., verified: _Optional[bool] = ...) -> None: ...
 
+class OffersRequest(_message.Message):
+    __slots__ = ("offers",)
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    offers: _containers.RepeatedCompositeFieldContainer[OfferRequest]
+    def __init__(self, offers: _Optional[_Iterable[_Union[OfferRequest, _Mapping]]] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("verified", "code", "why")
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    verified: bool
+    code: int
+    why: str
+    def __init__(self, verified: _Optional[bool] = ..., code: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+
+class OffersReply(_message.Message):
+    __slots__ = ("verdicts",)
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
+
 class TransferRequest(_message.Message):
     __slots__ = ("transfer",)
     TRANSFER_FIELD_NUMBER: _ClassVar[int]

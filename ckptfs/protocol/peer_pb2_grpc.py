@@ -39,6 +39,11 @@ class PeerStub:
                 request_serializer=peer__pb2.OfferRequest.SerializeToString,
                 response_deserializer=peer__pb2.OfferReply.FromString,
                 _registered_method=True)
+        self.OfferMany = channel.unary_unary(
+                '/ckptfs.peer.Peer/OfferMany',
+                request_serializer=peer__pb2.OffersRequest.SerializeToString,
+                response_deserializer=peer__pb2.OffersReply.FromString,
+                _registered_method=True)
         self.Progress = channel.unary_unary(
                 '/ckptfs.peer.Peer/Progress',
                 request_serializer=peer__pb2.TransferRequest.SerializeToString,
@@ -90,6 +95,12 @@ class PeerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Offer(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OfferMany(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +170,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Offer,
                     request_deserializer=peer__pb2.OfferRequest.FromString,
                     response_serializer=peer__pb2.OfferReply.SerializeToString,
+            ),
+            'OfferMany': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferMany,
+                    request_deserializer=peer__pb2.OffersRequest.FromString,
+                    response_serializer=peer__pb2.OffersReply.SerializeToString,
             ),
             'Progress': grpc.unary_unary_rpc_method_handler(
                     servicer.Progress,
@@ -233,6 +249,33 @@ class Peer:
             '/ckptfs.peer.Peer/Offer',
             peer__pb2.OfferRequest.SerializeToString,
             peer__pb2.OfferReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferMany(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptfs.peer.Peer/OfferMany',
+            peer__pb2.OffersRequest.SerializeToString,
+            peer__pb2.OffersReply.FromString,
             options,
             channel_credentials,
             insecure,

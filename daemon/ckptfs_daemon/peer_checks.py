@@ -43,6 +43,21 @@ def offer(request: pb.OfferRequest) -> Offer:
     return Offer(request.content, request.inode, request.generation, request.size, found, bytes(request.blocks))
 
 
+def offers(request: pb.OffersRequest) -> list[Offer]:
+    """What a peer offers in one message: small contents, sealed and whole, each once, and their bytes are those of their digests."""
+    need(0 < len(request.offers) <= limits.PEER_MANY_MAX, f"{len(request.offers)} contents are not between 1 and {limits.PEER_MANY_MAX}")
+    size = sum(len(one.whole) for one in request.offers)
+    need(size <= limits.PEER_MANY_BYTES_MAX, f"{size} bytes are too many to travel in one message")
+    need(len({one.content for one in request.offers}) == len(request.offers), "a content is offered twice")
+    for one in request.offers:
+        need(bool(one.digest) and len(one.whole) == one.size, "what travels together is sealed and whole")
+    found = [offer(one) for one in request.offers]
+    for one in request.offers:
+        if digest.block(one.whole) != one.blocks and one.size:
+            raise Refusal(Why.WRONG_DIGEST, "the bytes are not those of the digest")
+    return found
+
+
 def offered(offer: Offer, number: int) -> bytes:
     """The digest that block `number` must have."""
     return offer.blocks[number * digest.BLOCK_DIGEST_BYTES : (number + 1) * digest.BLOCK_DIGEST_BYTES]

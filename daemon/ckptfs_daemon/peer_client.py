@@ -49,14 +49,7 @@ class PeerClient:
         link = self._link(node)
         if blocks_of(offer.size) > limits.PEER_BLOCKS_MAX:
             raise Refused(f"{offer.size} bytes are more than peers hold of one content")
-        request = pb.OfferRequest(
-            content=offer.content,
-            inode=offer.inode,
-            generation=offer.generation,
-            size=offer.size,
-            digest=offer.digest or b"",
-            blocks=offer.blocks,
-        )
+        request = _request(offer)
         if not offer.early and 0 < offer.size <= limits.PEER_WHOLE_BYTES_MAX:
             return _send_whole(link, request, source_fd)
         with link.content(offer.content, wanted):
@@ -75,6 +68,23 @@ class PeerClient:
         if not verified:
             raise PeerLied(f"{link.name} found that what it has is not what was offered")
         return Sent(len(lacking), moved, not offer.early)
+
+    def send_many(self, node: Reachable, offers: Sequence[tuple[Offer, int]]) -> list[Sent | PeerFailed]:
+        """See `Peers.send_many`."""
+        link = self._link(node)
+        request, found = pb.OffersRequest(), dict[int, Sent | PeerFailed]()
+        asked: list[int] = []
+        for index, (offer, fd) in enumerate(offers):
+            try:
+                request.offers.append(_filled(_request(offer), fd))
+                asked.append(index)
+            except PeerLied as failure:
+                found[index] = failure
+        verdicts = link.ask(link.calls.OfferMany, request, limits.PEER_DISK_S).verdicts if asked else ()
+        if len(verdicts) != len(asked):
+            raise PeerLied(f"{link.name} answers {len(verdicts)} of {len(asked)} offers")
+        found |= {index: _judged(link, offers[index][0], verdict) for index, verdict in zip(asked, verdicts, strict=True)}
+        return [found[index] for index in range(len(offers))]
 
     def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, lacking: list[int], wanted: Callable[[], bool]) -> int:
         """Send until nothing is lacking. A try that brought something forward is followed by another. The bytes on the wire."""
@@ -208,12 +218,37 @@ class PeerClient:
         return link
 
 
+def _request(offer: Offer) -> Any:
+    return pb.OfferRequest(
+        content=offer.content,
+        inode=offer.inode,
+        generation=offer.generation,
+        size=offer.size,
+        digest=offer.digest or b"",
+        blocks=offer.blocks,
+    )
+
+
+def _filled(request: Any, fd: int) -> Any:
+    """An offer with the content itself inside. Raises PeerLied when that is not what its digest says."""
+    request.whole = os.pread(fd, request.size, 0)
+    if len(request.whole) != request.size or (request.size and digest.block(request.whole) != request.blocks):
+        raise PeerLied("the file is not what its digest says")
+    return request
+
+
+def _judged(link: Link, offer: Offer, verdict: Any) -> Sent | PeerFailed:
+    """What a peer says of one of several contents."""
+    if verdict.verified:
+        return Sent(min(1, offer.size), offer.size, True)
+    if verdict.code:
+        return link.refused(verdict.code, verdict.why)
+    return PeerLied(f"{link.name} found that what it has is not what was offered")
+
+
 def _send_whole(link: Link, request: Any, fd: int) -> Sent:
     """A small content travels inside its offer."""
-    request.whole = os.pread(fd, request.size, 0)
-    if len(request.whole) != request.size or digest.block(request.whole) != request.blocks:
-        raise PeerLied("the file is not what its digest says")
-    reply = link.ask(link.calls.Offer, request, limits.PEER_DISK_S)
+    reply = link.ask(link.calls.Offer, _filled(request, fd), limits.PEER_DISK_S)
     if not reply.verified:
         raise PeerLied(f"{link.name} found that what it has is not what was offered")
     return Sent(1, request.size, True)

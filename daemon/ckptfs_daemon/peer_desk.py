@@ -68,6 +68,11 @@ class Desk:
             log.exception("a call of peer %s failed", peer)
             self._refuse(context, peer, from_failure(failure))
 
+    def counted(self, peer: str, refusal: Refusal) -> Refusal:
+        """A refusal of a part of what a peer asked."""
+        self._refusals.add(peer, refusal)
+        return refusal
+
     def _refuse(self, context: grpc.ServicerContext, peer: str, refusal: Refusal) -> NoReturn:
         self._refusals.add(peer, refusal)
         context.abort(STATUS[refusal.why], f"{errno.errorcode[refusal.why]}: {refusal}")

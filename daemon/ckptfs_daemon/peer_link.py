@@ -191,7 +191,7 @@ class Link:
         if isinstance(failure, grpc.RpcError):
             return self.translated(failure)
         if isinstance(failure, Refusal):
-            return self._refused(failure.why, str(failure))
+            return self.refused(failure.why, str(failure))
         return PeerFailed(f"{self.name} broke off: {failure or type(failure).__name__}")
 
     def translated(self, failure: grpc.RpcError) -> PeerFailed:
@@ -200,13 +200,14 @@ class Link:
         name, _, text = details.partition(": ")
         number = getattr(errno, name, None) if name.isidentifier() and name.startswith("E") else ERRNO.get(code)
         if number is not None:
-            return self._refused(number, text or details)
+            return self.refused(number, text or details)
         self.measured.failed()
         if WRONG_NAME in details:
             return PeerFailed(f"at {self.address} answers a node without good keys of {self.name}: another one, or they were revoked")
         return PeerFailed(f"{self.name} does not answer: {code.name.lower()}, {details}")
 
-    def _refused(self, number: int, text: str) -> PeerFailed:
+    def refused(self, number: int, text: str) -> PeerFailed:
+        """A peer's no, as it concerns us."""
         if number == Why.WRONG_DIGEST:
             return PeerLied(f"{self.name}: {text}")
         return PeerRefused(f"{self.name} refuses: {text}", number)

@@ -20,9 +20,10 @@ import trio
 from ckptfs import limits
 from ckptfs.clique.keys import Identity
 from ckptfs.clique.revoked import Revoked
-from ckptfs.clique.shelf import Loan, Shelf
+from ckptfs.clique.shelf import Loan, Offer, Shelf
 from ckptfs.config import host_of
 from ckptfs.digest import block
+from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
 from ckptfs_daemon import peer_checks, peer_frames
@@ -30,7 +31,7 @@ from ckptfs_daemon.peer_bulk import BulkServer
 from ckptfs_daemon.peer_desk import Desk, Methods
 from ckptfs_daemon.peer_frames import Command, bitmap, blocks_of
 from ckptfs_daemon.peer_gate import Gate, server_credentials
-from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why
+from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why, from_failure
 from ckptfs_daemon.peer_streams import Slots, Streams
 from ckptfs_daemon.peer_transfers import Ledger
 
@@ -65,15 +66,17 @@ class Calls(rpc.PeerServicer):  # type: ignore[misc]
             offer = peer_checks.offer(request)
             if request.whole or not offer.size:
                 need_digest(request, offer.blocks)
+            if request.whole:
+                return pb.OfferReply(verified=self._ledger.whole(peer, offer, request.whole))
             number, lacking = self._ledger.offer(peer, offer)
-            if not request.whole:
-                return pb.OfferReply(transfer=number, lacking=bitmap(lacking, blocks_of(offer.size)))
-            transfer = self._ledger.transfers.get(peer, number)
-            with transfer.stream():  # Whoever offers the same content meanwhile waits for its end: the descriptor is ours until then.
-                for lacks in lacking:
-                    transfer.claim(lacks)
-                    transfer.land(lacks, memoryview(request.whole))
-            return pb.OfferReply(verified=self._ledger.finish(peer, number))
+            return pb.OfferReply(transfer=number, lacking=bitmap(lacking, blocks_of(offer.size)))
+        raise AssertionError
+
+    def OfferMany(self, request: pb.OffersRequest, context: grpc.ServicerContext) -> pb.OffersReply:
+        with self._desk.received(context) as peer:
+            pairs = zip(peer_checks.offers(request), request.offers, strict=True)
+            verdicts = [verdict(self._ledger, self._desk, peer, offer, one.whole) for offer, one in pairs]
+            return pb.OffersReply(verdicts=verdicts)
         raise AssertionError
 
     def Progress(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.ProgressReply:
@@ -131,6 +134,15 @@ class Calls(rpc.PeerServicer):  # type: ignore[misc]
         with self._desk.received(context) as peer:
             return self._connect(peer)
         raise AssertionError
+
+
+def verdict(ledger: Ledger, desk: Desk, peer: str, offer: Offer, data: bytes) -> pb.Verdict:
+    """Take one of several contents; what is wrong with it does not concern the others."""
+    try:
+        return pb.Verdict(verified=ledger.whole(peer, offer, data))
+    except (Refusal, CkptfsError, OSError) as failure:
+        refusal = desk.counted(peer, from_failure(failure))
+        return pb.Verdict(code=refusal.why, why=str(refusal))
 
 
 def need_digest(request: pb.OfferRequest, blocks: bytes) -> None:

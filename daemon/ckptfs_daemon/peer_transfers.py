@@ -202,6 +202,20 @@ class Ledger:
             reception = self.shelf.receive(offer)
             return fill(Transfer(peer, offer, reception, self._clock)), list(reception.lacking)
 
+    def whole(self, peer: str, offer: Offer, data: bytes) -> bool:
+        """A content of at most one block that came with its offer, and whose digest was compared; whether it counts now."""
+        number, lacking = self.offer(peer, offer)
+        try:
+            transfer = self.transfers.get(peer, number)
+            with transfer.stream():  # Whoever offers the same content meanwhile waits for its end: the descriptor is ours until then.
+                for lacks in lacking:
+                    transfer.claim(lacks)
+                    transfer.land(lacks, memoryview(data))
+        except BaseException:
+            self.abandon(peer, number)
+            raise
+        return self.finish(peer, number)
+
     def finish(self, peer: str, number: int) -> bool:
         """All has come; whether it is right. A transfer that lacks blocks goes on."""
         transfer = self.transfers.get(peer, number)

@@ -13,7 +13,7 @@ from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, There, client, digests, offer_of, record_of
 
 from ckptfs import limits
-from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused
+from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Sent
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
 
 BLOCK = limits.BLOCK_BYTES
@@ -86,6 +86,24 @@ def test_what_was_sent_is_there_and_can_be_fetched(pair: Pair, tmp_path: Path, s
         assert pair.peers.fetch([pair.node.there], record, blocks, file.fileno(), came.append) == size
     assert target.read_bytes() == data and sorted(came) == blocks
     assert pair.node.server.refusals.figures() == {}
+
+
+def test_small_contents_travel_together_and_are_judged_one_by_one(fast: Pair, tmp_path: Path) -> None:
+    """P4: each counts, or not, for itself."""
+    datas = {content: os.urandom(content) for content in range(20)}
+    fds = {content: file_of(tmp_path, data) for content, data in datas.items()}
+    offers = [(offer_of(data, 100 + content), fds[content]) for content, data in datas.items()]
+    offers[3] = (offer_of(b"was", 103), fds[3])
+    blocking = fast.node.shelf.receive(offer_of(b"x", 105))
+    outcomes = fast.peers.send_many(fast.node.there, offers)
+    assert isinstance(outcomes[3], PeerLied) and isinstance(outcomes[5], PeerRefused) and outcomes[5].code == errno.EBUSY
+    assert all(isinstance(one, Sent) and one.verified for number, one in enumerate(outcomes) if number not in (3, 5))
+    assert {content - 100: fast.node.shelf.path(content).read_bytes() for content in fast.node.shelf.held} == {
+        content: data for content, data in datas.items() if content not in (3, 5)
+    }
+    fast.node.shelf.abandon(blocking.token)
+    for fd in fds.values():
+        os.close(fd)
 
 
 def test_only_what_is_lacking_travels(pair: Pair, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The clients here are independent of the product's: raw gRPC, raw sockets, and me
 """
 
 import datetime
+import errno
 import os
 import secrets
 import socket
@@ -379,6 +380,60 @@ def test_reading_out_of_range(node: PeerNode, raw: Raw, first: int, count: int) 
         raw.read(command(2, loan, first, count))
     assert failure.value.code() is Status.INVALID_ARGUMENT
     assert b"".join(one for one in raw.read(command(2, loan, 0, 2)) if len(one) > 16) == DATA
+
+
+# --- several in one message ------------------------------------------------------------------------------------------------
+
+
+def whole(data: bytes, content: int, **values: object) -> pb.OfferRequest:
+    request = offered(data, content)
+    request.whole = data
+    for name, value in values.items():
+        setattr(request, name, value)
+    return request
+
+
+SMALL = b"small"
+LARGE = bytes(limits.PEER_WHOLE_BYTES_MAX + 1)
+NOT_TOGETHER = {
+    "none": ([], Status.INVALID_ARGUMENT),
+    "too many": ([whole(b"", 10 + number) for number in range(limits.PEER_MANY_MAX + 1)], Status.INVALID_ARGUMENT),
+    "too many bytes": (
+        [whole(LARGE[:-1], 10 + number) for number in range(limits.PEER_MANY_BYTES_MAX // len(LARGE) + 2)],
+        Status.INVALID_ARGUMENT,
+    ),
+    "one too large": ([whole(SMALL, 10), whole(LARGE, 11)], Status.INVALID_ARGUMENT),
+    "one twice": ([whole(SMALL, 10), whole(SMALL, 10)], Status.INVALID_ARGUMENT),
+    "one without its bytes": ([whole(SMALL, 10), offered(SMALL, 11)], Status.INVALID_ARGUMENT),
+    "one early": ([whole(SMALL, 10), whole(SMALL, 11, digest=b"")], Status.INVALID_ARGUMENT),
+    "one without a number": ([whole(SMALL, 10), whole(SMALL, 0)], Status.INVALID_ARGUMENT),
+    "one with a path": ([whole(SMALL, 10), whole(SMALL, 11, blocks=b"../../etc/passwd")], Status.INVALID_ARGUMENT),
+    "one with other bytes": ([whole(SMALL, 10), whole(SMALL, 11, whole=b"smell")], Status.DATA_LOSS),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TOGETHER)
+def test_several_of_which_one_is_not_as_it_should_be_touch_nothing(node: PeerNode, raw: Raw, name: str) -> None:
+    offers, status = NOT_TOGETHER[name]
+    assert raw.refused("OfferMany", pb.OffersRequest(offers=offers).SerializeToString()) is status
+    assert list(node.shelf.directory.iterdir()) == [] and node.shelf.arriving() == 0
+    assert sum(node.server.refusals.figures()["node2"].values()) == 1
+
+
+def test_what_the_shelf_refuses_of_several_does_not_concern_the_others(node: PeerNode, raw: Raw) -> None:
+    """And is counted; nothing is left of it that would be in the way of the next offer."""
+    number = raw.offer(DATA, 12)
+    other = node.shelf.receive(offer_of(SMALL, 11))
+    reply = pb.OffersReply.FromString(
+        raw.call("OfferMany", pb.OffersRequest(offers=[whole(SMALL, content) for content in (10, 11, 12)]).SerializeToString())
+    )
+    assert [verdict.verified for verdict in reply.verdicts] == [True, False, True]
+    assert reply.verdicts[1].code == errno.EBUSY and node.server.refusals.figures() == {"node2": {"busy": 1}}
+    assert raw.refused("Finish", pb.TransferRequest(transfer=number).SerializeToString()) is Status.NOT_FOUND
+    node.shelf.abandon(other.token)
+    again = pb.OffersRequest(offers=[whole(SMALL, 11)]).SerializeToString()
+    assert pb.OffersReply.FromString(raw.call("OfferMany", again)).verdicts[0].verified
+    assert node.shelf.path(11).read_bytes() == SMALL and node.shelf.arriving() == 0
 
 
 # --- how much ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Cluster, around, level, replicate_of, until
+from clique_world import MIB, Cluster, around, level, offer_of, replicate_of, until
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, peers, settling
@@ -158,6 +158,46 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
     until(lambda: two.hold.doubted == {content}, flow.step)
     assert peers.unneeded(one.db, 10) == []
+
+
+def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """More than the queue holds, too; one that went bad here and one that is refused there are nothing to the others (P4)."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    found = [one.make(b"%d" % number, b"%d" % number) for number in range(limits.PEER_QUEUE_MAX + 40)]
+    one.seal()
+    one.spoil(found[3], Tier.RAM)
+    blocking = two.hold.receive(offer_of(one, found[5]))
+    flow = replicate_of(one)
+    flow.step()
+    until(lambda: one.state(found[3]) is ContentState.LOST and peers.lag(one.db)[0] == 1, flow.step)
+    assert level(one, found[4]) is Level.CLIQUE and level(one, found[5]) is Level.LOCAL
+    two.hold.abandon(blocking.token)
+    until(lambda: not peers.lag(one.db)[0], flow.step)
+    assert all(two.data(content) == one.data(content) for content in found if content != found[3])
+    assert sum(one.peers.together) > len(found) / 2 and max(one.peers.together) == limits.PEER_MANY_MAX
+    assert "is lost" in caplog.text
+
+
+def test_a_peer_that_takes_none_of_many_failed_once(tmp_path: Path) -> None:
+    """It is asked again as soon as after any other failure."""
+    cluster = Cluster(tmp_path, 2)
+    one = cluster.nodes[0]
+    found = [one.make(b"%d" % number, b"%d" % number) for number in range(200)]
+    one.seal()
+    failed: list[str] = []
+
+    def break_off(act: str, name: str) -> None:
+        if act in ("many", "send") and len(failed) < limits.PEER_SENDS_MAX:
+            failed.append(name)
+            raise PeerFailed("no")
+
+    one.peers.fault = break_off
+    flow = replicate_of(one)
+    flow.step()
+    until(lambda: failed and flow.in_flight() == (0, 0))
+    assert flow.due_s() is None or flow.due_s() < 2 ** (limits.PEER_SENDS_MAX + 1) * limits.RETRY_FIRST_S  # type: ignore[operator]
+    until(lambda: all(level(one, content) is Level.CLIQUE for content in found), flow.step)
 
 
 def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:

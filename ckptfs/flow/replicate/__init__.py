@@ -6,9 +6,11 @@ Each peer has a queue and threads of its own: a slow or dead one delays nobody e
 order of placement. A content that is written again meanwhile is left alone: its next generation is another matter.
 """
 
+import contextlib
 import logging
 import os
 import threading
+from collections.abc import Sequence
 
 from ckptfs import disk
 from ckptfs.catalog import former, peers, report, settling
@@ -21,7 +23,7 @@ from ckptfs.clique.shelf import Offer
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import Unreachable
 from ckptfs.flow.replicate.avoiding import Avoiding
-from ckptfs.flow.replicate.queues import Load, Queues
+from ckptfs.flow.replicate.queues import Job, Load, Queues
 from ckptfs.model import Content, CopyState, Notify, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Places
@@ -126,32 +128,41 @@ class Replicate:
 
     # --- sending, in the peers' threads ------------------------------------------------------------------------------
 
-    def _send(self, node: Node, content: Content, tier: Tier) -> bool:
-        """Send one content to one peer; whether it has it now. Raises nothing that can be foreseen."""
+    def _send(self, node: Node, jobs: Sequence[Job]) -> bool:
+        """Send contents to one peer, several small ones at once; whether it has them all now. Raises nothing that can be foreseen."""
         try:
-            return self._tried(node, content, tier)
+            return self._tried(node, jobs)
         except BaseException:
-            self._avoiding.refused(node.number, content.id, 0)  # Else it would be tried again at once, for ever.
+            for content, _ in jobs:
+                self._avoiding.refused(node.number, content.id, 0)  # Else it would be tried again at once, for ever.
             raise
 
-    def _tried(self, node: Node, content: Content, tier: Tier) -> bool:
-        try:
-            sent = self._offered(node, content, tier)
-        except PeerRefused as refusal:
-            self._avoiding.refused(node.number, content.id, refusal.code)
-            log.debug("%s does not take content %d: %s", node.name, content.id, refusal)
-        except PeerLied as failure:
+    def _tried(self, node: Node, jobs: Sequence[Job]) -> bool:
+        outcomes = self._offered(node, jobs)
+        # What ended all of them is one failure of the node.
+        ends = {id(outcome): outcome for outcome in outcomes}
+        there = []
+        for (content, tier), outcome in zip(jobs, outcomes, strict=True):
+            if isinstance(outcome, Sent):
+                there += [content] if self._is_there(node, content, outcome) else []
+            elif ends.pop(id(outcome), None) is not None or isinstance(outcome, PeerRefused | PeerLied | OSError):
+                self._failed(node, content, tier, outcome)
+        self._count(node, there)
+        return len(there) == len(jobs)
+
+    def _failed(self, node: Node, content: Content, tier: Tier, failure: PeerFailed | OSError) -> None:
+        if isinstance(failure, PeerRefused):
+            self._avoiding.refused(node.number, content.id, failure.code)
+            log.debug("%s does not take content %d: %s", node.name, content.id, failure)
+        elif isinstance(failure, PeerLied):
             self._doubt(node, content, tier, failure)
-        except PeerFailed as failure:
+        elif isinstance(failure, PeerFailed):
             if settling.unchanged(self._db, content) and self._avoiding.failed(node.number):
                 log.info("%s cannot be reached for copies: %s", node.name, failure)
-        except OSError as failure:
+        else:
             # The tier gave it up: it was deleted, moved, or the disk fails. The next plan sees which.
             self._avoiding.refused(node.number, content.id, failure.errno or 0)
             log.debug("content %d cannot be sent from %s: %s", content.id, tier, failure)
-        else:
-            return self._sent(node, content, sent)
-        return False
 
     def _ended(self, node: Node, well: bool) -> None:
         """What failed goes to somebody else at once; an empty queue is filled."""
@@ -160,26 +171,47 @@ class Replicate:
             with self._planning:
                 self._plan_batch()
 
-    def _offered(self, node: Node, content: Content, tier: Tier) -> Sent:
-        assert content.digest is not None
-        offer = Offer(content.id, content.inode, content.generation, content.size, content.digest, content.blocks or b"")
-        fd = self._places[tier].open(content.id)
-        try:
-            return self._around.peers.send(node, offer, fd, wanted=lambda: settling.unchanged(self._db, content))
-        finally:
-            os.close(fd)
+    def _offered(self, node: Node, jobs: Sequence[Job]) -> list[Sent | PeerFailed | OSError]:
+        """Offer contents to a peer; what became of each."""
+        found: dict[int, Sent | PeerFailed | OSError] = {}
+        offers: dict[int, tuple[Offer, int]] = {}
+        with contextlib.ExitStack() as opened:
+            for index, (content, tier) in enumerate(jobs):
+                try:
+                    fd = opened.enter_context(disk.closing(self._places[tier].open(content.id)))
+                    offers[index] = _offer(content), fd
+                except OSError as failure:
+                    found[index] = failure
+            try:
+                found |= zip(offers, self._passed(node, jobs[0][0], list(offers.values())), strict=True)
+            except (PeerFailed, OSError) as failure:
+                found |= dict.fromkeys(offers, failure)
+        return [found[index] for index in range(len(jobs))]
 
-    def _sent(self, node: Node, content: Content, sent: Sent) -> bool:
+    def _passed(self, node: Node, first: Content, offers: list[tuple[Offer, int]]) -> Sequence[Sent | PeerFailed]:
+        sender = self._around.peers
+        if len(offers) == 1:
+            return [sender.send(node, *offers[0], wanted=lambda: settling.unchanged(self._db, first))]
+        return sender.send_many(node, offers) if offers else ()
+
+    def _is_there(self, node: Node, content: Content, sent: Sent) -> bool:
         log.debug("%s has content %d, %d of %d bytes went there", node.name, content.id, sent.bytes_moved, content.size)
         self._avoiding.well(node.number)
-        if not sent.verified or content.digest is None:
+        if not sent.verified:
             self._avoiding.refused(node.number, content.id, 0)
-            return False
+        return sent.verified
+
+    def _count(self, node: Node, there: list[Content]) -> None:
+        """A peer has verified these."""
+        if not there:
+            return
         with self._lock:
-            self._done.append(PeerCopy(content.id, node.number, content.generation, content.digest))
+            self._done += [PeerCopy(content.id, node.number, content.generation, content.digest or b"") for content in there]
         self._commit_done()
-        self._finish(content)
-        return True
+        with self._db.change():
+            finished = [content for content in there if self._finish(content)]
+        if finished:
+            self._notify.work()
 
     def _commit_done(self) -> None:
         """Record what peers have verified: what came in while another thread committed goes together."""
@@ -192,14 +224,15 @@ class Replicate:
                         peers.peer_has(self._db, copy)
                 disk.act("replicate:counted", lambda: None)
 
-    def _finish(self, content: Content) -> None:
+    def _finish(self, content: Content) -> bool:
         """Whether that was the last copy that was wanted: then who waits for it shall look."""
         around = self._around
         has = {around.number, *peers.elsewhere(self._db, content)}
-        if not placement.wanted(around.see(), has, around.number, around.factor, around.jump):
-            peers.satisfied(self._db, content)
-            former.expire(self._db, content)
-            self._notify.work()
+        if placement.wanted(around.see(), has, around.number, around.factor, around.jump):
+            return False
+        peers.satisfied(self._db, content)
+        former.expire(self._db, content)
+        return True
 
     def _doubt(self, node: Node, content: Content, tier: Tier, failure: PeerLied) -> None:
         """What was sent is not what was sealed: somebody writes it, or the copy here is bad (P4)."""
@@ -249,3 +282,8 @@ class Replicate:
         with self._db.change():
             for copy in gone:
                 peers.peer_lacks(self._db, copy.content, copy.node)
+
+
+def _offer(content: Content) -> Offer:
+    assert content.digest is not None
+    return Offer(content.id, content.inode, content.generation, content.size, content.digest, content.blocks or b"")

@@ -6,7 +6,7 @@ If we die here: what was queued stands in the catalog.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptfs import limits
@@ -27,7 +27,8 @@ class Load:
     sending_bytes: int
 
 
-Act = Callable[[Node, Content, Tier], bool]
+Job = tuple[Content, Tier]
+Act = Callable[[Node, Sequence[Job]], bool]
 Ended = Callable[[Node, bool], None]
 
 
@@ -36,7 +37,9 @@ class _Queue:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.waiting: deque[tuple[Content, Tier]] = deque()
+        self.waiting: deque[Job] = deque()
+        self.filled = False
+        """Whether there was so much that there may be more in the catalog."""
         self.sending: dict[int, int] = {}
         self.threads = 0
 
@@ -60,6 +63,7 @@ class Queues:
             if self._closed or node.number in self._on_way.get(content.id, {}) or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
                 return False
             queue.waiting.append((content, tier))
+            queue.filled |= len(queue.waiting) > limits.PEER_QUEUE_MAX // 4
             self._on_way.setdefault(content.id, {})[node.number] = content.size
             if queue.threads < limits.PEER_SENDS_MAX and queue.threads < len(queue.waiting) + len(queue.sending):
                 queue.threads += 1
@@ -72,10 +76,13 @@ class Queues:
             return set(self._on_way.get(content, ()))
 
     def low(self, node: Node) -> bool:
-        """Whether this peer has little left to do although there may be more."""
+        """Whether this peer has little left to do although there may be more. True once, until it has more again."""
         with self._lock:
             queue = self._queues.get(node.number)
-            return queue is not None and not self._closed and len(queue.waiting) == limits.PEER_QUEUE_MAX // 4
+            if queue is None or self._closed or not queue.filled or len(queue.waiting) > limits.PEER_QUEUE_MAX // 4:
+                return False
+            queue.filled = False
+            return True
 
     def load(self) -> tuple[int, int]:
         """(contents, bytes) that are queued or on their way, once for each peer."""
@@ -103,30 +110,42 @@ class Queues:
 
     def _work(self, queue: _Queue) -> None:
         """Until the queue is empty: threads are cheap, and one that waits for ever would hold a database connection."""
-        while (job := self._next(queue)) is not None:
-            content, tier = job
+        while jobs := self._next(queue):
             well = False
             try:
-                well = self._act(queue.node, content, tier)
+                well = self._act(queue.node, jobs)
             except Exception:
-                log.exception("sending content %d to %s failed in a way that nobody foresaw", content.id, queue.node.name)
+                first = jobs[0][0].id
+                log.exception("sending %d contents from %d on to %s failed in a way that nobody foresaw", len(jobs), first, queue.node.name)
             finally:
-                self._forget(queue, content.id)
+                self._forget(queue, jobs)
                 self._ended(queue.node, well)
 
-    def _forget(self, queue: _Queue, content: int) -> None:
+    def _forget(self, queue: _Queue, jobs: Sequence[Job]) -> None:
         with self._lock:
-            queue.sending.pop(content, None)
-            nodes = self._on_way.get(content, {})
-            nodes.pop(queue.node.number, None)
-            if not nodes:
-                self._on_way.pop(content, None)
+            for content, _ in jobs:
+                queue.sending.pop(content.id, None)
+                nodes = self._on_way.get(content.id, {})
+                nodes.pop(queue.node.number, None)
+                if not nodes:
+                    self._on_way.pop(content.id, None)
 
-    def _next(self, queue: _Queue) -> tuple[Content, Tier] | None:
+    def _next(self, queue: _Queue) -> list[Job]:
+        """The next content, or as many small ones as travel together; empty, and the thread ends, where there is none."""
         with self._lock:
-            if not queue.waiting:
+            jobs: list[Job] = []
+            left = limits.PEER_MANY_BYTES_MAX
+            while queue.waiting and (not jobs or (_is_small(jobs[0]) and _is_small(queue.waiting[0]))):
+                left -= queue.waiting[0][0].size
+                if jobs and (left < 0 or len(jobs) == limits.PEER_MANY_MAX):
+                    break
+                jobs.append(queue.waiting.popleft())
+            for content, _ in jobs:
+                queue.sending[content.id] = content.size
+            if not jobs:
                 queue.threads -= 1
-                return None
-            content, tier = queue.waiting.popleft()
-            queue.sending[content.id] = content.size
-            return content, tier
+            return jobs
+
+
+def _is_small(job: Job) -> bool:
+    return job[0].size <= limits.PEER_WHOLE_BYTES_MAX
