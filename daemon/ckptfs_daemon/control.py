@@ -29,6 +29,8 @@ from ckptfs_daemon.pulse import Pulse
 
 log = logging.getLogger(__name__)
 
+OfCluster = tuple[ClusterFigures | None, Callable[[int], None]]
+
 QUESTIONS_MODE = 0o666
 ORDERS_MODE = 0o600
 ORDERS_MAX = 8
@@ -51,12 +53,13 @@ class _Carried(Protocol):
 
 
 async def serve(
-    inherited: _Carried, db: Database, places: Places, lanes: Lanes, cluster: ClusterFigures | None = None,
+    inherited: _Carried, db: Database, places: Places, lanes: Lanes, of_cluster: OfCluster = (None, lambda inode: None),
     ask_level: Callable[[str], None] = logs.set_level, pulse: Pulse | None = None,
 ) -> None:  # fmt: skip
     """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again.
 
-    `ask_level` sees to it that all processes of this daemon log at a level; it may return before they do.
+    `ask_level` sees to it that all processes of this daemon log at a level; it may return before they do. `of_cluster`: its
+    figures, and what learns from the other nodes where the PFS shows a file now.
     """
     token = trio.lowlevel.current_trio_token()
 
@@ -65,7 +68,9 @@ async def serve(
 
     config = inherited.config
     refused = Counted()
-    questions, orders = Questions(config, db, places, cluster, refused, pulse), Orders(config, db, places, hurry, refused, ask_level)
+    cluster, find = of_cluster
+    questions = Questions(config, db, places, cluster, refused, pulse)
+    orders = Orders(config, db, places, hurry, refused, ask_level, find)
     while True:
         try:
             await _serve_until_gone(config.name, questions, orders)

@@ -40,8 +40,9 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
 
     def __init__(
         self, config: Config, db: Database, places: Places, hurry: Callable[[], None], refused: Counted | None = None,
-        ask_level: Callable[[str], None] = logs.set_level,
+        ask_level: Callable[[str], None] = logs.set_level, find: Callable[[int], None] = lambda inode: None,
     ) -> None:  # fmt: skip
+        self._find = find
         self.refused = refused or Counted()
         self._config = config
         self._db = db
@@ -89,7 +90,7 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
         if report.listed(self._db, request.inode) is None:
             raise refused(errno.ENOENT)
         files = report.files_below(self._db, request.inode)
-        verification = Verification(self._config, self._db, self._places, self._hurry)
+        verification = Verification(self._config, self._db, self._places, self._hurry, self._find)
         progress, told_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
         for inode in files:
             if not context.is_active():

@@ -35,8 +35,11 @@ MOVED_ON = {
 class Verification:
     """Verifies one file at a time."""
 
-    def __init__(self, config: Config, db: Database, places: Places, hurry: Callable[[], None]) -> None:
-        """`hurry` makes the lanes work at once."""
+    def __init__(
+        self, config: Config, db: Database, places: Places, hurry: Callable[[], None], find: Callable[[int], None] = lambda inode: None
+    ) -> None:
+        """`hurry` makes the lanes work at once, `find` learns from the other nodes where the PFS shows a file now."""
+        self._find = find
         self._config = config
         self._db = db
         self._places = places
@@ -94,6 +97,7 @@ class Verification:
         if self._config.pfs is None or record.published is None:
             return []
         try:
+            self._find(inode)
             return [self._compared(inode, self._config.pfs)]
         except (OSError, CkptfsError) as failure:
             what = MOVED_ON.get(failure.errno or 0, str(failure))

@@ -80,8 +80,8 @@ async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
         nursery.start_soon(_listen, bell, lanes, name="bell")
         nursery.start_soon(lanes.run, name="lanes")
         ask_level = functools.partial(lifeline.ask_level, inherited.link)
-        figures = neighbours.figures if neighbours else None
-        nursery.start_soon(control.serve, inherited, db, places, lanes, figures, ask_level, pulse, name="control")
+        of_cluster = (neighbours.figures, neighbours.find) if neighbours else (None, lambda inode: None)
+        nursery.start_soon(control.serve, inherited, db, places, lanes, of_cluster, ask_level, pulse, name="control")
         if neighbours is not None:
             neighbours.member.subscribe(lambda _: lanes.hint())
             nursery.start_soon(neighbours.run, name="neighbours")

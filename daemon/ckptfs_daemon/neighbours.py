@@ -3,20 +3,23 @@
 If we die here: peers end what we left half done, and the next mover joins again under the same number.
 """
 
+import contextlib
 import logging
 from typing import Any
 
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import identity, settling
+from ckptfs.catalog import adoption, identity, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.same_store import SameStore
+from ckptfs.catalog.sharing.truth import Truth
 from ckptfs.clique import keys
 from ckptfs.clique.membership import Change
 from ckptfs.clique.revoked import Revoked
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
+from ckptfs.errors import CkptfsError
 from ckptfs.flow.ahead import Ahead
 from ckptfs.flow.fall_back import FallBack
 from ckptfs.flow.hold import Hold
@@ -81,6 +84,11 @@ class Neighbours:
             *([("take over", self._take_over)] if self._config.pfs is not None else ()),
             *((f"secure {number}", self._secure) for number in range(1, limits.SECURES_MAX + 1)),
         ]  # fmt: skip
+
+    def find(self, inode: int) -> None:
+        """Learn where the PFS shows a file now: another node may have moved it, or what is above it."""
+        with contextlib.suppress(CkptfsError):
+            Truth(self._db, self._store).learn(adoption.instance(self._db), inodes=[inode])
 
     def prepare(self) -> None:
         """Once, before the first step."""

@@ -58,6 +58,20 @@ def test_every_node_knows_what_the_pfs_shows(lab: ClusterUnderTest, places: list
         assert os.getxattr(place / "file", "user.ckptfs.level") == b"pfs"
 
 
+def test_any_node_verifies_what_another_one_has_moved(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """What lies above the file was renamed since this node learned where the PFS shows it."""
+    (places[0] / "step.tmp").mkdir()
+    (places[0] / "step.tmp" / "rank0").write_bytes(os.urandom(1000))
+    wait_for(places[0] / "step.tmp" / "rank0", "pfs")
+    assert len((places[1] / "step.tmp" / "rank0").read_bytes()) == 1000
+    lab[1].command("verify", places[1] / "step.tmp")
+    (places[0] / "step.tmp").rename(places[0] / "step")
+    lab.settle()
+    eventually((lab.pfs / places[0].name / "step" / "rank0").exists, what="the PFS shows the new name")
+    assert os.listdir(places[1] / "step") == ["rank0"]
+    assert "0 files" not in lab[1].command("verify", places[1] / "step").stdout
+
+
 def test_what_strangers_put_there_is_imported_once(lab: ClusterUnderTest, places: list[Path]) -> None:
     """P1: all nodes look at once into a directory that was on the PFS before, and agree about inodes."""
     agreed(lab, places)
