@@ -121,9 +121,9 @@ class Node(LocalNode):
             self.places[Tier.RAM].remove(number)
         self.db.run("DELETE FROM copy WHERE tier = 'ram'")
 
-    def hold_open(self, content: int) -> None:
+    def hold_open(self, content: int, *, writer: bool = False) -> None:
         """Somebody has the file open."""
-        super().hold(content)
+        super().hold(content, writer=writer)
 
     def kill(self) -> None:
         """The node answers nobody, and its lease runs out."""

@@ -22,7 +22,7 @@ OLD, NEW = b"old" * 3000, b"newer" * 4000
 def publish(node: Node) -> None:
     """All that the node's mount would have told."""
     told = [Key(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
-    told += [Key(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0")]
+    told += [Key(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0 OR former_ns > 0")]
     for key in told:
         value = kinds.pack(kinds.read(node.db, key))
         node.cluster.store.commit([], [Delete(kinds.wire(key)) if value is None else Put(kinds.wire(key), value)])

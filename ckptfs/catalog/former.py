@@ -43,17 +43,39 @@ def before(db: Database, content: int) -> None:
 
 def gone_elsewhere(db: Database, inode: int) -> None:
     """Another node took this file's last name away: what lies here of it may be what another file held before. The store knows."""
-    db.run("UPDATE content SET former_ns = 0 WHERE inode = ? AND peer = 1 AND former_ns IS NULL", inode)
+    db.run(
+        "UPDATE content SET former_ns = 0 WHERE inode = ? AND former_ns IS NULL"
+        f" AND (peer = 1 OR (state = 2 AND (before_generation IS NOT NULL OR {_ELSEWHERE})))",
+        inode,
+    )
+
+
+def asked(db: Database, at_most: int) -> list[Content]:
+    """Contents of this node's own that are kept only until the store was asked whether another file held them before."""
+    numbers = db.rows("SELECT id FROM content WHERE peer = 0 AND former_ns = 0 AND state = 2 ORDER BY id LIMIT ?", at_most)
+    return [found for (number,) in numbers if (found := settling.content(db, number)) is not None]
+
+
+def is_asked(db: Database, content: int) -> bool:
+    """Whether a content is one of those."""
+    return db.value("SELECT 1 FROM content WHERE id = ? AND peer = 0 AND former_ns = 0", content) is not None
 
 
 def inherit(db: Database, replaced: Inode, heir: Inode) -> None:
-    """The last name of one file becomes another one's: what this node wrote of the first is the former content of the other."""
+    """The last name of one file becomes another one's: what the first holds is the former content of the other. What another node wrote
+    of it that one keeps, and whoever has a copy, as soon as this node has told them.
+    """
     if not db.clustered or replaced.nlink != 1 or not (replaced.is_file and heir.is_file) or heir.content is None:
         return
     if db.value(f"SELECT 1 FROM content WHERE id = ? AND state = 2 AND {_ELSEWHERE}", heir.content) is not None:
         return  # It survives already.
     supersede(db, replaced.id)
-    db.run("UPDATE content SET inode = ? WHERE inode = ? AND peer = 0 AND former_ns IS NOT NULL", heir.id, replaced.id)
+    if peers.factor(db) > 1:
+        db.run(
+            "UPDATE content SET former_ns = max(1, ?1) WHERE id = ?2 AND peer = 1 AND state = 2 AND coalesce(former_ns, 0) = 0",
+            replaced.mtime_ns, replaced.content,
+        )  # fmt: skip
+    db.run("UPDATE content SET inode = ? WHERE inode = ? AND former_ns > 0", heir.id, replaced.id)
 
 
 def expire(db: Database, now: Content) -> None:

@@ -181,8 +181,8 @@ def reap(db: Database, inodes: Iterable[int]) -> dict[int, list[int]]:
 
 
 def _reap(db: Database, inode: int) -> list[int]:
-    # What another node wrote may be what another file held before: then the store is asked before it goes.
-    known = "inode=? AND (peer=0 OR former_ns IS NULL)"
+    # What other nodes had may be what another file held before: then the store is asked before it goes.
+    known = "inode=? AND (former_ns IS NULL OR (peer=0 AND former_ns>0))"
     doomed = [row[0] for row in db.rows(f"SELECT id FROM content WHERE {known}", inode)]
     if doomed:
         db.run(f"UPDATE content SET state=? WHERE {known}", ContentState.DOOMED, inode)

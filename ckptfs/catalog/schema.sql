@@ -67,6 +67,7 @@ CREATE INDEX content_closed ON content (id) WHERE state = 1;
 CREATE INDEX content_doomed ON content (id) WHERE state = 3;
 CREATE INDEX content_lacking ON content (id) WHERE lacking = 1;
 CREATE INDEX content_of_peer ON content (id) WHERE peer = 1;
+CREATE INDEX content_asked ON content (id) WHERE peer = 0 AND former_ns = 0;
 CREATE INDEX content_untold ON content (id) WHERE told > 1;
 
 -- Where a content lies on this node. What the PFS shows under ordinary names is in `published`.

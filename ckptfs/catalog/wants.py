@@ -5,7 +5,7 @@ share one open row. Kinds: 'visit' (import the PFS directory `inode`; argument '
 'fetch' (bring the content of the file `inode` here; the result is 'here', or 'direct': read it on the PFS itself, never given for the
 argument 'write'), 'settle' (argument: a level, answered when the file `inode` has reached it; or 'journal:SEQ', answered when the PFS
 has been told of all that was recorded about `inode` up to that row), 'secure' (what the file `inode` holds now shall be on enough other
-nodes for the level `clique`).
+nodes for the level `clique`), 'copy' (the same, soon, and nobody waits).
 If we die here: an open row is answered by the next mover, an answered one is swept when it is old.
 """
 
@@ -19,8 +19,9 @@ VISIT = "visit"
 FETCH = "fetch"
 SETTLE = "settle"
 SECURE = "secure"
+COPY = "copy"
 
-LANES = {VISIT: VISIT, FETCH: FETCH, SECURE: SECURE}
+LANES = {VISIT: VISIT, FETCH: FETCH, SECURE: SECURE, COPY: COPY}
 """Kind -> the beginning of the names of the lanes that answer it alone. What else is wanted needs all of them."""
 
 WANTED, DONE, FAILED = 0, 1, 2
@@ -36,7 +37,7 @@ DIRECT = "direct"
 BEGUN = "begun"
 """What a 'fetch' that is still open has for a result when its blocks may be read as they come (`ckptfs.tiers.arrival`)."""
 
-_COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns"
+_COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns, at_ns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Want:
     error: int
     result: str
     progress_ns: int
+    at_ns: int
+    """When it was asked, then when it was answered."""
 
 
 def ask(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.VISIT_WAIT_S) -> int:

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 from ckptfs import disk, limits
-from ckptfs.catalog import epoch, holding, identity, peers, settling
+from ckptfs.catalog import epoch, former, holding, identity, peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import falling_back
 from ckptfs.clique import holders, placement
@@ -48,6 +48,7 @@ class Reconcile:
         self._held_after: int | None = None
         self._own_after: int | None = None
         self._dropped = 0
+        self._asked: set[int] = set()
 
     def step(self) -> bool:
         """Look at one batch. True: there is more. Raises Unreachable while the store is; then the same batch comes again."""
@@ -60,7 +61,12 @@ class Reconcile:
             found = [content for number in doubted if (content := settling.content(self._db, number)) is not None and content.peer]
             self._look_at_held(found, young=True)
             return bool(self._doubted)
+        if asked := [content for content in former.asked(self._db, limits.DOUBTED_MAX) if content.id not in self._asked][:BATCH_CONTENTS]:
+            self._look_at_own(asked)
+            self._asked |= {content.id for content in asked}  # What is not decided by that waits for a sweep.
+            return True
         if time.monotonic() >= self._sweep_s:
+            self._asked = set()
             self._sweep_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
             self._held_after = 0
         return self._sweep()
@@ -212,7 +218,11 @@ class Reconcile:
                 continue
             if shared.writer not in (None, self._around.number):
                 holding.disown(self._db, content)  # Another node finished what this one had begun.
-            elif not holding.was_shared(self._db, content.inode):
+            elif content.inode not in files and former.is_asked(self._db, content.id):
+                if holding.settle_fate(self._db, content, gone=True):
+                    self._dropped += 1
+                    self._notify.work()
+            elif shared.former_ns is None and not holding.was_shared(self._db, content.inode):
                 continue  # What the store does not know was not told yet.
             elif (file := files.get(content.inode)) is not None and (file.missed or {}).get("content") == content.id:
                 self._put_beside(content, file)

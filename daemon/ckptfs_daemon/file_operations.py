@@ -174,6 +174,10 @@ class FileOperations(OpenOperations, ExtraOperations):
             await self._told(file.inode, journal.last(self.context.db, file.inode))
         elif self.context.config.fsync is Level.CLIQUE:
             await self._secured(file.inode)
+            return
+        if self.context.sharing is not None and file.writers:
+            # Nobody waits for it, and what is closed soon has no need of it: the row will be seen.
+            wants.ask(self.context.db, wants.COPY, file.inode, wait_s=limits.WANT_KEPT_S)
 
     async def _secured(self, inode: int) -> None:
         """Wait until enough nodes have what the file holds now. Without them: what the configuration says."""

@@ -27,6 +27,7 @@ from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.secure import Secure
+from ckptfs.flow.secure.regularly import Regularly
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.tell import Tell
 from ckptfs.model import Bulk, Notify, Tier
@@ -74,6 +75,7 @@ class Neighbours:
         self._fall_back = FallBack(db, places, notify, self.around)
         self._reconcile = Reconcile(db, places, notify, self.around, self._hold.doubted)
         self._secure = Secure(db, places, notify, self.around)
+        self._regularly = Regularly(db, places, self.around)
         self._ahead = Ahead(db, places, self.around)
 
     def lanes(self) -> list[tuple[str, Flow]]:
@@ -81,6 +83,7 @@ class Neighbours:
         return [
             ("replicate", self._replicate), ("tell", self._tell), ("repair", self._repair), ("reconcile", self._reconcile),
             ("fall-back", self._fall_back), ("hold", self._hold), ("ahead", self._ahead),
+            ("copy open files", self._regularly),
             *([("take over", self._take_over)] if self._config.pfs is not None else ()),
             *((f"secure {number}", self._secure) for number in range(1, limits.SECURES_MAX + 1)),
         ]  # fmt: skip

@@ -4,14 +4,17 @@ import time
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, around
+from clique_world import Cluster, Node, around
 from former_world import NEW, OLD, decide, fall_back_of, file_of, overwrite, publish, replicated, send, tidy
 
 from ckptfs import disk, limits
-from ckptfs.catalog import namespace, settling
+from ckptfs.catalog import former, namespace, settling
 from ckptfs.catalog.sharing import kinds
 from ckptfs.catalog.sharing.kinds import CONTENT, Key
+from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
+from ckptfs.flow.drop import Drop
+from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.tell import Tell
 from ckptfs.model import ROOT, ContentState, Tier
 
@@ -176,3 +179,75 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
     assert file_of(cluster, one.inode(newer)).content == content and two.data(content) == OLD
     row = settling.content(two.db, content)
     assert row is not None and row.state is ContentState.SEALED
+
+
+@pytest.mark.parametrize("renamer", [1, 2])
+def test_another_node_s_file_is_renamed_over(tmp_path: Path, renamer: int) -> None:
+    """P9: who dies with the newer file leaves the name to the content that it had before; else that goes."""
+    cluster = Cluster(tmp_path, 3)
+    one, other = cluster.nodes[0], cluster.nodes[renamer]
+    survivors = [node for node in cluster.nodes if node is not other]
+    content = replicated(cluster)
+    replaced = one.inode(content)
+    newer = renamed_over(other, replaced, content)
+    inode = other.inode(newer)
+    for node in cluster.nodes:
+        tidy(node)
+    assert content in one.files(Tier.RAM)
+    other.kill()
+    for node in reversed(survivors):
+        decide(node)
+    file = file_of(cluster, inode)
+    assert (file.content, file.value["size"], file.value["mtime_ns"]) == (content, len(OLD), 2)
+    assert one.data(content) == OLD
+    for node in survivors:
+        tidy(node)
+    assert one.data(content) == OLD
+
+
+def test_what_another_node_renamed_over_goes_when_its_own_file_is_safe(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    newer = renamed_over(two, one.inode(content), content)
+    send(two, newer)
+    Tell(one.db, around(one)).step()
+    publish(two)
+    tidy(two)
+    tidy(one)
+    assert one.files(Tier.RAM) == two.files(Tier.RAM) == {newer}
+
+
+def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
+    """Nobody's file held it before."""
+    cluster = Cluster(tmp_path, 2)
+    one, _ = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    cluster.store.commit([], [Delete(b"i/%016x" % inode)])
+    with one.db.change():
+        one.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", inode)
+        former.gone_elsewhere(one.db, inode)
+        assert namespace.reap(one.db, [inode]) == {inode: []}
+    flow = Reconcile(one.db, one.places, one.told, around(one), one.hold.doubted)
+    flow.step()
+    Drop(one.db, one.places, one.config, one.told, (Tier.RAM,)).step()
+    assert one.files(Tier.RAM) == set()
+
+
+def renamed_over(node: Node, replaced: int, content: int) -> int:
+    """This node renames a new file of its own over one that another node made; its content."""
+    told = holders.read(node.store, [content])[content]
+    assert told.heard is not None
+    node.learn(replaced, b"file", content, told.heard.size)
+    node.db.run("UPDATE inode SET mtime_ns = 2 WHERE id = ?", replaced)
+    holders.refresh(node.db, node.store, [content], node.number)
+    node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('c', ?, x'', 1, ?)", content, told.items[0].value)
+    newer = overwrite(node, content, "renamed")
+    for other in node.cluster.nodes:
+        if other is not node:
+            with other.db.change():
+                other.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", replaced)
+                former.gone_elsewhere(other.db, replaced)
+                namespace.reap(other.db, [replaced])
+    return newer

@@ -36,7 +36,7 @@ def _changed(columns: str) -> str:
     return " AND (" + " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in columns.split(", ")) + ")"
 
 
-OWN = "NEW.peer = 0"
+OWN = "(NEW.peer = 0 OR NEW.former_ns > 0)"
 DIRECTORY = "{}.mode & 61440 = 16384"
 _TRIGGERS = [
     _trigger("entry_made", "INSERT ON main.entry", "", (NAME, "NEW.parent", "NEW.name")),

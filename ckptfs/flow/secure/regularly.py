@@ -1,0 +1,98 @@
+"""Takes: files that stay open: those that were fsynced (wants of the kind 'copy', for which nobody waits), and those that were changed.
+Leaves: what they held then, verified on enough other nodes, as after an fsync that waits; so that a log which is open for days is lost
+with its node only from its last copy on.
+If we die here: which state was copied is forgotten, and the next mover copies it once more, of which only the offer travels.
+
+A file that is closed soon after its fsync, as a checkpoint is, is left to its seal. Between two copies of a file passes at least ten times
+as long as the last one took, so that a large file that is written all the time costs a tenth of what copying it costs.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from ckptfs import limits
+from ckptfs.catalog import peers, settling, wants
+from ckptfs.catalog.database import Database
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.flow.secure.spreading import Spreading
+from ckptfs.model import Content, Tier
+from ckptfs.tiers.place import Places
+
+log = logging.getLogger(__name__)
+
+PAUSE_RATIO = 10
+
+
+@dataclass(slots=True)
+class _Open:
+    """An open file: its (size, mtime) when it was copied last, when a change of it is copied, and when an fsync may be."""
+
+    copied: tuple[int, int] | None
+    change_s: float
+    fsync_s: float
+
+
+class Regularly:
+    """Looks through the open files, and copies those that are due, one after the other."""
+
+    def __init__(self, db: Database, places: Places, around: Surroundings) -> None:
+        self._db = db
+        self._places = places
+        self._around = around
+        self._spreading = Spreading(db, places, around)
+        self._open: dict[int, _Open] = {}
+
+    def step(self) -> bool:
+        """Never more to do at once."""
+        if len(self._around.see()) < 2 or self._around.factor < 2:
+            self._open = {}
+            return False
+        written = peers.being_written(self._db, limits.OPEN_FILES_MAX)
+        fsynced = {want.inode: want for want in wants.wanted(self._db, wants.COPY)}
+        now_s = time.monotonic()
+        known, self._open = self._open, {}
+        for content, tier in written:
+            self._open[content.id] = known.get(content.id) or self._begun(content, tier, now_s)
+        for content, tier in written:
+            self._look(self._open[content.id], content, tier, fsynced.pop(content.inode, None))
+        for want in fsynced.values():
+            wants.done(self._db, want.id)  # It was closed: its seal does the rest.
+        return False
+
+    def due_s(self) -> float | None:
+        """Soon while somebody writes; now and then else, because nobody tells of an open."""
+        return limits.OPEN_LOOK_S if settling.writers(self._db) else limits.OPEN_IDLE_S
+
+    def _begun(self, content: Content, tier: Tier, now_s: float) -> _Open:
+        """What was verified after it was changed last had its copies made when it was sealed."""
+        mark = self._mark(content, tier)
+        verified_ns = next((copy.verified_ns for copy in settling.copies(self._db, content.id) if copy.tier is tier), 0)
+        unchanged = mark is not None and mark[1] < verified_ns
+        return _Open(mark if unchanged else None, now_s + limits.OPEN_COPIED_S, now_s + limits.OPEN_FSYNCED_S)
+
+    def _look(self, known: _Open, content: Content, tier: Tier, fsynced: wants.Want | None) -> None:
+        now_s, mark = time.monotonic(), self._mark(content, tier)
+        if mark is None or mark == known.copied or not mark[0]:
+            if fsynced is not None:
+                wants.done(self._db, fsynced.id)
+            return
+        ripe = fsynced is not None and now_s >= known.fsync_s and time.time_ns() - fsynced.at_ns >= int(limits.OPEN_FSYNCED_S * 1e9)
+        if not ripe and now_s < known.change_s:
+            return
+        if fsynced is not None:
+            wants.done(self._db, fsynced.id)  # First: what is fsynced from here on is wanted anew.
+        if self._spreading.copied(content.id):
+            known.copied = mark
+        else:
+            log.debug("too few nodes take content %d as it is now; again in a while", content.id)
+            if fsynced is not None:
+                wants.ask(self._db, wants.COPY, content.inode, wait_s=limits.WANT_KEPT_S)
+        end_s = time.monotonic()
+        pause_s = PAUSE_RATIO * (end_s - now_s)
+        known.change_s = end_s + max(limits.OPEN_COPIED_S, pause_s)
+        known.fsync_s = end_s + max(limits.OPEN_FSYNCED_S, pause_s)
+
+    def _mark(self, content: Content, tier: Tier) -> tuple[int, int] | None:
+        found = self._places[tier].stat(content.id) if tier in self._places else None
+        return None if found is None else (found.st_size, found.st_mtime_ns)

@@ -1,0 +1,58 @@
+"""P9: what another node's file held is told to belong to the one that was renamed over it, in the transaction that does that."""
+
+import json
+import random
+from pathlib import Path
+
+import trio
+from memory_store import MemoryEtcd, MemoryStore
+from shared_catalogs import Node, Slow
+from trio.testing import MockClock
+
+from ckptfs.catalog import contents, namespace, peers, settling
+from ckptfs.catalog.peers import Known, PeerCopy
+from ckptfs.catalog.store import Get
+from ckptfs.model import Inode, Tier
+
+DIGEST = b"d" * 16
+
+
+def write(node: Node, inode: Inode, *, sealed: bool) -> int:
+    """The file's content, closed; `sealed`: and on node 2, too."""
+    with node.db.change():
+        content = contents.begin(node.db, inode.id, Tier.RAM)
+        contents.close(node.db, inode.id, content, 3, 1, 2)
+    row = settling.content(node.db, content)
+    if sealed and row is not None:
+        settling.seal(node.db, [settling.Seal(content, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
+        peers.peer_has(node.db, PeerCopy(content, 2, 1, DIGEST))
+    return content
+
+
+def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(tmp_path: Path) -> None:
+    async def run() -> None:
+        etcd = MemoryEtcd()
+        one, two = (Node(tmp_path / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2))
+        reaped = []
+        for node in (one, two):
+            peers.set_world(node.db, node.number, 2, [Known(number, f"n{number}", f"d{number}") for number in (1, 2)])
+        one.sharing.serve(lambda inodes: reaped.append(namespace.reap(one.db, inodes)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.sharing.run)
+            nursery.start_soon(two.sharing.run)
+            replaced = await one.make("file")
+            former = write(one, replaced, sealed=True)
+            await one.sharing.published()
+            heir = await two.make("file.tmp")
+            write(two, heir, sealed=False)
+            await two.sharing.published()
+            await two.rename("file.tmp", "file")
+            await one.sharing.fresh_inode(replaced.id)
+            await one.sharing.published()
+            assert reaped == [{replaced.id: []}], "it stays here until the store was asked"
+            (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
+            value = json.loads(items[0].value)
+            assert (value["node"], value["inode"], value["former_ns"], value["digest"]) == (1, heir.id, 2, DIGEST.hex())
+            nursery.cancel_scope.cancel()
+
+    trio.run(run, clock=MockClock(autojump_threshold=0))

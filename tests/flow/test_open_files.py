@@ -1,0 +1,146 @@
+"""P9: files that stay open, as logs do, are copied to other nodes after an fsync and on a timer, whatever fsync waits for."""
+
+import os
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, Node, around, until
+from former_world import appended, change, decide, held, publish, replicated, shown, tidy
+
+from ckptfs import limits
+from ckptfs.catalog import wants
+from ckptfs.flow.secure.regularly import Regularly
+from ckptfs.flow.tell import Tell
+from ckptfs.model import CopyState, Tier
+
+NEVER = 1e9
+DATA = b"line\n" * 1000
+
+
+@pytest.fixture(autouse=True)
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An fsync counts at once, a change never; nothing else waits for its time."""
+    for name, value in {"OPEN_FSYNCED_S": 0.0, "OPEN_COPIED_S": NEVER, "FALL_BACK_LOOK_S": 0.0, "FALL_BACK_RIVALS_S": -1.0}.items():
+        monkeypatch.setattr(limits, name, value)
+
+
+def log_of(node: Node, name: bytes = b"log") -> int:
+    """A file that is being written, and stays open."""
+    content = node.make(name, DATA, closed=False)
+    node.hold_open(content, writer=True)
+    publish(node)
+    return content
+
+
+def write(node: Node, content: int, data: bytes) -> None:
+    with open(node.places[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+        file.write(data)
+
+
+def fsync(node: Node, content: int) -> int:
+    return wants.ask(node.db, wants.COPY, node.inode(content))
+
+
+def regularly(node: Node) -> Regularly:
+    return Regularly(node.db, node.places, around(node))
+
+
+def test_what_was_fsynced_is_copied(tmp_path: Path) -> None:
+    """Only that; and only when it has changed."""
+    one, two = Cluster(tmp_path, 2).nodes
+    content = log_of(one)
+    flow = regularly(one)
+    flow.step()
+    assert one.peers.sent == []
+    want = fsync(one, content)
+    flow.step()
+    assert two.data(content) == DATA and two.copies(content) == {Tier.RAM: CopyState.GOOD}
+    assert not wants.is_open(one.db, want)
+    want = fsync(one, content)
+    flow.step()
+    assert len(one.peers.sent) == 1 and not wants.is_open(one.db, want)
+    write(one, content, DATA)
+    flow.step()
+    assert two.data(content) == DATA, "a change without an fsync waits for the timer"
+    fsync(one, content)
+    until(lambda: two.data(content) == 2 * DATA, flow.step)
+
+
+def test_what_changes_is_copied_on_a_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "OPEN_COPIED_S", 0.0)
+    one, two = Cluster(tmp_path, 2).nodes
+    content = log_of(one)
+    flow = regularly(one)
+    flow.step()
+    assert two.data(content) == DATA
+    for _ in range(3):
+        flow.step()
+    assert len(one.peers.sent) == 1, "what did not change stays"
+    write(one, content, DATA)
+    until(lambda: two.data(content) == 2 * DATA, flow.step)
+
+
+def test_what_was_only_opened_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seal has brought it to the others."""
+    monkeypatch.setattr(limits, "OPEN_COPIED_S", 0.0)
+    cluster = Cluster(tmp_path, 2)
+    one, _ = cluster.nodes
+    content = replicated(cluster)
+    sent = len(one.peers.sent)
+    one.reopen(content, Tier.RAM)
+    one.hold_open(content, writer=True)
+    flow = regularly(one)
+    flow.step()
+    assert len(one.peers.sent) == sent
+    write(one, content, b"more")
+    until(lambda: len(one.peers.sent) == sent + 1, flow.step)
+
+
+def test_an_fsync_that_nobody_could_take_is_made_good(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = log_of(one)
+    flow = regularly(one)
+    cluster.cut = {"n2"}
+    fsync(one, content)
+    flow.step()
+    assert wants.wanted(one.db, wants.COPY) != []
+    cluster.cut = set()
+    until(lambda: content in two.files(Tier.RAM), flow.step)
+    assert wants.wanted(one.db, wants.COPY) == []
+
+
+def test_what_was_closed_meanwhile_is_left_to_its_seal(tmp_path: Path) -> None:
+    one, _ = Cluster(tmp_path, 2).nodes
+    content = one.make(b"file", DATA)
+    want = fsync(one, content)
+    regularly(one).step()
+    assert one.peers.sent == [] and not wants.is_open(one.db, want)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool) -> None:
+    """P7, P9: of a log that was never closed, and of one that was opened again; the same on all nodes."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    if again:
+        content = replicated(cluster)
+        change(one, content, appended, stop="open")
+        one.hold_open(content, writer=True)
+    else:
+        content = log_of(one)
+    inode, data = one.inode(content), one.data(content)
+    fsync(one, content)
+    flow = regularly(one)
+    until(lambda: content in two.files(Tier.RAM) and two.data(content) == data, flow.step)
+    publish(one)
+    Tell(two.db, around(two)).step()
+    mtime_ns = os.stat(one.places[Tier.RAM].root / "contents" / f"{content:016x}").st_mtime_ns
+    write(one, content, b"this nobody has")
+    one.kill()
+    for node in (three, two):
+        decide(node)
+    assert shown(cluster, inode)[2:] == (len(data), mtime_ns)
+    assert held(two, inode) == data
+    tidy(two)
+    assert two.files(Tier.RAM) == {shown(cluster, inode)[0]}
