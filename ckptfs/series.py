@@ -94,6 +94,9 @@ class File:
     lacks: str = ""
 
 
+DELETED = File(0, Level.NONE, "was deleted just now")
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What a member is: its files, their bytes, and the level that all of them have; `lacks` is empty when it is complete."""

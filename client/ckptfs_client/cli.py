@@ -196,7 +196,9 @@ def latest(
         figures = {"level": verdict.level.value, "size": verdict.size, "files": verdict.files}
         show.emit({"number": found.number, "path": str(found.path), **figures})
     else:
-        print(found.path)
+        # A program reads this: the name's own bytes, whatever they are.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(found.path) + b"\n")
 
 
 @app.command(epilog=EPILOG)

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from ckptfs import series
 from ckptfs.model import Level
-from ckptfs.series import File, Series, Verdict
+from ckptfs.series import DELETED, File, Series, Verdict
 from ckptfs_client.client import Client, at
 from ckptfs_client.failures import Failed, Usage
 
 CHOICES_MAX = 4
-GONE = File(0, Level.NONE, "was deleted just now")
 REMEDY = "wait until what was written is closed and sealed: ckptfs wait PATH --level local"
 
 
@@ -107,8 +106,8 @@ def _files(client: Client, member: Path) -> dict[bytes, File]:
             elif stat.S_ISDIR(found.st_mode):
                 todo += [(below + b"/" + name if below else name, path + b"/" + name) for name in os.listdir(path)]
         except FileNotFoundError:
-            gone[below] = GONE
+            gone[below] = DELETED
         except OSError as failure:
             raise Failed(f"{os.fsdecode(path)}: {os.strerror(failure.errno or 0)}") from failure
     known = zip(inodes, client.records(inodes.values()), strict=True)
-    return gone | {below: File(one.size, Level(one.level), one.lacks) if one.known else GONE for below, one in known}
+    return gone | {below: File(one.size, Level(one.level), one.lacks) if one.known else DELETED for below, one in known}

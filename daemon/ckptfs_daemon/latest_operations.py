@@ -20,7 +20,7 @@ from ckptfs.catalog import directories, namespace, report
 from ckptfs.catalog.directories import Unvisited
 from ckptfs.errors import refused
 from ckptfs.model import ROOT, Inode, Level
-from ckptfs.series import File
+from ckptfs.series import DELETED, File
 from ckptfs_daemon import replies
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.latest_names import TOP, Numbers, Place, is_virtual
@@ -192,15 +192,21 @@ class LatestOperations(NameOperations):
             path, number = todo.pop()
             # A large member must not keep other requests waiting.
             await trio.lowlevel.checkpoint()
-            await self.fresh_inode(number)
-            inode = self.current(number)
-            if inode.is_directory:
-                todo += [(path + b"/" + name if path else name, child.id) for name, child in (await self._listed(number)).items()]
-            elif inode.is_file:
-                if self.context.sharing is not None:
-                    await self.context.sharing.fresh_copies(number)
-                record = report.record(self.context.db, number)
-                files[path] = File(inode.size, lifecycle.level(record), series.lacks(record, inode.size))
+            try:
+                await self.fresh_inode(number)
+                inode = self.current(number)
+                inside = await self._listed(number) if inode.is_directory else {}
+            except FileNotFoundError:
+                return {path: DELETED}
+            todo += [(path + b"/" + name if path else name, child.id) for name, child in inside.items()]
+            if inode.is_file:
+                files[path] = await self._file(inode)
                 if files[path].lacks:
                     break
         return files
+
+    async def _file(self, inode: Inode) -> File:
+        if self.context.sharing is not None:
+            await self.context.sharing.fresh_copies(inode.id)
+        record = report.record(self.context.db, inode.id)
+        return File(inode.size, lifecycle.level(record), series.lacks(record, inode.size))

@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from another_user import as_user
-from daemon_under_test import Area, DaemonUnderTest
+from daemon_under_test import Area, DaemonUnderTest, environment
 
 pytestmark = pytest.mark.fuse
 
@@ -66,6 +68,16 @@ def test_two_names_with_a_number(mount: Area) -> None:
     save(mount.path / "iter_1" / "step_1", "x")
     result = mount.command("latest", mount.path / "iter_1", check=False)
     assert result.returncode == 2 and f"'{mount.path}/iter_1/step_*' or '{mount.path}/iter_*'" in result.stderr
+
+
+def test_odd_names(mount: Area) -> None:
+    """What is printed are the bytes of the name: programs read it."""
+    name = b"caf\xe9 \n 7"
+    (mount.path / os.fsdecode(name)).write_bytes(b"1")
+    sealed(mount)
+    command = [sys.executable, "-m", "ckptfs_client", "latest", str(mount.path / os.fsdecode(b"caf\xe9 \n *"))]
+    printed = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment()).stdout
+    assert printed == os.fsencode(mount.path) + b"/" + name + b"\n"
 
 
 def test_shards_without_their_metadata(mount: Area) -> None:
@@ -198,7 +210,7 @@ def test_who_may_not_look_sees_no_more_there(mount: Area) -> None:
 
 @pytest.mark.crash
 def test_the_name_outlives_the_mount_process(make_daemon: Callable[..., DaemonUnderTest]) -> None:
-    """P8: a working directory there too."""
+    """P8: what was open there can be used again once its name was looked up."""
     daemon = make_daemon()
     save(daemon.path / "run" / "step_1", "a")
     daemon.settle()
