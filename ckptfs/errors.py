@@ -1,4 +1,4 @@
-"""Every error that ckptfs raises on purpose, each with the errno an application sees and whether a retry can help.
+"""Every error that ckptfs raises on purpose, each with the errno an application sees.
 
 Translated once, at the edge: to an errno by the mount, to a status by the control server, to an exit code and a sentence
 by the command. `remedy` says what a person can do; it may be empty.
@@ -9,10 +9,9 @@ import os
 
 
 class CkptfsError(Exception):
-    """The base: `errno` is what a system call returns, `retryable` whether the same act may succeed later."""
+    """The base: `errno` is what a system call returns."""
 
     errno: int = errno.EIO
-    retryable: bool = False
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
@@ -44,40 +43,31 @@ class ContentLost(CkptfsError):
 class DigestMismatch(CkptfsError):
     """A copy does not have the digest that its content was sealed with."""
 
-    retryable = True
-
 
 class Busy(CkptfsError):
     """Somebody still uses what this act needs for itself; the act is tried again later."""
 
     errno = errno.EBUSY
-    retryable = True
 
 
 class NoRoom(CkptfsError):
     """Every tier is full (P10)."""
 
     errno = errno.ENOSPC
-    retryable = True
 
 
 class TimedOut(CkptfsError):
     """A bounded wait came to its end."""
 
     errno = errno.ETIMEDOUT
-    retryable = True
 
 
 class TierUnavailable(CkptfsError):
     """A tier does not answer, or answers with an error. The act is retried with backoff."""
 
-    retryable = True
-
 
 class Unreachable(CkptfsError):
     """The store that the cluster shares does not answer, or takes no changes now. The act is tried again later."""
-
-    retryable = True
 
 
 class StoreLost(Unreachable):

@@ -23,8 +23,6 @@ _BATCH = (
 class Unvisited(CkptfsError):
     """The answer stands on the PFS: `directory` lies there and was not imported yet. Ask for a visit, then try again."""
 
-    retryable = True
-
     def __init__(self, directory: int) -> None:
         super().__init__(f"directory {directory} was not imported from the PFS yet")
         self.directory = directory

@@ -19,7 +19,6 @@ class PeerFailed(CkptfsError):
     """A peer did not do what it was asked: it is gone, too slow, or broke off. Another one, or a later time, may be better."""
 
     errno = errno.EHOSTUNREACH
-    retryable = True
 
 
 class PeerRefused(PeerFailed):

@@ -113,7 +113,8 @@ def _value(name: str, text: Any, kind: str) -> dict[str, Any]:
     if key is None:
         flags = " ".join(sorted(MOUNT_FLAGS)) if kind == "option" else ""
         also = f", config, and the mount options {flags}" if flags else ""
-        raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(BY_NAME)}{also}")
+        remedy = "several addresses are joined by '+', as in etcd=e1:2379+e2:2379" if re.fullmatch(r"[\w.\[\]:-]+:\d+", name) else ""
+        raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(BY_NAME)}{also}", remedy=remedy)
     if key.parse is parse_addresses and isinstance(text, list) and all(isinstance(word, str) for word in text):
         text = "+".join(text)
     if isinstance(text, (dict, list)) or (isinstance(text, bool) and key.parse is not parse_bool):

@@ -297,3 +297,10 @@ def test_clusters_that_cannot_be_are_refused(place: Path, changes: dict[str, str
     assert load(place, **TRIED, fsync="clique").cluster == "c"
     options = {key: value for key, value in (TRIED | changes).items() if value is not None}
     assert words in refusal(place, **options)
+
+
+def test_etcd_addresses_with_a_comma_are_led_to_the_plus(tmp_path: Path) -> None:
+    """P11: mount(8) splits at commas, so the second one looks like an option."""
+    with pytest.raises(ConfigError, match="unknown option 'e2:2379'") as failure:
+        config.load("x", tmp_path, config.parse_options("cluster=c,etcd=e1:2379,e2:2379"))
+    assert "joined by '+'" in failure.value.remedy
