@@ -149,6 +149,18 @@ class ClusterUnderTest:
         """etcd dies."""
         self.laboratory.stop_etcd()
 
+    def pause_etcd(self) -> None:
+        """etcd keeps its connections and answers nothing."""
+        self._signal_etcd(signal.SIGSTOP)
+
+    def resume_etcd(self) -> None:
+        """etcd goes on."""
+        self._signal_etcd(signal.SIGCONT)
+
+    def _signal_etcd(self, number: signal.Signals) -> None:
+        for pid in processes.named(network.place(self.laboratory.plan(), network.BRIDGE), ETCD):
+            os.kill(pid, number)
+
     @property
     def etcd_data(self) -> Path:
         """Where etcd keeps what it knows."""

@@ -2,6 +2,7 @@
 
 import errno
 import random
+import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import trio.testing
 from memory_store import MemoryEtcd
 from shared_catalogs import Node, Slow, running, settled, stored_tree
 
-from ckptfs.catalog import journal, namespace
+from ckptfs.catalog import journal, namespace, renaming
 from ckptfs.catalog.sharing import forgetting, seen, touching
 from ckptfs.catalog.sharing.kinds import INODE, Key
 from ckptfs.model import ROOT
@@ -305,3 +306,57 @@ def test_the_pfs_is_not_told_of_what_was_taken_back(tmp_path: Path) -> None:
         await running(nodes, race)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize("there", ["rename", "unlink", "replace", "exchange", "second"])
+@pytest.mark.parametrize("kind", [stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755])
+def test_an_island_exchanges_two_names(tmp_path: Path, there: str, kind: int) -> None:
+    """And others change one of them, or the same two: what nobody deleted has a name, and each of the two has one."""
+
+    async def act(a: Node, b: Node) -> None:
+        one, two = (await a.make("x", kind)).id, (await a.make("y")).id
+        await b.names()
+        b.cut(True)
+        await b.rename("x", "y", renaming.EXCHANGE)
+        match there:
+            case "rename":
+                await a.rename("x", "z")
+            case "unlink":
+                await (a.rmdir("x") if stat.S_ISDIR(kind) else a.unlink("x"))
+            case "replace":
+                await (a.rmdir("x") if stat.S_ISDIR(kind) else a.unlink("x"))
+                await a.make("x")
+            case "exchange":
+                await a.rename("x", "y", renaming.EXCHANGE)
+            case "second":
+                await a.make("w")
+                await a.rename("y", "w", renaming.EXCHANGE)
+        b.cut(False)
+        await settled([a, b])
+        tree = await a.tree()
+        found = [inode for inode, _, _, _ in tree.values()]
+        # What was deleted there was given a name here: a file comes back.
+        assert found.count(two) == 1 and (found.count(one) == 1 or there in ("unlink", "replace")), tree
+        assert len(found) == len(set(found)) == len(tree)
+
+    play(tmp_path, act)
+
+
+def test_what_both_moved_is_taken_back_also_from_a_name_whose_file_comes_back(tmp_path: Path) -> None:
+    """An island moves a directory to a file's name, and the file, which others delete, to another one; others move the directory, too."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("h")
+        await a.make("b")
+        await b.names()
+        b.cut(True)
+        await b.rename("b", "d")
+        await b.rename("h", "b")
+        await a.rename("h", "c")
+        await a.unlink("b")
+        await a.make("b")
+        b.cut(False)
+        await settled([a, b])
+        assert set(await a.names()) == {b"b", b"c", b"d"}
+
+    play(tmp_path, act)

@@ -47,9 +47,8 @@ class World:
             lambda: self._make(node), lambda: self._make(node), lambda: self._make(node), lambda: self._directory(node),
             lambda: self._directory(node), lambda: self._unlink(node), lambda: self._rmdir(node), lambda: self._rename(node),
             lambda: self._rename(node), lambda: self._link(node), lambda: self._change(node), lambda: self._list(node),
+            lambda: self._rename(node, renaming.EXCHANGE),
         ]  # fmt: skip
-        if not self.islands:
-            acts.append(lambda: self._rename(node, renaming.EXCHANGE))
         with contextlib.suppress(OSError):
             await self.dice.choice(acts)()
 

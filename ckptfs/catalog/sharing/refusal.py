@@ -134,7 +134,7 @@ class Refusal:
     def _take_back(self) -> None:
         """Undo the contested names, and every other touched name of the same inodes: they are one change, or build on one another."""
         touched = touching.names(self._db)
-        touched = [key for key in touched if not {self._here(key), self._there(key)} & self._kept]
+        touched = [key for key in touched if self._here(key) not in self._kept]  # Those names are all that what comes back has.
         reverting = {key for key in self._contested if key in touched}
         while True:
             children = {child for key in reverting for child in (self._here(key), self._there(key)) if child}
@@ -167,7 +167,7 @@ class Refusal:
         if here and self._mode(here) == reading.DIRECTORY and not seen.get(self._db, Key(INODE, here)).revision:
             self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", here)
         known = seen.get(self._db, Key(INODE, there)).content
-        if known is None or there in self._dead:
+        if known is None or there in self._dead or there in self._kept:
             return
         if not self._mode(there):
             kinds.write(self._db, Key(INODE, there), known)
