@@ -67,6 +67,8 @@ WANT_LOOK_S = 1.0
 WANT_SWEEP_S = 10.0
 DUE_LOOK_S = 10.0
 FETCHES_MAX = 2
+# In a cluster a long one over a slow link must not keep small files waiting, and applications read while they last.
+FETCHES_SHARED_MAX = 6
 # Blocks that readers wait for, of one file that is being fetched, and that are looked at at once.
 ARRIVAL_ASKED_MAX = 64
 # A file of a stranger is brought here at its first opening up to this size, or where the room is this many times as large.

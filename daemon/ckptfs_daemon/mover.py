@@ -125,7 +125,8 @@ class _Flows:
         if neighbours is not None:
             self._lanes += neighbours.lanes()
         if config.pfs is not None or neighbours is not None:
-            self._lanes += [(f"fetch {number}", self._fetch) for number in range(1, limits.FETCHES_MAX + 1)]
+            fetches = limits.FETCHES_MAX if neighbours is None else limits.FETCHES_SHARED_MAX
+            self._lanes += [(f"fetch {number}", self._fetch) for number in range(1, fetches + 1)]
 
     def lanes(self) -> list[tuple[str, Flow]]:
         """(name, flow) of every lane."""

@@ -74,5 +74,6 @@ class OpenOperations(Handler):
         if opened.backing and self.context.sharing is None:
             # Where the kernel keeps no pages there is nothing to flush: saves a round trip at each close.
             door.set_open_flags(door.FOPEN_NOFLUSH)
-        buffered = self.context.data_path is DataPath.BUFFERED
-        return FileInfo(fh=opened.fh, direct_io=opened.direct, keep_cache=buffered)
+        # What another node has written in place since then, the pages of a former open do not show.
+        kept = self.context.data_path is DataPath.BUFFERED and self.context.sharing is None
+        return FileInfo(fh=opened.fh, direct_io=opened.direct, keep_cache=kept)

@@ -59,6 +59,23 @@ def test_the_first_bytes_are_read_long_before_the_last_ones_came(far: ClusterUnd
         assert (far[1].path / "sequential").read_bytes() == data
 
 
+def test_long_files_on_their_way_keep_no_small_one_waiting(far: ClusterUnderTest) -> None:
+    with limited(far), contextlib.ExitStack() as opened:
+        written(far, "long0")
+        far[0].mend()
+        (far[0].path / "small").write_bytes(b"small")
+        for number in range(1, 4):
+            shutil.copyfile(far[0].path / "long0", far[0].path / f"long{number}")
+        wait_for(far[0].path, "local")
+        far[0].slow(SLOW_BITS_PER_S)
+        for number in range(4):
+            file = opened.enter_context(open(far[1].path / f"long{number}", "rb", buffering=0))
+            assert len(file.read(100)) == 100
+        assert (far[1].path / "small").read_bytes() == b"small"
+        assert arrived(far[1]) is not None
+        far[0].mend()
+
+
 def test_the_tail_comes_first_for_who_reads_it_first(far: ClusterUnderTest) -> None:
     with limited(far):
         data = written(far, "tail")
@@ -73,6 +90,22 @@ def test_the_tail_comes_first_for_who_reads_it_first(far: ClusterUnderTest) -> N
             assert arrived(far[1]) is not None
         far[0].mend()
         assert (far[1].path / "tail").read_bytes() == data
+
+
+def test_a_file_on_its_way_is_renamed_and_deleted_under_its_reader(far: ClusterUnderTest) -> None:
+    """P2: who has it open reads on."""
+    with limited(far):
+        data = written(far, "deleted")
+        with open(far[1].path / "deleted", "rb", buffering=0) as file:
+            assert file.read(1000) == data[:1000]
+            (far[1].path / "deleted").rename(far[1].path / "renamed")
+            file.seek(-100, os.SEEK_END)
+            assert file.read() == data[-100:]
+            (far[1].path / "renamed").unlink()
+            assert arrived(far[1]) is not None
+            far[0].mend()
+            file.seek(0)
+            assert file.readall() == data
 
 
 def test_a_file_on_its_way_is_mapped_copied_and_opened_for_writing(far: ClusterUnderTest, tmp_path: Path) -> None:
