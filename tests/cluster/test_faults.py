@@ -71,6 +71,28 @@ def test_of_two_files_under_one_name_the_later_one_wins(lab: ClusterUnderTest, p
     assert tree[conflict] == b"earlier" * 1000
 
 
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_file_that_both_sides_changed_becomes_two(lab: ClusterUnderTest, places: list[Path], later: int) -> None:
+    """P1: whoever closed it later has the name; the bytes of both are there, on all nodes."""
+    (places[0] / "changed").write_bytes(b"before" * SIZE)
+    wait_for(places[0] / "changed", "clique")
+    lab[0].cut()
+    data = [b"island" * SIZE, b"mainland" * SIZE]
+    for side in (1 - later, later):
+        (places[side] / "changed").write_bytes(data[side])
+    lab[0].mend()
+
+    def both() -> bool:
+        trees = [lab.tree(place) for place in places]
+        return trees[0] == trees[1] == trees[2] and len(trees[0]) == 2
+
+    eventually(both, what=f"all nodes show both: {[sorted(lab.tree(place)) for place in places]}")
+    tree = lab.tree(places[2])
+    assert tree.pop("changed") == data[later]
+    ((name, other),) = tree.items()
+    assert name.startswith("changed.ckptfs-conflict-node1-") and other == data[1 - later]
+
+
 def test_etcd_stops_in_the_middle_and_returns(lab: ClusterUnderTest, places: list[Path]) -> None:
     """P1, G2: writing, closing and reading what is here go on; `status` says so; everything is published afterwards."""
     for number, place in enumerate(places):
