@@ -79,8 +79,11 @@ CREATE TABLE copy (
     used_ns INTEGER NOT NULL DEFAULT 0,  -- when it was last opened; eviction takes the oldest
     generation INTEGER,                  -- OLDER: which generation this is
     digest BLOB,                         -- OLDER: its digest
+    aside INTEGER,                       -- OLDER: of which content it is, while that is fetched in its place; `content` is an id of its own then
     PRIMARY KEY (content, tier)
 ) WITHOUT ROWID;
+
+CREATE INDEX copy_aside ON copy (aside) WHERE aside IS NOT NULL;
 
 -- Verified copies on other nodes, as far as this one knows: of contents that it sent there, or looked for. Empty without a cluster.
 CREATE TABLE peer_copy (

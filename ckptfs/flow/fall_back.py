@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptfs import disk, limits
-from ckptfs.catalog import epoch, holding, report, settling
+from ckptfs.catalog import aside, epoch, holding, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard, Kept
 from ckptfs.catalog.sharing import falling_back
@@ -64,12 +64,14 @@ class FallBack:
             batch = holding.kept_after(self._db, self._after, BATCH_CONTENTS)
             self._look_at(batch, world)
             self._after = batch[-1].content.id if batch else None
+            self._undecided |= aside.contents(self._db)
             return True
         if time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + limits.FALL_BACK_LOOK_S
             numbers = sorted(self._undecided)[:BATCH_CONTENTS]
             self._undecided -= set(numbers)
             self._look_at([found for number in numbers if (found := holding.kept(self._db, number)) is not None], world)
+            self._undecided |= aside.contents(self._db)
             self._returning = self._returning and self._look_for_what_is_missed(world)
         return False
 

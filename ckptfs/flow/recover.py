@@ -13,7 +13,7 @@ from ckptfs.catalog import peers, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
-from ckptfs.tiers import adoption
+from ckptfs.tiers import adoption, aside
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Recover:
         for number, _ in settling.by_state(self._db, CopyState.FILLING, place.tier):
             place.remove(number)
             disk.act("recover:filling", settling.forget_copy, self._db, number, place.tier)
+        aside.put_all_back(self._db, place)
 
     def _forget_missing(self, place: Place) -> None:
         """Forget copies whose file is gone; quarantine those that a power cut made shorter or longer than they were."""

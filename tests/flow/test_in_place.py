@@ -9,12 +9,15 @@ from clique_world import Cluster, around, offer_of
 from former_world import NEW, OLD, appended, change, decide, file_of, hear, held, publish, replicated, send, shown, tidy
 
 from ckptfs import disk, limits
-from ckptfs.catalog import namespace, settling
+from ckptfs.catalog import namespace, settling, wants
 from ckptfs.clique import holders
+from ckptfs.clique.peers import PeerFailed
 from ckptfs.flow.evict import Evict
+from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.tell import Tell
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
+from ckptfs.tiers import aside
 
 
 @pytest.fixture(autouse=True)
@@ -286,3 +289,65 @@ def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:
     decide(two)
     former = shown(cluster, one.inode(content))[0]
     assert two.db.rows("SELECT op, inode, content FROM journal") == [("content", one.inode(content), former)]
+
+
+def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: the former generation gives way to the next one only when that is here."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    two.learn(one.inode(content), b"file", content, len(OLD))
+    change(one, content, appended)
+    hear(two, content)
+
+    def broken(*_: object, **__: object) -> int:
+        assert two.files(Tier.RAM) > {content}, "the next one is on its way"
+        one.kill()
+        raise PeerFailed("the writer died in the middle of it")
+
+    monkeypatch.setattr(two.peers, "fetch", broken)
+    want = wants.ask(two.db, wants.FETCH, inode)
+    Fetch(two.db, two.places, two.config, two.told, around(two)).step()
+    assert wants.is_open(two.db, want) and two.copies(content) == {Tier.RAM: CopyState.OLDER} and two.data(content) == OLD
+    decide(two)
+    assert shown(cluster, inode)[1:3] == (1, len(OLD)) and held(two, inode) == OLD
+    tidy(two)
+    assert two.files(Tier.RAM) == {shown(cluster, inode)[0]}
+
+
+def test_a_fetch_that_does_not_fail_leaves_nothing_aside(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    two.learn(one.inode(content), b"file", content, len(OLD))
+    change(one, content, appended)
+    hear(two, content)
+    wants.ask(two.db, wants.FETCH, one.inode(content))
+    Fetch(two.db, two.places, two.config, two.told, around(two)).step()
+    assert two.data(content) == OLD + NEW and two.files(Tier.RAM) == {content}
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_mover_that_dies_while_it_fetches(tmp_path: Path, renamed: bool) -> None:
+    """P5, P8: what was put aside is put back, also when its file never got its other name."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    change(one, content, appended)
+    hear(two, content)
+    seen = settling.content(two.db, content)
+    assert seen is not None
+    with two.db.change():
+        number = aside.put(two.db, two.places[Tier.RAM], content)
+        assert number is not None and settling.fill(two.db, seen, Tier.RAM)
+    if renamed:
+        os.close(two.places[Tier.RAM].create(content))
+    else:
+        two.places[Tier.RAM].rename(number, content)
+        two.db.run("DELETE FROM copy WHERE state = 0")
+    Recover(two.db, two.places, two.config, two.told).step()
+    assert two.copies(content) == {Tier.RAM: CopyState.OLDER} and two.data(content) == OLD and two.files(Tier.RAM) == {content}
+    one.kill()
+    decide(two)
+    assert held(two, one.inode(content)) == OLD

@@ -25,7 +25,7 @@ from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, Unreachable
 from ckptfs.flow.fetch.telling import Telling
 from ckptfs.model import Content, ContentState, CopyState, Tier
-from ckptfs.tiers import older, removal, transfer
+from ckptfs.tiers import aside, older, removal, transfer
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class FromPeers:
         older = self._older(content, tier)
         try:
             place = self._places[tier]
-            self._reserve(content, place)
+            former = self._reserve(content, place)
             try:
                 disk.act("gather:reserved", lambda: None)
                 self._fill(content, record, sources, place, older, telling)
@@ -156,22 +156,28 @@ class FromPeers:
                 # A peer may have sent the same content meanwhile: then the row and the file are those of its copy, and stay.
                 fetching.give_up(self._db, content.id, tier)
                 with suppress(OSError, CkptfsError):
+                    aside.put_back(self._db, place, former)
                     removal.remove_forgotten(self._db, place, content.id)
                 raise
+            aside.forget(self._db, place, former)
         finally:
             if older >= 0:
                 os.close(older)
         if tier is not Tier.RAM:
             self._db.persist()
 
-    def _reserve(self, content: Content, place: Place) -> None:
-        """Announce the copy, and take away the file of a former one: in one transaction, since a peer may send the same content."""
+    def _reserve(self, content: Content, place: Place) -> int | None:
+        """Announce the copy, and take away the file of a former one: in one transaction, since a peer may send the same content. What may
+        be all that is left of the file is put aside, under the id that is given.
+        """
         with self._db.change():
+            kept = aside.put(self._db, place, content.id)
             if not settling.fill(self._db, content, place.tier):
                 raise Busy("the file changed while it was fetched")
             former = place.detach(content.id)
         if former >= 0:
             os.close(former)
+        return kept
 
     def _record(self, content: Content, sources: list[Node]) -> Record:
         """The blocks' digests: from here, or from the first source that gives those of which the content's is made."""
