@@ -159,6 +159,10 @@ ID_COUNTER_BITS = 40
 NODE_NUMBER_BITS = 23
 # Reads of the store under way at once; what is asked meanwhile goes together with the next one.
 SHARED_READS_MAX = 4
+# What was read for a path that a thread walks along counts for that walk, so long; of so many names; of so many walks and directories.
+WALK_FRESH_S = 0.01
+WALK_NAMES_MAX = 16
+WALKS_MAX = 10_000
 # What nobody waits for is told so much later, so that it goes together with what somebody does.
 SHARED_GATHER_S = 0.02
 # The kernel asks for attributes once more right after a lookup unless they are good for that long; names are never good for longer.

@@ -32,7 +32,7 @@ class AttributeOperations(Handler):
     @answered
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
         """The attributes of an inode."""
-        await self.fresh_inode(inode)
+        await self.fresh_inode(inode, ctx.pid)
         return self.reply(self.current(inode))
 
     @answered

@@ -23,6 +23,7 @@ from pyfuse3 import EntryAttributes  # isort: skip
 
 if TYPE_CHECKING:
     from ckptfs_daemon.context import Context
+    from ckptfs_daemon.walking import Walks
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,10 @@ VISITS_MAX = 3
 
 
 class Handler:
-    """The base of the mixins; `context` is what the mount process wired."""
+    """The base of the mixins; `context` is what the mount process wired, `walks` too, with other nodes."""
 
     context: "Context"
+    walks: "Walks | None" = None
     _visits_hang = False
 
     def reply(self, inode: Inode) -> EntryAttributes:
@@ -68,9 +70,11 @@ class Handler:
 
     # --- with the other nodes -----------------------------------------------------------------------------------------
 
-    async def fresh_inode(self, inode: int) -> None:
-        """What other nodes did to an inode is known here."""
-        if self.context.sharing is not None:
+    async def fresh_inode(self, inode: int, pid: int = 0) -> None:
+        """What other nodes did to an inode is known here; `pid`: the thread that asks, where it may just have looked it up."""
+        if self.walks is not None and pid:
+            await self.walks.fresh_inode(pid, inode)
+        elif self.context.sharing is not None:
             await self.context.sharing.fresh_inode(inode)
 
     async def agreed(

@@ -31,6 +31,7 @@ from ckptfs_daemon.open_files import OpenFiles
 from ckptfs_daemon.passthrough import Passthrough
 from ckptfs_daemon.quick import QuickOperations
 from ckptfs_daemon.sharing import Sharing
+from ckptfs_daemon.walking import Walks
 
 import pyfuse3  # isort: skip
 
@@ -53,6 +54,7 @@ def run(inherited: Inherited) -> int:
     operations = Operations(_wire(inherited))
     if operations.context.sharing is not None:
         operations.context.sharing.serve(operations.lost_names)
+        operations.walks = Walks(operations.context.sharing)
     operations.serve_extras()
     if operations.context.sharing is None:
         operations.serve_quick()

@@ -34,10 +34,13 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
     @answered
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
         """What a name leads to; a reply without an inode where there is none, which the kernel remembers too."""
-        if self.context.sharing is not None:
-            await self.context.sharing.fresh_name(parent_inode, name)
+        if self.walks is not None:
+            await self.walks.fresh_name(ctx.pid, parent_inode, name)
         try:
-            return self.reply(namespace.lookup(self.context.db, parent_inode, name))
+            found = namespace.lookup(self.context.db, parent_inode, name)
+            if self.walks is not None:
+                self.walks.reached(ctx.pid, found.id)
+            return self.reply(found)
         except FileNotFoundError:
             return self.nothing()
         except Unvisited as missing:

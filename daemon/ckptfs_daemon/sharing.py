@@ -80,9 +80,9 @@ class Sharing:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    async def fresh_name(self, parent: int, name: bytes) -> None:
-        """The rows of a name, and of what it leads to, are as the store has them."""
-        await self._fresh(reading.of_name(self.db, parent, name))
+    async def fresh_name(self, parent: int, name: bytes, *ahead: Name) -> None:
+        """The rows of a name, and of what it leads to, are as the store has them; those of names that will be asked for next, too."""
+        await self._fresh([key for at, what in ((parent, name), *ahead) for key in reading.of_name(self.db, at, what)])
 
     async def fresh_inode(self, inode: int) -> None:
         """The rows of an inode are as the store has them."""

@@ -1,0 +1,105 @@
+"""Walks along paths: one round trip brings what a thread will look up next, and nothing older than its system call answers it (P2, T7)."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+from ckptfs_daemon.walking import Walks
+from memory_store import MemoryEtcd, MemoryStore
+from shared_catalogs import Node, running
+from trio.testing import MockClock
+
+from ckptfs import limits
+from ckptfs.catalog import namespace
+from ckptfs.model import ROOT
+
+THREAD, OTHER = 7, 8
+
+
+class Walker:
+    """A thread's system calls on a node, as the kernel asks for them."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.walks = node, Walks(node.sharing)
+
+    async def stat(self, path: str, pid: int = THREAD) -> int:
+        """The inode that a path leads to."""
+        inode = ROOT
+        for part in path.encode().split(b"/"):
+            await self.walks.fresh_name(pid, inode, part)
+            inode = namespace.lookup(self.node.db, inode, part).id
+            self.walks.reached(pid, inode)
+        return inode
+
+    async def reads(self, act: Callable[[], Awaitable[object]]) -> int:
+        """How often the store is asked for it."""
+        before = self.node.sharing.counts["reads"]
+        await act()
+        return self.node.sharing.counts["reads"] - before
+
+
+def run(root: Path, act: Callable[[Node, Walker], Awaitable[None]]) -> None:
+    etcd = MemoryEtcd()
+    nodes = [Node(root / f"n{number}", number, MemoryStore(etcd)) for number in (1, 2)]
+
+    async def main() -> None:
+        async def body() -> None:
+            for path in ("a", "a/b", "a/b/c"):
+                await nodes[0].mkdir(path)
+            for path in ("a/b/c/f", "a/b/c/g"):
+                await nodes[0].make(path)
+            walker = Walker(nodes[1])
+            await walker.stat("a/b/c/f")
+            await act(nodes[0], walker)
+
+        await running(nodes, body)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_path_that_was_walked_before_costs_one_round_trip(tmp_path: Path) -> None:
+    """Another file in the same directory costs two, opening it none beyond that."""
+
+    async def act(_: Node, walker: Walker) -> None:
+        assert await walker.reads(lambda: walker.stat("a/b/c/f")) == 1
+        await walker.stat("a/b/c/g")
+        await walker.stat("a/b/c/f")
+        inode = await walker.stat("a/b/c/g")
+        assert await walker.reads(lambda: walker.stat("a/b/c/f")) == 2
+        inode = await walker.stat("a/b/c/f")
+        assert await walker.reads(lambda: walker.walks.fresh_inode(THREAD, inode)) == 0
+        assert await walker.reads(lambda: walker.walks.fresh_inode(THREAD, inode)) == 1
+
+    run(tmp_path, act)
+
+
+def test_what_others_did_before_a_system_call_it_sees(tmp_path: Path) -> None:
+    """A thread that has just looked, and hears at once that something has changed."""
+
+    async def act(other: Node, walker: Walker) -> None:
+        before = await walker.stat("a/b/c/f")
+        await other.rename("a/b/c/g", "a/b/c/f")
+        assert await walker.stat("a/b/c/f") != before
+        await other.rename("a/b", "a/x")
+        await other.mkdir("a/b")
+        await other.mkdir("a/b/c")
+        made = await other.make("a/b/c/f")
+        assert await walker.stat("a/b/c/f") == made.id
+
+    run(tmp_path, act)
+
+
+def test_a_guess_serves_one_thread_once_and_not_for_long(tmp_path: Path) -> None:
+    async def act(_: Node, walker: Walker) -> None:
+        walks = walker.walks
+        top = await walker.stat("a")
+        assert await walker.reads(lambda: walks.fresh_name(OTHER, top, b"b")) == 1
+        assert await walker.reads(lambda: walks.fresh_name(THREAD, top, b"b")) == 0
+        assert await walker.reads(lambda: walks.fresh_name(THREAD, top, b"b")) == 1
+        await walker.stat("a")
+        await trio.sleep(2 * limits.WALK_FRESH_S)
+        assert await walker.reads(lambda: walks.fresh_name(THREAD, top, b"b")) == 1
+        assert await walker.reads(lambda: walker.stat("a", pid=0)) == 1
+        assert await walker.reads(lambda: walks.fresh_inode(0, top)) == 1
+
+    run(tmp_path, act)
