@@ -43,6 +43,7 @@ from ckptfs_daemon.peer_server import PeerServer
 log = logging.getLogger(__name__)
 
 LOCAL = (Tier.RAM, Tier.NVME)
+TROUBLE = "trouble:peers"
 
 
 class Neighbours:
@@ -102,7 +103,7 @@ class Neighbours:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.member.run, name="member")
-                nursery.start_soon(peer_server.serve, self._server, self._serves, name="peers")
+                nursery.start_soon(peer_server.serve, self._server, self._serves, self._serves_not, name="peers")
                 nursery.start_soon(self._tell_figures, name="figures")
         finally:
             with trio.CancelScope(shield=True):
@@ -115,6 +116,11 @@ class Neighbours:
 
     def _serves(self, server: PeerServer) -> None:
         self._served = server
+        settling.report(self._db, TROUBLE, None)
+
+    def _serves_not(self, what: str) -> None:
+        remedy = f"see who else listens on {self._config.listen}, or give another listen="
+        settling.report(self._db, TROUBLE, {"what": f"other nodes cannot reach this one: {what}", "path": "", "remedy": remedy})
 
     def _serving(self) -> dict[str, Any]:
         return self._served.figures() if self._served else {}

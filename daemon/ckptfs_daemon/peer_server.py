@@ -299,17 +299,19 @@ def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:
     return server.add_secure_port(listen, server_credentials(identity))
 
 
-async def serve(server: Callable[[], PeerServer], started: Callable[[PeerServer], None] = lambda _: None) -> None:
-    """Serve until cancelled. A server that cannot start, because its port is still taken, is tried again."""
+async def serve(server: Callable[[], PeerServer], started: Callable[[PeerServer], None], failed: Callable[[str], None]) -> None:
+    """Serve until cancelled. A server that cannot start, because its port is still taken, is tried again, after `failed` heard of it."""
     while True:
         try:
             running = await trio.to_thread.run_sync(server)
         except (OSError, RuntimeError) as failure:
-            log.error("peers cannot reach this node: %s", failure)
+            what = str(failure).partition("; set GRPC_VERBOSITY")[0]
+            log.error("peers cannot reach this node: %s", what)
+            await trio.to_thread.run_sync(failed, what)
             await trio.sleep(limits.RETRY_LAST_S)
             continue
         try:
-            started(running)
+            await trio.to_thread.run_sync(started, running)
             await trio.sleep_forever()
         finally:
             with trio.CancelScope(shield=True):

@@ -15,16 +15,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
+import trio
 from ckptfs_daemon import children, peer_desk, peer_link
 from ckptfs_daemon.peer_bulk import Tickets
 from ckptfs_daemon.peer_client import PeerClient
+from ckptfs_daemon.peer_server import PeerServer, serve
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from daemon_under_test import eventually
-from peer_world import CLUSTER, Keyring, PeerNode, client, offer_of
+from peer_world import CLUSTER, Keyring, MemoryShelf, PeerNode, client, offer_of
 
 from ckptfs import limits
 from ckptfs.clique import keys, revoked
@@ -240,6 +243,31 @@ def test_strangers_leave_no_line_each_in_the_log(tmp_path: Path, keyring: Keyrin
                 context.wrap_socket(stranger, server_hostname="n-0.ckptfs")
         _, said = served.communicate(timeout=60)
     assert served.returncode == 0 and said == ""
+
+
+def test_a_port_that_somebody_has_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P11: one sentence, for status."""
+    monkeypatch.setattr(limits, "RETRY_LAST_S", 0.05)
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    said: list[str] = []
+
+    async def main() -> None:
+        def failed(what: str) -> None:
+            said.append(what)
+            taken.close()
+
+        async with trio.open_nursery() as nursery:
+            begin = partial(PeerServer, MemoryShelf(tmp_path), f"127.0.0.1:{port}", CLUSTER, None, bulk=False)
+            nursery.start_soon(serve, begin, lambda server: serves.set(), failed)
+            with trio.fail_after(60):
+                while not serves.is_set():
+                    await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+
+    serves = threading.Event()
+    trio.run(main)
+    assert len(said) == 1 and f"127.0.0.1:{port}" in said[0] and "VERBOSITY" not in said[0]
 
 
 # --- what --------------------------------------------------------------------------------------------------------------
