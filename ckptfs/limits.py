@@ -141,8 +141,9 @@ RECONCILE_AGE_S = 60.0
 SPARE_KEPT_S = 600.0
 # A content of which a dead node never told anybody is kept so long.
 UNTOLD_KEPT_S = 86_400.0
-# So many of the contents that came last are looked through for blocks of the next one.
-BLOCK_SOURCES_MAX = 16
+# So many of the contents that came last, with so many blocks altogether (256 GiB), are looked through for blocks of the next one.
+BLOCK_SOURCES_MAX = 256
+BLOCK_SOURCES_BLOCKS_MAX = 64 * KIB
 # A peer waits so long for a content that is closed here to be sealed.
 SEAL_SOON_MAX_S = 30.0
 SEAL_ASKED_S = 10.0

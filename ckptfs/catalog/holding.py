@@ -380,13 +380,13 @@ def held_bytes(db: Database, tier: Tier | None = None) -> int:
     )
 
 
-def recent_blocks(db: Database, at_most: int) -> list[tuple[int, Tier, bytes]]:
-    """(content, tier, blocks' digests) of contents that came last, whose blocks may be those of the next one."""
+def recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, Tier, bytes]]:
+    """(content, tier, blocks' digests) of contents of at least `size_min` bytes that came last, whose blocks the next one may have."""
     rows = db.rows(
         "SELECT k.id, c.tier, k.blocks FROM copy c JOIN content k ON k.id = c.content WHERE c.state = 1 AND k.state = 2"
-        " AND c.tier <> 'pfs' AND length(k.blocks) BETWEEN 1 AND 1048576 ORDER BY c.used_ns DESC LIMIT ?",
-        at_most,
-    )
+        " AND c.tier <> 'pfs' AND k.size >= ? AND length(k.blocks) BETWEEN 1 AND 1048576 ORDER BY c.used_ns DESC LIMIT ?",
+        size_min, at_most,
+    )  # fmt: skip
     return [(row[0], Tier(row[1]), row[2]) for row in rows]
 
 

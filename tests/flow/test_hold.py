@@ -81,6 +81,15 @@ def test_another_file_of_the_series_lends_its_blocks(two: Cluster) -> None:
     assert other.data(content) == one.data(content)
 
 
+def test_small_files_that_came_in_between_do_not_hide_blocks_that_are_here(two: Cluster) -> None:
+    one = two.nodes[0]
+    frozen = os.urandom(2 * BLOCK)
+    send(two, one.written(b"step_10", frozen + b"1"))
+    for number in range(20):
+        send(two, one.written(b"small_%d" % number, b"%d" % number))
+    assert send(two, one.written(b"step_20", frozen + b"22")) == 2
+
+
 def test_whoever_reads_the_older_generation_keeps_it(two: Cluster) -> None:
     one, other = two.nodes
     data = os.urandom(BLOCK + 9)

@@ -142,8 +142,10 @@ class Hold:
                 if copy.state in (CopyState.GOOD, CopyState.OLDER) and copy.tier in self._places and copy.tier is not Tier.PFS:
                     good = known is not None and copy.state is CopyState.GOOD
                     arriving.know(self._places[copy.tier], number, known.blocks if known is not None and good else None)
-            for content, tier, blocks in holding.recent_blocks(self._db, limits.BLOCK_SOURCES_MAX):
-                if content != number and tier in self._places:
+            left = limits.BLOCK_SOURCES_BLOCKS_MAX
+            for content, tier, blocks in holding.recent_blocks(self._db, SOUGHT_BYTES_MIN, limits.BLOCK_SOURCES_MAX):
+                left -= len(blocks) // digest.BLOCK_DIGEST_BYTES
+                if content != number and tier in self._places and left >= 0:
                     arriving.know(self._places[tier], content, blocks)
         arriving.fresh = False
         arriving.take_from_here()
