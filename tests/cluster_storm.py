@@ -212,7 +212,7 @@ class Storm:
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, f"not so within {seconds:.0f} s: {what()}"
-            time.sleep(0.05)
+            threading.Event().wait(0.05)
 
     # --- the faults ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Storm:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             assert not self.complaints, self.story()
-            time.sleep(0.1)
+            self.over.wait(0.1)
 
     def _lose(self, how: str, act: Callable[[int], None]) -> None:
         living = [node for node in range(len(self.cluster.nodes)) if node not in self.away]
