@@ -12,12 +12,13 @@ from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
 from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import Get, Put, Store
+from ckptfs.catalog.store import Get, Put, Store, prefix_end
+from ckptfs.clique import joining
 from ckptfs.clique.claims import Claim, Claims
 from ckptfs.clique.joining import NameTaken, join, name_key
 from ckptfs.clique.membership import Node, node_key, read_nodes
 from ckptfs.clique.presence import Presence
-from ckptfs.errors import Unreachable
+from ckptfs.errors import Refused, Unreachable
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -67,6 +68,20 @@ def test_a_catalog_keeps_its_number_and_no_two_have_one(store: Store) -> None:
     for name, number in numbers.items():
         assert joined(store, name, f"catalog of {name}") == number
     assert max(numbers.values()) <= 1 << 12
+
+
+def test_a_store_that_lost_its_data_gives_no_number_twice(store: Store) -> None:
+    """Nodes tell it their numbers, and those of all that they know; a catalog whose number another one has all the same is refused."""
+    for changes in joining.again("a", "catalog of a", 5, [5, 7, 9], []):
+        store.commit([], changes)
+    assert joined(store, "a", "catalog of a", known=5) == 5
+    (taken,) = store.read([Get(joining.TAKEN, prefix_end(joining.TAKEN))]).results
+    assert [item.key for item in taken] == [joining.taken_key(number) for number in (5, 7, 9)]
+    assert joining.again("a", "catalog of a", 5, [5, 7, 9], taken) == joining.again("a", "catalog of a", 5, [], taken)
+    other = joined(store, "stranger", "catalog of a stranger")
+    assert other not in (5, 7, 9)
+    with pytest.raises(Refused, match=f"the number {other} of the node b was given to the node stranger"):
+        joined(store, "b", "catalog of b", known=other)
 
 
 def test_nodes_that_join_at_once_get_different_numbers(store: Store) -> None:

@@ -21,6 +21,8 @@ from ckptfs.model import Inode
 
 NODES = 3
 WORKERS = 2
+BAD = (210, 253, 272, 324, 363, 410, 455, 504, 711)
+"""These found something once."""
 NAMES = {0.0: "abcd", 0.04: "abcdefgh"}
 
 
@@ -118,6 +120,6 @@ def test_together(tmp_path: Path, seed: int) -> None:
     simulate(tmp_path, seed, steps=150, islands=0.0)
 
 
-@pytest.mark.parametrize("seed", range(100, 108))
+@pytest.mark.parametrize("seed", [*range(100, 104), *BAD])
 def test_with_islands(tmp_path: Path, seed: int) -> None:
     simulate(tmp_path, seed, steps=60, islands=0.04)

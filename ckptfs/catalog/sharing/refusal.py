@@ -134,7 +134,8 @@ class Refusal:
     def _take_back(self) -> None:
         """Undo the contested names, and every other touched name of the same inodes: they are one change, or build on one another."""
         touched = touching.names(self._db)
-        touched = [key for key in touched if self._here(key) not in self._kept]  # Those names are all that what comes back has.
+        # What comes back keeps the names that it has here, and does not get those again that it had there.
+        touched = [key for key in touched if (self._here(key) or self._there(key)) not in self._kept]
         reverting = {key for key in self._contested if key in touched}
         while True:
             children = {child for key in reverting for child in (self._here(key), self._there(key)) if child}
@@ -200,7 +201,8 @@ class Refusal:
         known = self._told.get(key)
         now = seen.get(self._db, key) if known is None else known.seen
         child = (now.content or {"child": 0})["child"]
-        if not child or child in self._dead or self._db.value("SELECT 1 FROM inode WHERE id = ?", child) is None:
+        comes_back = known is None and child in self._kept
+        if not child or comes_back or child in self._dead or self._db.value("SELECT 1 FROM inode WHERE id = ?", child) is None:
             now = seen.NEVER
         kinds.write(self._db, key, now.content)
         seen.put(self._db, key, now)
