@@ -247,7 +247,7 @@ PEER_MANY_BYTES_MAX = 2 * MIB
 PEER_FORGET_MAX = 4096
 PEER_RUN_BLOCKS_MAX = 64
 # What is asked of a source at once takes about so long at its measured speed: then it is free for what somebody waits for.
-PEER_RUN_S = 0.2
+PEER_RUN_S = 0.5
 # A block that a reader waits for and that a source owes for so long is asked of another one as well.
 PEER_HEDGE_S = 0.5
 PEER_SEAL_WAIT_S_MAX = 60.0
