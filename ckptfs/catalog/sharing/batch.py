@@ -124,8 +124,9 @@ class _Builder:
         return self._values[key]
 
     def _of_others(self, key: Key, known: Seen) -> bytes | None:
-        """What another node wrote is told by that one, and by who renamed over it what that was; a store that has lost its data is told by all
-        what it said.
+        """What another node wrote is told by that one, and by who renamed over it what it was before.
+
+        A store that has lost its data is told by all what it said.
         """
         before = lost.value(self._db, key) if self._anew else kinds.pack(kinds.read(self._db, key))
         return known.value if before is None else before
