@@ -360,3 +360,24 @@ def test_what_both_moved_is_taken_back_also_from_a_name_whose_file_comes_back(tm
         assert set(await a.names()) == {b"b", b"c", b"d"}
 
     play(tmp_path, act)
+
+
+def test_a_directory_that_comes_back_has_a_name_also_where_its_own_was_given_away(tmp_path: Path) -> None:
+    """An island moves a directory into one that others delete, and whose name they give to something else."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("into")
+        await a.mkdir("moved")
+        await b.names()
+        b.cut(True)
+        await b.rename("moved", "into/moved")
+        await b.make("into/moved/file")
+        await a.rmdir("into")
+        await a.make("into")
+        b.cut(False)
+        await settled([a, b])
+        names = await a.names()
+        assert names == [b"into", b"into.ckptfs-conflict-n2-1"]
+        assert await a.names("into.ckptfs-conflict-n2-1/moved") == [b"file"]
+
+    play(tmp_path, act)

@@ -207,6 +207,9 @@ class Returning(Refusal):
 
     def _above(self, key: Key, told: Told) -> None:
         """A directory was moved there below which something was moved here: wrong only where that makes a loop."""
+        if self._here(key) in self._kept:
+            self._names[key] = told.seen  # It comes back, and its name is another's by now.
+            return
         applying.apply(self._db, key, told.seen, self._asked, self._recent)
         for changed in self._batch.changed:
             if changed.kind == INODE and (now := kinds.read(self._db, changed)) and now["mode"] & 0o170000 == reading.DIRECTORY:
