@@ -39,7 +39,8 @@ def demand(db: Database, wanted: str | None, state: Path) -> None:
     if db.value("SELECT 1 FROM inode WHERE id != ? LIMIT 1", ROOT) is not None:
         raise ConfigError(
             f"the files in {state} were written without a cluster, and cannot be brought into one",
-            remedy="give state=DIRECTORY with an empty one; what is on the PFS will be there again",
+            remedy="mount it without cluster=, let `ckptfs drain` bring all of it to the PFS, then give state=DIRECTORY with an empty one:"
+            " what is on the PFS is there again",
         )
 
 
