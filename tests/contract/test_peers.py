@@ -124,6 +124,32 @@ def test_an_early_offer_brings_what_no_longer_changes(pair: Pair, tmp_path: Path
     assert send(pair.peers, pair.node.there, tmp_path, data)[::2] == (1, True)
 
 
+def test_what_goes_ahead_is_not_broken_off_by_the_rest(fast: Pair, tmp_path: Path) -> None:
+    """X7: the offer after the seal waits for the early one that is still on its way, and brings only what that one did not."""
+    data = os.urandom(3 * BLOCK)
+    _, blocks = digests(data)
+    early = Offer(7, 8, 1, len(data), None, blocks[:16] + UNKNOWN_BLOCK + blocks[32:])
+    begun, go_on = threading.Event(), threading.Event()
+    fd, ahead, rest = file_of(tmp_path, data), [], []
+
+    def wanted() -> bool:
+        begun.set()
+        return go_on.wait(60)
+
+    first = threading.Thread(target=lambda: ahead.append(fast.peers.send(fast.node.there, early, fd, wanted=wanted)))
+    first.start()
+    assert begun.wait(60)
+    second = threading.Thread(
+        target=lambda: rest.append(fast.peers.send(fast.node.there, offer_of(data), fd, wanted=lambda: go_on.set() or True))
+    )
+    second.start()
+    first.join()
+    second.join()
+    os.close(fd)
+    assert [(one.blocks_lacking, one.verified) for one in ahead + rest] == [(2, False), (1, True)]
+    assert fast.node.server.refusals.figures() == {}
+
+
 def test_a_source_that_changed_is_found_out(pair: Pair, tmp_path: Path) -> None:
     """P4: a copy counts only with the digest that was offered."""
     data = os.urandom(3 * BLOCK)
