@@ -19,13 +19,16 @@ EXPECTED = (
 )
 
 
-def written(lab: ClusterUnderTest, name: str) -> list[Path]:
-    """A file of the first node that has reached the clique, as each node shows it."""
+def written(lab: ClusterUnderTest, name: str) -> tuple[list[Path], bytes]:
+    """A file of the first node that has reached the clique, as each node shows it; what is in it, of a length of its own."""
     lab.expect_warning(EXPECTED)
     paths = [node.path / name for node in lab.nodes]
-    paths[0].write_bytes(OLD)
+    data = OLD[len(name) :]
+    paths[0].write_bytes(data)
     wait_for(paths[0], "clique")
-    return paths
+    # The PFS may have it even sooner; here another node shall.
+    eventually(lambda: len(data) in copied(lab), what="a copy on another node")
+    return paths, data
 
 
 def copied(lab: ClusterUnderTest) -> set[int]:
@@ -50,7 +53,7 @@ def shows(path: Path, data: bytes, mtime_ns: int = 0) -> bool:
 @pytest.mark.parametrize("closed", [True, False])
 def test_what_was_appended_dies_with_its_writer_and_nothing_else(lab: ClusterUnderTest, closed: bool) -> None:
     """P9: all survivors show what had reached the clique, with its size, and make as many copies of it as before."""
-    paths = written(lab, f"appended {closed}")
+    paths, data = written(lab, f"appended {closed}")
     before = paths[1].stat()
     lab[1].slow(SLOW_BITS_PER_S)
     # Its mount is gone when it is closed.
@@ -63,11 +66,11 @@ def test_what_was_appended_dies_with_its_writer_and_nothing_else(lab: ClusterUnd
         lab[0].wipe(nvme=True)
     lab[1].mend()
     for path in paths[1:]:
-        eventually(lambda path=path: shows(path, OLD, before.st_mtime_ns), what=f"{path} shows what had reached the clique")  # type: ignore[misc]
+        eventually(lambda path=path: shows(path, data, before.st_mtime_ns), what=f"{path} shows what had reached the clique")  # type: ignore[misc]
         assert path.stat().st_ino == before.st_ino
     eventually(lambda: level(paths[2]) in ("clique", "pfs"), what="as many copies as before")
     lab.mend()
-    eventually(lambda: shows(paths[0], OLD), what="who returns without it shows the same")
+    eventually(lambda: shows(paths[0], data), what="who returns without it shows the same")
 
 
 def test_a_log_that_stays_open_survives_its_node_up_to_its_last_fsync(lab: ClusterUnderTest) -> None:
@@ -88,7 +91,7 @@ def test_a_log_that_stays_open_survives_its_node_up_to_its_last_fsync(lab: Clust
 
 def test_a_file_that_another_node_renamed_over_is_there_when_that_dies(lab: ClusterUnderTest) -> None:
     """P9: the name leads to what it led to before, as long as nobody has the newer file."""
-    paths = written(lab, "renamed")
+    paths, data = written(lab, "renamed")
     lab[2].slow(SLOW_BITS_PER_S)
     temporary = lab[1].path / "renamed.tmp"
     temporary.write_bytes(MORE)
@@ -97,6 +100,6 @@ def test_a_file_that_another_node_renamed_over_is_there_when_that_dies(lab: Clus
     lab[1].wipe(nvme=True)
     lab[2].mend()
     for path in (paths[0], paths[2]):
-        eventually(lambda path=path: shows(path, OLD), what=f"{path} shows what had reached the clique")  # type: ignore[misc]
+        eventually(lambda path=path: shows(path, data), what=f"{path} shows what had reached the clique")  # type: ignore[misc]
     lab.mend()
-    eventually(lambda: shows(paths[1], OLD), what="who returns without it shows the same")
+    eventually(lambda: shows(paths[1], data), what="who returns without it shows the same")
