@@ -4,7 +4,6 @@ A file is as long as somebody says: `truncate -s 1P` makes 250 million blocks of
 blocks' digests of a file of more than `limits.BLOCK_DIGESTS_MAX` blocks are not kept, only the one over all.
 """
 
-
 import xxhash
 
 from ckptfs import limits

@@ -161,7 +161,7 @@ NODE_NUMBER_BITS = 23
 # Reads of the store under way at once; what is asked meanwhile goes together with the next one.
 SHARED_READS_MAX = 4
 # What was read for a path that a thread walks along counts for that walk, so long; of so many names; of so many walks and directories.
-WALK_FRESH_S = 0.01
+WALK_FRESH_S = 0.002
 WALK_NAMES_MAX = 16
 WALKS_MAX = 10_000
 # What nobody waits for is told so much later, so that it goes together with what somebody does.

@@ -66,7 +66,12 @@ class DaemonUnderTest:
         for directory in (self.path, self.pfs, self.nvme, self.state):
             directory.mkdir()
         self.options: dict[str, str | Path | None] = {
-            "state": self.state, "pfs": self.pfs, "nvme": self.nvme, "ram": "3G", "data_path": data_path, **options,
+            "state": self.state,
+            "pfs": self.pfs,
+            "nvme": self.nvme,
+            "ram": "3G",
+            "data_path": data_path,
+            **options,
         }
         self.env = env or {}
         self.log_file = self.root / "log"
@@ -86,7 +91,13 @@ class DaemonUnderTest:
         command += [sys.executable, "-m", "ckptfs_daemon", self.name, str(self.path), "-o", options, "--ready-fd", str(child_end)]
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[child_end], env=environment(**self.env), cwd="/",
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[child_end],
+                env=environment(**self.env),
+                cwd="/",
                 start_new_session=True,
             )
         os.close(child_end)
@@ -210,7 +221,11 @@ class DaemonUnderTest:
         """Run `ckptfs ARGUMENTS`; fails the test where `check` and the exit code is not 0."""
         result = subprocess.run(
             [sys.executable, "-m", "ckptfs_client", *map(str, arguments)],
-            capture_output=True, text=True, timeout=timeout, env=environment(), check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment(),
+            check=False,
         )
         assert not check or result.returncode == 0, f"ckptfs {arguments}: exit {result.returncode}\n{result.stdout}{result.stderr}"
         return result

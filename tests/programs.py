@@ -24,8 +24,16 @@ def need(*programs: str) -> None:
 def run(*command: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_S, env: dict[str, str] | None = None, code: int = 0) -> str:
     """Run a program and demand its exit code; what it printed, errors included."""
     result = subprocess.run(
-        [str(part) for part in command], cwd=cwd, timeout=timeout, env={**os.environ, **(env or {})},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace", check=False,
+        [str(part) for part in command],
+        cwd=cwd,
+        timeout=timeout,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        check=False,
     )
     assert result.returncode == code, f"{' '.join(map(str, command))}: exit {result.returncode}\n{result.stdout[-4000:]}"
     return result.stdout

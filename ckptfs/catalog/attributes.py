@@ -20,8 +20,16 @@ XATTR_REPLACE = 2
 
 
 def set_attributes(
-    db: Database, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
-    atime_ns: int | None = None, mtime_ns: int | None = None, ctime_ns: int | None = None, kill_set_id: bool = False,
+    db: Database,
+    inode: int,
+    *,
+    mode: int | None = None,
+    uid: int | None = None,
+    gid: int | None = None,
+    atime_ns: int | None = None,
+    mtime_ns: int | None = None,
+    ctime_ns: int | None = None,
+    kill_set_id: bool = False,
 ) -> Inode:
     """Set what is given, ctime always. `mode` without its type bits; `kill_set_id`: drop set-id bits as a change of owner does."""
     row = namespace.get(db, inode)

@@ -5,7 +5,20 @@ from typing import Any
 from ckptfs.model import Inode
 
 _NAMES = (
-    "id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent",
+    "id",
+    "mode",
+    "uid",
+    "gid",
+    "rdev",
+    "nlink",
+    "size",
+    "atime_ns",
+    "mtime_ns",
+    "ctime_ns",
+    "target",
+    "content",
+    "generation",
+    "parent",
     "complete",
 )
 

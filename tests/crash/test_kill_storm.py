@@ -24,7 +24,10 @@ def acting(daemon: DaemonUnderTest, seed: int) -> "dict[str, subprocess.Popen[st
     return {
         kind: subprocess.Popen(
             [sys.executable, script, kind, daemon.path / kind, str(seed)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for kind in ACTORS
     }

@@ -194,5 +194,3 @@ def test_the_end_is_exact_whatever_is_rewritten_and_killed(steps: list[tuple]) -
         world.finish()
     finally:
         world.close()
-
-
