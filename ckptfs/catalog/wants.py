@@ -5,7 +5,8 @@ share one open row. Kinds: 'visit' (import the PFS directory `inode`; argument '
 'fetch' (bring the content of the file `inode` here; the result is 'here', or 'direct': read it on the PFS itself, never given for the
 argument 'write'), 'settle' (argument: a level, answered when the file `inode` has reached it; or 'journal:SEQ', answered when the PFS
 has been told of all that was recorded about `inode` up to that row), 'secure' (what the file `inode` holds now shall be on enough other
-nodes for the level `clique`), 'copy' (the same, soon, and nobody waits).
+nodes for the level `clique`), 'copy' (the same, soon, and nobody waits), 'left' (nobody who lives has what the file `inode` holds: what
+is left of it shall be shown).
 If we die here: an open row is answered by the next mover, an answered one is swept when it is old.
 """
 
@@ -20,8 +21,9 @@ FETCH = "fetch"
 SETTLE = "settle"
 SECURE = "secure"
 COPY = "copy"
+LEFT = "left"
 
-LANES = {VISIT: VISIT, FETCH: FETCH, SECURE: SECURE, COPY: COPY}
+LANES = {VISIT: VISIT, FETCH: FETCH, SECURE: SECURE, COPY: COPY, LEFT: "fall-back"}
 """Kind -> the beginning of the names of the lanes that answer it alone. What else is wanted needs all of them."""
 
 WANTED, DONE, FAILED = 0, 1, 2

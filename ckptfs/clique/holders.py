@@ -92,6 +92,28 @@ class File:
         raw = self.value.get("missed")
         return None if raw is None else dict(json.loads(raw))
 
+    @property
+    def instead(self) -> dict[str, Any] | None:
+        """`missed`, while the file shows what was shown instead: nobody has written it since. Who fetches what the PFS has gives that a
+        content.
+        """
+        missed = self.missed
+        if missed is None or self.value["generation"] != missed["shown"] or missed["shows"] not in (None, self.content):
+            return None
+        return missed
+
+    @property
+    def from_pfs(self) -> int | None:
+        """The generation that the file shows because the PFS was all that had any; None: it is no such file."""
+        missed = self.instead
+        return None if missed is None or missed["shows"] is not None else int(missed["shown"])
+
+    @property
+    def should_hold(self) -> dict[str, Any]:
+        """`content`, `generation` and `mtime_ns` of what it holds; where the PFS is all that had any, of what is missed, and its `node`."""
+        missed = self.instead if self.from_pfs is not None else None
+        return missed or {name: self.value.get(name) for name in ("content", "generation", "mtime_ns")}
+
 
 def files(store: Store, inodes: Sequence[int]) -> dict[int, File]:
     """These files as the store has them. Files that are gone are left out."""
@@ -105,11 +127,28 @@ def files(store: Store, inodes: Sequence[int]) -> dict[int, File]:
     return found
 
 
-def shown_generation(store: Store, inode: int) -> int | None:
-    """Which generation of a file the PFS shows, as the store says; None: it shows none."""
+@dataclass(frozen=True, slots=True)
+class OnPfs:
+    """What the PFS shows of a file, as the store says. Not `complete`: what was fsynced of a file that was open. `in_hand`: a node is
+    about to change that.
+    """
+
+    generation: int
+    complete: bool
+    size: int
+    mtime_ns: int
+    in_hand: bool
+    value: dict[str, Any]
+    item: Item
+
+
+def on_pfs(store: Store, inode: int) -> OnPfs | None:
+    """What the PFS shows of a file; None: nothing that is known."""
     (items,) = store.read([Get(b"f/%016x" % inode)]).results
     with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
-        return int(json.loads(items[0].value)["published"][0])
+        value = json.loads(items[0].value)
+        generation, complete, size, mtime_ns = value["published"][:4]
+        return OnPfs(int(generation), bool(complete), int(size), int(mtime_ns), "by" in value, value, items[0])
     return None
 
 

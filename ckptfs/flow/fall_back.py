@@ -1,6 +1,8 @@
 """Takes: files whose content was on a node that died, and on no other, and of which a former one lies here: what the file held before it
-was written anew (catalog/former.py), or the same content before it was changed in place (an OLDER copy, catalog/holding.py).
-Leaves: the former content as what the file holds, and in `inode.missed` what it should hold; that again when its writer returns with it.
+was written anew (catalog/former.py), or the same content before it was changed in place (an OLDER copy, catalog/holding.py). Wants of the
+kind 'left': somebody opens such a file, and no node that lives has any of it.
+Leaves: the former content as what the file holds, or what the PFS shows where that is newer or all that is left; and in `inode.missed` what
+it should hold; that again when its writer returns with it.
 If we die here: the store was told all of it or nothing; the next mover looks through everything once.
 
 A generation of a content that was changed in place becomes a content of its own, so that its writer may return with the newer one. Each
@@ -8,6 +10,7 @@ decision is one transaction of the store that compares all it rests on, so of se
 meanwhile wins. What was written since then stays, and what was missed is put beside it by its writer, which alone has it.
 """
 
+import errno
 import json
 import logging
 import os
@@ -16,13 +19,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptfs import disk, limits
-from ckptfs.catalog import aside, epoch, holding, report, settling
+from ckptfs.catalog import aside, epoch, fetching, holding, report, settling, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard, Kept
 from ckptfs.catalog.sharing import falling_back
 from ckptfs.catalog.store import Compare, Get, Item, Put, Store, Target
 from ckptfs.clique import holders
-from ckptfs.clique.holders import File, Shared
+from ckptfs.clique.holders import File, OnPfs, Shared
 from ckptfs.clique.membership import World
 from ckptfs.clique.peers import PeerFailed, PeerRefused
 from ckptfs.clique.surroundings import Surroundings
@@ -33,7 +36,7 @@ from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
 
-disk.labels("fallback:shown")
+disk.labels("fallback:shown", "fallback:pfs")
 
 BATCH_CONTENTS = holders.LOOKED_AT_MAX // 2
 
@@ -66,6 +69,7 @@ class FallBack:
             self._after = batch[-1].content.id if batch else None
             self._undecided |= aside.contents(self._db)
             return True
+        self._answer_all(world)
         if time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + limits.FALL_BACK_LOOK_S
             numbers = sorted(self._undecided)[:BATCH_CONTENTS]
@@ -79,7 +83,8 @@ class FallBack:
         """Until the next look at what is not decided; nothing is decided while nodes tell a store anew that has lost its data."""
         if epoch.is_resting(self._db):
             return limits.FALL_BACK_LOOK_S
-        return max(0.0, self._look_s - time.monotonic()) if self._undecided or self._returning else None
+        waiting = self._undecided or self._returning or wants.wanted(self._db, wants.LEFT, at_most=1)
+        return max(0.0, self._look_s - time.monotonic()) if waiting else None
 
     # --- falling back ------------------------------------------------------------------------------------------------
 
@@ -91,21 +96,25 @@ class FallBack:
         inodes = {number: one.heard.inode for number, one in told.items() if one.heard is not None}
         files = holders.files(store, sorted(set(inodes.values())))
         suspects = [kept for kept in batch if _may_be_left(kept, told[kept.content.id], files.get(inodes.get(kept.content.id, 0)))]
-        successors = {kept.content.id: files[inodes[kept.content.id]].content or 0 for kept in suspects}
+        successors = {kept.content.id: files[inodes[kept.content.id]].should_hold["content"] or 0 for kept in suspects}
         shared = holders.read(store, sorted(set(successors.values())))
         for kept in sorted(suspects, key=lambda one: (told[one.content.id].former_ns is None, -one.generation)):
             number = kept.content.id
             inode, one, now = inodes[number], told[number], shared[successors[number]]
             if self._is_shown_by_us(kept, one, files[inode]):
                 self._finish(kept.content, inode, files[inode], one)
-            elif self._is_safe(inode, now, world, itself=successors[number] == number):
                 continue
-            elif (not now.lost and now.writer in world) or self._rivals(kept, one, world):
+            on_pfs = holders.on_pfs(store, inode)
+            if self._is_safe(on_pfs, now, world, itself=successors[number] == number):
+                continue
+            if (not now.lost and now.writer in world) or self._rivals(kept, one, world):
                 self._undecided.add(number)
-            else:
+            elif on_pfs is None or on_pfs.generation <= kept.generation:
                 self._show(inode, files[inode], kept, one, now)
+            elif not self._show_pfs(inode, files[inode], on_pfs, now):
+                self._undecided.add(number)
 
-    def _is_safe(self, inode: int, now: Shared, world: World, *, itself: bool) -> bool:
+    def _is_safe(self, on_pfs: OnPfs | None, now: Shared, world: World, *, itself: bool) -> bool:
         """Whether a living node besides its writer, or the PFS, has what the file holds; or, of another content than the one that lies
         here, a state of it. What an open file held last nobody can know, and its writer, while it lives, goes on.
         """
@@ -115,8 +124,7 @@ class FallBack:
         living = [copy for copy in now.copies if copy.node in world and copy.node != now.writer]
         if any(not itself or _is_it(copy.generation, copy.digest, heard) for copy in living):
             return True
-        shown = holders.shown_generation(self._around.store, inode)
-        return shown is not None and shown >= heard.generation
+        return on_pfs is not None and on_pfs.generation >= heard.generation and (on_pfs.complete or not itself)
 
     def _rivals(self, kept: Kept, told: Shared, world: World) -> bool:
         """Whether another node that lives has a newer generation of it, or may have and did not say so yet."""
@@ -148,10 +156,7 @@ class FallBack:
             self._undecided.add(content.id)
 
     def _fall_back(self, inode: int, file: File, content: Content, told: Shared, now: Shared) -> bool:
-        missed = {
-            "content": file.content, "node": now.writer, "generation": file.value["generation"], "mtime_ns": file.value["mtime_ns"],
-            "shows": content.id, "shown": content.generation,
-        }  # fmt: skip
+        missed = _missed(file, now, content.id, content.generation)
         shows = {"content": content.id, "generation": content.generation, "size": content.size, "mtime_ns": _mtime_ns(content, told, file)}
         value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": _packed(missed).decode()}
         owned = falling_back.owned(content, inode, self._around.number)
@@ -163,6 +168,65 @@ class FallBack:
         falling_back.shown(self._db, content, inode, (value, owned), revision)
         self._report(inode, file, now)
         self._notify.work()
+        return True
+
+    # --- falling back to the PFS --------------------------------------------------------------------------------------
+
+    def _answer_all(self, world: World) -> None:
+        """Decide for those who wait for it; what cannot be decided yet stays to be asked."""
+        for want in wants.wanted(self._db, wants.LEFT, at_most=BATCH_CONTENTS):
+            shown = self._is_left_on_pfs(want.inode, world)
+            if shown is not None:
+                wants.done(self._db, want.id) if shown else wants.failed(self._db, want.id, errno.EIO)
+                self._notify.work()
+
+    def _is_left_on_pfs(self, inode: int, world: World) -> bool | None:
+        """Have the file show what the PFS has of it, when no node that lives has any newer state. None: that is not certain yet.
+
+        A node that has one, and did not say so in that time, shows it all the same when it comes to it: see `_may_be_left`.
+        """
+        store = self._around.store
+        file, on_pfs = holders.files(store, [inode]).get(inode), holders.on_pfs(store, inode)
+        if file is None or on_pfs is None:
+            return False
+        if file.content is None or file.content != fetching.content_of(self._db, inode):
+            return self._learn(inode, file, on_pfs)
+        now = holders.read(store, [file.content])[file.content]
+        if now.heard is None or (not now.lost and now.writer in world) or now.heard.generation < on_pfs.generation:
+            return False
+        newer = on_pfs.generation + on_pfs.complete
+        if any(copy.node in world and copy.generation >= newer and copy.node != now.writer for copy in now.copies):
+            return False
+        if time.monotonic() - self._since_s < limits.FALL_BACK_RIVALS_S:
+            return None
+        return self._show_pfs(inode, file, on_pfs, now) or None
+
+    def _learn(self, inode: int, file: File, on_pfs: OnPfs) -> bool:
+        """Another node was faster."""
+        revisions = file.item.mod_revision, on_pfs.item.mod_revision
+        falling_back.shown_by_pfs(self._db, inode, (file.value, on_pfs.value), revisions)
+        self._notify.inode(inode)
+        return True
+
+    def _show_pfs(self, inode: int, file: File, on_pfs: OnPfs, now: Shared) -> bool:
+        """Let the file show what the PFS has of it, if the store agrees; what was fsynced of an open file is the whole of it now."""
+        if on_pfs.in_hand:
+            return False
+        missed = _missed(file, now, None, on_pfs.generation)
+        shows = {"content": None, "generation": on_pfs.generation, "size": on_pfs.size, "mtime_ns": on_pfs.mtime_ns}
+        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": _packed(missed).decode()}
+        published = on_pfs.value["published"]
+        on_it = {**on_pfs.value, "published": [published[0], 1, *published[2:]]}
+        puts = [(file.item.key, value), *([] if on_pfs.complete else [(on_pfs.item.key, on_it)])]
+        revision = _agreed(self._around.store, [file.item, on_pfs.item, *now.items], puts)
+        if not revision:
+            return False
+        disk.act("fallback:pfs", lambda: None)
+        revisions = revision, on_pfs.item.mod_revision if on_pfs.complete else revision
+        falling_back.shown_by_pfs(self._db, inode, (value, on_it), revisions)
+        self._returning = True
+        self._report(inode, file, now)
+        self._notify.inode(inode)
         return True
 
     def _is_shown_by_us(self, kept: Kept, told: Shared, file: File) -> bool:
@@ -207,8 +271,7 @@ class FallBack:
         """Show again what was missed, when its writer has it and the file was not written since. False: later."""
         node = world.by_number[missed["node"]]
         value = {name: held for name, held in file.value.items() if name != "missed"}
-        written = (file.content, file.value["generation"]) != (missed["shows"], missed["shown"])
-        if written:
+        if file.instead is None:
             return True  # The writer puts it beside: see `Reconcile`.
         try:
             record = self._around.peers.seal_soon(node, missed["content"], limits.SEAL_ASKED_S)
@@ -232,13 +295,20 @@ class FallBack:
 def _may_be_left(kept: Kept, told: Shared, file: File | None) -> bool:
     """Whether the file of a content that lies here holds another one by now, or a later generation of it."""
     heard = told.heard
-    if heard is None or file is None or file.content is None:
+    if heard is None or file is None or (file.content is None and file.from_pfs is None):
+        return False
+    if file.from_pfs is not None and kept.generation <= file.from_pfs:
         return False
     if not _is_it(kept.generation, kept.digest, heard):
         return heard.digest is None or kept.generation < heard.generation
     if file.content == kept.content.id:
         return kept.content.peer and kept.current  # It may be this node's by now: see `_is_shown_by_us`.
     return (file.missed or {}).get("content") != kept.content.id
+
+
+def _missed(file: File, now: Shared, shows: int | None, shown: int) -> dict[str, Any]:
+    """What `inode.missed` shall say (catalog/sharing/falling_back.py)."""
+    return {"node": now.writer, **file.should_hold, "shows": shows, "shown": shown}
 
 
 def _is_it(generation: int, digest: bytes, heard: Heard) -> bool:

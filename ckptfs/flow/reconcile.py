@@ -243,7 +243,7 @@ class Reconcile:
     def _put_beside(self, content: Content, file: File) -> None:
         """Others took what is here for lost, and show a former content. Where the file was written since, both stay."""
         missed = file.missed or {}
-        if (file.content, file.value["generation"]) in ((missed["shows"], missed["shown"]), (content.id, content.generation)):
+        if file.instead is not None or (file.content, file.value["generation"]) == (content.id, content.generation):
             return
         label = self._around.see().by_number[self._around.number].name
         name = falling_back.put_beside(self._db, content, {**file.value, "missed_mtime_ns": missed["mtime_ns"]}, label)

@@ -1,7 +1,8 @@
 """Owns `inode.missed` here: what the store was told of a file that shows a former content becomes rows, and what was missed becomes a file.
 
 `missed` is JSON: `content` and `generation` are what the file should hold, `node` wrote it, `mtime_ns` is the file's time with it; `shows`
-and `shown` are the content and generation that it shows instead. Whoever writes the file leaves it, so that the writer finds its own.
+and `shown` are the content and generation that it shows instead, without a content when that is what the PFS shows. Whoever writes the file
+leaves it, so that the writer finds its own.
 If we die here: SQLite undoes the unfinished change; the store has it all, and who asks for the file reads it again.
 """
 
@@ -12,7 +13,7 @@ from ckptfs.catalog import journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, seen, touching
 from ckptfs.catalog.sharing.island import CONFLICT
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key, Value
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SHOWN, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT, Content, ContentState
 
@@ -39,13 +40,20 @@ def shown(db: Database, content: Content, inode: int, values: tuple[Value, Value
         take_over(db, inode, values[0], revision)
 
 
-def take_over(db: Database, inode: int, value: Value, revision: int) -> None:
+def take_over(db: Database, inode: int, value: Value, revision: int, kind: str = INODE) -> None:
     """The store says this of a file; what was changed here and not told stays."""
-    key = Key(INODE, inode)
+    key = Key(kind, inode)
     with db.change():
         if not touching.is_touched(db, key) and seen.get(db, key).revision < revision:
             kinds.write(db, key, value)
             seen.put(db, key, Seen(revision, kinds.pack(value)))
+
+
+def shown_by_pfs(db: Database, inode: int, values: tuple[Value, Value], revisions: tuple[int, int]) -> None:
+    """The store was told that `inode` shows what the PFS has of it: (value of the file, what the PFS shows)."""
+    with db.change():
+        take_over(db, inode, values[1], revisions[1], SHOWN)
+        take_over(db, inode, values[0], revisions[0])
 
 
 def missed(db: Database) -> list[tuple[int, str]]:

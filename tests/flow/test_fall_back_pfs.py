@@ -1,0 +1,250 @@
+"""P5, P7, P9: what the PFS has of a file is shown when no node that lives has anything newer, and never an older state over it."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, Node, offer_of
+from former_world import NEW, OLD, appended, change, decide, fall_back_of, file_of, hear, held, overwrite, publish, replicated, shown, tidy
+
+from ckptfs import disk, limits
+from ckptfs.catalog import namespace, settling, wants
+from ckptfs.catalog.sharing import kinds
+from ckptfs.catalog.sharing.kinds import INODE, SHOWN, Key
+from ckptfs.clique import holders
+from ckptfs.model import ROOT, Tier
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for its time."""
+    for name in ("RECONCILE_AGE_S", "SPARE_KEPT_S", "FALL_BACK_RIVALS_S"):
+        monkeypatch.setattr(limits, name, -1.0)
+    monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
+
+
+def alone(cluster: Cluster) -> int:
+    """A file of the first node that no other one has a copy of; its content."""
+    one = cluster.nodes[0]
+    content = one.make(b"file", OLD)
+    one.seal()
+    publish(one)
+    return content
+
+
+def write_back(node: Node, content: int, *, complete: bool = True, size: int | None = None, mtime_ns: int = 2) -> None:
+    """The PFS shows what this node has of a content, as the store says."""
+    row = settling.content(node.db, content)
+    assert row is not None
+    size, digest = row.size if size is None else size, None if row.digest is None else row.digest.hex()
+    published = [row.generation, int(complete), size, mtime_ns, 77, digest]
+    node.cluster.put(f"f/{row.inode:016x}", {"names": [[ROOT, "file"]], "published": published})
+
+
+def ask(node: Node, inode: int) -> int:
+    """Somebody opens the file there, and nobody gives what it holds; how that ended."""
+    content = file_of(node.cluster, inode).content
+    if content is not None:
+        node.learn(inode, b"file", content, 1)
+    want = wants.ask(node.db, wants.LEFT, inode)
+    decide(node)
+    found = wants.get(node.db, want)
+    assert found is not None
+    return found.state
+
+
+HOW = pytest.mark.parametrize("how", ["in place", "truncated"])
+
+
+def newer(one: Node, content: int, how: str, stop: str = "sealed") -> int:
+    """The next generation, which only this node has; its content."""
+    if how == "truncated":
+        return overwrite(one, content, how)
+    change(one, content, appended, stop=stop)
+    return content
+
+
+@HOW
+@pytest.mark.parametrize("stop", ["open", "closed", "sealed"])
+def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how: str, stop: str) -> None:
+    """P9: with its size and time; one node of those that are asked decides it."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = alone(cluster)
+    inode = one.inode(content)
+    write_back(one, content)
+    lost = newer(one, content, how, stop)
+    assert ask(two, inode) == wants.FAILED, "its writer lives"
+    one.kill()
+    assert ask(two, inode) == wants.DONE
+    assert shown(cluster, inode) == (0, 1, len(OLD), 2)
+    missed = file_of(cluster, inode).missed or {}
+    assert (missed["content"], missed["generation"], missed["node"], missed["shows"]) == (lost, 2, 1, None)
+    decided = file_of(cluster, inode).item
+    assert ask(three, inode) == wants.DONE and file_of(cluster, inode).item == decided, "once"
+    for node in (two, three):
+        assert (kinds.read(node.db, Key(INODE, inode)) or {})["content"] is None
+        assert (kinds.read(node.db, Key(SHOWN, inode)) or {})["published"][:2] == [1, 1]
+
+
+def test_what_was_fsynced_of_an_open_file_is_the_whole_of_it(tmp_path: Path) -> None:
+    """As on a node that is alone."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = alone(cluster)
+    inode = one.inode(content)
+    change(one, content, appended, stop="open")
+    write_back(one, content, complete=False, size=7, mtime_ns=5)
+    one.kill()
+    assert ask(two, inode) == wants.DONE
+    assert shown(cluster, inode) == (0, 2, 7, 5) and (kinds.read(two.db, Key(SHOWN, inode)) or {})["published"][1] == 1
+
+
+@pytest.mark.parametrize("who", ["nobody", "the PFS is being changed", "a living node has it"])
+def test_what_is_not_certain_is_not_decided(tmp_path: Path, who: str) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster) if who == "a living node has it" else alone(cluster)
+    inode = one.inode(content)
+    if who == "the PFS is being changed":
+        write_back(one, content)
+        on_pfs = holders.on_pfs(cluster.store, inode)
+        assert on_pfs is not None
+        cluster.put(f"f/{inode:016x}", {**on_pfs.value, "by": 1})
+    change(one, content, appended)
+    before = file_of(cluster, inode).item
+    one.kill()
+    decided = ask(two, inode)
+    if who == "a living node has it":
+        assert held(two, inode) == OLD
+    else:
+        assert decided == (wants.FAILED if who == "nobody" else wants.WANTED) and file_of(cluster, inode).item == before
+
+
+def test_a_node_that_may_have_a_newer_one_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = alone(cluster)
+    write_back(one, content)
+    change(one, content, appended)
+    one.kill()
+    monkeypatch.setattr(limits, "FALL_BACK_RIVALS_S", 1000.0)
+    assert ask(two, one.inode(content)) == wants.WANTED
+    assert fall_back_of(two).due_s() is not None, "it is looked at again"
+
+
+def test_never_an_older_generation_than_the_pfs_has(tmp_path: Path) -> None:
+    """P5, P7: the holder of generation 1 does not show it over generation 2, nor has it written back over that."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(one, content, appended)
+    hear(two, content)
+    write_back(one, content, mtime_ns=3)
+    change(one, content, lambda data: data.reverse(), mtime_ns=4)
+    hear(two, content)
+    two.db.journalled = True
+    one.kill()
+    decide(two)
+    assert shown(cluster, inode) == (0, 2, len(OLD + NEW), 3)
+    assert two.db.rows("SELECT op FROM journal") == [] and two.data(content) == OLD
+
+
+def test_what_is_left_on_the_pfs_of_an_open_file_counts_for_no_whole_one(tmp_path: Path) -> None:
+    """P9: a part of generation 2 on the PFS does not keep what is left from being shown."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    change(one, content, appended, stop="open")
+    write_back(one, content, complete=False, size=9, mtime_ns=3)
+    one.kill()
+    decide(two)
+    assert shown(cluster, inode) == (0, 2, 9, 3)
+
+
+def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Path) -> None:
+    """P9: its holder came to it late, and somebody has fetched the older one meanwhile."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster)
+    inode = one.inode(content)
+    write_back(one, content)
+    change(one, content, appended)
+    hear(two, content)
+    fd = one.places[Tier.RAM].open(content)
+    with disk.closing(fd):
+        one.peers.send(two.member, offer_of(one, content), fd)
+    hear(two, content)
+    lost = overwrite(one, content, "truncated")
+    one.kill()
+    assert ask(three, inode) == wants.DONE and shown(cluster, inode)[:2] == (0, 1)
+    fetched = {**file_of(cluster, inode).value, "content": 4242}
+    cluster.put(f"i/{inode:016x}", fetched)
+    decide(two)
+    assert shown(cluster, inode)[:3] == (content, 2, len(OLD + NEW)) and held(two, inode) == OLD + NEW
+    assert (file_of(cluster, inode).missed or {})["content"] == lost
+
+
+@HOW
+@pytest.mark.parametrize("fetched", [True, False])
+def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
+    """Nobody has written the file meanwhile: it holds what was closed last. Whoever fetched what the PFS has wrote nothing."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = alone(cluster)
+    inode = one.inode(content)
+    write_back(one, content)
+    lost = newer(one, content, how)
+    one.kill()
+    assert ask(two, inode) == wants.DONE
+    if fetched:
+        value = {**file_of(cluster, inode).value, "content": 4242}
+        cluster.put(f"i/{inode:016x}", value)
+        with two.db.change():
+            kinds.write(two.db, Key(INODE, inode), value)
+    one.revive()
+    tidy(one)
+    decide(two)
+    assert shown(cluster, inode)[:2] == (lost, 2) and file_of(cluster, inode).missed is None
+    assert one.data(lost) == (NEW if how == "truncated" else OLD + NEW)
+
+
+def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
+    """Both stay."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = alone(cluster)
+    inode = one.inode(content)
+    write_back(one, content)
+    change(one, content, appended)
+    one.kill()
+    assert ask(two, inode) == wants.DONE
+    third = two.write(inode, b"third")
+    two.seal()
+    publish(two)
+    one.revive()
+    one.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    decide(two)
+    tidy(one)
+    assert shown(cluster, inode)[:2] == (third, 2)
+    beside = namespace.find(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    assert beside is not None and (beside.content, beside.size) == (content, len(OLD + NEW))
+
+
+def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks again finds it decided."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = alone(cluster)
+    inode = one.inode(content)
+    write_back(one, content)
+    change(one, content, appended)
+    one.kill()
+    monkeypatch.setattr(disk, "_fault", "fallback:pfs=EIO")
+    monkeypatch.setattr(disk, "_counts", {}, raising=False)
+    with contextlib.suppress(OSError):
+        ask(two, inode)
+    monkeypatch.setattr(disk, "_fault", "")
+    assert ask(two, inode) == wants.DONE and (kinds.read(two.db, Key(INODE, inode)) or {})["content"] is None
