@@ -75,6 +75,9 @@ ARRIVAL_ASKED_MAX = 64
 FETCH_WHOLE_BYTES = 64 * MIB
 FETCH_ROOM_RATIO = 4
 FETCH_TRIES_MAX = 8
+# Tries of a file follow each other at most so far apart. While a node lives that told of it, it is tried for so long.
+FETCH_PAUSE_MAX_S = 1.0
+FETCH_PATIENCE_S = 30.0
 SYNCED_INTERVAL_S = 60.0
 REFRESH_INTERVAL_S = 300.0
 
@@ -136,6 +139,8 @@ RECONCILE_INTERVAL_S = 1800.0
 FALL_BACK_LOOK_S = 2.0
 # A node that has a former generation waits so long for one that may have a newer one.
 FALL_BACK_RIVALS_S = 10.0
+# Whoever wants to read such a file waits so much longer for what they decide.
+FALL_BACK_MARGIN_S = 3.0
 RECONCILE_AGE_S = 60.0
 # A copy that is one too many, or of an older generation, is kept so long for whoever reads it again, or its next generation.
 SPARE_KEPT_S = 600.0
@@ -337,4 +342,6 @@ assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PE
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
 assert PEER_WHOLE_BYTES_MAX <= PEER_MANY_BYTES_MAX and 2 * PEER_MANY_BYTES_MAX < PEER_MESSAGE_BYTES_MAX
 assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)
+assert NODE_LEASE_S + PEER_STALL_S < FETCH_PATIENCE_S
+assert FETCH_PATIENCE_S + FALL_BACK_RIVALS_S + FALL_BACK_LOOK_S + FALL_BACK_MARGIN_S < FETCH_STALL_S
 assert 2 * PEER_LINK_STREAMS_MAX <= PEER_STREAMS_OF_ONE_MAX < PEER_CONNECTIONS_OF_ONE_MAX

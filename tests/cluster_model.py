@@ -136,8 +136,8 @@ class Track:
 
     @property
     def hopeless(self) -> bool:
-        """Whether nothing of it need be left: what was safe was deleted, or nothing ever was."""
-        return not self.durable or any(self.durable <= number <= self.latest for number in self.absent)
+        """Whether nothing of it need be left: what was safe was deleted or has another name by now, or nothing ever was."""
+        return not self.durable or self.path.endswith("/run.cpt") or any(self.durable <= number <= self.latest for number in self.absent)
 
     @property
     def loose_name(self) -> bool:

@@ -172,7 +172,7 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
     newer = overwrite(one, content, "truncated")
     one.kill()
     monkeypatch.setattr(disk, "_fault", "fallback:shown=EIO")
-    monkeypatch.setattr(disk, "_counts", {}, raising=False)
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
     with pytest.raises(OSError):
         decide(two)
     tidy(two)

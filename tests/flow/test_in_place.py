@@ -265,7 +265,7 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
     change(one, content, appended)
     one.kill()
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
-    monkeypatch.setattr(disk, "_counts", {}, raising=False)
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
     with contextlib.suppress(OSError):
         decide(two)
     monkeypatch.setattr(disk, "_fault", "")

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, fetching, pfs_paths, report, settling, wants
@@ -18,14 +19,15 @@ from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Arrived, Fetchable
 from ckptfs.catalog.sharing.truth import Truth
-from ckptfs.clique.peers import PeerFailed
+from ckptfs.clique.peers import PeerFailed, PeerRefused
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.digest import whole
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoRoom, refused
 from ckptfs.flow.fetch.alone import Alone, Elsewhere
 from ckptfs.flow.fetch.by_blocks import ByBlocks
-from ckptfs.flow.fetch.from_peers import FromPeers
+from ckptfs.flow.fetch.from_peers import FromPeers, NoneLeft
+from ckptfs.flow.fetch.patience import Patience
 from ckptfs.flow.fetch.telling import Telling
 from ckptfs.model import Content, ContentState, Notify, Tier
 from ckptfs.tiers import arrival, pfs_open, transfer
@@ -41,6 +43,15 @@ MOVED_ON = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
 """What opening a file says when the PFS shows something else than the catalog knows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """Of one want: how often it was tried, since when, and when it is tried again."""
+
+    count: int
+    since_s: float
+    next_s: float
+
+
 class Fetch:
     """Brings one file a step. Steps may overlap: a file that one of them has in hand is left alone by the others."""
 
@@ -48,6 +59,7 @@ class Fetch:
         """`around`: the other nodes; None on a node that is alone."""
         self._peers = None if around is None else FromPeers(db, places, around)
         self._alone = None if around is None else Alone(db, around)
+        self._patience = None if around is None else Patience(db, around)
         self._store = None if around is None else around.store
         self._db = db
         self._places = places
@@ -55,10 +67,12 @@ class Fetch:
         self._notify = notify
         self._lock = threading.Lock()
         self._in_hand: set[int] = set()
-        self._again: dict[int, tuple[float, int]] = {}
+        self._again: dict[int, Tries] = {}
 
     def step(self) -> bool:
         """Answer one want. True: there may be more at once."""
+        if self._patience is not None:
+            self._patience.follow()
         want = self._take()
         if want is None:
             return False
@@ -72,7 +86,7 @@ class Fetch:
     def due_s(self) -> float | None:
         """Until the first want that has to wait for something is tried again."""
         with self._lock:
-            times = [when for when, _ in self._again.values()]
+            times = [tries.next_s for tries in self._again.values()]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def prepare(self) -> None:
@@ -87,7 +101,7 @@ class Fetch:
         with self._lock:
             self._again = {want.id: self._again[want.id] for want in wanted if want.id in self._again}
             for want in wanted:
-                if want.inode not in self._in_hand and self._again.get(want.id, (0.0, 0))[0] <= now_s:
+                if want.inode not in self._in_hand and (want.id not in self._again or self._again[want.id].next_s <= now_s):
                     self._in_hand.add(want.inode)
                     return want
         return None
@@ -99,11 +113,12 @@ class Fetch:
             result = self._fetch(want)
         except Elsewhere:
             self._soon(want)
-        except Busy as reason:
-            if self._later(want):
+        except (Busy, NoneLeft) as reason:
+            if self._later(want, reason):
                 return
             self._failed(want, errno.EIO)
-            log.warning("%s cannot be read: %s", self._name(want.inode), reason)
+            level = logging.WARNING if isinstance(reason, Busy) else logging.ERROR
+            log.log(level, "%s cannot be read: %s", self._name(want.inode), reason)
         except DigestMismatch as failure:
             self._failed(want, errno.EIO)
             log.error("%s cannot be read: %s", self._name(want.inode), failure)
@@ -127,18 +142,31 @@ class Fetch:
         wants.failed(self._db, want.id, code)
         self._notify.wants()
 
-    def _later(self, want: wants.Want) -> bool:
-        """Try this want again after a while, each time a longer one; False when it was tried often enough."""
+    def _later(self, want: wants.Want, reason: Busy | NoneLeft) -> bool:
+        """Try this want again after a while, each time a longer one; False when that is of no use."""
+        now_s = time.monotonic()
         with self._lock:
-            tries = self._again.get(want.id, (0.0, 0))[1] + 1
-            self._again[want.id] = (time.monotonic() + limits.RETRY_FIRST_S * 2 ** (tries - 1) / 2, tries)
-        return tries < limits.FETCH_TRIES_MAX
+            before = self._again.get(want.id, Tries(0, now_s, now_s))
+            pause_s = min(limits.RETRY_FIRST_S * 2**before.count / 2, limits.FETCH_PAUSE_MAX_S)
+            self._again[want.id] = Tries(before.count + 1, before.since_s, now_s + pause_s)
+        soon = isinstance(reason, Busy) and before.count + 1 < limits.FETCH_TRIES_MAX
+        if not soon and not self._may_come(want, before.since_s, reason):
+            return False
+        wants.progress(self._db, want.id)
+        return True
+
+    def _may_come(self, want: wants.Want, since_s: float, reason: Busy | NoneLeft) -> bool:
+        cause = reason.__cause__
+        denied = isinstance(cause, PeerRefused) and cause.code == errno.ENOENT
+        return self._patience is not None and self._patience.lasts(want.inode, since_s, denied=denied)
 
     def _soon(self, want: wants.Want) -> None:
         """Another node is at it: that is no try of ours."""
         wants.progress(self._db, want.id)
+        now_s = time.monotonic()
         with self._lock:
-            self._again[want.id] = (time.monotonic() + limits.FETCH_SHARED_LOOK_S, self._again.get(want.id, (0.0, 0))[1])
+            before = self._again.get(want.id, Tries(0, now_s, now_s))
+            self._again[want.id] = Tries(before.count, before.since_s, now_s + limits.FETCH_SHARED_LOOK_S)
 
     def _fetch(self, want: wants.Want) -> str:
         """Do what is wanted; the result. Raises Busy when it has to wait for something."""
@@ -154,7 +182,7 @@ class Fetch:
         if found.content is not None and self._from_peers(want, found.content, shown=_shown(found)):
             return wants.HERE
         if not _shown(found):
-            raise DigestMismatch("no good copy is left, and the PFS does not show this generation of the file")
+            raise NoneLeft("no good copy is left, and the PFS does not show this generation of the file")
         assert found.on_pfs is not None
         with nullcontext() if self._alone is None else self._alone.reading(found):
             return self._from_pfs(want, found)

@@ -37,6 +37,10 @@ WIDTH = digest.BLOCK_DIGEST_BYTES
 Progress = Callable[[], None]
 
 
+class NoneLeft(DigestMismatch):
+    """No node that lives has the file, and the PFS does not show it."""
+
+
 class FromPeers:
     """Brings contents from other nodes. Several threads may do so at once, of different files."""
 
@@ -68,7 +72,7 @@ class FromPeers:
             return fetching.look(self._db, inode)
         if is_open or not self._have_fsynced(found.content, shared, since):
             if shared.lost:
-                raise DigestMismatch("the node that wrote the file has lost it, and no other one has a copy")
+                raise NoneLeft("the node that wrote the file has lost it, and no other one has a copy")
             raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
         return fetching.look(self._db, inode)
 

@@ -1,0 +1,76 @@
+"""Owns how long a file that did not come is tried for: by what is known of those who may have it, and not by how often it was tried.
+
+While a node lives that told of it, its processes may be on their way back (P8). When the last such node has died, a former content of the
+file may be shown soon (flow/fall_back.py), which is then what is opened (P9). Otherwise nothing is worth waiting for.
+If we die here: nothing is kept here; the want is still open, and its patience begins anew.
+"""
+
+import time
+from contextlib import suppress
+
+from ckptfs import limits
+from ckptfs.catalog import fetching
+from ckptfs.catalog.adoption import instance
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.clique import holders
+from ckptfs.clique.holders import Shared
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.errors import CkptfsError, StoreRefused, Unreachable
+
+
+class Patience:
+    """One for all fetches of a node; any thread."""
+
+    def __init__(self, db: Database, around: Surroundings) -> None:
+        self._db = db
+        self._around = around
+        self._world = (around.see(), time.monotonic())
+
+    def follow(self) -> None:
+        """Note when the world changes. Called before each fetch."""
+        world = self._around.see()
+        if world is not self._world[0]:
+            self._world = world, time.monotonic()
+
+    def lasts(self, inode: int, since_s: float, *, denied: bool) -> bool:
+        """Whether a file that was first tried at `since_s` is to be tried again. `denied`: those who were asked say that they have it not.
+
+        An island has nobody to ask, and does not wait. When it fell back, what it holds now is taken over, with what the PFS shows of it.
+        """
+        number = fetching.content_of(self._db, inode)
+        if number is None or not self._around.lease():
+            return False
+        try:
+            file = holders.files(self._around.store, [inode]).get(inode)
+            shared = holders.read(self._around.store, [number])[number]
+        except (Unreachable, StoreRefused):
+            return False
+        if file is None:
+            return False
+        waited_s = time.monotonic() - since_s
+        if file.content != number:
+            with suppress(CkptfsError):
+                Truth(self._db, self._around.store).learn(instance(self._db), inodes=[inode])
+            return waited_s < limits.FETCH_PATIENCE_S + _decided_s()
+        if not denied and self._is_with_the_living(shared):
+            return waited_s < limits.FETCH_PATIENCE_S
+        return self._may_fall_back() and waited_s < limits.FETCH_PATIENCE_S + _decided_s()
+
+    def _is_with_the_living(self, shared: Shared) -> bool:
+        """Whether another node lives that wrote what the file holds, or said that it has it."""
+        heard, world = shared.heard, self._world[0]
+        if heard is None:
+            return False
+        living = [copy.node for copy in shared.copies if copy.generation == heard.generation]
+        if not shared.lost and shared.writer is not None:
+            living.append(shared.writer)
+        return any(node in world and node != self._around.number for node in living)
+
+    def _may_fall_back(self) -> bool:
+        """Whether the world changed so short a time ago that others may not have decided yet what is left of the file."""
+        return self._around.factor > 1 and time.monotonic() - self._world[1] < _decided_s()
+
+
+def _decided_s() -> float:
+    return limits.FALL_BACK_RIVALS_S + limits.FALL_BACK_LOOK_S + limits.FALL_BACK_MARGIN_S

@@ -1,0 +1,135 @@
+"""P8, P9: who opens a file waits for those who may have it, as long as that is worth while, and no longer."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, Node, around, bring, fetch_of
+from former_world import OLD, decide, overwrite, publish, replicated
+
+from ckptfs import limits
+from ckptfs.catalog import wants
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing.touching import Touching
+from ckptfs.clique import holders
+from ckptfs.clique.peers import PeerFailed, PeerRefused
+from ckptfs.flow.fetch import Fetch
+
+FAILED = (wants.FAILED, 5)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One try is often enough, unless there is a reason for more."""
+    for name, value in {"FETCH_TRIES_MAX": 1, "RETRY_FIRST_S": 0.02, "FETCH_PAUSE_MAX_S": 0.02, "FALL_BACK_LOOK_S": 0.0}.items():
+        monkeypatch.setattr(limits, name, value)
+
+
+def decided_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """How long the others take to decide what is left of a file."""
+    monkeypatch.setattr(limits, "FALL_BACK_RIVALS_S", 0.0)
+    monkeypatch.setattr(limits, "FALL_BACK_MARGIN_S", seconds)
+
+
+def knowing(cluster: Cluster, content: int) -> tuple[Node, int, Fetch]:
+    """The last node, which has heard of the file that holds a content; the file; how it fetches."""
+    one, reader = cluster.nodes[0], cluster.nodes[-1]
+    inode = one.inode(content)
+    reader.learn(inode, b"file", content, len(OLD))
+    db = Database(reader.db.path, journalled=False, clustered=True, shared=Touching())
+    return reader, inode, Fetch(db, reader.places, reader.config, reader.told, around(reader))
+
+
+def tried(node: Node, inode: int, flow: Fetch, times: int) -> int:
+    """Somebody opens the file, and it was tried so often; the want."""
+    want = wants.ask(node.db, wants.FETCH, inode)
+    end_s, done = time.monotonic() + 60, 0
+    while done < times:
+        assert time.monotonic() < end_s
+        done += flow.step()
+        threading.Event().wait(0.005)
+    return want
+
+
+def answer(node: Node, want: int) -> tuple[int, int]:
+    row = wants.get(node.db, want)
+    assert row is not None
+    return row.state, row.error
+
+
+def test_a_writer_that_lives_and_does_not_answer_is_tried_again(tmp_path: Path) -> None:
+    """P8: its mover was killed, and the next one begins only now."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", b"hello")
+    publish(one)
+    cluster.cut.add("n1")
+    flow = fetch_of(two)
+    want = tried(two, one.inode(content), flow, 4)
+    assert answer(two, want) == (wants.WANTED, 0)
+    cluster.cut.clear()
+    assert bring(two, one.inode(content), flow=flow).result == wants.HERE
+    assert two.data(content) == b"hello"
+
+
+def test_its_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided_after(monkeypatch, 0.0)
+    monkeypatch.setattr(limits, "FETCH_PATIENCE_S", 0.1)
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", b"hello")
+    cluster.cut.add("n1")
+    failed = bring(two, one.inode(content))
+    assert (failed.state, failed.error) == FAILED
+    assert len([act for act, _ in two.peers.asked if act == "record"]) > 1
+
+
+@pytest.mark.parametrize("island", [False, True])
+def test_who_says_that_it_has_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: bool) -> None:
+    """Nor does an island wait for anybody."""
+    decided_after(monkeypatch, 0.0)
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", b"hello")
+
+    def refuse(act: str, name: str) -> None:
+        raise PeerFailed("it does not answer") if island else PeerRefused("it has none", 2)
+
+    holders.refresh(two.db, two.store, [content], two.number)
+    two.peers.fault = refuse
+    two.store.reachable = not island
+    failed = bring(two, one.inode(content))
+    assert (failed.state, failed.error) == FAILED
+    assert len([act for act, _ in two.peers.asked if act == "record"]) == 1
+
+
+@pytest.mark.parametrize("how", ["truncated", "renamed"])
+def test_after_a_death_the_former_content_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """P9: until those who hold it have decided, opening the file is no error; then it shows what is left."""
+    decided_after(monkeypatch, 40.0)
+    cluster = Cluster(tmp_path, 3)
+    one, two, _ = cluster.nodes
+    content = replicated(cluster)
+    newer = overwrite(one, content, how)
+    three, inode, flow = knowing(cluster, newer)
+    cluster.cut.add("n1")
+    want = tried(three, inode, flow, 2)
+    one.kill()
+    tried(three, inode, flow, 2)
+    assert answer(three, want) == (wants.WANTED, 0), "nobody has decided"
+    decide(two)
+    assert bring(three, inode, flow=flow).result == wants.HERE
+    assert three.data(content) == OLD
+
+
+def test_long_after_a_death_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided_after(monkeypatch, 0.0)
+    cluster = Cluster(tmp_path, 3)
+    one = cluster.nodes[0]
+    content = one.written(b"a", b"hello")
+    publish(one)
+    three, inode, flow = knowing(cluster, content)
+    one.kill()
+    want = tried(three, inode, flow, 1)
+    assert answer(three, want) == FAILED
