@@ -23,7 +23,7 @@ def save(directory: Path, *names: str) -> None:
 
 
 def sealed(mount: Area) -> None:
-    mount.command("wait", mount.path, "--level", "local", "--timeout", "120s")
+    mount.settle()
 
 
 def newest(mount: Area, *arguments: str | Path) -> str:
