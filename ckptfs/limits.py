@@ -142,6 +142,9 @@ FALL_BACK_RIVALS_S = 10.0
 # Whoever wants to read such a file waits so much longer for what they decide.
 FALL_BACK_MARGIN_S = 3.0
 RECONCILE_AGE_S = 60.0
+# A node that returns looks so long, and so often, for what the others could not write back or took for lost.
+LEFT_OUT_S = 60.0
+LEFT_OUT_LOOK_S = 10.0
 # A copy that is one too many, or of an older generation, is kept so long for whoever reads it again, or its next generation.
 SPARE_KEPT_S = 600.0
 # A content of which a dead node never told anybody is kept so long.

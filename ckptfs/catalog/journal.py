@@ -104,6 +104,21 @@ def drop(db: Database, rows: Iterable[Row]) -> None:
             db.run("DELETE FROM journal WHERE seq = ?", row.seq)
 
 
+def tell_of_left_out(db: Database, at_most: int) -> int:
+    """A row for each sealed content of this node that its file holds, the PFS does not show, and no row is about; how many."""
+    with db.change():
+        found = db.rows(
+            "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
+            " WHERE c.peer = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
+            " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
+            " AND NOT EXISTS (SELECT 1 FROM journal j WHERE j.inode = c.inode AND j.content = c.id) ORDER BY c.id LIMIT ?",
+            at_most,
+        )
+        for inode, content in found:
+            append(db, "content", inode, content=content)
+    return len(found)
+
+
 def never_was(db: Database, instance: str, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
     """Changes were taken back before other nodes were told of them: removals of these names, and all that was done to these inodes, which
     nobody else ever knew.

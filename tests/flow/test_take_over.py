@@ -104,26 +104,47 @@ def test_who_dies_while_taking_over_leaves_it_to_the_next(tmp_path: Path) -> Non
     run(tmp_path, act)
 
 
+async def left_out(cluster: Cluster) -> int:
+    """The last node dies with a file of which nobody else has the bytes, and the others do the rest of what it had to; its content."""
+    dead = cluster.nodes[-1]
+    content = await dead.put("lost", b"nobody has it")
+    await dead.mkdir("d")
+    await settled(cluster.nodes)
+    dead.die()
+    for _ in range(200):
+        for node in cluster.nodes[:-1]:
+            await cluster.take_over(node)
+            await settled(cluster.nodes)
+            await cluster.step(node)
+            node.db.run("UPDATE want SET state = 2, error = 5 WHERE kind = 'fetch'")
+        if (cluster.pfs / "d").is_dir():
+            break
+    assert (cluster.pfs / "d").is_dir()
+    return content
+
+
 def test_what_nobody_holds_is_left_out(tmp_path: Path) -> None:
     """A file of which no copy lives holds up nothing."""
 
     async def act(cluster: Cluster) -> None:
-        one, _, dead = cluster.nodes
-        content = await dead.put("lost", b"nobody has it")
-        await dead.mkdir("d")
-        await settled(cluster.nodes)
-        dead.die()
-        for _ in range(200):
-            for node in (one, cluster.nodes[1]):
-                await cluster.take_over(node)
-                await settled(cluster.nodes)
-                await cluster.step(node)
-                node.db.run("UPDATE want SET state = 2, error = 5 WHERE kind = 'fetch'")
-            if (cluster.pfs / "d").is_dir():
-                break
-        assert (cluster.pfs / "d").is_dir()
+        content = await left_out(cluster)
         assert not (cluster.pfs / "lost").exists()
-        assert content in dead.bytes
+        assert content in cluster.nodes[-1].bytes
+
+    run(tmp_path, act)
+
+
+def test_what_was_left_out_is_written_back_by_its_writer_when_that_returns(tmp_path: Path) -> None:
+    """P3, P9: it was killed, not wiped; the others have taken its rows, and could do nothing with this one."""
+
+    async def act(cluster: Cluster) -> None:
+        await left_out(cluster)
+        dead = cluster.nodes[-1]
+        dead.live()
+        dead.revive()
+        await cluster.settle()
+        assert (cluster.pfs / "lost").read_bytes() == b"nobody has it"
+        cluster.exact()
 
     run(tmp_path, act)
 

@@ -124,6 +124,7 @@ class WriteBack:
             self._pauses.due_s() if self._pauses.deferred else None,
             self._look_again_s if self._waiting else None,
             self._aside.due_s(),
+            None if self._together is None else self._together.due_s(),
         ]
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -157,7 +158,7 @@ class WriteBack:
             self._waiting = self._together is not None and bool(journal.head(self._db, 1, after))
             self._aside.ended()
             self._stager(tree).clear([])
-            return self._set_times(tree)
+            return (not self._waiting and self._together is not None and self._together.find_left_out()) or self._set_times(tree)
         return self._write_back(tree, rows)
 
     def _adopted(self) -> str | None:

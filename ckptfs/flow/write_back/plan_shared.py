@@ -41,7 +41,7 @@ class SharedPlanner(Planner):
     def __init__(
         self, db: Database, view: View, facts: Facts, temporary: Callable[[int], bytes], truth: Truth, here: int, lost: Container[int] = ()
     ) -> None:
-        """`lost`: files whose bytes nobody has."""
+        """`lost`: contents that nobody has."""
         super().__init__(view, facts, temporary)
         self._db = db
         self._truth = truth
@@ -158,7 +158,7 @@ class SharedPlanner(Planner):
         if known is not None and known.peer and known.state is not ContentState.SEALED:
             return True  # Nobody has what a dead node had not sealed.
         if known is not None and known.peer and not journal.is_here(self._db, content):
-            if row.inode in self._lost:
+            if content in self._lost:
                 return True
             self.missing = row.inode
             return False

@@ -5,11 +5,12 @@ If we die here: the batch in hand is in the catalog, its intentions in the store
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckptfs import disk
-from ckptfs.catalog import journal, pfs_paths, report, wants
+from ckptfs import disk, limits
+from ckptfs.catalog import fetching, journal, pfs_paths, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.pfs_batch import Action, Batch, Found, Shows, Spot
@@ -45,6 +46,7 @@ class Together:
         self._also: set[int] = set()
         self._lost: set[int] = set()
         self._lease = 0
+        self._returned()
 
     # --- before a batch -----------------------------------------------------------------------------------------------
 
@@ -61,8 +63,25 @@ class Together:
         if taken:
             log.info("%d changes of this node were written back by another one", len(taken))
             journal.drop(self._db, taken)
+            self._returned()
         self._expect(View(self._db))
         return [row for row in rows if row not in taken]
+
+    def _returned(self) -> None:
+        self._look_s = time.monotonic()
+        self._look_until_s = self._look_s + limits.LEFT_OUT_S
+
+    def find_left_out(self) -> bool:
+        """Begin again with what the others, which have taken this node's rows, had no bytes of or took for lost; whether there is any."""
+        now_s = time.monotonic()
+        if not self._look_s <= now_s < self._look_until_s:
+            return False
+        self._look_s = now_s + limits.LEFT_OUT_LOOK_S
+        return journal.tell_of_left_out(self._db, limits.CHANGE_ROWS_MAX) > 0
+
+    def due_s(self) -> float | None:
+        """Until the next look for that, which waits until the journal is done."""
+        return max(limits.WANT_LOOK_S, self._look_s - time.monotonic()) if self._look_s < self._look_until_s else None
 
     def _learn(self, rows: list[Row]) -> None:
         self._truth = Truth(self._db, self._around.store)
@@ -80,7 +99,7 @@ class Together:
         """Have the bytes of a file brought here, which a dead node wrote. What nobody gives is left out on the PFS."""
         want = wants.get(self._db, self._asked[inode]) if inode in self._asked else None
         if want is not None and want.state == wants.FAILED:
-            self._lost.add(inode)
+            self._lost.add(fetching.content_of(self._db, inode) or 0)
             log.warning("%s cannot be written back: no node that lives has what was written", os.fsdecode(report.path_of(self._db, inode)))
         elif want is None or want.state != wants.WANTED:
             self._asked = {inode: wants.ask(self._db, wants.FETCH, inode, wants.FOR_WRITING)}
