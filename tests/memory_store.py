@@ -284,6 +284,14 @@ class MemoryStore:
     def watch(self, key: bytes, end: bytes | None, from_revision: int) -> "MemoryWatch":
         return MemoryWatch(self, key, end, from_revision)
 
+    def members(self) -> "list[MemoryStore]":
+        made = MemoryStore(self.etcd)
+        made.reachable = self.reachable
+        return [made]
+
+    def turn(self) -> None:
+        pass
+
     def close(self) -> None:
         with self.etcd.changed:
             self._closed = True

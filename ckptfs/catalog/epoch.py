@@ -35,10 +35,11 @@ def revision(db: Database) -> int:
     return max(int(db.value("SELECT value FROM meta WHERE key = 'epoch revision'") or 0), int(own))
 
 
-def reached(db: Database, highest: int) -> None:
-    """Remember how far the store has come."""
-    if highest > revision(db):
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('epoch revision', ?)", highest)
+def reached(db: Database, value: bytes | None, highest: int) -> None:
+    """Remember how far the store of the epoch `value` has come: nothing, where another one is known by now."""
+    if value is not None and highest > revision(db):
+        same = "WHERE EXISTS (SELECT 1 FROM meta WHERE key = 'epoch' AND value = ?)"
+        db.run(f"INSERT OR REPLACE INTO meta (key, value) SELECT 'epoch revision', ? {same}", highest, value.decode())
 
 
 def demand_told(db: Database) -> None:

@@ -27,9 +27,9 @@ class SameStore:
         self._known: tuple[bytes | None, int] = (None, 0)
 
     @property
-    def highest(self) -> int:
-        """The highest revision that was answered."""
-        return self._known[1]
+    def reached(self) -> tuple[bytes | None, int]:
+        """(the epoch that was known when something was asked last, the highest revision that was answered since it was met)."""
+        return self._known
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
         more, check = self._reading()
@@ -63,6 +63,12 @@ class SameStore:
     def watch(self, key: bytes, end: bytes | None, from_revision: int) -> Watch:
         return self.plain.watch(key, end, from_revision)
 
+    def members(self) -> Sequence[Store]:
+        return self.plain.members()
+
+    def turn(self) -> None:
+        self.plain.turn()
+
     def close(self) -> None:
         self.plain.close()
 
@@ -92,12 +98,16 @@ class SameStore:
     def _checked(self, outcome: Outcome, value: bytes, least: int, *, asked: bool) -> Outcome:
         """The answer, without what was asked on top; `asked`: it begins with the epoch."""
         found: tuple[Item, ...] = outcome.results[0] if asked else ()
+        trouble = ""
         if asked and not found:
-            raise StoreLost("the store of the cluster has lost its data")
-        if asked and found[0].value != value:
-            raise StoreLost("the store of the cluster is another one than before: it has lost data")
-        if outcome.revision < least:
-            raise StoreLost(f"the store of the cluster was set back from revision {least} to {outcome.revision}")
+            trouble = "the store of the cluster has lost its data"
+        elif asked and found[0].value != value:
+            trouble = "the store of the cluster is another one than before: it has lost data"
+        elif outcome.revision < least:
+            trouble = f"the store of the cluster was set back from revision {least} to {outcome.revision}"
+        if trouble:
+            self.plain.turn()  # Perhaps it is only this member that is not one of them any more.
+            raise StoreLost(trouble)
         with self._lock:
             if self._known[0] == value:
                 self._known = value, max(self._known[1], outcome.revision)

@@ -170,6 +170,12 @@ class Store(Protocol):
     def watch(self, key: bytes, end: bytes | None, from_revision: int) -> Watch:
         """Every change of `key` (or the range) from that revision on (0: from now), also across outages of the store."""
 
+    def members(self) -> Sequence["Store"]:
+        """This store at each of its addresses alone, without help of the others; whoever asked closes them."""
+
+    def turn(self) -> None:
+        """Ask another member first from now on."""
+
     def close(self) -> None:
         """Give up connections; watches end, calls that wait fail with Unreachable."""
 

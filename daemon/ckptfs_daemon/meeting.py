@@ -10,22 +10,23 @@ import logging
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import belonging, epoch, identity, settling
+from ckptfs.catalog import belonging, epoch, identity, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.same_store import SameStore
 from ckptfs.catalog.sharing import lost
 from ckptfs.catalog.store import Get, prefix_end
 from ckptfs.clique import joining
-from ckptfs.errors import StoreLost
+from ckptfs.errors import CkptfsError, StoreLost, Unreachable
 from ckptfs_daemon.store_calls import answer_of
 
 log = logging.getLogger(__name__)
 
 LOST = "trouble:store"
+STRAY = "trouble:etcd"
 
 
 async def agree(db: Database, store: SameStore) -> None:
-    """See that this catalog knows an epoch. Raises Unreachable."""
+    """See that this catalog knows an epoch, which is asked for once. Raises Unreachable."""
     if epoch.known(db) is None:
         epoch.remember(db, *await _meet(store, None))
 
@@ -33,10 +34,14 @@ async def agree(db: Database, store: SameStore) -> None:
 async def begin_anew(db: Database, store: SameStore, name: str) -> bool:
     """The store seemed to be lost. Where it is, all that is known here is marked to be told; False where it is not. Raises Unreachable.
 
-    What said so may have been under way when the store was found lost.
+    What said so may have been under way when the store was found lost. A member that was begun alone by mistake has no data either, so
+    most of them have to say it, and none the opposite.
     """
+    epoch.reached(db, *store.reached)
     with contextlib.suppress(StoreLost):
         await answer_of(store.read_soon([]))
+        return False
+    if await _is_known_to_some(db, store):
         return False
     value, first = await _meet(store, epoch.known(db))
     await _number_again(db, store, name)
@@ -50,9 +55,40 @@ async def begin_anew(db: Database, store: SameStore, name: str) -> bool:
 
 def keep(db: Database, store: SameStore) -> None:
     """Remember how far the store has come, and say no more what was long ago."""
-    epoch.reached(db, store.highest)
+    epoch.reached(db, *store.reached)
     if limits.STORE_LOST_SHOWN_S < epoch.lost_s(db) < float("inf"):
         settling.report(db, LOST, None)
+
+
+async def _is_known_to_some(db: Database, store: SameStore) -> bool:
+    """Whether a member has the store that this catalog knows. Raises Unreachable where too few answer to say that none has."""
+    members = await trio.to_thread.run_sync(store.members)
+    try:
+        said = [await _is_known_to(SameStore(member, db)) for member in members]
+    finally:
+        for member in members:
+            member.close()
+    if True not in said and 2 * said.count(False) > len(said):
+        return False
+    what = f"{said.count(False)} of the {len(said)} addresses of etcd lead to one without this cluster's data, or with older ones"
+    remedy = "make it a member of the others again, with its directory emptied; if all data are lost, name in etcd= only what is there"
+    if not report.reports(db, STRAY):
+        log.warning("%s; that is not believed: %s", what, "others have them" if True in said else "too few answer")
+    settling.report(db, STRAY, {"what": what, "path": "", "remedy": remedy})
+    if True in said:
+        return True
+    raise Unreachable(what, remedy=remedy)
+
+
+async def _is_known_to(member: SameStore) -> bool | None:
+    """None: it does not answer."""
+    try:
+        await answer_of(member.read_soon([], timeout_s=limits.ISLAND_PROBE_WAIT_S))
+    except StoreLost:
+        return False
+    except CkptfsError:
+        return None
+    return True
 
 
 async def _meet(store: SameStore, before: bytes | None) -> tuple[bytes, int]:

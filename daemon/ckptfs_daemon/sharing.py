@@ -252,10 +252,6 @@ class Sharing:
     async def run(self) -> None:
         """The task: tell what is touched, one transaction after the other; on an island, look for the store."""
         touching.begin(self.db)
-        try:
-            await meeting.agree(self.db, self._store)
-        except CkptfsError as failure:
-            self._failed(failure)
         await self._look_back()
         while True:
             if self.island:
@@ -389,6 +385,7 @@ class Sharing:
         """Find out whether the last batch passed whose answer did not come. False: the store does not answer."""
         own = Key(LAST, self.number)
         try:
+            await meeting.agree(self.db, self._store)
             came = await answer_of(self._store.read_soon(reading.gets([own]), timeout_s=limits.ISLAND_PROBE_WAIT_S))
         except CkptfsError as failure:
             self._failed(failure)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from memory_store import MemoryEtcd
+from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, Tree, running, settled, stored_tree
 
 from ckptfs import limits
@@ -149,3 +149,105 @@ def test_twice(tmp_path: Path) -> None:
         assert stored_tree(etcd) == before
 
     play(tmp_path, act)
+
+
+class Several(Slow):
+    """A store at several addresses, each of which leads to an etcd of its own; asked is the one of the last turn."""
+
+    def __init__(self, etcds: list[MemoryEtcd], dice: random.Random) -> None:
+        super().__init__(etcds[0], dice)
+        self.etcds = etcds
+        self.silent: list[MemoryEtcd] = []
+
+    def members(self) -> list[MemoryStore]:
+        made = [MemoryStore(etcd) for etcd in self.etcds]
+        for one in made:
+            one.reachable = one.etcd not in self.silent
+        return made
+
+    def turn(self) -> None:
+        answering = [etcd for etcd in self.etcds if etcd not in self.silent]
+        self.etcd = answering[(answering.index(self.etcd) + 1) % len(answering)]
+
+
+def several(directory: Path, act: Callable[[Several, Node], Awaitable[None]]) -> None:
+    """One node and an etcd of three members, of which one was begun alone later, by mistake."""
+    etcd, stray = MemoryEtcd(), MemoryEtcd()
+
+    async def main() -> None:
+        store = Several([etcd, etcd, stray], random.Random(1))
+        node = Node(directory, 1, store)
+
+        async def all_of_it() -> None:
+            await node.mkdir("d")
+            await node.make("d/f")
+            store.etcd = stray
+            await act(store, node)
+
+        await running([node], all_of_it)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def reported(node: Node) -> None:
+    while not report.reports(node.db, "trouble:etcd"):
+        await trio.sleep(limits.STORE_LOOK_S)
+
+
+def test_a_member_that_was_begun_alone_is_not_believed_and_left(tmp_path: Path) -> None:
+    async def act(store: Several, node: Node) -> None:
+        stray, known = store.etcds[2], epoch.known(node.db)
+        while store.etcd is stray:
+            await trio.sleep(limits.STORE_LOOK_S)
+        await node.make("d/g")
+        await settled([node])
+        assert epoch.known(node.db) == known and store.etcd is not stray and stray.revision == 1
+        assert stored_tree(store.etcds[0]) == await node.tree()
+
+    several(tmp_path, act)
+
+
+def test_a_member_that_was_begun_alone_is_not_believed_while_the_others_are_silent(tmp_path: Path) -> None:
+    async def act(store: Several, node: Node) -> None:
+        stray, known = store.etcds[2], epoch.known(node.db)
+        store.silent = store.etcds[:1]
+        await reported(node)
+        await trio.sleep(limits.STORE_LOOK_S)
+        assert node.sharing.island and epoch.known(node.db) == known and stray.revision == 1
+        store.etcds = [stray] * 3
+        await settled([node])
+        assert epoch.known(node.db) != known and stored_tree(stray) == await node.tree()
+
+    several(tmp_path, act)
+
+
+def test_how_far_a_lost_store_had_come_is_not_remembered_of_the_next_one(tmp_path: Path) -> None:
+    """What goes on beside the loss still holds the old figures: believed of the new store, it would be lost at once again."""
+    node = Node(tmp_path, 1, Slow(MemoryEtcd(), random.Random(1)))
+    epoch.remember(node.db, b'{"id":"a","turn":1}', 1)
+    epoch.reached(node.db, b'{"id":"a","turn":1}', 1000)
+    assert epoch.revision(node.db) == 1000
+    epoch.remember(node.db, b'{"id":"b","turn":2}', 7)
+    epoch.reached(node.db, b'{"id":"a","turn":1}', 1000)
+    assert epoch.revision(node.db) < 1000
+
+
+def test_a_node_that_began_without_the_store_meets_it_when_it_is_there(tmp_path: Path) -> None:
+    """Its loss is noticed later like anybody's."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        node = Node(tmp_path, 1, Slow(etcd, random.Random(1)))
+        node.cut(True)
+
+        async def all_of_it() -> None:
+            await node.make("f")
+            while not node.sharing.island:
+                await trio.sleep(limits.STORE_LOOK_S)
+            node.cut(False)
+            await settled([node])
+            assert epoch.known(node.db) is not None
+
+        await running([node], all_of_it)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -38,6 +38,7 @@ class EtcdStore:
     def __init__(
         self, addresses: Sequence[str], cluster: str, *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None
     ) -> None:
+        self._addresses, self._cluster, self._keys = tuple(addresses), cluster, (ca, cert, key)
         self._endpoints = Endpoints(addresses, _credentials(ca, cert, key))
         self._wire = Wire(cluster)
 
@@ -74,6 +75,13 @@ class EtcdStore:
     def about(self, *, timeout_s: float = WAIT_S) -> About:
         """Who answers."""
         return self._endpoints.call("status", pb.StatusRequest(), self._about, timeout_s).result()
+
+    def members(self) -> "list[EtcdStore]":
+        ca, cert, key = self._keys
+        return [EtcdStore([address], self._cluster, ca=ca, cert=cert, key=key) for address in self._addresses]
+
+    def turn(self) -> None:
+        self._endpoints.avoid(self._endpoints.current())
 
     def close(self) -> None:
         self._endpoints.close()

@@ -11,7 +11,7 @@ import grpc
 from ckptfs import limits
 from ckptfs.catalog.etcd.endpoints import METADATA, Endpoints
 from ckptfs.catalog.etcd.wire import Wire, error, passing
-from ckptfs.catalog.store import WatchEvents
+from ckptfs.catalog.store import Get, WatchEvents
 from ckptfs.errors import Compacted, StoreRefused, Unreachable
 from ckptfs.protocol import etcd_pb2 as pb
 
@@ -106,7 +106,9 @@ class EtcdWatch:
         self._next_revision = self._next_revision or revision + 1
         if revision + 1 < self._next_revision:
             # That member lags; or etcd lost its data, and what we wait for will be something else.
-            newest = self._endpoints.call("transaction", pb.TxnRequest(), self._wire.outcome, limits.ETCD_WAIT_S).result().revision
+            # Without an operation etcd takes a transaction for one that may be old, and the member answers by itself.
+            asked = self._wire.transaction((), [Get(b"")], ())
+            newest = self._endpoints.call("transaction", asked, self._wire.outcome, limits.ETCD_WAIT_S).result().revision
             if newest + 1 < self._next_revision:
                 raise Compacted(f"etcd is at revision {newest} and was at {self._next_revision - 1} before: it lost its data")
 
