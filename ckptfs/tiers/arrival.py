@@ -54,12 +54,17 @@ class Arrival:
         path = _path(ram, content.id)
         temporary = path.with_suffix(".new")
         blocks = -(-content.size // limits.BLOCK_BYTES)
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        # Never cut off: what somebody has mapped and is gone from the file would end his process.
+        temporary.unlink(missing_ok=True)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             # Without its pages a mapping would be a way to die by a signal where the tier is full.
             os.posix_fallocate(fd, 0, _BLOCKS + 2 * blocks)
             memory = mmap.mmap(fd, _BLOCKS + 2 * blocks)
             marker = _identity(fd)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         inode = os.fstat(target_fd).st_ino
@@ -72,14 +77,18 @@ class Arrival:
 
     @classmethod
     def find(cls, ram: Path, content: int) -> "Arrival | None":
-        """A reader's: what is published of a content."""
+        """A reader's: what is published of a content. What is damaged is nothing."""
         path = _path(ram, content)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
         try:
-            return cls(path, mmap.mmap(fd, 0), _identity(fd))
+            memory = mmap.mmap(fd, 0)
+            found = cls(path, memory, _identity(fd))
+            return found if memory[: len(_MAGIC)] == _MAGIC and len(memory) == _BLOCKS + 2 * found.blocks else None
+        except (ValueError, struct.error):
+            return None
         finally:
             os.close(fd)
 

@@ -4,6 +4,7 @@ Any thread may call; calls block. Links are bounded: the one that was used longe
 If we die here: peers end what we left; nothing is kept here but figures.
 """
 
+import errno
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from ckptfs import digest, limits
 from ckptfs.clique.keys import Identity
-from ckptfs.clique.peers import Asked, OnBlock, PeerFailed, PeerLied, Reachable, Record, Sent, Speed
+from ckptfs.clique.peers import Asked, OnBlock, PeerFailed, PeerLied, PeerRefused, Reachable, Record, Sent, Speed
 from ckptfs.clique.revoked import Revoked
 from ckptfs.clique.shelf import Offer
 from ckptfs.errors import Refused
@@ -80,11 +81,22 @@ class PeerClient:
                 asked.append(index)
             except PeerLied as failure:
                 found[index] = failure
-        verdicts = link.ask(link.calls.OfferMany, request, limits.PEER_DISK_S).verdicts if asked else ()
+        try:
+            verdicts = link.ask(link.calls.OfferMany, request, limits.PEER_DISK_S).verdicts if asked else ()
+        except PeerRefused as refusal:
+            if refusal.code != errno.ENOSYS:
+                raise
+            return [self._sent_alone(node, offer, fd) for offer, fd in offers]  # It is of an earlier version.
         if len(verdicts) != len(asked):
             raise PeerLied(f"{link.name} answers {len(verdicts)} of {len(asked)} offers")
         found |= {index: _judged(link, offers[index][0], verdict) for index, verdict in zip(asked, verdicts, strict=True)}
         return [found[index] for index in range(len(offers))]
+
+    def _sent_alone(self, node: Reachable, offer: Offer, fd: int) -> Sent | PeerFailed:
+        try:
+            return self.send(node, offer, fd)
+        except PeerFailed as failure:
+            return failure
 
     def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, lacking: list[int], wanted: Callable[[], bool]) -> int:
         """Send until nothing is lacking. A try that brought something forward is followed by another. The bytes on the wire."""

@@ -44,6 +44,7 @@ ERRNO = {
     grpc.StatusCode.INVALID_ARGUMENT: errno.EINVAL, grpc.StatusCode.NOT_FOUND: errno.ENOENT, grpc.StatusCode.ABORTED: errno.EBUSY,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errno.EAGAIN, grpc.StatusCode.PERMISSION_DENIED: errno.EACCES,
     grpc.StatusCode.DATA_LOSS: errno.EILSEQ, grpc.StatusCode.FAILED_PRECONDITION: errno.ENODATA,
+    grpc.StatusCode.UNIMPLEMENTED: errno.ENOSYS,
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from peer_world import Keyring, PeerNode, There, client, digests, offer_of, reco
 from ckptfs import limits
 from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Sent
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
+from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES
 WAYS = {"socket": (True, True), "socket without keys": (False, True), "grpc": (True, False), "grpc without keys": (False, False)}
@@ -103,6 +104,21 @@ def test_small_contents_travel_together_and_are_judged_one_by_one(fast: Pair, tm
     }
     fast.node.shelf.abandon(blocking.token)
     for fd in fds.values():
+        os.close(fd)
+
+
+def test_to_a_node_of_an_earlier_version_small_contents_go_one_by_one(fast: Pair, tmp_path: Path) -> None:
+    """It has no method for several; each counts, or not, for itself all the same."""
+    link = fast.peers._link(fast.node.there)
+    link.calls.OfferMany = link._channel.unary_unary("/ckptfs.peer.Peer/OfferMore", pb.OffersRequest.SerializeToString)
+    datas = [os.urandom(size) for size in (0, 1, 70_000)]
+    fds = [file_of(tmp_path, data) for data in datas]
+    offers = [(offer_of(data, 200 + number), fd) for number, (data, fd) in enumerate(zip(datas, fds, strict=True))]
+    offers.append((offer_of(b"was", 203), fds[2]))
+    *sent, last = fast.peers.send_many(fast.node.there, offers)
+    assert all(isinstance(one, Sent) and one.verified for one in sent) and isinstance(last, PeerLied)
+    assert [fast.node.shelf.path(200 + number).read_bytes() for number in range(3)] == datas
+    for fd in fds:
         os.close(fd)
 
 

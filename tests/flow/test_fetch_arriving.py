@@ -168,3 +168,33 @@ def test_a_bad_block_on_the_pfs_is_never_shown(staged: World, caplog: pytest.Log
     assert (answer.state, answer.error) == (wants.FAILED, 5) and "d/file cannot be read" in caplog.text
     assert list(staged.places[Tier.RAM].contents()) == [] and not list(arrival.directory(staged.places[Tier.RAM].root).iterdir())
     staged.check()
+
+
+def test_what_is_published_and_damaged_is_nothing(tmp_path: Path) -> None:
+    """P7: no reader looks beyond what is mapped, or fails for another reason than that nothing arrives."""
+    cluster = Cluster(tmp_path, 1)
+    place = cluster.nodes[0].places[Tier.RAM]
+    content = settling.content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    assert content is not None
+    with os.fdopen(place.create(1000), "wb") as target:
+        Arrival.publish(place.root, content, Tier.RAM, target.fileno(), [1])
+    (path,) = arrival.directory(place.root).iterdir()
+    whole = path.read_bytes()
+    beyond = [b"", whole[:10], whole[:-1], whole + b"\0", whole[:32] + b"\xff" * 16 + whole[48:]]
+    for damaged in (*beyond, b"x" + whole[1:], whole[:48] + b"\xff" * 20):
+        path.unlink()
+        path.write_bytes(damaged)
+        assert Arrival.find(place.root, content.id) is None, damaged
+
+
+def test_publishing_cuts_off_nothing_that_is_mapped(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 1)
+    place = cluster.nodes[0].places[Tier.RAM]
+    content = settling.content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    assert content is not None
+    arrival.directory(place.root).mkdir()
+    left = arrival.directory(place.root) / f"{content.id:016x}.new"
+    left.write_bytes(bytes(10_000))
+    with open(left, "rb") as mapped, os.fdopen(place.create(1000), "wb") as target:
+        Arrival.publish(place.root, content, Tier.RAM, target.fileno(), [1])
+        assert os.fstat(mapped.fileno()).st_size == 10_000
