@@ -102,6 +102,7 @@ def reopen(db: Database, inode: int, content: int, tier: Tier) -> None:
     # More than what any node has shown of the file: what is reopened may be a former state of it, because the last one was lost.
     db.run(
         "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, peer = 0,"
+        " told = CASE told WHEN 0 THEN 0 ELSE 3 END,"
         " generation = max(generation, coalesce((SELECT generation FROM inode WHERE id = ?1), 0)) + 1 WHERE id = ?2",
         inode, content,
     )  # fmt: skip

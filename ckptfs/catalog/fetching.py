@@ -8,7 +8,7 @@ If we die here: the change happened as a whole or not at all.
 import time
 from dataclasses import dataclass
 
-from ckptfs.catalog import identity, settling
+from ckptfs.catalog import holding, identity, settling
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, Tier
 
@@ -110,6 +110,7 @@ def arrived(db: Database, before: Fetchable, what: Arrived) -> bool:
         db.run("UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ?", now, what.content, what.tier)
         if before.content is not None and before.content.peer:
             db.run("UPDATE content SET blocks = coalesce(blocks, ?), told = 2 WHERE id = ?", what.blocks, what.content)
+        holding.not_away(db, what.content)
         _digest(db, before.inode, what.digest, what.blocks)
         return True
 

@@ -8,8 +8,7 @@ If we die here: SQLite undoes the unfinished change; a file whose row went is a 
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ckptfs.catalog.database import Database
@@ -34,9 +33,11 @@ class Heard:
         return ContentState.CLOSED if self.digest is None else ContentState.SEALED
 
 
-_GOOD = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
-_OLDER = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL"
+GOOD = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
+OLDER = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL"
 """SQL about a row of `content`: an older generation lies here of which it is known what it is. The parenthesis is left open."""
+_DISOWNED = "told = CASE WHEN peer = 0 AND told > 0 THEN 2 ELSE told END, peer = 1"
+"""SQL: another node has written it; what the store was told of this node's own copy is looked at again."""
 
 
 def held_after(db: Database, after: int, at_most: int) -> list[Content]:
@@ -46,7 +47,7 @@ def held_after(db: Database, after: int, at_most: int) -> list[Content]:
         " AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
-    return [_content(row) for row in rows]
+    return [content_of_row(row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def kept(db: Database, content: int) -> Kept | None:
 
 
 def _kept(row: tuple[Any, ...]) -> Kept:
-    return Kept(_content(row[:9]), Tier(row[9]), row[10], row[11])
+    return Kept(content_of_row(row[:9]), Tier(row[9]), row[10], row[11])
 
 
 def held(db: Database) -> tuple[int, int]:
@@ -127,8 +128,8 @@ def hear(db: Database, heard: Heard) -> bool:
             _outdate(db, heard.content)
             blocks = None
         db.run(
-            "UPDATE content SET inode = ?, generation = ?, state = ?, size = ?, digest = ?, blocks = ?, peer = 1, lacking = 0,"
-            " change = change + 1 WHERE id = ?",
+            "UPDATE content SET inode = ?, generation = ?, state = ?, size = ?, digest = ?, blocks = ?, lacking = 0,"
+            f" {_DISOWNED}, change = change + 1 WHERE id = ?",
             heard.inode, heard.generation, heard.state, heard.size, heard.digest, heard.blocks or blocks, heard.content,
         )  # fmt: skip
         return True
@@ -161,7 +162,7 @@ def withdraw(db: Database, kept: Kept) -> bool:
         if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change) or is_untold(db, seen.id):
             return False
         _outdate(db, seen.id)
-        db.run("UPDATE content SET peer = 1, lacking = 0 WHERE id = ?", seen.id)
+        db.run(f"UPDATE content SET {_DISOWNED}, lacking = 0 WHERE id = ?", seen.id)
         return True
 
 
@@ -228,6 +229,7 @@ def arrived(db: Database, heard: Heard, number: int, tier: Tier) -> bool:
         now = time.time_ns()
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
         db.run("UPDATE content SET blocks = coalesce(blocks, ?), told = 2 WHERE id = ? AND peer = 1", heard.blocks, heard.content)
+        not_away(db, heard.content)
         db.run(
             "INSERT OR REPLACE INTO copy (content, tier, state, verified_ns, used_ns) VALUES (?, ?, 1, ?, ?)",
             heard.content, tier, now, now,
@@ -247,6 +249,7 @@ def came(db: Database, seen: Content, tier: Tier, blocks: bytes) -> bool:
         db.run(
             "UPDATE content SET blocks = coalesce(blocks, ?), told = CASE WHEN peer = 1 THEN 2 ELSE told END WHERE id = ?", blocks, seen.id
         )
+        not_away(db, seen.id)
         return True
 
 
@@ -256,46 +259,10 @@ def tell_again(db: Database, content: int) -> None:
         db.run("UPDATE content SET told = 2 WHERE id = ? AND peer = 1", content)
 
 
-def untold(db: Database, at_most: int) -> list[tuple[Content, bool]]:
-    """Contents of which the cluster's store shall learn that a copy is here (True), or no longer is; an older one by what it is of."""
-    rows = db.rows(
-        "SELECT id, inode, generation, state, size, digest, NULL, change, peer, told = 2,"
-        f" state = 2 AND {_GOOD} FROM content WHERE told > 1 LIMIT ?",
-        at_most,
-    )  # fmt: skip
-    news = []
-    for row in rows:
-        content, here = _content(row[:9]), bool(row[9])
-        if here and not row[10]:
-            found = kept(db, content.id)
-            here = found is not None
-            content = content if found is None else replace(content, generation=found.generation, digest=found.digest)
-        news.append((content, here))
-    return news
-
-
-def told(db: Database, contents: Iterable[tuple[Content, bool]]) -> None:
-    """The store has learned this of these contents; what moved on meanwhile, came or went stays to be told."""
+def not_away(db: Database, content: int) -> None:
+    """A copy of this node's own content is here."""
     with db.change():
-        for content, here in contents:
-            if here:
-                db.run(
-                    "UPDATE content SET told = 1 WHERE id = ?1 AND change = ?2 AND told = 2 AND"
-                    f" ((state = 2 AND generation = ?3 AND digest = ?4 AND {_GOOD}) OR {_OLDER} AND c.generation = ?3 AND c.digest = ?4))",
-                    content.id, content.change, content.generation, content.digest,
-                )  # fmt: skip
-            else:
-                db.run(
-                    "UPDATE content SET told = 0 WHERE id = ? AND change = ?"
-                    f" AND (told = 3 OR (told = 2 AND NOT (state = 2 AND {_GOOD}) AND NOT {_OLDER})))",
-                    content.id, content.change,
-                )  # fmt: skip
-
-
-def take_back(db: Database) -> int:
-    """Copies of which the store was told and that are gone, with their tier say: it shall learn so. How many those are."""
-    with db.change():
-        return db.run(f"UPDATE content SET told = 3 WHERE told IN (1, 2) AND NOT {_GOOD} AND NOT {_OLDER})")
+        db.run("UPDATE content SET told = 3 WHERE id = ? AND peer = 0 AND told > 0", content)
 
 
 def was_shared(db: Database, inode: int) -> bool:
@@ -308,8 +275,12 @@ def was_shared(db: Database, inode: int) -> bool:
 def disown(db: Database, content: Content) -> bool:
     """Another node has what this one took for its own, word for word. False when it has moved on."""
     with db.change():
-        return bool(db.run("UPDATE content SET peer = 1, lacking = 0, change = change + 1 WHERE id = ? AND change = ? AND state = 2",
-                           content.id, content.change))  # fmt: skip
+        return bool(
+            db.run(
+                "UPDATE content SET told = 2, peer = 1, lacking = 0, change = change + 1 WHERE id = ? AND change = ? AND state = 2",
+                content.id, content.change,
+            )
+        )  # fmt: skip
 
 
 def older(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
@@ -336,7 +307,7 @@ def former_after(db: Database, after: int, at_most: int) -> list[Content]:
         " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
-    return [_content(row) for row in rows]
+    return [content_of_row(row) for row in rows]
 
 
 def unused_since(db: Database, content: int) -> int:
@@ -351,7 +322,7 @@ def owned_after(db: Database, after: int, before_ns: int, at_most: int) -> list[
         " WHERE peer = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ? ORDER BY id LIMIT ?",
         after, before_ns, at_most,
     )  # fmt: skip
-    return [_content(row) for row in rows]
+    return [content_of_row(row) for row in rows]
 
 
 def settle_fate(db: Database, content: Content, *, gone: bool) -> bool:
@@ -390,5 +361,5 @@ def recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, 
     return [(row[0], Tier(row[1]), row[2]) for row in rows]
 
 
-def _content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
+def content_of_row(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
     return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))

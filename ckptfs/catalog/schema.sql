@@ -56,7 +56,8 @@ CREATE TABLE content (
     closed_ns INTEGER NOT NULL DEFAULT 0, -- when its last writer closed it
     peer INTEGER NOT NULL DEFAULT 0,     -- 1: another node wrote this generation, and the row is what was last heard of it
     lacking INTEGER NOT NULL DEFAULT 0,  -- 1: sealed, and more nodes may have to hold a copy of it
-    told INTEGER NOT NULL DEFAULT 0,     -- a peer's: the cluster's store has been told of the copy here: 0 no, 1 yes, 2 has to be, 3 has to be taken back
+    told INTEGER NOT NULL DEFAULT 0,     -- a peer's: the cluster's store has been told of the copy here: 0 no, 1 yes, 2 has to be, 3 has to be taken back;
+                                         --   this node's own: of its loss here: see catalog/telling.py
     former_ns INTEGER,                   -- other nodes had it, and the file holds a newer one that they have not: the file's mtime with this one
     before_generation INTEGER,           -- written in place: the last generation of it that other nodes had, as far as its writer knew
     before_ns INTEGER                    -- the file's mtime with that one

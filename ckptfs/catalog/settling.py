@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfs import lifecycle
-from ckptfs.catalog import peers
+from ckptfs.catalog import holding, peers, telling
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import Published, Record
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
@@ -150,6 +150,8 @@ def mark(db: Database, number: int, tier: Tier, state: CopyState) -> None:
             tier,
         )
         _take_back(db, number)
+        if state is CopyState.GOOD:
+            holding.not_away(db, number)
 
 
 def forget_copy(db: Database, number: int, tier: Tier) -> None:
@@ -162,9 +164,10 @@ def forget_copy(db: Database, number: int, tier: Tier) -> None:
 
 
 def _take_back(db: Database, number: int) -> None:
-    """The other nodes shall learn when no copy of a peer's content counts here any more, nor is left of a former generation."""
+    """The other nodes shall learn when no copy counts here any more, nor is left of a former generation of a peer's content."""
     left = "SELECT 1 FROM copy WHERE copy.content = content.id AND (copy.state = 1 OR (copy.state = 3 AND copy.digest IS NOT NULL))"
-    db.run(f"UPDATE content SET told = 3 WHERE id = ? AND told IN (1, 2) AND NOT EXISTS ({left})", number)
+    db.run(f"UPDATE content SET told = 3 WHERE id = ? AND told IN (1, 2) AND peer = 1 AND NOT EXISTS ({left})", number)
+    telling.away(db, number)
 
 
 def by_state(db: Database, state: CopyState, tier: Tier | None = None) -> list[tuple[int, Tier]]:

@@ -1,8 +1,9 @@
 """Owns what the store says of who holds a content: `p/<content>/<node>`, put by the node that has a verified copy of it, and the reading
 of it together with `c/<content>`, which its last writer puts.
 
-The writer's own copy is not under `p/`: that it wrote it says as much. A key under `p/` that does not have the generation and digest of
-`c/` is of an older one and does not count.
+The writer's own copy is not under `p/`: that it wrote it says as much. When it has lost that, and others have theirs, it says so there
+(`away`), until its copy has come back. A key under `p/` that does not have the generation and digest of `c/` is of an older one and does
+not count.
 If we die here: each transaction is whole or absent, and whoever has a copy tells of it again.
 """
 
@@ -38,13 +39,17 @@ class Shared:
     before: tuple[int, int] | None = None
     """(generation, the file's time of change with it) of what other nodes had of it when it was opened again for writing."""
 
+    away: bool = False
+    """Its writer lives and has not what it wrote last: it comes back to it from the others."""
+
     @property
     def holders(self) -> list[int]:
         """The nodes that have exactly what was written last, the writer first."""
         heard = self.heard
         if heard is None or self.writer is None or heard.digest is None:
             return []
-        return [self.writer, *(node for node in self.having(heard.generation, heard.digest) if node != self.writer)]
+        others = [node for node in self.having(heard.generation, heard.digest) if node != self.writer]
+        return others if self.away else [self.writer, *others]
 
     def having(self, generation: int, digest: bytes) -> list[int]:
         """The nodes that say that they have a copy of exactly this."""
@@ -174,17 +179,17 @@ def learn(db: Database, number: int, shared: Shared, here: int) -> None:
     if holding.is_untold(db, number):
         return
     holding.hear(db, shared.heard)
-    if shared.writer is not None and shared.heard.digest is not None and not shared.lost:
+    if shared.writer is not None and shared.heard.digest is not None and not (shared.lost or shared.away):
         copies.append(PeerCopy(number, shared.writer, shared.heard.generation, shared.heard.digest))
     peers.peers_have(db, number, copies)
 
 
-def tell(store: Store, node: int, news: Iterable[tuple[Content, bool]]) -> None:
-    """This node has copies of these contents (True), or no longer has."""
+def tell(store: Store, node: int, news: Iterable[tuple[Content, bool]], *, own_are_away: bool = False) -> None:
+    """This node has copies of these contents (True), or no longer has. `own_are_away`: it lacks those that it wrote (True), or has them."""
     changes: list[Operation] = []
     for content, here in news:
         key = copy_key(content.id, node)
-        changes.append(Put(key, _value(content)) if here else Delete(key))
+        changes.append(Put(key, _value(content, away=own_are_away and not content.peer)) if here else Delete(key))
     for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX):
         store.commit([], changes[start : start + limits.ETCD_OPERATIONS_MAX])
 
@@ -216,9 +221,10 @@ def gets(number: int) -> tuple[Get, Get]:
     return Get(content_key(number)), Get(copies_key(number), prefix_end(copies_key(number)))
 
 
-def _value(content: Content) -> bytes:
+def _value(content: Content, *, away: bool) -> bytes:
     digest = b"" if content.digest is None else content.digest
-    return json.dumps({"generation": content.generation, "digest": digest.hex()}, separators=(",", ":")).encode()
+    value = {"generation": content.generation, "digest": digest.hex(), **({"away": True} if away else {})}
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def shared(number: int, written: Sequence[Item], told: Sequence[Item]) -> Shared:
@@ -233,7 +239,9 @@ def shared(number: int, written: Sequence[Item], told: Sequence[Item]) -> Shared
         is_open = value["state"] == ContentState.OPEN
         heard = Heard(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest, open=is_open)
         before = (int(value["before"][0]), int(value["before"][1])) if "before" in value else None
-        return Shared(int(value["node"]), heard, copies, items, value.get("former_ns"), value["state"] == ContentState.LOST, before)
+        writer = int(value["node"])
+        away = any(_is_away(item, heard) for item in told if item.key == copy_key(number, writer))
+        return Shared(writer, heard, copies, items, value.get("former_ns"), value["state"] == ContentState.LOST, before, away)
     except (ValueError, KeyError, TypeError):
         return Shared(None, None, copies, items)
 
@@ -242,6 +250,16 @@ def _copy(number: int, item: Item) -> PeerCopy | None:
     """A copy that the store tells of; None for what is no such value."""
     try:
         value = json.loads(item.value)
+        if "away" in value:
+            return None
         return PeerCopy(number, int(item.key.rpartition(b"/")[2], 16), int(value["generation"]), bytes.fromhex(value["digest"]))
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _is_away(item: Item, heard: Heard) -> bool:
+    """Whether its writer says that it has not what was heard of."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        value = json.loads(item.value)
+        return "away" in value and (int(value["generation"]), bytes.fromhex(value["digest"])) == (heard.generation, heard.digest)
+    return False

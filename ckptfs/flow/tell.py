@@ -1,9 +1,9 @@
-"""Takes: copies of other nodes' contents that came here, or went, since the cluster's store was told.
+"""Takes: copies of other nodes' contents that came here, or went, since the cluster's store was told; of this node's own, that it lost.
 Leaves: keys `p/<content>/<this node>` that say so.
 If we die here: what was not marked as told is told again, which changes nothing.
 """
 
-from ckptfs.catalog import holding
+from ckptfs.catalog import telling
 from ckptfs.catalog.database import Database
 from ckptfs.clique import holders
 from ckptfs.clique.surroundings import Surroundings
@@ -20,14 +20,14 @@ class Tell:
 
     def prepare(self) -> None:
         """Once, before the first step: a tier may have been lost, with copies that the store was told of."""
-        holding.take_back(self._db)
+        telling.take_back(self._db)
 
     def step(self) -> bool:
         """Tell of one batch. True: there may be more at once."""
-        news = holding.untold(self._db, BATCH_CONTENTS)
+        news = telling.untold(self._db, BATCH_CONTENTS)
         if news:
-            holders.tell(self._around.store, self._around.number, news)
-            holding.told(self._db, news)
+            holders.tell(self._around.store, self._around.number, news, own_are_away=True)
+            telling.told(self._db, news)
         return len(news) == BATCH_CONTENTS
 
     def due_s(self) -> float | None:

@@ -1,17 +1,24 @@
 """P5, P7, P9: what the PFS has of a file is shown when no node that lives has anything newer, and never an older state over it."""
 
 import contextlib
+import os
+import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, offer_of
+from clique_world import Cluster, Node, around, offer_of, until
 from former_world import NEW, OLD, appended, change, decide, fall_back_of, file_of, hear, held, overwrite, publish, replicated, shown, tidy
 
 from ckptfs import disk, limits
 from ckptfs.catalog import namespace, settling, wants
+from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds
 from ckptfs.catalog.sharing.kinds import INODE, SHOWN, Key
+from ckptfs.catalog.sharing.touching import Touching
+from ckptfs.catalog.sharing.truth import Truth
 from ckptfs.clique import holders
+from ckptfs.flow.fetch import Fetch
 from ckptfs.model import ROOT, Tier
 
 
@@ -248,3 +255,30 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
         ask(two, inode)
     monkeypatch.setattr(disk, "_fault", "")
     assert ask(two, inode) == wants.DONE and (kinds.read(two.db, Key(INODE, inode)) or {})["content"] is None
+
+
+def test_who_opens_it_gets_it(tmp_path: Path) -> None:
+    """P9: at the first try, also long after the death."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    two.db = Database(two.root / "state" / "catalog.db", journalled=True, clustered=True, shared=Touching())
+    content = alone(cluster)
+    inode = one.inode(content)
+    change(one, content, appended)
+    (two.root / "pfs" / "file").write_bytes(OLD)
+    there = os.stat(two.root / "pfs" / "file")
+    published = [1, 1, len(OLD), there.st_mtime_ns, there.st_ino, None]
+    value = {"names": [[ROOT, "file"]], "seen": [there.st_ino, there.st_mode, 0, 0], "published": published}
+    for key, said in ((f"f/{inode:016x}", value), (f"x/{ROOT:016x}/file", {"inode": inode})):
+        cluster.put(key, said)
+    cluster.put(f"e/{ROOT:016x}/file", {"child": inode, "type": stat.S_IFREG})
+    Truth(two.db, two.store).learn("", inodes=[inode])
+    one.kill()
+    two.config = replace(two.config, pfs=two.root / "pfs")
+    fetch, back = Fetch(two.db, two.places, two.config, two.told, around(two)), fall_back_of(two)
+    want = wants.ask(two.db, wants.FETCH, inode)
+    until(lambda: not wants.is_open(two.db, want), lambda: (fetch.step(), back.step()))
+    found = wants.get(two.db, want)
+    assert found is not None and found.result == wants.HERE
+    shows = two.shown(inode)
+    assert shows not in (None, content) and two.data(shows) == OLD

@@ -8,7 +8,7 @@ import pytest
 from clique_world import MIB, Cluster, Node, around, bring, level, replicate_of, replicated, until
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, holding, settling, wants
+from ckptfs.catalog import contents, holding, settling, telling, wants
 from ckptfs.clique import holders
 from ckptfs.clique.claims import Claim
 from ckptfs.errors import Busy
@@ -36,7 +36,7 @@ def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
     assert level(three, content) is Level.CLIQUE
     Tell(three.db, around(three)).step()
     assert holders.read(three.store, [content])[content].holders == [1, 2, 3]
-    assert holding.untold(three.db, 10) == []
+    assert telling.untold(three.db, 10) == []
 
 
 def test_what_is_closed_and_not_sealed_is_sealed_for_the_reader(tmp_path: Path) -> None:

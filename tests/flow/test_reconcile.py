@@ -7,7 +7,7 @@ import pytest
 from clique_world import Cluster, Node, around, level, replicate_of, until
 
 from ckptfs import disk, limits
-from ckptfs.catalog import holding, settling
+from ckptfs.catalog import holding, settling, telling
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.errors import Unreachable
@@ -238,12 +238,12 @@ def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: P
     content = replicated(cluster)
     settling.mark(two.db, content, Tier.RAM, first)
     holding.tell_again(two.db, content)
-    news = holding.untold(two.db, 10)
+    news = telling.untold(two.db, 10)
     holders.tell(two.store, 2, news)
     settling.mark(two.db, content, Tier.RAM, CopyState.QUARANTINED if first is CopyState.GOOD else CopyState.GOOD)
     if first is CopyState.QUARANTINED:
         holding.tell_again(two.db, content)
-    holding.told(two.db, news)
+    telling.told(two.db, news)
     Tell(two.db, around(two)).step()
     told = [copy.node for copy in holders.read(two.store, [content])[content].copies]
     assert told == ([] if first is CopyState.GOOD else [2])

@@ -9,7 +9,7 @@ import pytest
 from clique_world import Cluster, around, level, replicate_of, until
 
 from ckptfs import limits
-from ckptfs.catalog import holding, peers, wants
+from ckptfs.catalog import peers, telling, wants
 from ckptfs.errors import Unreachable
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.tell import Tell
@@ -30,7 +30,7 @@ def settle(cluster: Cluster) -> None:
 
     def quiet() -> bool:
         return all(
-            flow.in_flight() == (0, 0) and not peers.lacking(node.db, 0, 1) and not holding.untold(node.db, 1)
+            flow.in_flight() == (0, 0) and not peers.lacking(node.db, 0, 1) and not telling.untold(node.db, 1)
             for node in cluster.nodes
             if node.alive and (flow := flows[node.number])
         )

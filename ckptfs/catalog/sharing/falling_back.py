@@ -43,7 +43,8 @@ def shown(db: Database, content: Content, inode: int, values: tuple[Value, Value
 def take_over(db: Database, inode: int, value: Value, revision: int, kind: str = INODE) -> None:
     """The store says this of a file; what was changed here and not told stays."""
     key = Key(kind, inode)
-    with db.change():
+    shared = isinstance(db.connection, touching.Marked)
+    with touching.applying(db) if shared else db.change():
         if not touching.is_touched(db, key) and seen.get(db, key).revision < revision:
             kinds.write(db, key, value)
             seen.put(db, key, Seen(revision, kinds.pack(value)))

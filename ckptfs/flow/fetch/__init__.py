@@ -27,6 +27,7 @@ from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoRoom, refused
 from ckptfs.flow.fetch.alone import Alone, Elsewhere
 from ckptfs.flow.fetch.by_blocks import ByBlocks
 from ckptfs.flow.fetch.from_peers import FromPeers, NoneLeft
+from ckptfs.flow.fetch.left import Left
 from ckptfs.flow.fetch.patience import Patience
 from ckptfs.flow.fetch.telling import Telling
 from ckptfs.model import Content, ContentState, Notify, Tier
@@ -60,6 +61,7 @@ class Fetch:
         self._peers = None if around is None else FromPeers(db, places, around)
         self._alone = None if around is None else Alone(db, around)
         self._patience = None if around is None else Patience(db, around)
+        self._left = None if around is None or config.pfs is None else Left(db, notify)
         self._store = None if around is None else around.store
         self._db = db
         self._places = places
@@ -98,6 +100,8 @@ class Fetch:
         """The next want that nobody has in hand; its file is ours until the end of the step."""
         wanted = wants.wanted(self._db, wants.FETCH)
         now_s = time.monotonic()
+        if self._left is not None:
+            self._left.keep({want.id for want in wanted})
         with self._lock:
             self._again = {want.id: self._again[want.id] for want in wanted if want.id in self._again}
             for want in wanted:
@@ -150,6 +154,7 @@ class Fetch:
             pause_s = min(limits.RETRY_FIRST_S * 2**before.count / 2, limits.FETCH_PAUSE_MAX_S)
             self._again[want.id] = Tries(before.count + 1, before.since_s, now_s + pause_s)
         soon = isinstance(reason, Busy) and before.count + 1 < limits.FETCH_TRIES_MAX
+        soon = (self._left is not None and self._left.may_come(want)) or soon
         if not soon and not self._may_come(want, before.since_s, reason):
             return False
         wants.progress(self._db, want.id)

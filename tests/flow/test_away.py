@@ -1,0 +1,84 @@
+"""P3: what a node wrote and has lost is not counted by the others until it is there again."""
+
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, Node, around, bring, level, replicated
+
+from ckptfs.catalog import settling, telling
+from ckptfs.catalog.store import Get
+from ckptfs.clique import holders
+from ckptfs.flow.tell import Tell
+from ckptfs.model import CopyState, Level, Tier
+
+
+def tell(node: Node, *, begin: bool = False) -> None:
+    flow = Tell(node.db, around(node))
+    if begin:
+        flow.prepare()
+    flow.step()
+
+
+def hear(node: Node, content: int) -> list[int]:
+    """What a node finds in the store: who has it."""
+    return holders.refresh(node.db, node.store, [content], node.number)[content].holders
+
+
+@pytest.mark.parametrize("how", ["wiped", "bad"])
+def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str) -> None:
+    """On all nodes; and again when the copy has come back."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = replicated(cluster, b"file", b"data" * 1000)
+    assert hear(three, content) == [1, 2] and level(three, content) is Level.CLIQUE
+    if how == "wiped":
+        one.lose_ram()
+        tell(one, begin=True)
+    else:
+        settling.mark(one.db, content, Tier.RAM, CopyState.QUARANTINED)
+        tell(one)
+    assert hear(three, content) == [2] and hear(two, content) == [2]
+    assert level(one, content) is level(two, content) is level(three, content) is Level.LOCAL
+    tell(one, begin=True)
+    assert hear(three, content) == [2], "a mover that begins anew changes nothing"
+    bring(one, one.inode(content))
+    tell(one)
+    assert hear(three, content) == hear(two, content) == [1, 2]
+    assert level(one, content) is level(two, content) is level(three, content) is Level.CLIQUE
+    assert cluster.store.read([Get(holders.copy_key(content, 1))]).results[0] == () and telling.untold(one.db, 10) == []
+
+
+def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
+    """The word is about one generation."""
+    cluster = Cluster(tmp_path, 3)
+    one, _, three = cluster.nodes
+    content = replicated(cluster, b"file", b"data" * 1000)
+    one.lose_ram()
+    tell(one, begin=True)
+    bring(one, one.inode(content))
+    one.rewrite(content, lambda data: data.reverse())
+    assert hear(three, content) == [1], "also before it was taken back"
+    tell(one)
+    assert cluster.store.read([Get(holders.copy_key(content, 1))]).results[0] == ()
+
+
+def test_what_nobody_else_has_is_not_told_of(tmp_path: Path) -> None:
+    """It is lost, which `c/` says; and what the PFS has needs no word."""
+    cluster = Cluster(tmp_path, 2)
+    one, _ = cluster.nodes
+    there = replicated(cluster, b"file", b"data" * 1000)
+    alone = one.written(b"alone", b"data")
+    one.publish(there)
+    one.lose_ram()
+    telling.take_back(one.db)
+    assert telling.untold(one.db, 10) == [] and one.copies(alone) == {}
+
+
+def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
+    """What it says under `p/` is of what it had before."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster, b"file", b"data" * 1000)
+    two.rewrite(content, lambda data: data.reverse())
+    tell(two)
+    assert cluster.store.read([Get(holders.copy_key(content, 2))]).results[0] == () and hear(one, content) == [2]
