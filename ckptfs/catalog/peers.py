@@ -202,12 +202,19 @@ def to_repair(db: Database) -> tuple[int, int]:
     return int(files), int(size)
 
 
+_WANTING = (
+    "content k WHERE k.lacking = 1 AND k.state = 2 AND (EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    " OR EXISTS (SELECT 1 FROM inode i WHERE i.id = k.inode AND i.content = k.id AND i.nlink > 0))"
+)
+"""What wants copies, and of what people are told that it does: not what is gone here since another node has written its file anew."""
+
+
 def copies_of_lacking(db: Database) -> tuple[int, int]:
     """(wanted, there) of the copies of all that wants more of them, those here included."""
     files, elsewhere = db.row(
         "SELECT count(*), coalesce(sum((SELECT count(*) FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id"
         " AND o.generation = k.generation AND o.digest = k.digest AND n.alive = 1 AND n.here = 0)), 0)"
-        " FROM content k WHERE k.lacking = 1 AND k.state = 2"
+        f" FROM {_WANTING}"
     ) or (0, 0)
     return int(files) * min(factor(db), max(1, len(living(db)))), int(files) + int(elsewhere)
 
@@ -280,9 +287,11 @@ def lost_with(db: Database, node: int) -> int:
 
 def lag(db: Database) -> tuple[int, int, float]:
     """(files, bytes, age of the oldest in seconds) of what still wants copies on other nodes."""
-    files, size, oldest = db.row(
-        "SELECT count(*), coalesce(sum(size), 0), min(closed_ns) FROM content WHERE lacking = 1 AND state = 2 AND peer = 0"
-    ) or (0, 0, None)
+    files, size, oldest = db.row(f"SELECT count(*), coalesce(sum(k.size), 0), min(k.closed_ns) FROM {_WANTING} AND k.peer = 0") or (
+        0,
+        0,
+        None,
+    )
     return int(files), int(size), 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
 
 
@@ -292,7 +301,7 @@ def unsafe(db: Database) -> int:
         return 0
     return int(
         db.value(
-            "SELECT count(*) FROM content k WHERE k.lacking = 1 AND k.state = 2 AND NOT EXISTS (SELECT 1 FROM published p"
+            f"SELECT count(*) FROM {_WANTING} AND NOT EXISTS (SELECT 1 FROM published p"
             " WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation AND p.digest = k.digest)"
         )
     )
@@ -300,7 +309,7 @@ def unsafe(db: Database) -> int:
 
 def oldest_lacking(db: Database) -> int:
     """When the oldest content was closed that still wants copies on other nodes, in ns since the epoch; 0: none does."""
-    return int(db.value("SELECT min(closed_ns) FROM content WHERE lacking = 1 AND state = 2 AND peer = 0") or 0)
+    return int(db.value(f"SELECT min(k.closed_ns) FROM {_WANTING} AND k.peer = 0") or 0)
 
 
 def known(db: Database) -> list[tuple[int, str, str, bool]]:

@@ -160,6 +160,22 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     assert peers.unneeded(one.db, 10) == []
 
 
+def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
+    """This node lost its RAM, another one has truncated the file since, and who had a copy died: `drain` comes to an end."""
+    one, two, three = Cluster(tmp_path, 3).nodes
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    until(lambda: not peers.lacking(one.db, 0, 10), flow.step)
+    one.lose_ram()
+    two.kill()
+    assert (peers.unsafe(one.db), peers.lag(one.db)[0], peers.copies_of_lacking(one.db)[0]) == (1, 1, 2), "the file still needs it"
+    newer = three.make(b"b", b"other")
+    one.learn(one.inode(content), b"a", newer, 5)
+    assert (peers.unsafe(one.db), peers.lag(one.db)[0], peers.copies_of_lacking(one.db)[0]) == (0, 0, 0)
+    assert peers.oldest_lacking(one.db) == 0
+
+
 def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """More than the queue holds, too; one that went bad here and one that is refused there are nothing to the others (P4)."""
     cluster = Cluster(tmp_path, 2)
