@@ -59,10 +59,12 @@ class FallBack:
     def step(self) -> bool:
         """True: there is more to look through. Raises Unreachable; then the same batch comes again."""
         world = self._around.see()
-        if self._around.factor < 2 or epoch.is_resting(self._db):
+        if epoch.is_resting(self._db):
             return False
         if world is not self._seen:
             self._after, self._returning, self._seen, self._since_s = 0, True, world, time.monotonic()
+        if self._around.factor < 2:
+            self._after = None  # Nobody holds anything for others; the PFS has what it has.
         if self._after is not None:
             batch = holding.kept_after(self._db, self._after, BATCH_CONTENTS)
             self._look_at(batch, world)

@@ -282,3 +282,15 @@ def test_who_opens_it_gets_it(tmp_path: Path) -> None:
     assert found is not None and found.result == wants.HERE
     shows = two.shown(inode)
     assert shows not in (None, content) and two.data(shows) == OLD
+
+
+def test_without_copies_on_other_nodes(tmp_path: Path) -> None:
+    """Where one copy is all that is wanted the PFS is all the more what is left."""
+    cluster = Cluster(tmp_path, 2, factor=1)
+    one, two = cluster.nodes
+    content = alone(cluster)
+    inode = one.inode(content)
+    write_back(one, content)
+    change(one, content, appended)
+    one.kill()
+    assert ask(two, inode) == wants.DONE and shown(cluster, inode)[:2] == (0, 1)

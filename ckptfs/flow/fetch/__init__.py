@@ -61,7 +61,7 @@ class Fetch:
         self._peers = None if around is None else FromPeers(db, places, around)
         self._alone = None if around is None else Alone(db, around)
         self._patience = None if around is None else Patience(db, around)
-        self._left = None if around is None or config.pfs is None else Left(db, notify)
+        self._left = None if around is None or config.pfs is None else Left(db, around, notify)
         self._store = None if around is None else around.store
         self._db = db
         self._places = places

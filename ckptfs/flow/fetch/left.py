@@ -10,14 +10,16 @@ from collections.abc import Container
 from ckptfs import limits
 from ckptfs.catalog import fetching, wants
 from ckptfs.catalog.database import Database
+from ckptfs.clique.surroundings import Surroundings
 from ckptfs.model import Notify
 
 
 class Left:
     """One for all fetches of a node; any thread."""
 
-    def __init__(self, db: Database, notify: Notify) -> None:
+    def __init__(self, db: Database, around: Surroundings, notify: Notify) -> None:
         self._db = db
+        self._around = around
         self._notify = notify
         self._lock = threading.Lock()
         self._asked: dict[int, int] = {}
@@ -31,8 +33,11 @@ class Left:
 
     def may_come(self, want: wants.Want) -> bool:
         """Whether what is left is being looked for, or was just decided: a fetch that failed is to be tried again then. Where nothing can
-        be shown yet, as long as the writer counts as living, it is asked for anew each time, and nothing else waits for that.
+        be shown yet, as long as the writer counts as living, it is asked for anew each time, and nothing else waits for that. An island
+        cannot decide.
         """
+        if not self._around.lease():
+            return False
         found = fetching.look(self._db, want.inode)
         if found is None or found.content is None or found.on_pfs is None:
             return self._is_news(want)
