@@ -149,6 +149,34 @@ def test_what_was_left_out_is_written_back_by_its_writer_when_that_returns(tmp_p
     run(tmp_path, act)
 
 
+@pytest.mark.parametrize("label", ["together:announced", "write_back:put"])
+def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(tmp_path: Path, label: str) -> None:
+    """P6, P9: under the same name, of the same file; and what is there is nobody's who is to be kept beside it."""
+
+    async def act(cluster: Cluster) -> None:
+        one, two, dead = cluster.nodes
+        await one.put("f", b"1")
+        await cluster.settle()
+        content = await dead.put("f", b"newer")
+        await settled(cluster.nodes)
+        cluster.deadly = {label}
+        while cluster.deadly:
+            await cluster.step(dead)
+        two.hold(dead, content)
+        one.hold(dead, content)
+        dead.die()
+        assert (cluster.pfs / "f").read_bytes() == b"1"
+        await cluster.settle()
+        assert (cluster.pfs / "f").read_bytes() == b"newer"
+        await one.put("f", b"newest")
+        dead.live()
+        dead.revive()
+        await cluster.settle()
+        cluster.exact()
+
+    run(tmp_path, act)
+
+
 @pytest.mark.parametrize("label", ["together:announced", "write_back:written_down"])
 def test_who_stood_still_for_long_touches_nothing_any_more(tmp_path: Path, label: str) -> None:
     """P6, P9: stopped in the middle of a batch until its lease had run out, while others finished it and went on."""

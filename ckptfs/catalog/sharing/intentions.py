@@ -139,14 +139,15 @@ def decide(store: Store, key: Key, told: Seen, found: int | None) -> None:
         return
     before, after = value.get("inode", 0), value.get("next", 0)
     name = [key.number, key.name.decode("latin-1")]
-    shows = after if found == (value.get("ino") if after else None) else before
+    done = found == (value.get("ino") if after else None)
+    shows = after if done else before
     changes: list[Operation] = [Put(kinds.wire(key), kinds.pack({"inode": shows}) or b"") if shows else Delete(kinds.wire(key))]
     compares = [Compare(kinds.wire(key), Target.MOD, "=", told.revision)]
     subjects = [Key(SHOWN, inode) for inode in sorted({before, after} - {0})]
     for subject, one in reading.answers(subjects, store.read(reading.gets(subjects))).items():
         now = _plain(one.seen.content or {"names": []})
         now["names"] = sorted([*(other for other in now["names"] if other != name), *([name] if subject.number == shows else [])])
-        if subject.number == shows == after and "published" in value:
+        if done and subject.number == after and "published" in value:
             now["published"] = value["published"]
         wire = kinds.wire(subject)
         changes.append(Put(wire, kinds.pack(now) or b"") if now["names"] else Delete(wire))
