@@ -3,6 +3,7 @@
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from daemon_under_test import eventually
 from etcd_server import Etcd, Member, start_etcd
 
 from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import ENDLESS, Compare, Delete, Get, Item, Put, Target
+from ckptfs.catalog.store import ENDLESS, Compare, Delete, Get, Item, Outcome, Put, Target
 from ckptfs.errors import Compacted, StoreRefused, Unreachable
+from ckptfs.protocol import etcd_pb2 as pb
 
 PATIENCE_S = 120.0
 
@@ -93,6 +95,40 @@ def _answers(etcd: Etcd, member: Member) -> bool:
         return False
     finally:
         store.close()
+
+
+def test_each_address_can_be_asked_alone(three: Etcd, store: EtcdStore) -> None:
+    """One that leads to another etcd answers for itself only, and is left at the next turn."""
+    put(store, b"a", b"1")
+    members = store.members()
+    assert [value(member, b"a") for member in members] == [b"1"] * 3
+    three.members[0].stop()
+    with pytest.raises(Unreachable):
+        members[0].read([Get(b"a")], timeout_s=0.5)
+    for member in members:
+        member.close()
+    before = used(store, three)
+    store.turn()
+    assert used(store, three) is not before
+
+
+def test_a_watch_at_a_member_that_lags_asks_what_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction without an operation is answered by the member alone: what only lags would look like an etcd that lost its data."""
+    store = EtcdStore(["127.0.0.1:1"], "one")
+    asked: list[pb.TxnRequest] = []
+
+    def call(_call: str, request: pb.TxnRequest, _finish: object, _timeout_s: float) -> Future[Outcome]:
+        asked.append(request)
+        answer: Future[Outcome] = Future()
+        answer.set_result(Outcome(True, 20, ()))
+        return answer
+
+    monkeypatch.setattr(store._endpoints, "call", call)
+    watch = store.watch(b"a", None, 10)
+    watch._created(5)
+    (request,) = asked
+    assert request.success and request.success[0].HasField("request_range")
+    store.close()
 
 
 def test_a_member_without_the_others_is_left(three: Etcd, store: EtcdStore) -> None:
