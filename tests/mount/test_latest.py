@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,6 +182,10 @@ def test_what_is_shown_beside_it(mount: Area) -> None:
         lambda there: (there / "step_*").unlink(),
         lambda there: (there / "step_1").rmdir(),
         lambda there: (there / "step_1").rename(there / "step_3"),
+        lambda there: (there / "step_1").rename(there.parents[3] / "moved"),
+        lambda there: (there.parents[3] / there.parent.name / "run" / "step_1" / "a").rename(there / "a"),
+        lambda there: os.link(there.parents[3] / there.parent.name / "run" / "step_1" / "a", there / "a"),
+        lambda there: shutil.rmtree(there.parents[1]),
         lambda there: there.chmod(0o777),
         lambda there: os.setxattr(there, "user.x", b"1"),
     ],
@@ -192,6 +197,20 @@ def test_nothing_can_be_changed_there(mount: Area, change: Callable[[Path], obje
         change(latest(mount, "run"))
     assert refusal.value.errno == errno.EROFS
     assert os.listdir(mount.path / "run") == ["step_1"] and os.listxattr(latest(mount, "run")) == []
+
+
+def test_its_own_name_is_not_given_away_and_tools_pass_through(mount: Area, tmp_path: Path) -> None:
+    """P11: at the top nothing takes its place; find, du and cp end, and copy what is there: names."""
+    save(mount.path / "run" / "step_1", "a")
+    sealed(mount)
+    top, ours = mount.daemon.path, mount.daemon.path / ".ckptfs"
+    for change in (lambda: mount.path.rename(ours), lambda: ours.rename(top / "mine"), ours.rmdir, ours.mkdir):
+        with pytest.raises(OSError):
+            change()
+    assert (mount.path / "run" / "step_1" / "a").exists() and os.listdir(ours) == ["latest"] and not (top / "mine").exists()
+    for tool in (["find", "-P", latest(mount)], ["du", "-s", latest(mount)], ["cp", "-a", latest(mount), tmp_path / "copy"]):
+        subprocess.run([*tool], check=True, capture_output=True, timeout=60)
+    assert os.readlink(tmp_path / "copy" / "run" / "step_*").endswith("/run/step_1")
 
 
 @pytest.mark.others
