@@ -288,7 +288,9 @@ class FallBack:
         revision = _agreed(self._around.store, [file.item], [(file.item.key, value)])
         if not revision:
             return False
-        falling_back.take_over(self._db, inode, value, revision)
+        holding.hear(self._db, Heard(record.content, inode, record.generation, record.size, record.digest, record.blocks))
+        falling_back.shown_again(self._db, inode, value, revision, node.number)
+        self._notify.work()
         settling.report(self._db, _trouble(inode), None)
         log.info("%s has returned with what %s should hold", node.name, os.fsdecode(report.path_of(self._db, inode)))
         return True

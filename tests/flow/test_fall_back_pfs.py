@@ -211,11 +211,14 @@ def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
         cluster.put(f"i/{inode:016x}", value)
         with two.db.change():
             kinds.write(two.db, Key(INODE, inode), value)
+    two.db.journalled = True
     one.revive()
     tidy(one)
     decide(two)
     assert shown(cluster, inode)[:2] == (lost, 2) and file_of(cluster, inode).missed is None
     assert one.data(lost) == (NEW if how == "truncated" else OLD + NEW)
+    told = two.db.rows("SELECT op, inode, content, origin FROM journal")
+    assert told == [("content", inode, lost, 1)], "the PFS gets it, though its writer has passed over its own row"
 
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:

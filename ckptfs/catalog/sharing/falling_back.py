@@ -57,6 +57,17 @@ def shown_by_pfs(db: Database, inode: int, values: tuple[Value, Value], revision
         take_over(db, inode, values[0], revisions[0])
 
 
+def shown_again(db: Database, inode: int, value: Value, revision: int, node: int) -> None:
+    """The store was told that `inode` holds what was missed, which `node` has: that one may have taken it for superseded, so the PFS is
+    told of it from here.
+    """
+    with db.change():
+        take_over(db, inode, value, revision)
+        if db.journalled:
+            row = journal.Row(0, "content", inode, content=value["content"], mode=value["mode"], at_ns=time.time_ns(), origin=node)
+            journal.take(db, [row])
+
+
 def missed(db: Database) -> list[tuple[int, str]]:
     """(inode, what it should hold) of the files that show a former content, as far as they are known here."""
     return [(row[0], row[1]) for row in db.rows("SELECT id, missed FROM inode WHERE missed IS NOT NULL AND nlink > 0")]
