@@ -1,7 +1,8 @@
 """How two changes of one value become one: pure. `base` is what both began with, `ours` what it is here, `theirs` what the store has.
 
 A field is ours where we changed it, else theirs; names are a set, subdirectories a count; what is the file's bytes (content, generation,
-size, time of change) goes together, and is that of who closed it last, which is us: we are telling it just now.
+size, time of change) goes together, and is that of who wrote it; of two who did, that of who closed it last, which is us: we are
+telling it just now.
 """
 
 from collections.abc import Mapping
@@ -33,8 +34,11 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
         merged["names"] = names(base, ours, theirs)
     else:
         merged["nlink"] = theirs["nlink"] + ours["nlink"] - base["nlink"]
-    if any(ours.get(name) != base.get(name) for name in BYTES):
-        merged.update({name: ours[name] for name in BYTES if name in ours})
+    written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
+    # A time that was set here, or what was left of a lost tier, is no reason to hide what was written elsewhere.
+    newer = theirs if written == [False, True] else ours
+    if any(newer.get(name) != base.get(name) for name in BYTES):
+        merged.update({name: newer[name] for name in BYTES if name in newer})
     for name in LATEST:
         if name in theirs and not (name == "mtime_ns" and merged["mtime_ns"] == ours["mtime_ns"]):
             merged[name] = max(ours[name], theirs[name])

@@ -1,0 +1,31 @@
+"""P7: two changes of one file's attributes become one, and what was written last is what it shows."""
+
+from typing import Any
+
+import pytest
+
+from ckptfs.catalog.sharing import merging
+
+BASE: dict[str, Any] = {
+    "content": 7, "generation": 4, "size": 100, "mtime_ns": 10, "ctime_ns": 10, "atime_ns": 10, "mode": 0o100644, "names": [[1, "log"]],
+}  # fmt: skip
+WRITTEN = {"content": 9, "generation": 5, "size": 219, "mtime_ns": 20, "ctime_ns": 20}
+
+
+def bytes_of(value: dict[str, Any]) -> list[Any]:
+    return [value[name] for name in ("content", "generation", "size")]
+
+
+@pytest.mark.parametrize(
+    "ours", [{"mtime_ns": 99, "ctime_ns": 99}, {"content": 3, "size": 87}, {"mode": 0o100600}], ids=["a time", "what was left", "a mode"]
+)
+def test_what_another_node_wrote_is_not_hidden_by_what_was_not_written_here(ours: dict[str, Any]) -> None:
+    merged = merging.inode(BASE, {**BASE, **ours}, {**BASE, **WRITTEN})
+    assert bytes_of(merged) == bytes_of(WRITTEN)
+    assert merged["mode"] == ours.get("mode", BASE["mode"]) and merged["mtime_ns"] == max(20, ours.get("mtime_ns", 0))
+
+
+@pytest.mark.parametrize("theirs", [{}, {"mtime_ns": 99}, WRITTEN], ids=["nothing", "a time", "another generation"])
+def test_what_was_written_here_shows_while_it_is_told(theirs: dict[str, Any]) -> None:
+    ours = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30, "ctime_ns": 30}
+    assert bytes_of(merging.inode(BASE, ours, {**BASE, **theirs})) == bytes_of(ours)
