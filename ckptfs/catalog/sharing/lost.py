@@ -15,6 +15,7 @@ from ckptfs.catalog.sharing import kinds, touching
 from ckptfs.catalog.sharing.kinds import Key, Value
 
 Was = list[int]
+WAS_IN_JSON = b'"' + kinds.WAS.encode() + b'"'
 
 _GOOD = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
 _SAME = "t.kind = {0}.kind AND t.number = {0}.number AND t.name = {0}.name"
@@ -56,6 +57,7 @@ def begin(db: Database, value: bytes, first: int) -> None:
             f" value FROM seen_key s WHERE kind <> 'w' AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE {_SAME.format('s')})",
             epoch.turn(epoch.known(db)),
         )  # fmt: skip
+        _keep_what_was(db)
         _forget_former_names(db)
         db.run(_NAMED)
         db.run("DELETE FROM seen_key")
@@ -66,6 +68,15 @@ def begin(db: Database, value: bytes, first: int) -> None:
         db.run(f"UPDATE lost_key SET change = coalesce((SELECT max(change) FROM touched_key t WHERE {_SAME.format('lost_key')}), 0)")
         db.run(f"UPDATE content SET told = 2 WHERE peer = 1 AND state = 2 AND {_GOOD}")
         epoch.remember(db, value, first, time.time_ns())
+
+
+def _keep_what_was(db: Database) -> None:
+    """What was told anew to the store that is lost now, and not changed since, is no newer than it was before."""
+    for *key, raw in db.rows("SELECT kind, number, name, value FROM seen_key WHERE kind <> 'w' AND instr(value, ?)", WAS_IN_JSON):
+        known = kinds.was(bytes(raw))
+        if known is not None:
+            where = "kind = ? AND number = ? AND name = ? AND turn = ?"
+            db.run(f"UPDATE lost_key SET turn = ?, revision = ? WHERE {where}", *known, *key, epoch.turn(epoch.known(db)))
 
 
 def _forget_former_names(db: Database) -> None:
