@@ -69,6 +69,9 @@ class Opening:
                 os.close(self._own)
             if self._made is not None:
                 os.close(self._made[1])
+                # There was room elsewhere in the end.
+                with self._context.db.change() as db:
+                    contents.doom(db, self._made[0])
             if self._unsealed is not None:
                 self._close_again(self._unsealed)
 
