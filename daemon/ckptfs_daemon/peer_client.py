@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ckptfs import digest, limits
@@ -174,7 +173,8 @@ class PeerClient:
         link.measured.room = reply.room
         link.measured.rtt(took_s)
         # Half of the way there it was read.
-        return replace(link.measured.speed(), clock_s=(reply.now_ns - begun_ns) / 1e9 - took_s / 2 if reply.now_ns else None)
+        link.measured.clock_s = (reply.now_ns - begun_ns) / 1e9 - took_s / 2 if reply.now_ns else None
+        return link.measured.speed()
 
     def speed(self, node: Reachable) -> Speed:
         """See `Peers.speed`."""

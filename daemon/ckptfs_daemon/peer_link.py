@@ -56,6 +56,7 @@ class Measured:
         self.bytes_per_s: float | None = None
         self.wire_per_s: float | None = None
         self.room: int | None = None
+        self.clock_s: float | None = None
         self.failed_at = -limits.PEER_DOUBT_S
 
     def rtt(self, seconds: float) -> None:
@@ -81,7 +82,7 @@ class Measured:
         return self.wire_per_s is not None and self.wire_per_s < limits.PEER_SQUEEZE_BYTES_PER_S
 
     def speed(self) -> Speed:
-        return Speed(self.rtt_s, self.bytes_per_s, self.room)
+        return Speed(self.rtt_s, self.bytes_per_s, self.room, self.clock_s)
 
 
 def _averaged(old: float | None, new: float) -> float:
