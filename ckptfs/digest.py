@@ -25,6 +25,11 @@ def whole(blocks: bytes, size: int) -> bytes:
     return xxhash.xxh3_128_digest(blocks + size.to_bytes(8, "little"))
 
 
+def split(blocks: bytes) -> list[bytes]:
+    """The digests that are joined in `blocks`."""
+    return [blocks[start : start + BLOCK_DIGEST_BYTES] for start in range(0, len(blocks), BLOCK_DIGEST_BYTES)]
+
+
 class Running:
     """Digests of bytes that pass by in order, in pieces of any length."""
 

@@ -20,17 +20,9 @@ XATTR_REPLACE = 2
 
 
 def set_attributes(
-    db: Database,
-    inode: int,
-    *,
-    mode: int | None = None,
-    uid: int | None = None,
-    gid: int | None = None,
-    atime_ns: int | None = None,
-    mtime_ns: int | None = None,
-    ctime_ns: int | None = None,
-    kill_set_id: bool = False,
-) -> Inode:
+    db: Database, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
+    atime_ns: int | None = None, mtime_ns: int | None = None, ctime_ns: int | None = None, kill_set_id: bool = False,
+) -> Inode:  # fmt: skip
     """Set what is given, ctime always. `mode` without its type bits; `kill_set_id`: drop set-id bits as a change of owner does."""
     row = namespace.get(db, inode)
     new_mode = row.mode if mode is None else stat.S_IFMT(row.mode) | stat.S_IMODE(mode)

@@ -176,7 +176,7 @@ def doom_all(db: Database, inode: int) -> list[int]:
     """No name and no handle leads to `inode` any more: its contents go. The ids of these contents. What may be what another file held
     before stays until the store was asked.
     """
-    rows = db.rows("SELECT id FROM content WHERE inode = ? AND state <> 3 AND (former_ns IS NULL OR (peer = 0 AND former_ns > 0))", inode)
+    rows = db.rows(f"SELECT id FROM content WHERE inode = ? AND state <> 3 AND {former.GOES}", inode)
     contents = [row[0] for row in rows]
     for content in contents:
         doom(db, content)

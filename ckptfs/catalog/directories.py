@@ -49,7 +49,6 @@ def is_inside(db: Database, directory: int, ancestor: int) -> bool:
     found = db.row(
         "WITH RECURSIVE up(id) AS (SELECT ? UNION SELECT inode.parent FROM inode JOIN up ON inode.id = up.id WHERE inode.parent > 0)"
         " SELECT 1 FROM up WHERE id=? LIMIT 1",
-        directory,
-        ancestor,
-    )
+        directory, ancestor,
+    )  # fmt: skip
     return found is not None

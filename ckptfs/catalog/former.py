@@ -13,10 +13,9 @@ from ckptfs.catalog import peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, Inode
 
-_ELSEWHERE = (
-    "EXISTS (SELECT 1 FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = content.id AND o.generation = content.generation"
-    " AND o.digest = content.digest AND n.alive = 1 AND n.here = 0)"
-)
+_ELSEWHERE = f"EXISTS (SELECT 1 FROM {peers.ELSEWHERE.format('content')})"
+GOES = "(former_ns IS NULL OR (peer = 0 AND former_ns > 0))"
+"""SQL about a row of `content` whose file is gone: nobody has to ask the store whether another file held it before."""
 
 
 def supersede(db: Database, inode: int) -> None:

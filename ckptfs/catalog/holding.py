@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from ckptfs.catalog import peers
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, CopyState, Tier
 
@@ -291,8 +292,7 @@ def older(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
         "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.used_ns < ?"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = c.content) AND (k.state IS NULL OR k.state = 3 OR (k.state = 2"
         " AND (EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1)"
-        " OR (SELECT count(*) FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id AND o.generation = k.generation"
-        " AND o.digest = k.digest AND n.alive = 1 AND n.here = 0) > 1"
+        f" OR (SELECT count(*) FROM {peers.ELSEWHERE.format('k')}) > 1"
         " OR EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation >= k.generation)))) LIMIT ?",
         tier, before_ns, at_most,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 
 from ckptfs import limits
-from ckptfs.catalog import identity, journal
+from ckptfs.catalog import former, identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.directories import Unvisited, demand_empty
 from ckptfs.catalog.rows import INODE_COLUMNS, INODE_COLUMNS_JOINED, inode_of
@@ -182,7 +182,7 @@ def reap(db: Database, inodes: Iterable[int]) -> dict[int, list[int]]:
 
 def _reap(db: Database, inode: int) -> list[int]:
     # What other nodes had may be what another file held before: then the store is asked before it goes.
-    known = "inode=? AND (former_ns IS NULL OR (peer=0 AND former_ns>0))"
+    known = f"inode=? AND {former.GOES}"
     doomed = [row[0] for row in db.rows(f"SELECT id FROM content WHERE {known}", inode)]
     if doomed:
         db.run(f"UPDATE content SET state=? WHERE {known}", ContentState.DOOMED, inode)

@@ -22,6 +22,11 @@ DOMAINS = (
     " AND n.domain <> (SELECT domain FROM peer WHERE here = 1))"
 )
 """SQL: in how many failure domains other than this node's the content `c` has verified copies."""
+ELSEWHERE = (
+    "peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = {0}.id AND o.generation = {0}.generation AND o.digest = {0}.digest"
+    " AND n.alive = 1 AND n.here = 0"
+)
+"""SQL behind a FROM, to be formatted with the name of a row of `content`: its verified copies on other nodes that live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +188,7 @@ def lost_here(db: Database, after: int) -> Content | None:
 _LOST_HERE = (
     "content k JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
     " WHERE k.peer = 0 AND k.state = 2 AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
-    " AND EXISTS (SELECT 1 FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id AND o.generation = k.generation"
-    " AND o.digest = k.digest AND n.alive = 1 AND n.here = 0)"
+    f" AND EXISTS (SELECT 1 FROM {ELSEWHERE.format('k')})"
     " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
     " AND p.digest = k.digest)"
 )
@@ -211,11 +215,8 @@ _WANTING = (
 
 def copies_of_lacking(db: Database) -> tuple[int, int]:
     """(wanted, there) of the copies of all that wants more of them, those here included."""
-    files, elsewhere = db.row(
-        "SELECT count(*), coalesce(sum((SELECT count(*) FROM peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = k.id"
-        " AND o.generation = k.generation AND o.digest = k.digest AND n.alive = 1 AND n.here = 0)), 0)"
-        f" FROM {_WANTING}"
-    ) or (0, 0)
+    there = f"SELECT count(*) FROM {ELSEWHERE.format('k')}"
+    files, elsewhere = db.row(f"SELECT count(*), coalesce(sum(({there})), 0) FROM {_WANTING}") or (0, 0)
     return int(files) * min(factor(db), max(1, len(living(db)))), int(files) + int(elsewhere)
 
 
@@ -287,11 +288,8 @@ def lost_with(db: Database, node: int) -> int:
 
 def lag(db: Database) -> tuple[int, int, float]:
     """(files, bytes, age of the oldest in seconds) of what still wants copies on other nodes."""
-    files, size, oldest = db.row(f"SELECT count(*), coalesce(sum(k.size), 0), min(k.closed_ns) FROM {_WANTING} AND k.peer = 0") or (
-        0,
-        0,
-        None,
-    )
+    found = db.row(f"SELECT count(*), coalesce(sum(k.size), 0), min(k.closed_ns) FROM {_WANTING} AND k.peer = 0")
+    files, size, oldest = found or (0, 0, None)
     return int(files), int(size), 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
 
 

@@ -5,22 +5,9 @@ from typing import Any
 from ckptfs.model import Inode
 
 _NAMES = (
-    "id",
-    "mode",
-    "uid",
-    "gid",
-    "rdev",
-    "nlink",
-    "size",
-    "atime_ns",
-    "mtime_ns",
-    "ctime_ns",
-    "target",
-    "content",
-    "generation",
-    "parent",
+    "id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent",
     "complete",
-)
+)  # fmt: skip
 
 INODE_COLUMNS = ", ".join(_NAMES)
 INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _NAMES)

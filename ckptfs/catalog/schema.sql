@@ -23,7 +23,7 @@ CREATE TABLE inode (
     parent INTEGER NOT NULL DEFAULT 0,   -- directories: the directory that holds it; 0 for all others
     complete INTEGER NOT NULL DEFAULT 1, -- directories: 0 while it lies on the PFS and was not imported yet
     visited_ns INTEGER NOT NULL DEFAULT 0, -- directories: when the PFS was last compared with it
-    missed TEXT                          -- files that show a former content, since the newer one was on a dead node only: JSON of catalog/former.py
+    missed TEXT                          -- files that show a former content, since the newer one was on a dead node only: JSON, see catalog/sharing/falling_back.py
 );
 CREATE INDEX inode_missed ON inode (id) WHERE missed IS NOT NULL;
 CREATE INDEX inode_unlinked ON inode (id) WHERE nlink = 0;

@@ -85,7 +85,8 @@ def read(store: Store, contents: Sequence[int]) -> dict[int, Shared]:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file as the store has it: `content` is what it holds, None for nothing; `missed` what catalog/former.py says of it, if anything."""
+    """A file as the store has it: `content` is what it holds, None for nothing; `missed` what catalog/sharing/falling_back.py says
+    of it, if anything."""
 
     content: int | None
     value: dict[str, Any]

@@ -90,7 +90,7 @@ class Ahead:
         return more
 
     def due_s(self) -> float | None:
-        """Soon while somebody writes; now and then else, because nobody tells of an open."""
+        """Soon while somebody writes; now and then else: that a file was opened is a hint, which may be lost."""
         return limits.AHEAD_LOOK_S if self._growing else limits.AHEAD_IDLE_S
 
     def _look(self, growing: _Growing, content: Content, tier: Tier) -> bool:
@@ -102,12 +102,9 @@ class Ahead:
             return False
         # The block that the file ended in when it was looked at last, and those after it, may still change.
         complete, growing.size = min(growing.size, found.st_size) // BLOCK, found.st_size
-        fd = self._places[tier].open(content.id)
-        try:
+        with disk.closing(self._places[tier].open(content.id)) as fd:
             self._read(growing, fd, complete)
             went = len(growing.blocks) > growing.sent and self._send(growing, fd)
-        finally:
-            os.close(fd)
         return went and growing.sent < complete
 
     def _read(self, growing: _Growing, fd: int, complete: int) -> None:

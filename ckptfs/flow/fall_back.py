@@ -22,7 +22,7 @@ from ckptfs import disk, limits
 from ckptfs.catalog import aside, epoch, fetching, holding, report, settling, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard, Kept
-from ckptfs.catalog.sharing import falling_back
+from ckptfs.catalog.sharing import falling_back, kinds
 from ckptfs.catalog.store import Compare, Get, Item, Put, Store, Target
 from ckptfs.clique import holders
 from ckptfs.clique.holders import File, OnPfs, Shared
@@ -160,7 +160,7 @@ class FallBack:
     def _fall_back(self, inode: int, file: File, content: Content, told: Shared, now: Shared) -> bool:
         missed = _missed(file, now, content.id, content.generation)
         shows = {"content": content.id, "generation": content.generation, "size": content.size, "mtime_ns": _mtime_ns(content, told, file)}
-        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": _packed(missed).decode()}
+        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": kinds.packed(missed).decode()}
         owned = falling_back.owned(content, inode, self._around.number)
         items = {item.key: item for item in (file.item, *told.items, *_of_content(now.items))}
         revision = _agreed(self._around.store, list(items.values()), [(file.item.key, value), (holders.content_key(content.id), owned)])
@@ -216,7 +216,7 @@ class FallBack:
             return False
         missed = _missed(file, now, None, on_pfs.generation)
         shows = {"content": None, "generation": on_pfs.generation, "size": on_pfs.size, "mtime_ns": on_pfs.mtime_ns}
-        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": _packed(missed).decode()}
+        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": kinds.packed(missed).decode()}
         published = on_pfs.value["published"]
         on_it = {**on_pfs.value, "published": [published[0], 1, *published[2:]]}
         puts = [(file.item.key, value), *([] if on_pfs.complete else [(on_pfs.item.key, on_it)])]
@@ -337,12 +337,8 @@ def _of_content(items: Sequence[Item]) -> list[Item]:
 def _agreed(store: Store, compared: Sequence[Item], puts: Sequence[tuple[bytes, dict[str, Any]]]) -> int:
     """Put these while all that was compared is as it was read; the revision, 0 when something has changed."""
     compares = [Compare(item.key, Target.MOD, "=", item.mod_revision) for item in compared]
-    outcome = store.commit(compares, [Put(key, _packed(value)) for key, value in puts], [Get(item.key) for item in compared])
+    outcome = store.commit(compares, [Put(key, kinds.packed(value)) for key, value in puts], [Get(item.key) for item in compared])
     return outcome.revision if outcome.succeeded else 0
-
-
-def _packed(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
 def _trouble(inode: int) -> str:

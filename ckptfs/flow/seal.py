@@ -102,15 +102,11 @@ class Seal:
         return sealed
 
     def _read(self, content: Content, tier: Tier, place: Place) -> settling.Seal:
-        fd = place.open(content.id, os.O_RDONLY)
-        try:
-            with lease.reading(fd, insist=self._insists(content, tier)) as check:
-                size, digest, blocks = transfer.read(fd, label="seal", before_block=check)
-                if tier is not Tier.RAM:
-                    disk.act("seal:fdatasync", os.fdatasync, fd)
-                check()
-        finally:
-            os.close(fd)
+        with disk.closing(place.open(content.id)) as fd, lease.reading(fd, insist=self._insists(content, tier)) as check:
+            size, digest, blocks = transfer.read(fd, label="seal", before_block=check)
+            if tier is not Tier.RAM:
+                disk.act("seal:fdatasync", os.fdatasync, fd)
+            check()
         return settling.Seal(content.id, content.inode, content.change, tier, size, digest, blocks)
 
     def _insists(self, content: Content, tier: Tier) -> bool:

@@ -97,16 +97,20 @@ def tiers_of(room: "pb.Room") -> list[Tier]:
 
 def clique_of(room: "pb.Room", cluster: "pb.Cluster | None") -> list["pb.Member"]:
     """The nodes that live and hold copies for this one, or it for them."""
-    living = [] if cluster is None else [member for member in cluster.members if member.alive]
-    peers = {name for member in living if member.name == room.node for name in member.peers}
+    living, peers = _around(room, cluster)
     return [member for member in living if member.name in peers or room.node in member.peers]
 
 
 def peers_of(room: "pb.Room", cluster: "pb.Cluster | None") -> list[Peer]:
     """Those that hold copies for this node, as far as they have told how much they hold."""
+    living, peers = _around(room, cluster)
+    return [Peer(one.name, max(0, one.capacity_bytes - one.held_bytes)) for one in living if one.name in peers and one.told]
+
+
+def _around(room: "pb.Room", cluster: "pb.Cluster | None") -> tuple[list["pb.Member"], set[str]]:
+    """(the nodes that live, the names of those that hold copies for this one)."""
     living = [] if cluster is None else [member for member in cluster.members if member.alive]
-    names = {name for member in living if member.name == room.node for name in member.peers}
-    return [Peer(one.name, max(0, one.capacity_bytes - one.held_bytes)) for one in living if one.name in names and one.told]
+    return living, {name for member in living if member.name == room.node for name in member.peers}
 
 
 def table(room: "pb.Room") -> Any:

@@ -164,7 +164,7 @@ class ClusterFigures:
     def _nodes(self) -> list[Node]:
         """Every node's record; those that were known last when the store does not answer."""
         try:
-            return [node for _, value in self._scan(membership.NODES) if (node := membership.from_value(value)) is not None]
+            return self._records()
         except CkptfsError:
             return [node for record in belonging.last_world(self._db) if (node := membership.from_value(record)) is not None]
 
@@ -176,7 +176,7 @@ class ClusterFigures:
             replication_factor=config.replication_factor, island=island.since(self._db) != 0,
         )  # fmt: skip
         try:
-            nodes = [node for _, value in self._scan(membership.NODES) if (node := membership.from_value(value)) is not None]
+            nodes = self._records()
             figures = dict(self._scan(FIGURES))
         except CkptfsError:
             answer.island = True
@@ -191,6 +191,9 @@ class ClusterFigures:
             if number not in world and name not in names
         )
         return answer
+
+    def _records(self) -> list[Node]:
+        return [node for _, value in self._scan(membership.NODES) if (node := membership.from_value(value)) is not None]
 
     def _scan(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
         return [(item.key, item.value) for _, item in scan(self._store, prefix, prefix_end(prefix))]

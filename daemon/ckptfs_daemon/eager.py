@@ -61,7 +61,7 @@ class Lowlevel:
         self._poll = select.poll()
         self._known: set[int] = set()
         self._turn_ends = 0.0
-        self._close = False
+        self._near = False
         """Whether the last request came within SPIN_S: a slower application must not cost a processor."""
 
     def __getattr__(self, name: str) -> Any:
@@ -84,13 +84,13 @@ class Lowlevel:
     def _linger(self, now: float) -> bool:
         """Whether a request came while we waited for it here."""
         spun = now + SPIN_S
-        while self._close and now < spun:
+        while self._near and now < spun:
             if self._poll.poll(0):
                 return True
             now = time.monotonic()
         came = bool(self._poll.poll(LINGER_MS))
         # A wake-up takes about as long as we would have looked.
-        self._close = came and time.monotonic() < spun + SPIN_S
+        self._near = came and time.monotonic() < spun + SPIN_S
         return came
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import adoption, identity, settling
+from ckptfs.catalog import identity, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.same_store import SameStore
-from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.sharing import truth
 from ckptfs.clique import keys
 from ckptfs.clique.membership import Change
 from ckptfs.clique.revoked import Revoked
@@ -92,7 +92,7 @@ class Neighbours:
     def find(self, inode: int) -> None:
         """Learn where the PFS shows a file now: another node may have moved it, or what is above it."""
         with contextlib.suppress(CkptfsError):
-            Truth(self._db, self._store).learn(adoption.instance(self._db), inodes=[inode])
+            truth.look_up(self._db, self._store, inode)
 
     def prepare(self) -> None:
         """Once, before the first step."""

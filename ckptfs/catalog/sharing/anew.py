@@ -132,20 +132,14 @@ class Anew(Returning):
             if stat.S_ISDIR(ours["mode"]):
                 self._take_names_of(key.number, here, theirs)
         elif self._is_ours(key, now):
-            merged = ours if here_was else self._with_later_bytes(ours, theirs)
+            merged = ours if here_was else merging.with_later_bytes(ours, theirs)
             self._take_names_away(key.number, here)
         else:
-            merged = theirs if there_was else self._with_later_bytes(theirs, ours)
+            merged = theirs if there_was else merging.with_later_bytes(theirs, ours)
             self._take_names_of(key.number, here, theirs)
         kinds.write(self._db, key, merged)
         seen.put(self._db, key, now)
         self._counted.add(key.number)
-
-    def _with_later_bytes(self, newer: Value, other: Value) -> Value:
-        """Who changed it since the loss may have known only what was before the last bytes."""
-        if "generation" not in newer or lost.bytes_of(newer) >= lost.bytes_of(other):
-            return newer
-        return {**newer, **{name: other[name] for name in merging.BYTES if name in other}}
 
     def _names_here(self, inode: int) -> Names:
         return {(row[0], bytes(row[1])) for row in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}

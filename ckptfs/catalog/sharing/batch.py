@@ -63,7 +63,7 @@ class Batch:
     def note(self) -> bytes:
         """What this node's own key holds: which keys the transaction deleted, for a process that has to find out whether it passed."""
         deleted = [kinds.wire(key).decode("latin-1") for key, value in self.changed.items() if value is None]
-        return kinds.pack({"deleted": deleted}) or b""
+        return kinds.packed({"deleted": deleted})
 
     def otherwise(self) -> list[Get]:
         """What is read when it does not hold: everything that was compared, and this node's own last transaction first."""

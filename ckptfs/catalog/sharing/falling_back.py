@@ -8,11 +8,10 @@ If we die here: SQLite undoes the unfinished change; the store has it all, and w
 
 import time
 
-from ckptfs import limits
 from ckptfs.catalog import journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, seen, touching
-from ckptfs.catalog.sharing.island import CONFLICT
+from ckptfs.catalog.sharing.island import CONFLICT, names_beside
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SHOWN, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT, Content, ContentState
@@ -87,12 +86,8 @@ def put_beside(db: Database, content: Content, file: Value, label: str) -> bytes
     with db.change():
         if db.row("SELECT state, change FROM content WHERE id = ?", content.id) != (content.state, content.change):
             return None
-        stem = bytes(name.encode("latin-1"))
-        for number in range(1, limits.LINKS_MAX):
-            end = CONFLICT + label.encode() + b"-%d" % number
-            beside = stem[: limits.NAME_BYTES_MAX - len(end)] + end
-            if namespace.find(db, parent, beside) is None:
-                break
+        candidates = names_beside(name.encode("latin-1"), CONFLICT, label.encode())
+        beside = next(one for one in candidates if namespace.find(db, parent, one) is None)
         made = namespace.make(db, parent, beside, file["mode"], uid=file["uid"], gid=file["gid"], blind=True).id
         db.run("UPDATE content SET inode = ?, change = change + 1 WHERE id = ?", made, content.id)
         db.run(

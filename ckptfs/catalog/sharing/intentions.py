@@ -47,7 +47,7 @@ def announce(db: Database, store: Store, truth: Truth, batch: Batch, instance: s
             compares.append(_unchanged(truth, Key(NAME, show.at.parent, show.at.name)))
     mine = {"by": identity.number(db), "of": instance, "batch": batch.last}
     values = {key: _intention(db, batch, key) | mine if key.kind == PLACE else (truth.value(key) or {"names": []}) | mine for key in keys}
-    changes = [Put(kinds.wire(key), kinds.pack(value) or b"") for key, value in values.items()]
+    changes = [Put(kinds.wire(key), kinds.packed(value)) for key, value in values.items()]
     outcome = store.commit(compares, changes, reading.gets(keys))
     if outcome.succeeded:
         revisions = dict.fromkeys(keys, outcome.revision)
@@ -141,7 +141,7 @@ def decide(store: Store, key: Key, told: Seen, found: int | None) -> None:
     name = [key.number, key.name.decode("latin-1")]
     done = found == (value.get("ino") if after else None)
     shows = after if done else before
-    changes: list[Operation] = [Put(kinds.wire(key), kinds.pack({"inode": shows}) or b"") if shows else Delete(kinds.wire(key))]
+    changes: list[Operation] = [Put(kinds.wire(key), kinds.packed({"inode": shows})) if shows else Delete(kinds.wire(key))]
     compares = [Compare(kinds.wire(key), Target.MOD, "=", told.revision)]
     subjects = [Key(SHOWN, inode) for inode in sorted({before, after} - {0})]
     for subject, one in reading.answers(subjects, store.read(reading.gets(subjects))).items():
@@ -150,7 +150,7 @@ def decide(store: Store, key: Key, told: Seen, found: int | None) -> None:
         if done and subject.number == after and "published" in value:
             now["published"] = value["published"]
         wire = kinds.wire(subject)
-        changes.append(Put(wire, kinds.pack(now) or b"") if now["names"] else Delete(wire))
+        changes.append(Put(wire, kinds.packed(now)) if now["names"] else Delete(wire))
         compares.append(Compare(wire, Target.MOD, "=", one.seen.revision))
     store.commit(compares, changes)
 
@@ -158,7 +158,7 @@ def decide(store: Store, key: Key, told: Seen, found: int | None) -> None:
 def _release(store: Store, key: Key, told: Seen) -> None:
     """What the PFS shows of an inode was in the hands of a node that is gone; of its names each is decided by itself."""
     value, wire = _plain(told.content or {"names": []}), kinds.wire(key)
-    change: Operation = Put(wire, kinds.pack(value) or b"") if value["names"] else Delete(wire)
+    change: Operation = Put(wire, kinds.packed(value)) if value["names"] else Delete(wire)
     store.commit([Compare(wire, Target.MOD, "=", told.revision)], [change])
 
 

@@ -8,7 +8,7 @@ If we die here: it happens inside one change of the catalog; a bytes' file that 
 """
 
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ckptfs import limits
 from ckptfs.catalog import adoption, directories, identity, journal
@@ -150,9 +150,8 @@ class Returning(Refusal):
         self._beside(key.number, key.name.split(CONFLICT)[0], CONFLICT, child)
 
     def _beside(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:
-        for number in range(1, limits.LINKS_MAX):
-            end = mark + self._label + b"-%d" % number
-            beside = Key(NAME, directory, stem[: limits.NAME_BYTES_MAX - len(end)] + end)
+        for name in names_beside(stem, mark, self._label):
+            beside = Key(NAME, directory, name)
             if not self._here(beside) and not self._known(beside):
                 self._enter(beside, child)
                 return
@@ -327,6 +326,13 @@ class Returning(Refusal):
         self._aside(key, theirs if later else ours)
         if later:
             self._enter(key, ours)
+
+
+def names_beside(stem: bytes, mark: bytes, label: bytes) -> Iterator[bytes]:
+    """Names for what cannot have the name `stem`, one after the other until one is free."""
+    for number in range(1, limits.LINKS_MAX):
+        end = mark + label + b"-%d" % number
+        yield stem[: limits.NAME_BYTES_MAX - len(end)] + end
 
 
 def _both_wrote(*values: Value | None) -> bool:

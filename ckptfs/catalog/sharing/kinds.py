@@ -75,7 +75,12 @@ def names_in(directory: int) -> bytes:
 
 def pack(value: Value | None) -> bytes | None:
     """A value as the store has it; equal values are equal bytes."""
-    return None if value is None else json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+    return None if value is None else packed(value)
+
+
+def packed(value: Value) -> bytes:
+    """The same of what there is."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
 def unpack(raw: bytes | None) -> Value | None:

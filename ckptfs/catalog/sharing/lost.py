@@ -11,13 +11,13 @@ import time
 from ckptfs import limits
 from ckptfs.catalog import epoch
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.holding import GOOD
 from ckptfs.catalog.sharing import kinds, touching
-from ckptfs.catalog.sharing.kinds import Key, Value
+from ckptfs.catalog.sharing.kinds import Key
 
 Was = list[int]
 WAS_IN_JSON = b'"' + kinds.WAS.encode() + b'"'
 
-_GOOD = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
 _SAME = "t.kind = {0}.kind AND t.number = {0}.number AND t.name = {0}.name"
 # From the root downwards, so that a directory is told before what is in it; then what is not known to be below the root.
 _WALK = [
@@ -42,8 +42,8 @@ _MARKS = [
     _MARK + "SELECT (SELECT max(change) FROM walk) + row_number() OVER (ORDER BY kind), kind, number, name FROM lost_key l"
     " WHERE kind IN ('c', 'f', 'x')"
     f" AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE {_SAME.format('l')})",
-    _MARK + "SELECT (SELECT max(change) FROM touched_key) + seq, 'j', (SELECT value FROM meta WHERE key = 'number'),"
-    " CAST((SELECT substr(value, 1, 8) FROM meta WHERE key = 'instance') || printf('-%016x', seq) AS BLOB) FROM journal",
+    _MARK + f"SELECT (SELECT max(change) FROM touched_key) + seq, 'j', {touching.ROW_NODE}, {touching.ROW_NAME.format('journal')}"
+    " FROM journal",
 ]
 
 
@@ -66,7 +66,7 @@ def begin(db: Database, value: bytes, first: int) -> None:
             db.run(statement)
         db.run("DELETE FROM walk")
         db.run(f"UPDATE lost_key SET change = coalesce((SELECT max(change) FROM touched_key t WHERE {_SAME.format('lost_key')}), 0)")
-        db.run(f"UPDATE content SET told = 2 WHERE peer = 1 AND state = 2 AND {_GOOD}")
+        db.run(f"UPDATE content SET told = 2 WHERE peer = 1 AND state = 2 AND {GOOD}")
         epoch.remember(db, value, first, time.time_ns())
 
 
@@ -141,8 +141,3 @@ def with_was(raw: bytes | None, known: Was | None) -> bytes | None:
     """A value as it is told anew."""
     content = kinds.unpack(raw)
     return raw if content is None or known is None else kinds.pack({**content, kinds.WAS: known})
-
-
-def bytes_of(value: Value) -> tuple[int, int]:
-    """Which bytes of a file are the later ones."""
-    return int(value.get("generation") or 0), int(value.get("mtime_ns") or 0)

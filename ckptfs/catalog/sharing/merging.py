@@ -51,13 +51,22 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
 
 def side_by_side(ours: Value, theirs: Value) -> Value:
     """What two nodes tell of one inode, and neither is older: all names and xattrs, and the later bytes."""
-    merged = dict(theirs)
+    merged = with_later_bytes(dict(theirs), ours)
     if "names" in theirs:
         merged["names"] = [list(name) for name in sorted({tuple(name) for value in (ours, theirs) for name in value["names"]})]
-        if (ours["generation"], ours["mtime_ns"]) > (theirs["generation"], theirs["mtime_ns"]):
-            merged.update({name: ours[name] for name in BYTES})
     xattrs = {**ours.get("xattrs", {}), **theirs.get("xattrs", {})}
     return {**merged, "xattrs": xattrs} if xattrs else merged
+
+
+def with_later_bytes(newer: Value, other: Value) -> Value:
+    """`newer` with the later bytes of both: who changed it last may have known only what was before them."""
+    if "generation" not in newer or _written(newer) >= _written(other):
+        return newer
+    return {**newer, **{name: other[name] for name in BYTES if name in other}}
+
+
+def _written(value: Value) -> tuple[int, int]:
+    return int(value.get("generation") or 0), int(value.get("mtime_ns") or 0)
 
 
 def names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:

@@ -16,8 +16,8 @@ from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, PLACE, ROW, SHOWN
 from ckptfs.model import ROOT
 
 NO_NAME = "x''"
-_ROW_NODE = "(SELECT value FROM meta WHERE key = 'number')"
-_ROW_NAME = "CAST((SELECT substr(value, 1, 8) FROM meta WHERE key = 'instance') || printf('-%016x', {}.seq) AS BLOB)"
+ROW_NODE = "(SELECT value FROM meta WHERE key = 'number')"
+ROW_NAME = "CAST((SELECT substr(value, 1, 8) FROM meta WHERE key = 'instance') || printf('-%016x', {}.seq) AS BLOB)"
 
 _WATCHED = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, complete, missed"
 _CONTENT = "inode, generation, state, size, digest, peer, former_ns"
@@ -59,8 +59,8 @@ _TRIGGERS = [
     _trigger("content_made", "INSERT ON main.content", f" AND {OWN} AND NEW.inode > 0", (CONTENT, "NEW.id", NO_NAME)),
     _trigger("content_changed", f"UPDATE OF {_CONTENT} ON main.content", f" AND {OWN}" + _changed(_CONTENT), (CONTENT, "NEW.id", NO_NAME)),
     _trigger("content_gone", "DELETE ON main.content", " AND OLD.peer = 0 AND OLD.state <> 3", (CONTENT, "OLD.id", NO_NAME)),
-    _trigger("row_made", "INSERT ON main.journal", "", (ROW, _ROW_NODE, _ROW_NAME.format("NEW"))),
-    _trigger("row_gone", "DELETE ON main.journal", "", (ROW, _ROW_NODE, _ROW_NAME.format("OLD"))),
+    _trigger("row_made", "INSERT ON main.journal", "", (ROW, ROW_NODE, ROW_NAME.format("NEW"))),
+    _trigger("row_gone", "DELETE ON main.journal", "", (ROW, ROW_NODE, ROW_NAME.format("OLD"))),
     _trigger("place_made", "INSERT ON main.pfs_entry", "", (PLACE, "NEW.parent", "NEW.name"), (SHOWN, "NEW.inode", NO_NAME)),
     _trigger("place_gone", "DELETE ON main.pfs_entry", "", (PLACE, "OLD.parent", "OLD.name"), (SHOWN, "OLD.inode", NO_NAME)),
     _trigger(

@@ -8,7 +8,7 @@ If we die here: what was read is in the catalog, or is read again.
 import stat
 from collections.abc import Container, Iterable, Iterator
 
-from ckptfs.catalog import identity
+from ckptfs.catalog import adoption, identity
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.sharing import applying, kinds, pfs_kinds, reading, seen, touching
@@ -34,6 +34,11 @@ def told_rows(db: Database, instance: str, rows: list[Row]) -> list[Row]:
 def row_key(db: Database, instance: str, row: Row) -> Key:
     """Under which key the store has a row of this node's journal."""
     return Key(ROW, identity.number(db), pfs_kinds.row_name(instance, row.seq))
+
+
+def look_up(db: Database, store: Store, inode: int) -> None:
+    """The catalog knows what the store says of one inode, and of where the PFS shows it. Raises what `Truth.learn` raises."""
+    Truth(db, store).learn(adoption.instance(db), inodes=[inode])
 
 
 class Unread(Busy):

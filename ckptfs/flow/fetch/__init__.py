@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, fetching, pfs_paths, report, settling, wants
-from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Arrived, Fetchable
-from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.sharing import truth
 from ckptfs.clique.peers import PeerFailed, PeerRefused
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
@@ -259,7 +258,7 @@ class Fetch:
         """Where the PFS shows a file now: other nodes may have moved what is above it."""
         if self._store is not None:
             with suppress(CkptfsError):
-                Truth(self._db, self._store).learn(instance(self._db), inodes=[inode])
+                truth.look_up(self._db, self._store, inode)
 
     def _moved_on(self, found: Fetchable) -> Busy:
         """Have the directory compared; the want is tried again after it."""

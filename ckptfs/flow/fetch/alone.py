@@ -12,10 +12,9 @@ from contextlib import contextmanager, suppress
 
 from ckptfs import limits
 from ckptfs.catalog import fetching, holding, peers, settling
-from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Fetchable
-from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.sharing import truth
 from ckptfs.clique import holders
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import Busy, CkptfsError, StoreRefused, Unreachable
@@ -73,7 +72,7 @@ class Alone:
     def _has_come(self, found: Fetchable) -> bool:
         """Whether somebody has it of whom was nothing known when we set out for the PFS."""
         if found.content is None:
-            Truth(self._db, self._around.store).learn(instance(self._db), inodes=[found.inode])
+            truth.look_up(self._db, self._around.store, found.inode)
             return fetching.content_of(self._db, found.inode) is not None
         before = set(peers.elsewhere(self._db, found.content))
         holders.refresh(self._db, self._around.store, [found.content.id], self._around.number)

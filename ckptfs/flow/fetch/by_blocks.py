@@ -11,15 +11,13 @@ from ckptfs import digest, disk, limits
 from ckptfs.flow.fetch.telling import Blocks
 from ckptfs.tiers.write_behind import WriteBehind
 
-WIDTH = digest.BLOCK_DIGEST_BYTES
-
 
 class ByBlocks:
     """One file: `blocks` are its blocks' digests, joined. The target is as long as the file, and empty."""
 
     def __init__(self, size: int, blocks: bytes) -> None:
         self.size = size
-        self._digests = [blocks[start : start + WIDTH] for start in range(0, len(blocks), WIDTH)]
+        self._digests = digest.split(blocks)
         self.lacking = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
     def bring(self, source: int, target: int, told: Blocks) -> bool:

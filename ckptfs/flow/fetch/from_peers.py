@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 transfer.labels("gather:check")
 disk.labels("gather:reserved", "gather:write", "gather:fsync", "gather:directory", "gather:arrived")
 
-WIDTH = digest.BLOCK_DIGEST_BYTES
 Progress = Callable[[], None]
 
 
@@ -232,14 +231,13 @@ class _Lacking:
     """The blocks that are not in the file yet. Holes need not come."""
 
     def __init__(self, record: Record) -> None:
-        digests = (record.blocks[start : start + WIDTH] for start in range(0, len(record.blocks), WIDTH))
-        self._digests = list(digests)
+        self._digests = digest.split(record.blocks)
         self.numbers = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
     def take_from(self, source: int, target: int) -> None:
         """Copy the blocks that are the same in a former generation."""
         blocks = transfer.read(source, label="gather:older")[2]
-        former = [blocks[start : start + WIDTH] for start in range(0, len(blocks), WIDTH)]
+        former = digest.split(blocks)
         left = []
         for number in self.numbers:
             if not (number < len(former) and former[number] == self._digests[number] and self._copied(source, target, number)):

@@ -10,9 +10,8 @@ from contextlib import suppress
 
 from ckptfs import limits
 from ckptfs.catalog import fetching
-from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.sharing import truth
 from ckptfs.clique import holders
 from ckptfs.clique.holders import Shared
 from ckptfs.clique.surroundings import Surroundings
@@ -51,7 +50,7 @@ class Patience:
         waited_s = time.monotonic() - since_s
         if file.content != number:
             with suppress(CkptfsError):
-                Truth(self._db, self._around.store).learn(instance(self._db), inodes=[inode])
+                truth.look_up(self._db, self._around.store, inode)
             return waited_s < limits.FETCH_PATIENCE_S + _decided_s()
         if not denied and self._is_with_the_living(shared):
             return waited_s < limits.FETCH_PATIENCE_S

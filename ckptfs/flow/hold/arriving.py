@@ -20,13 +20,6 @@ from ckptfs.tiers.place import Place
 transfer.labels("hold")
 disk.labels("hold:create", "hold:allocate")
 
-WIDTH = digest.BLOCK_DIGEST_BYTES
-
-
-def blocks_of(joined: bytes) -> list[bytes]:
-    """The digests one by one."""
-    return [joined[start : start + WIDTH] for start in range(0, len(joined), WIDTH)]
-
 
 class Arriving:
     """A reception between its first offer and its end. Used by one thread at a time."""
@@ -70,7 +63,7 @@ class Arriving:
         self.offer = offer
         if self.done:
             return
-        digests = blocks_of(offer.blocks)
+        digests = digest.split(offer.blocks)
         self._stretch(offer.size, digests)
         self._present = {number: known for number, known in self._present.items() if number < len(digests)}
         buffer = _Buffer()
@@ -104,11 +97,11 @@ class Arriving:
         """A file here that may have blocks of this one. `joined`: its digests; None: they are found out now."""
         if joined is None:
             joined = _read_digests(place, content)
-        self._sources.append((place, content, {known: number for number, known in enumerate(blocks_of(joined))}))
+        self._sources.append((place, content, {known: number for number, known in enumerate(digest.split(joined))}))
 
     def take_from_here(self) -> None:
         """Copy what blocks those files have in common with what is lacking."""
-        digests = blocks_of(self.offer.blocks)
+        digests = digest.split(self.offer.blocks)
         buffer = _Buffer()
         for place, content, index in self._sources:
             wanted = [number for number in self.lacking if digests[number] in index]
@@ -126,7 +119,7 @@ class Arriving:
 
     def came(self) -> None:
         """All that was lacking is in place, and right."""
-        digests = blocks_of(self.offer.blocks)
+        digests = digest.split(self.offer.blocks)
         for number in self.lacking:
             self._present[number] = digests[number]
         self.lacking = []
@@ -140,7 +133,7 @@ class Arriving:
 
     def right(self) -> bool:
         """Whether every block of the offer is in place, and the file as long as it says."""
-        present = all(self._present.get(number) == wanted for number, wanted in enumerate(blocks_of(self.offer.blocks)))
+        present = all(self._present.get(number) == wanted for number, wanted in enumerate(digest.split(self.offer.blocks)))
         return present and os.fstat(self.fd).st_size == self.offer.size
 
     def close(self) -> None:

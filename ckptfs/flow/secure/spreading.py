@@ -52,16 +52,13 @@ class Spreading:
         place = next((copy.tier for copy in settling.copies(self._db, number) if copy.state is CopyState.GOOD), None)
         if place is None or place is Tier.PFS or place not in self._places:
             return False
-        fd = self._places[place].open(number)
-        try:
+        with disk.closing(self._places[place].open(number)) as fd:
             # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
             seen = self._snapshot(number, fd)
             size, whole, blocks = transfer.read(fd, label="secure")
             if seen is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
                 return False
             return self._spread(seen, Offer(number, seen.inode, seen.generation, size, whole, blocks), fd)
-        finally:
-            os.close(fd)
 
     def _snapshot(self, number: int, fd: int) -> Content | None:
         """A number for what the file holds now, with its size and times, by which others know it should it be the last."""

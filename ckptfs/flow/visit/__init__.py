@@ -13,10 +13,8 @@ from collections import deque
 
 from ckptfs import disk, limits
 from ckptfs.catalog import pfs_paths, settling, visits, wants
-from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import importing, touching
-from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.sharing import importing, touching, truth
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.errors import TierUnavailable
@@ -198,7 +196,7 @@ class Visit:
     def _find(self, directory: int) -> None:
         """Where the PFS shows a directory now: other nodes may have moved it."""
         if self._around is not None:
-            Truth(self._db, self._around.store).learn(instance(self._db), inodes=[directory])
+            truth.look_up(self._db, self._around.store, directory)
 
     def _look_again(self, directory: int) -> LookAgain | None:
         """What asks the store about names that were listed."""

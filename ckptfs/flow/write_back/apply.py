@@ -328,11 +328,8 @@ class Applier:
 
 def _only_temporaries(directory: int, name: bytes) -> bool:
     """Whether a directory holds nothing but what nodes are making in it, to find out that it goes."""
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-    try:
+    with disk.closing(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as fd:
         return all(found.startswith(".ckptfs.") for found in os.listdir(fd))
-    finally:
-        os.close(fd)
 
 
 def _newer(found: os.stat_result, mark: Mark) -> bool:
