@@ -18,6 +18,9 @@ XATTR_SHARED_BYTES_MAX = 256 * KIB
 BLOCK_BYTES = 4 * MIB
 # The blocks' digests of larger files (16 TiB, mostly holes) are not kept: 64 MiB of them.
 BLOCK_DIGESTS_MAX = 4 * MIB
+# A closed file from this size on is digested by so many threads, one for each processor at most.
+DIGEST_TOGETHER_BYTES_MIN = 64 * MIB
+DIGEST_THREADS_MAX = 4
 FILE_BYTES_MAX = 2**63 - 1
 # What a copy may be ahead of the disk. 16 MiB and more keep a disk of 3 GB/s busy.
 UNWRITTEN_BYTES_MAX = 16 * MIB

@@ -103,7 +103,7 @@ class Seal:
 
     def _read(self, content: Content, tier: Tier, place: Place) -> settling.Seal:
         with disk.closing(place.open(content.id)) as fd, lease.reading(fd, insist=self._insists(content, tier)) as check:
-            size, digest, blocks = transfer.read(fd, label="seal", before_block=check)
+            size, digest, blocks = transfer.read_together(fd, label="seal", before_block=check)
             if tier is not Tier.RAM:
                 disk.act("seal:fdatasync", os.fdatasync, fd)
             check()

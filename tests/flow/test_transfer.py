@@ -3,12 +3,14 @@
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckptfs import digest, disk, limits
+from ckptfs.errors import Busy
 from ckptfs.tiers import transfer
 
 transfer.labels("test:copy")
@@ -84,6 +86,51 @@ def test_before_block_sees_each_block_and_may_stop(tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         transfer.copy(source, target, label="test:copy", before_block=second)
     assert os.fstat(target).st_size <= 4 * MIB
+
+
+@pytest.fixture
+def many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DIGEST_TOGETHER_BYTES_MIN", 8 * MIB)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("size", [0, 8 * MIB - 1, 8 * MIB, 21 * MIB + 5])
+def test_several_threads_find_the_same_digest(tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
+    source, _ = pair(tmp_path, data)
+    asked: list[int] = []
+    assert transfer.read_together(source, label="test:copy", before_block=lambda: asked.append(threading.get_ident())) == plain(data)
+    assert len(asked) == -(-size // limits.BLOCK_BYTES)
+    assert (threading.get_ident() in asked) == (0 < size < 8 * MIB)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_several_threads_stop_where_one_may_not_go_on(tmp_path: Path) -> None:
+    source, _ = pair(tmp_path, bytes(1) * (80 * MIB))
+    asked: list[int] = []
+
+    def before_block() -> None:
+        asked.append(1)
+        raise Busy("test")
+
+    with pytest.raises(Busy):
+        transfer.read_together(source, label="test:copy", before_block=before_block)
+    assert len(asked) <= 3
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_several_threads_at_a_file_that_shrinks(tmp_path: Path) -> None:
+    data = os.urandom(20 * MIB)
+    source, _ = pair(tmp_path, data)
+    lock = threading.Lock()
+
+    def shrink() -> None:
+        with lock:  # Nobody reads before it is done.
+            os.ftruncate(source, 9 * MIB)
+
+    result = transfer.read_together(source, label="test:copy", before_block=shrink)
+    assert result == plain(data[: 9 * MIB])
 
 
 def test_a_source_that_shrinks_is_reported_with_the_size_that_was_read(tmp_path: Path) -> None:
