@@ -47,6 +47,8 @@ class XattrOperations(Handler):
                 await self.context.sharing.fresh_copies(inode)
             return self._virtual(inode, name.removeprefix(OURS))
         await self.fresh_inode(inode)
+        if name in STORED:
+            raise refused(errno.EINVAL)
         if name.startswith(STORED):
             return attributes.get_xattr(self.context.db, inode, name)
         raise refused(errno.EOPNOTSUPP)
@@ -98,5 +100,8 @@ class XattrOperations(Handler):
     def _demand_settable(self, name: bytes) -> None:
         if name.startswith(OURS):
             raise refused(errno.EPERM)
+        if name in STORED:
+            # A prefix with nothing behind it is no name: as on local filesystems.
+            raise refused(errno.EINVAL)
         if not name.startswith(STORED):
             raise refused(errno.EOPNOTSUPP)

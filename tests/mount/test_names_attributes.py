@@ -191,6 +191,8 @@ def test_xattr_flags_and_errnos(here: Path) -> None:
     assert xattr_refusal(path, "user.a", b"x" * 65537) == "E2BIG"
     assert xattr_refusal(path, "user." + "n" * 251, b"") == "ERANGE"
     os.setxattr(path, "user." + "n" * 250, b"")
+    assert xattr_refusal(path, "user.", b"") == "EINVAL"
+    assert xattr_refusal(path, "user.") == "EINVAL"
     assert xattr_refusal(path, "system.posix_acl_access", b"\x02\0\0\0") == "ENOTSUP"
     assert xattr_refusal(path, "system.posix_acl_access") == "ENOTSUP"
     assert xattr_refusal(path, "security.capability") == "ENODATA"
