@@ -10,7 +10,7 @@ If we die here: each transaction is whole or absent, and whoever has a copy tell
 import contextlib
 import json
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs import limits
@@ -136,7 +136,8 @@ def files(store: Store, inodes: Sequence[int]) -> dict[int, File]:
 @dataclass(frozen=True, slots=True)
 class OnPfs:
     """What the PFS shows of a file, as the store says. Not `complete`: what was fsynced of a file that was open. `in_hand`: a node is
-    about to change that.
+    about to change that. `replaces`: it is what the PFS shows of that file, which is gone, under the name that this one has now, and older
+    than all that this one held; `rests_on` is what else the store says of that.
     """
 
     generation: int
@@ -146,15 +147,51 @@ class OnPfs:
     in_hand: bool
     value: dict[str, Any]
     item: Item
+    replaces: int = 0
+    rests_on: tuple[Item, ...] = ()
+
+    def puts(self, inode: int, *, complete: bool) -> list[tuple[bytes, dict[str, Any] | None]]:
+        """What to tell the store, so that it is what the PFS shows of `inode`."""
+        published = self.value["published"]
+        value = {**self.value, "published": [self.generation, int(complete), *published[2:]]}
+        if not self.replaces:
+            return [] if complete == self.complete else [(self.item.key, value)]
+        return [(self.item.key, None), (shown_key(inode), value), (self.rests_on[0].key, {"inode": inode})]
+
+
+def shown_key(inode: int) -> bytes:
+    """Where the nodes say what the PFS shows of an inode."""
+    return b"f/%016x" % inode
 
 
 def on_pfs(store: Store, inode: int) -> OnPfs | None:
     """What the PFS shows of a file; None: nothing that is known."""
-    (items,) = store.read([Get(b"f/%016x" % inode)]).results
+    (items,) = store.read([Get(shown_key(inode))]).results
     with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
-        value = json.loads(items[0].value)
-        generation, complete, size, mtime_ns = value["published"][:4]
-        return OnPfs(int(generation), bool(complete), int(size), int(mtime_ns), "by" in value, value, items[0])
+        return _on_pfs(items[0])
+    return None
+
+
+def _on_pfs(item: Item) -> OnPfs:
+    value = json.loads(item.value)
+    generation, complete, size, mtime_ns = value["published"][:4]
+    return OnPfs(int(generation), bool(complete), int(size), int(mtime_ns), "by" in value, value, item)
+
+
+def replaced_on_pfs(store: Store, inode: int, file: File) -> OnPfs | None:
+    """What the PFS shows under the name of a file of which it shows nothing: of the file that had that name before, and no other one. None:
+    there is no such thing.
+    """
+    for parent, name in file.value.get("names", ()):
+        (places,) = store.read([Get(b"x/%016x/" % parent + name.encode("latin-1"))]).results
+        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+            place = json.loads(places[0].value)
+            replaces = int(place["inode"])
+            shown, alive, own = store.read([Get(shown_key(replaces)), Get(b"i/%016x" % replaces), Get(shown_key(inode))]).results
+            found = _on_pfs(shown[0])
+            if replaces != inode and not (alive or own) and found.value["names"] == [[parent, name]]:
+                rests_on = (places[0], *(Item(key, b"", 0, 0) for key in (b"i/%016x" % replaces, shown_key(inode))))
+                return replace(found, generation=0, in_hand=found.in_hand or "by" in place, replaces=replaces, rests_on=rests_on)
     return None
 
 

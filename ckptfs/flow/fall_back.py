@@ -1,6 +1,6 @@
 """Takes: files whose content was on a node that died, and on no other, and of which a former one lies here: what the file held before it
 was written anew (catalog/former.py), or the same content before it was changed in place (an OLDER copy, catalog/holding.py). Wants of the
-kind 'left': somebody opens such a file, and no node that lives has any of it.
+kind 'left': somebody opens such a file, and no node that lives has any of it. What the PFS has may be of the file that was there before.
 Leaves: the former content as what the file holds, or what the PFS shows where that is newer or all that is left; and in `inode.missed` what
 it should hold; that again when its writer returns with it.
 If we die here: the store was told all of it or nothing; the next mover looks through everything once.
@@ -23,7 +23,8 @@ from ckptfs.catalog import aside, epoch, fetching, holding, report, settling, wa
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard, Kept
 from ckptfs.catalog.sharing import falling_back, kinds
-from ckptfs.catalog.store import Compare, Get, Item, Put, Store, Target
+from ckptfs.catalog.sharing.kinds import INODE, SHOWN, Key
+from ckptfs.catalog.store import Compare, Delete, Get, Item, Operation, Put, Store, Target
 from ckptfs.clique import holders
 from ckptfs.clique.holders import File, OnPfs, Shared
 from ckptfs.clique.membership import World
@@ -189,10 +190,13 @@ class FallBack:
         """
         store = self._around.store
         file, on_pfs = holders.files(store, [inode]).get(inode), holders.on_pfs(store, inode)
-        if file is None or on_pfs is None:
+        if file is None:
             return False
         if file.content is None or file.content != fetching.content_of(self._db, inode):
-            return self._learn(inode, file, on_pfs)
+            return on_pfs is not None and self._learn(inode, file, on_pfs)
+        on_pfs = on_pfs or holders.replaced_on_pfs(store, inode, file)
+        if on_pfs is None:
+            return False
         now = holders.read(store, [file.content])[file.content]
         if now.heard is None or (not now.lost and now.writer in world) or now.heard.generation < on_pfs.generation:
             return False
@@ -205,8 +209,8 @@ class FallBack:
 
     def _learn(self, inode: int, file: File, on_pfs: OnPfs) -> bool:
         """Another node was faster."""
-        revisions = file.item.mod_revision, on_pfs.item.mod_revision
-        falling_back.shown_by_pfs(self._db, inode, (file.value, on_pfs.value), revisions)
+        told = [(SHOWN, on_pfs.value, on_pfs.item), (INODE, file.value, file.item)]
+        falling_back.shown_by_pfs(self._db, [(Key(kind, inode), value, item.mod_revision) for kind, value, item in told])
         self._notify.inode(inode)
         return True
 
@@ -217,15 +221,13 @@ class FallBack:
         missed = _missed(file, now, None, on_pfs.generation)
         shows = {"content": None, "generation": on_pfs.generation, "size": on_pfs.size, "mtime_ns": on_pfs.mtime_ns}
         value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": kinds.packed(missed).decode()}
-        published = on_pfs.value["published"]
-        on_it = {**on_pfs.value, "published": [published[0], 1, *published[2:]]}
-        puts = [(file.item.key, value), *([] if on_pfs.complete else [(on_pfs.item.key, on_it)])]
-        revision = _agreed(self._around.store, [file.item, on_pfs.item, *now.items], puts)
+        puts = [*on_pfs.puts(inode, complete=True), (file.item.key, value)]
+        revision = _agreed(self._around.store, [file.item, on_pfs.item, *on_pfs.rests_on, *now.items], puts)
         if not revision:
             return False
         disk.act("fallback:pfs", lambda: None)
-        revisions = revision, on_pfs.item.mod_revision if on_pfs.complete else revision
-        falling_back.shown_by_pfs(self._db, inode, (value, on_it), revisions)
+        known = [] if on_pfs.replaces else [(Key(SHOWN, inode), on_pfs.value, on_pfs.item.mod_revision)]
+        falling_back.shown_by_pfs(self._db, [*known, *((kinds.parse(key), said, revision) for key, said in puts)])
         self._returning = True
         self._report(inode, file, now)
         self._notify.inode(inode)
@@ -334,10 +336,11 @@ def _of_content(items: Sequence[Item]) -> list[Item]:
     return [item for item in items if item.key.startswith(b"c/")]
 
 
-def _agreed(store: Store, compared: Sequence[Item], puts: Sequence[tuple[bytes, dict[str, Any]]]) -> int:
-    """Put these while all that was compared is as it was read; the revision, 0 when something has changed."""
+def _agreed(store: Store, compared: Sequence[Item], puts: Sequence[tuple[bytes, dict[str, Any] | None]]) -> int:
+    """Put these, None: delete it, while all that was compared is as it was read; the revision, 0 when something has changed."""
     compares = [Compare(item.key, Target.MOD, "=", item.mod_revision) for item in compared]
-    outcome = store.commit(compares, [Put(key, kinds.packed(value)) for key, value in puts], [Get(item.key) for item in compared])
+    changes: list[Operation] = [Delete(key) if value is None else Put(key, kinds.packed(value)) for key, value in puts]
+    outcome = store.commit(compares, changes, [Get(item.key) for item in compared])
     return outcome.revision if outcome.succeeded else 0
 
 

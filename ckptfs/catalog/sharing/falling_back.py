@@ -7,12 +7,13 @@ If we die here: SQLite undoes the unfinished change; the store has it all, and w
 """
 
 import time
+from collections.abc import Iterable
 
 from ckptfs.catalog import journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, seen, touching
 from ckptfs.catalog.sharing.island import CONFLICT, names_beside
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SHOWN, Key, Value
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT, Content, ContentState
 
@@ -39,9 +40,12 @@ def shown(db: Database, content: Content, inode: int, values: tuple[Value, Value
         take_over(db, inode, values[0], revision)
 
 
-def take_over(db: Database, inode: int, value: Value, revision: int, kind: str = INODE) -> None:
+def take_over(db: Database, inode: int, value: Value, revision: int) -> None:
     """The store says this of a file; what was changed here and not told stays."""
-    key = Key(kind, inode)
+    _take_over(db, Key(INODE, inode), value, revision)
+
+
+def _take_over(db: Database, key: Key, value: Value | None, revision: int) -> None:
     shared = isinstance(db.connection, touching.Marked)
     with touching.applying(db) if shared else db.change():
         if not touching.is_touched(db, key) and seen.get(db, key).revision < revision:
@@ -49,11 +53,11 @@ def take_over(db: Database, inode: int, value: Value, revision: int, kind: str =
             seen.put(db, key, Seen(revision, kinds.pack(value)))
 
 
-def shown_by_pfs(db: Database, inode: int, values: tuple[Value, Value], revisions: tuple[int, int]) -> None:
-    """The store was told that `inode` shows what the PFS has of it: (value of the file, what the PFS shows)."""
+def shown_by_pfs(db: Database, told: Iterable[tuple[Key, Value | None, int]]) -> None:
+    """The store was told that a file shows what the PFS has of it: (key, value, revision) of all that says so, in this order."""
     with db.change():
-        take_over(db, inode, values[1], revisions[1], SHOWN)
-        take_over(db, inode, values[0], revisions[0])
+        for key, value, revision in told:
+            _take_over(db, key, value, revision)
 
 
 def shown_again(db: Database, inode: int, value: Value, revision: int, node: int) -> None:

@@ -1,5 +1,5 @@
-"""Owns that somebody decides what is left of a file that nobody gives: where the PFS has a former state, which may be all there is, a want
-of the kind 'left' asks for that (flow/fall_back.py answers it).
+"""Owns that somebody decides what is left of a file that nobody gives: the PFS may have a former state, which may be all there is, or
+that of a file which this one has replaced. A want of the kind 'left' asks for it (flow/fall_back.py answers it).
 
 If we die here: nothing is kept here; who still waits has it asked again.
 """
@@ -39,7 +39,7 @@ class Left:
         if not self._around.lease():
             return False
         found = fetching.look(self._db, want.inode)
-        if found is None or found.content is None or found.on_pfs is None:
+        if found is None or found.content is None:
             return self._is_news(want)
         with self._lock:
             asked = self._asked.get(want.id)

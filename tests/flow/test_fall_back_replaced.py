@@ -1,0 +1,145 @@
+"""P5, P7, P9: a file that was renamed over one of which the PFS alone had the bytes is lost with its writer: the PFS has the older one."""
+
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from clique_world import Cluster, Node, around, until
+from former_world import NEW, OLD, decide, fall_back_of, file_of, publish, shown, tidy
+
+from ckptfs import limits
+from ckptfs.catalog import namespace, renaming, wants
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.sharing import kinds
+from ckptfs.catalog.sharing.kinds import INODE, PLACE, SHOWN, Key
+from ckptfs.catalog.sharing.touching import Touching
+from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.store import Delete
+from ckptfs.clique import holders
+from ckptfs.flow.fetch import Fetch
+from ckptfs.model import ROOT
+
+NAME = f"x/{ROOT:016x}/file"
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for its time."""
+    for name in ("RECONCILE_AGE_S", "SPARE_KEPT_S", "FALL_BACK_RIVALS_S"):
+        monkeypatch.setattr(limits, name, -1.0)
+    monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
+
+
+def world(tmp_path: Path, count: int = 2) -> tuple[Cluster, int, int, int]:
+    """Nodes with catalogs of a cluster; what the PFS shows, which is gone, and what the first node alone has renamed over it: (inode of
+    the former, inode, content).
+    """
+    cluster = Cluster(tmp_path, count)
+    one, others = cluster.nodes[0], cluster.nodes[1:]
+    for node in others:
+        node.db = Database(node.root / "state" / "catalog.db", journalled=True, clustered=True, shared=Touching())
+        (node.root / "pfs" / "file").write_bytes(OLD)
+    there = os.stat(others[0].root / "pfs" / "file")
+    content = one.make(b"file", OLD)
+    one.seal()
+    publish(one)
+    former = one.inode(content)
+    seen = [there.st_ino, there.st_mode, there.st_uid, there.st_gid]
+    on_pfs = {"names": [[ROOT, "file"]], "seen": seen, "published": [5, 1, len(OLD), there.st_mtime_ns, there.st_ino, None]}
+    cluster.put(f"f/{former:016x}", on_pfs)
+    cluster.put(NAME, {"inode": former})
+    newer = one.make(b"file.tmp", NEW)
+    with one.db.change():
+        renaming.rename(one.db, ROOT, b"file.tmp", ROOT, b"file")
+        namespace.reap(one.db, [former])
+    cluster.store.commit([], [Delete(b"i/%016x" % former), Delete(b"c/%016x" % content)])
+    one.seal()
+    publish(one)
+    inode = one.inode(newer)
+    cluster.put(f"e/{ROOT:016x}/file", {"child": inode, "type": stat.S_IFREG})
+    return cluster, former, inode, newer
+
+
+def learn(node: Node, inode: int) -> None:
+    Truth(node.db, node.store).learn("", inodes=[inode])
+
+
+def ask(node: Node, inode: int) -> int:
+    """Somebody opens the file there, and nobody gives what it holds; how that ended."""
+    learn(node, inode)
+    want = wants.ask(node.db, wants.LEFT, inode)
+    decide(node)
+    found = wants.get(node.db, want)
+    assert found is not None
+    return found.state
+
+
+def test_it_shows_what_the_pfs_has(tmp_path: Path) -> None:
+    """P9: when its writer is dead and not before; once; and what it missed is known."""
+    cluster, former, inode, newer = world(tmp_path, 3)
+    one, two, three = cluster.nodes
+    assert ask(two, inode) == wants.FAILED, "its writer lives"
+    one.kill()
+    assert ask(two, inode) == wants.DONE
+    assert shown(cluster, inode)[:3] == (0, 0, len(OLD))
+    assert (file_of(cluster, inode).missed or {})["content"] == newer
+    decided = file_of(cluster, inode).item
+    assert ask(three, inode) == wants.DONE and file_of(cluster, inode).item == decided, "once"
+    assert holders.on_pfs(cluster.store, former) is None
+    for node in (two, three):
+        assert (kinds.read(node.db, Key(INODE, inode)) or {})["content"] is None
+        assert (kinds.read(node.db, Key(SHOWN, inode)) or {})["published"][:3] == [0, 1, len(OLD)]
+        assert kinds.read(node.db, Key(PLACE, ROOT, b"file")) == {"inode": inode} and kinds.read(node.db, Key(SHOWN, former)) is None
+
+
+def test_who_opens_it_gets_it(tmp_path: Path) -> None:
+    """P9: at the first try, and byte for byte."""
+    cluster, _, inode, newer = world(tmp_path)
+    one, two = cluster.nodes
+    learn(two, inode)
+    one.kill()
+    two.config = replace(two.config, pfs=two.root / "pfs")
+    fetch, back = Fetch(two.db, two.places, two.config, two.told, around(two)), fall_back_of(two)
+    want = wants.ask(two.db, wants.FETCH, inode)
+    until(lambda: not wants.is_open(two.db, want), lambda: (fetch.step(), back.step()))
+    found = wants.get(two.db, want)
+    assert found is not None and found.result == wants.HERE
+    shows = two.shown(inode)
+    assert shows not in (None, newer) and two.data(shows) == OLD
+
+
+def test_the_writer_returns(tmp_path: Path) -> None:
+    """It holds what was closed last."""
+    cluster, _, inode, newer = world(tmp_path)
+    one, two = cluster.nodes
+    one.kill()
+    assert ask(two, inode) == wants.DONE
+    one.revive()
+    tidy(one)
+    decide(two)
+    assert shown(cluster, inode)[:3] == (newer, 1, len(NEW)) and file_of(cluster, inode).missed is None
+    assert one.data(newer) == NEW
+    assert two.db.rows("SELECT op, inode, content, origin FROM journal") == [("content", inode, newer, 1)]
+
+
+@pytest.mark.parametrize("why", ["it has another name", "the PFS shows it twice", "it is being changed", "the name is"])
+def test_what_is_not_certain_is_not_decided(tmp_path: Path, why: str) -> None:
+    """P7: nothing that may belong to another file, or change just now."""
+    cluster, former, inode, newer = world(tmp_path)
+    one, two = cluster.nodes
+    on_pfs = holders.on_pfs(cluster.store, former)
+    assert on_pfs is not None
+    match why:
+        case "it has another name":
+            cluster.put(f"i/{former:016x}", {**file_of(cluster, inode).value, "names": [[ROOT, "other"]]})
+        case "the PFS shows it twice":
+            cluster.put(f"f/{former:016x}", {**on_pfs.value, "names": [[ROOT, "file"], [ROOT, "other"]]})
+        case "it is being changed":
+            cluster.put(f"f/{former:016x}", {**on_pfs.value, "by": 1})
+        case "the name is":
+            cluster.put(NAME, {"inode": former, "by": 1, "next": inode})
+    one.kill()
+    waits = why in {"it is being changed", "the name is"}
+    assert ask(two, inode) == (wants.WANTED if waits else wants.FAILED) and shown(cluster, inode)[0] == newer
