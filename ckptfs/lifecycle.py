@@ -21,12 +21,14 @@ class Published:
 class Clique:
     """Where other nodes that are alive have a verified copy of exactly this generation: failure domains, by the nodes' names.
 
-    `here` is this node's own domain, `demand` in how many domains a copy must lie for the level: never less than two.
+    `here` is this node's own domain, `demand` in how many domains a copy must lie for the level: never less than two. `told`: the others
+    know the file by its name, and that it holds this; what an island made is lost with it, wherever the bytes lie.
     """
 
     here: str
     demand: int
     elsewhere: tuple[tuple[str, str], ...] = ()
+    told: bool = True
 
     @property
     def domains(self) -> frozenset[str]:
@@ -82,7 +84,7 @@ def published_whole(record: Record) -> bool:
 def clique_whole(record: Record) -> bool:
     """Whether verified copies of this sealed content lie in as many failure domains as it takes (P9)."""
     content, clique = record.content, record.clique
-    if content is None or clique is None or content.state is not ContentState.SEALED:
+    if content is None or clique is None or not clique.told or content.state is not ContentState.SEALED:
         return False
     here = {clique.here} if any(verified(copy) and copy.tier is not Tier.PFS for copy in record.copies) else frozenset()
     return len(clique.domains | here) >= clique.demand
@@ -94,7 +96,8 @@ def level(record: Record) -> Level:
         return Level.PFS
     content = record.content
     if content is None:
-        return Level.LOCAL if record.clique is None else Level.CLIQUE  # Empty, and its row in the catalog is all of it.
+        # Empty, and its row in the catalog is all of it.
+        return Level.CLIQUE if record.clique is not None and record.clique.told else Level.LOCAL
     if clique_whole(record):
         return Level.CLIQUE
     elsewhere = record.clique is not None and content.state is ContentState.SEALED and bool(record.clique.elsewhere)

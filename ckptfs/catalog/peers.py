@@ -27,6 +27,15 @@ ELSEWHERE = (
     " AND n.alive = 1 AND n.here = 0"
 )
 """SQL behind a FROM, to be formatted with the name of a row of `content`: its verified copies on other nodes that live."""
+_UNNAMED = (
+    "EXISTS (SELECT 1 FROM entry e JOIN touched_key t ON t.kind = 'e' AND t.number = e.parent AND t.name = e.name WHERE e.child = {1})"
+)
+UNTOLD = "(EXISTS (SELECT 1 FROM touched_key WHERE kind = 'c' AND number = {0}) OR " + _UNNAMED + ")"
+"""SQL, to be formatted with a content and an inode: whether the store was not told yet of a name, or of what the file holds."""
+_UNKNOWN = (
+    "(EXISTS (SELECT 1 FROM touched_key t WHERE t.kind = 'c' AND t.number = {0}"
+    " AND NOT EXISTS (SELECT 1 FROM seen_key s WHERE s.kind = 'c' AND s.number = t.number)) OR " + _UNNAMED + ")"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +90,21 @@ def names(db: Database) -> dict[int, str]:
     return dict(db.rows("SELECT number, name FROM peer"))
 
 
-def clique_of(db: Database, content: Content | None) -> Clique | None:
-    """Where else a content lies; None on a node without a cluster."""
+def clique_of(db: Database, content: Content | None, inode: int = 0) -> Clique | None:
+    """Where else a content lies, or nothing of an empty file; None on a node without a cluster."""
     own = db.row("SELECT domain, (SELECT value FROM meta WHERE key = 'factor') FROM peer WHERE here = 1")
     if own is None:
         return None
     alive = db.value("SELECT count(DISTINCT domain) FROM peer WHERE alive = 1")
     found = () if content is None else tuple(sorted((name, domain) for _, name, domain in _alive(db, content)))
-    return Clique(own[0], lifecycle.demand(int(own[1] or 0), alive), found)
+    of = (0, inode) if content is None else (content.id, content.inode)
+    told = not db.value(f"SELECT {UNTOLD.format('?1', '?2')}", *of)
+    return Clique(own[0], lifecycle.demand(int(own[1] or 0), alive), found, told)
+
+
+def is_known(db: Database, content: Content) -> bool:
+    """Whether the others know the file by its names and that this is its content; which generation, they learn from who has a copy."""
+    return not db.value(f"SELECT {_UNKNOWN.format('?1', '?2')}", content.id, content.inode)
 
 
 def _alive(db: Database, content: Content) -> list[tuple[int, str, str]]:

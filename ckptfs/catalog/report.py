@@ -71,7 +71,7 @@ def record(db: Database, inode: int) -> Record:
         content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6], bool(row[7]))
         copies = () if content is None else tuple(copies_of(db, content.id))
         handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ?", inode))
-        clique = peers.clique_of(db, content)
+        clique = peers.clique_of(db, content, inode)
         return Record(content, copies, _published(db, inode), handles, clique)
 
 
@@ -189,15 +189,15 @@ def counts(db: Database) -> Counts:
         groups = db.rows(
             "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
-            f" coalesce(c.peer, 0), {peers.DOMAINS if clique is not None else 0}, count(*)"
+            f" coalesce(c.peer, 0), {peers.DOMAINS if clique is not None else 0}, {peers.UNTOLD.format('c.id', 'i.id')}, count(*)"
             " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN published p ON p.inode = i.id"
-            f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4, 5, 6"
+            f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4, 5, 6, 7"
         )
-    for state, held, shown, same, peer, domains, count in groups:
+    for state, held, shown, same, peer, domains, untold, count in groups:
         typical = _typical(state, held, shown, same, bool(peer))
         if clique is not None:
             elsewhere = tuple(("", f"/{number}") for number in range(domains))
-            typical = replace(typical, clique=replace(clique, elsewhere=elsewhere))
+            typical = replace(typical, clique=replace(clique, elsewhere=elsewhere, told=not untold))
             if peer and not (held or elsewhere or same):
                 continue  # Who has what another node wrote is asked for one by one.
         by_level[lifecycle.level(typical)] += count

@@ -185,7 +185,8 @@ class FileOperations(OpenOperations, ExtraOperations):
         if report.level(db, inode) in (Level.CLIQUE, Level.PFS):
             return
         degrades = config.clique_lost is CliqueLost.LOCAL
-        alone = len(peers.living(db)) < 2
+        sharing = self.context.sharing
+        alone = len(peers.living(db)) < 2 or (sharing is not None and sharing.island)
         try:
             if not (alone and degrades):
                 # A want of its own: another one's answer may be of what the file held before.
@@ -195,7 +196,8 @@ class FileOperations(OpenOperations, ExtraOperations):
             pass
         path = os.fsdecode(report.path_of(db, inode))
         if not degrades:
-            log.error("fsync of %s: too few other nodes took a copy within %g s; see `ckptfs status --cluster`", path, config.clique_wait_s)
+            why = "etcd was not told of it" if sharing is not None and sharing.island else "too few other nodes took a copy"
+            log.error("fsync of %s: %s within %g s; see `ckptfs status --cluster`", path, why, config.clique_wait_s)
             raise refused(errno.EIO)
         log.warning("fsync of %s: too few other nodes take a copy; it survives this node's processes only", path)
 

@@ -8,7 +8,9 @@ import pytest
 from clique_world import MIB, Cluster, Node, around, level, replicate_of, until
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, settling, wants
+from ckptfs.catalog import contents, peers, report, settling, wants
+from ckptfs.catalog.sharing import touching
+from ckptfs.catalog.sharing.kinds import CONTENT, NAME, Key
 from ckptfs.flow.ahead import Ahead
 from ckptfs.flow.secure import Secure
 from ckptfs.model import CopyState, Level, Tier
@@ -192,3 +194,38 @@ def test_small_files_do_not_go_ahead(two: Cluster) -> None:
     for _ in range(3):
         flow.step()
     assert one.peers.sent == []
+
+
+def test_what_an_island_made_has_not_reached_the_clique(two: Cluster) -> None:
+    """P3, P9: its bytes may lie on other nodes; as long as these do not know its name they are lost with the one that does."""
+    one, _ = two.nodes
+    closed, content = one.written(b"closed", b"hello"), one.make(b"log", b"hello", closed=False)
+    flow = replicate_of(one)
+    until(lambda: level(one, closed) is Level.CLIQUE, flow.step)
+    with one.db.change():
+        for number in (closed, content):
+            parent, name = one.db.row("SELECT parent, name FROM entry WHERE child = ?", one.inode(number)) or (0, b"")
+            touching.touch(one.db, Key(NAME, parent, name))
+    assert level(one, closed) is Level.LOCAL and report.counts(one.db).by_level[Level.LOCAL] == 2
+    flow = Secure(one.db, one.places, one.told, around(one))
+    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    flow.step()
+    row = wants.get(one.db, want)
+    assert row is not None and row.state == wants.WANTED
+    with one.db.change():
+        touching.told(one.db, touching.names(one.db), touching.last(one.db))
+    flow.hurry()
+    until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, flow.step)
+    assert level(one, closed) is Level.CLIQUE
+
+
+def test_a_content_of_which_nobody_knows_has_not_reached_the_clique(two: Cluster) -> None:
+    """P3: a file that an island opened anew; which generation of a known content it is, others learn from who has a copy."""
+    one, _ = two.nodes
+    content = one.make(b"log", b"hello", closed=False)
+    row = settling.content(one.db, content)
+    assert row is not None and peers.is_known(one.db, row)
+    touching.touch(one.db, Key(CONTENT, content))
+    assert not peers.is_known(one.db, row)
+    one.db.run("INSERT INTO seen_key (kind, number, name, revision, value) VALUES ('c', ?, x'', 1, x'')", content)
+    assert peers.is_known(one.db, row)

@@ -1,5 +1,6 @@
 """Takes: wants of the kind 'secure': somebody has fsynced a file, and waits until as many nodes have it as make the level `clique`.
-Leaves: what the file held then, verified there as a generation of its own; a file that was closed meanwhile reaches its level as ever.
+Leaves: what the file held then, verified there as a generation of its own, and its name told to all; a file that was closed meanwhile
+reaches its level as ever.
 If we die here: the want is still open; peers that have it already lack nothing.
 
 What is sent of an open file is in secure/spreading.py; files that nobody waits for are copied by secure/regularly.py.
@@ -10,7 +11,7 @@ import threading
 import time
 
 from ckptfs import limits
-from ckptfs.catalog import report, wants
+from ckptfs.catalog import peers, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.flow.secure.spreading import Spreading
@@ -64,11 +65,9 @@ class Secure:
 
     def _answer(self, want: wants.Want) -> None:
         found = report.record(self._db, want.inode)
-        if found.content is None:
-            self._done(want)
-        elif found.content.state is not ContentState.OPEN:
+        if found.content is None or found.content.state is not ContentState.OPEN:
             self._settled(want)
-        elif self._spreading.copied(found.content.id):
+        elif self._spreading.copied(found.content.id) and peers.is_known(self._db, found.content):
             self._done(want)
         else:
             self._later(want)
