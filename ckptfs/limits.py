@@ -150,6 +150,9 @@ LEFT_OUT_S = 60.0
 LEFT_OUT_LOOK_S = 10.0
 # A copy that is one too many, or of an older generation, is kept so long for whoever reads it again, or its next generation.
 SPARE_KEPT_S = 600.0
+# What dead nodes said in the store of contents that nobody has is looked through so long after a start, and so often.
+BURY_FIRST_S = 900.0
+BURY_INTERVAL_S = 21_600.0
 # A content of which a dead node never told anybody is kept so long.
 UNTOLD_KEPT_S = 86_400.0
 # So many of the contents that came last, with so many blocks altogether (256 GiB), are looked through for blocks of the next one.

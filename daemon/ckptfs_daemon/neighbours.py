@@ -21,6 +21,7 @@ from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.ahead import Ahead
+from ckptfs.flow.bury import Bury
 from ckptfs.flow.fall_back import FallBack
 from ckptfs.flow.hold import Hold
 from ckptfs.flow.reconcile import Reconcile
@@ -75,6 +76,7 @@ class Neighbours:
         self._take_over = TakeOver(db, notify, self.around)
         self._fall_back = FallBack(db, places, notify, self.around)
         self._reconcile = Reconcile(db, places, notify, self.around, self._hold.doubted)
+        self._bury = Bury(db, self.around)
         self._secure = Secure(db, places, notify, self.around)
         self._regularly = Regularly(db, places, self.around)
         self._ahead = Ahead(db, places, self.around)
@@ -84,7 +86,7 @@ class Neighbours:
         return [
             ("replicate", self._replicate), ("tell", self._tell), ("repair", self._repair), ("reconcile", self._reconcile),
             ("fall-back", self._fall_back), ("hold", self._hold), ("ahead", self._ahead),
-            ("copy open files", self._regularly),
+            ("copy open files", self._regularly), ("bury", self._bury),
             *([("take over", self._take_over)] if self._config.pfs is not None else ()),
             *((f"secure {number}", self._secure) for number in range(1, limits.SECURES_MAX + 1)),
         ]  # fmt: skip

@@ -1,0 +1,98 @@
+"""Takes: what nodes that are gone have said in the cluster's store of contents of which nobody who lives has anything.
+Leaves: no such word of a content whose file is gone, or holds another one by now that survives its writer.
+If we die here: each word goes in one transaction that compares all it rests on; whoever claims this next begins anew.
+
+Who lives sees to its own words (flow/reconcile.py), and whoever holds a copy buries its writer's. This is for those of which nobody is left
+who would look. One node does it for all, and only while nodes are gone that were known.
+"""
+
+import json
+import time
+
+from ckptfs import limits
+from ckptfs.catalog import epoch, peers
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.store import Compare, Delete, Get, Item, Target, prefix_end
+from ckptfs.clique import holders, membership
+from ckptfs.clique.holders import File, Shared
+from ckptfs.clique.membership import World
+from ckptfs.clique.surroundings import Surroundings
+
+BATCH_CONTENTS = holders.LOOKED_AT_MAX // 2
+CONTENTS = b"c/"
+
+
+class Bury:
+    """Reads all that is said of contents now and then, a batch a step."""
+
+    def __init__(self, db: Database, around: Surroundings) -> None:
+        self._db = db
+        self._around = around
+        self._next_s = time.monotonic() + limits.BURY_FIRST_S
+        self._after: bytes | None = None
+
+    def step(self) -> bool:
+        """True: there is more. Raises Unreachable; then the same batch comes again."""
+        if self._after is None:
+            if time.monotonic() < self._next_s:
+                return False
+            self._next_s = time.monotonic() + limits.BURY_INTERVAL_S
+            if not self._is_ours_to_do():
+                return False
+            self._after = CONTENTS
+        get = Get(self._after, prefix_end(CONTENTS), limit=BATCH_CONTENTS)
+        items = self._around.store.read([get]).results[0]
+        self._look_at(items, self._around.see())
+        self._after = items[-1].key + b"\0" if len(items) == BATCH_CONTENTS else None
+        return self._after is not None
+
+    def due_s(self) -> float | None:
+        """Until the next look."""
+        return max(0.0, self._next_s - time.monotonic())
+
+    def _is_ours_to_do(self) -> bool:
+        """Who claims it keeps it for as long as it lives, so that it is done once for all."""
+        gone = peers.names(self._db).keys() - self._around.see().by_number.keys() - {self._around.number}
+        # A store that has lost its data does not say what nobody told it again.
+        if not gone or epoch.lost_s(self._db) < limits.UNTOLD_KEPT_S or not self._around.lease():
+            return False
+        return self._around.claims is None or self._around.claims.take("bury") is not None
+
+    def _look_at(self, items: tuple[Item, ...], world: World) -> None:
+        numbers = [number for item in items if (number := _said_by_the_dead(item, world)) is not None]
+        told = holders.read(self._around.store, numbers)
+        left = {number: one for number, one in told.items() if not any(copy.node in world for copy in one.copies)}
+        files = holders.files(self._around.store, sorted({one.heard.inode for one in left.values() if one.heard is not None}))
+        for number, one in left.items():
+            if one.heard is None or one.writer is None or one.writer in world:
+                continue
+            file = files.get(one.heard.inode)
+            if file is None or self._is_over(number, file, world):
+                self._bury(number, one, one.writer, file)
+
+    def _is_over(self, number: int, file: File, world: World) -> bool:
+        """Whether the file holds another content, and nobody misses this one."""
+        if file.content in {None, number} or (file.missed or {}).get("content") == number:
+            return False
+        assert file.content is not None
+        now = holders.read(self._around.store, [file.content])[file.content]
+        return any(node in world for node in now.holders if node != now.writer or self._around.factor < 2)
+
+    def _bury(self, number: int, one: Shared, writer: int, file: File | None) -> None:
+        heard = one.heard
+        assert heard is not None
+        compares = [Compare(item.key, Target.MOD, "=", item.mod_revision) for item in one.items]
+        compares.append(Compare(membership.node_key(writer), Target.VERSION, "=", 0))
+        key = b"i/%016x" % heard.inode if file is None else file.item.key
+        compares.append(Compare(key, Target.MOD, "=", 0 if file is None else file.item.mod_revision))
+        copies = holders.copies_key(number)
+        self._around.store.commit(compares, [Delete(holders.content_key(number)), Delete(copies, prefix_end(copies))])
+
+
+def _said_by_the_dead(item: Item, world: World) -> int | None:
+    """The content, when a node said this that does not live."""
+    try:
+        value = json.loads(item.value)
+        return None if int(value["node"]) in world else int(item.key.removeprefix(CONTENTS), 16)
+    except (ValueError, KeyError, TypeError):
+        return None
