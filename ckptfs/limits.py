@@ -231,6 +231,8 @@ ETCD_TRY_S = 1.0
 # Between tries when no endpoint can serve.
 ETCD_PAUSE_S = 0.05
 # etcd's own bounds for one transaction, as it is when nobody configures it (1.5 MiB with everything around it).
+# Who asks a member so often gets a connection of its own for that.
+ETCD_DIRECT_CALLS_MIN = 4
 ETCD_TRANSACTION_MAX = 128
 # What a caller may ask for at once; one more looks whether the store is still the same.
 ETCD_OPERATIONS_MAX = ETCD_TRANSACTION_MAX - 1
