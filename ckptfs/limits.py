@@ -94,6 +94,9 @@ VIRTUAL_NAMES_MAX = 4096
 NODE_LEASE_S = 10
 # A node keeps its lease this often; one try may fail, and the store may take its time, before it runs out.
 NODE_BEAT_S = 3.0
+# When its mover has not done so for so long its mount does, up to so long: under load a mover takes its time to begin.
+NODE_SILENT_S = 4.5
+NODE_STOOD_IN_FOR_S = 30.0
 # After an outage of the store, records that are missing count this long: everybody needs a beat to notice that it is back.
 NODE_RETURN_S = 15.0
 # A start waits so long for the lease of a daemon with the same name, which may be dead.
@@ -228,11 +231,11 @@ CONTROL_LIST_MAX = 1000
 ETCD_WAIT_S = 3.0
 # One endpoint gets so long before the next is tried.
 ETCD_TRY_S = 1.0
+# Who asks a member so often gets a connection of its own for that.
+ETCD_DIRECT_CALLS_MIN = 4
 # Between tries when no endpoint can serve.
 ETCD_PAUSE_S = 0.05
 # etcd's own bounds for one transaction, as it is when nobody configures it (1.5 MiB with everything around it).
-# Who asks a member so often gets a connection of its own for that.
-ETCD_DIRECT_CALLS_MIN = 4
 ETCD_TRANSACTION_MAX = 128
 # What a caller may ask for at once; one more looks whether the store is still the same.
 ETCD_OPERATIONS_MAX = ETCD_TRANSACTION_MAX - 1
@@ -353,6 +356,7 @@ assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PE
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
 assert PEER_WHOLE_BYTES_MAX <= PEER_MANY_BYTES_MAX and 2 * PEER_MANY_BYTES_MAX < PEER_MESSAGE_BYTES_MAX
 assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)
+assert NODE_BEAT_S < NODE_SILENT_S < NODE_LEASE_S - ETCD_WAIT_S < NODE_STOOD_IN_FOR_S
 assert NODE_LEASE_S + PEER_STALL_S < FETCH_PATIENCE_S
 assert FETCH_PATIENCE_S + FALL_BACK_RIVALS_S + FALL_BACK_LOOK_S + FALL_BACK_MARGIN_S < FETCH_STALL_S
 assert 2 * PEER_LINK_STREAMS_MAX <= PEER_STREAMS_OF_ONE_MAX < PEER_CONNECTIONS_OF_ONE_MAX

@@ -2,7 +2,7 @@
 
 From the mount: `WORK`, `OPENED` (a file is being written), `LARGE` (a large one was closed), and `URGENT` with the kind of a want (somebody
 waits). From the mover: `WANTS` (some were answered), `INODE` and 8 bytes (forget its attributes and pages), `ENTRY` and 8 bytes and a name
-(forget that name), `TOUCHED` (other nodes must learn of something).
+(forget that name), `TOUCHED` (other nodes must learn of something), `LEASE` and 8 bytes (this node's lease was kept).
 Numbers are little endian.
 If we die here: what was rung waits in the socket, which the supervisor keeps open, for the next process.
 """
@@ -24,6 +24,7 @@ WANTS = b"w"
 INODE = b"i"
 ENTRY = b"e"
 TOUCHED = b"p"
+LEASE = b"k"
 
 MESSAGE_BYTES_MAX = 512
 PATIENCE_S = 1.0
@@ -86,6 +87,11 @@ def inode_message(inode: int) -> bytes:
 def entry_message(parent: int, name: bytes) -> bytes:
     """Forget this name in this directory."""
     return ENTRY + parent.to_bytes(8, "little") + name
+
+
+def lease_message(lease: int) -> bytes:
+    """The mover has kept this node's lease."""
+    return LEASE + lease.to_bytes(8, "little")
 
 
 def parse(message: bytes) -> tuple[bytes, int, bytes]:

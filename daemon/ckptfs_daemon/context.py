@@ -10,6 +10,7 @@ from ckptfs_daemon.asking import Asking
 from ckptfs_daemon.bells import Bell
 from ckptfs_daemon.open_files import OpenFiles
 from ckptfs_daemon.sharing import Sharing
+from ckptfs_daemon.standing_in import StandingIn
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +26,5 @@ class Context:
     open_files: OpenFiles
     sharing: Sharing | None = None
     """None: this node is alone."""
+    standing_in: StandingIn | None = None
+    """None likewise."""

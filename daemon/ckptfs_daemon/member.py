@@ -54,6 +54,7 @@ class Member:
         self._world = self._roster.world()
         self._told: list[Told] = []
         self._news = trio.Event()
+        self._kept: Callable[[int], None] = lambda _: None
         self._has_read = False
         self.met = trio.Event()
         """Set once the World is what the store shows: before that, nobody is known to a node that is new."""
@@ -73,6 +74,10 @@ class Member:
         """Call `told` after each change, in the trio thread."""
         self._told.append(told)
 
+    def tell_lease(self, kept: Callable[[int], None]) -> None:
+        """Call `kept` with the lease whenever it was kept, in the trio thread."""
+        self._kept = kept
+
     async def run(self) -> None:
         """Until cancelled. The record stays until its lease runs out: a node that is started again at once was never away."""
         async with trio.open_nursery() as nursery:
@@ -87,6 +92,7 @@ class Member:
         while True:
             try:
                 anew = await _in_thread(self.presence.beat)
+                self._kept(self.presence.lease)
                 if anew:
                     log.info("in the cluster as node %s, number %d", self.presence.node.name, self.number)
                 self._answered()

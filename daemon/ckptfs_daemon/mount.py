@@ -31,6 +31,7 @@ from ckptfs_daemon.open_files import OpenFiles
 from ckptfs_daemon.passthrough import Passthrough
 from ckptfs_daemon.quick import QuickOperations
 from ckptfs_daemon.sharing import Sharing
+from ckptfs_daemon.standing_in import StandingIn
 from ckptfs_daemon.walking import Walks
 
 import pyfuse3  # isort: skip
@@ -85,6 +86,7 @@ def _wire(inherited: Inherited) -> Context:
     bell = Bell(inherited.bell)
     passthrough = Passthrough(inherited.fuse_fd) if inherited.data_path is DataPath.PASSTHROUGH else None
     open_files = OpenFiles(db, places, passthrough, bell)
+    sharing, standing_in = (None, None) if touching is None else _share(config, db, open_files, touching)
     return Context(
         config=config,
         data_path=inherited.data_path,
@@ -93,14 +95,16 @@ def _wire(inherited: Inherited) -> Context:
         bell=bell,
         asking=Asking(db, bell),
         open_files=open_files,
-        sharing=None if touching is None else _share(config, db, open_files, touching),
+        sharing=sharing,
+        standing_in=standing_in,
     )
 
 
-def _share(config: Config, db: Database, open_files: OpenFiles, touching: Touching) -> Sharing:
-    sharing = Sharing(db, cluster_store.open_store(config), config.node, open_files.is_written, open_files.places.also)
+def _share(config: Config, db: Database, open_files: OpenFiles, touching: Touching) -> tuple[Sharing, StandingIn]:
+    store = cluster_store.open_store(config)
+    sharing = Sharing(db, store, config.node, open_files.is_written, open_files.places.also)
     touching.on_touched = sharing.touched
-    return sharing
+    return sharing, StandingIn(lambda lease: trio.to_thread.run_sync(store.keep_alive, lease, abandon_on_cancel=True))
 
 
 async def _serve(inherited: Inherited, operations: Operations) -> None:
@@ -116,6 +120,8 @@ async def _serve(inherited: Inherited, operations: Operations) -> None:
         if context.sharing is not None:
             nursery.start_soon(context.sharing.run, name="sharing")
             nursery.start_soon(context.sharing.tend, name="sharing's figures")
+        if context.standing_in is not None:
+            nursery.start_soon(context.standing_in.run, name="standing in")
         operations.start(nursery)
         nursery.start_soon(_listen, context, name="bell")
         nursery.start_soon(operations.reap_forgotten, name="orphans")
@@ -141,6 +147,9 @@ async def _listen(context: Context) -> None:
                 elif message == bells.TOUCHED:
                     if context.sharing is not None:
                         context.sharing.touched()
+                elif message[:1] == bells.LEASE:
+                    if context.standing_in is not None:
+                        context.standing_in.kept(bells.parse(message)[1])
                 else:
                     invalidations.put(message)
         finally:

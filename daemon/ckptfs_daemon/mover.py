@@ -84,6 +84,7 @@ async def _serve(inherited: Inherited, db: Database, bell: bells.Bell) -> int:
         nursery.start_soon(control.serve, inherited, db, places, lanes, of_cluster, ask_level, pulse, name="control")
         if neighbours is not None:
             neighbours.member.subscribe(lambda _: lanes.hint())
+            neighbours.member.tell_lease(lambda lease: bell.ring(bells.lease_message(lease)))
             nursery.start_soon(neighbours.run, name="neighbours")
         for watch in _watches(db, places, config, lanes):
             nursery.start_soon(watch.run, name="watch")
