@@ -37,8 +37,8 @@ def apply(directory: int, name: bytes, wanted: Inode, xattrs: Mapping[bytes, byt
         if not link:
             # A change of owner and ACLs may have changed the mode as well, so it is always set.
             _allow("modes", _NOT_ALLOWED, lambda: disk.act("pfs:chmod", os.chmod, path, stat.S_IMODE(wanted.mode)))
-            if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
-                _allow("extended attributes", _NO_XATTR, lambda: _xattrs(path, xattrs, fresh=fresh))
+        if xattrs or stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
+            _allow("extended attributes", _NO_XATTR, lambda: _xattrs(path, xattrs, fresh=fresh))
         if times:
             when = (wanted.atime_ns, wanted.mtime_ns)
             _allow("times", _NOT_ALLOWED, lambda: disk.act("pfs:utime", _utime, path, when, directory, name, link))

@@ -50,6 +50,18 @@ def test_attributes_follow(mount: Mount) -> None:
     mount.exact()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has trusted attributes, and only these exist on what is no file or directory")
+def test_links_and_special_files_have_their_extended_attributes(mount: Mount) -> None:
+    mount.symlink(b"link", b"nowhere")
+    mount.mknod(b"fifo", stat.S_IFIFO | 0o600)
+    mount.setxattr(b"link", b"trusted.a", b"1")
+    mount.settle()
+    mount.setxattr(b"fifo", b"trusted.a", b"2")
+    mount.settle()
+    assert os.getxattr(mount.pfs / "link", "trusted.a", follow_symlinks=False) == b"1"
+    assert os.getxattr(mount.pfs / "fifo", "trusted.a", follow_symlinks=False) == b"2"
+
+
 def test_a_directory_keeps_its_times(mount: Mount) -> None:
     mount.mkdir(b"d")
     mount.put(b"d/file", b"data")
@@ -180,6 +192,19 @@ def test_a_pfs_without_links_gets_copies(mount: Mount, monkeypatch: pytest.Monke
     assert mount.on_pfs() == mount.tree() and "gets a copy" in caplog.text
 
 
+def test_a_file_that_got_its_times_under_a_name_that_went_is_known_under_the_other(mount: Mount) -> None:
+    mount.put(b"a", b"bytes")
+    mount.link(b"a", b"b")
+    mount.settle()
+    mount.utime(b"a", 2**62)
+    mount.unlink(b"a")
+    mount.settle()
+    mount.put(b"c", b"new")
+    mount.rename(b"c", b"b")
+    mount.settle()
+    mount.exact()
+
+
 def test_exchange(mount: Mount) -> None:
     mount.put(b"file", b"data")
     mount.mkdir(b"d")
@@ -192,6 +217,21 @@ def test_exchange(mount: Mount) -> None:
     mount.rename(b"open", b"d", renaming.EXCHANGE)
     mount.settle()
     assert mount.on_pfs()[b"open"] == ("file", b"data", 0o644)
+    mount.close(content, 7)
+    mount.settle()
+    mount.exact()
+
+
+def test_a_directory_is_exchanged_with_what_is_not_there_yet(mount: Mount) -> None:
+    """What the new file covered went with its name: it is no stranger's, and none is kept beside the directory (P6)."""
+    mount.put(b"file", b"old")
+    mount.mkdir(b"d")
+    mount.settle()
+    content = mount.put(b"new", b"not yet", closed=False)
+    mount.rename(b"new", b"file")
+    mount.rename(b"d", b"file", renaming.EXCHANGE)
+    mount.settle()
+    assert set(mount.on_pfs()) == {b"file"} and mount.on_pfs()[b"file"][0] == "directory"
     mount.close(content, 7)
     mount.settle()
     mount.exact()

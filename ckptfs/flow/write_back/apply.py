@@ -177,7 +177,7 @@ class Applier:
         except OSError as failure:
             if failure.errno not in _IN_THE_WAY:
                 raise
-            self._set_aside(action.to, look(self._fd(action.to), action.to.name))
+            self._clear(action.to, action.other)
             self._rename("write_back:move", action.at, action.at.name, action.to)
         if stat.S_ISDIR(source.st_mode):
             self._tree.forget()
@@ -253,6 +253,14 @@ class Applier:
             if _newer(there, expected):
                 self._set_aside(spot, there)
         elif there.st_ino not in self._ours:
+            self._set_aside(spot, there)
+
+    def _clear(self, spot: Spot, expected: Mark | None) -> None:
+        """Free a name for a directory that cannot be renamed over what is there: what is ours has gone in the mount, and goes."""
+        there = look(self._fd(spot), spot.name)
+        if there is not None and not stat.S_ISDIR(there.st_mode) and expected is not None and self._is(there, expected):
+            self._remove("write_back:unlink", spot, spot.name, there)  # What a stranger wrote into it is beside it by now.
+        else:
             self._set_aside(spot, there)
 
     def _set_aside(self, spot: Spot, there: os.stat_result | None) -> None:

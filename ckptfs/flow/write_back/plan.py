@@ -116,6 +116,13 @@ class Planner:
             self.last = row.seq
         return taken
 
+    def look_again(self) -> None:
+        """What got its times under a name that went afterwards is looked at under one that it kept: else it seems changed by a stranger."""
+        for inode in self._restamped:
+            for name in self.view.names(inode)[-1:]:
+                if (shown := self.view.shown(*name)) is not None and self._spot(name) is not None:
+                    self.view.show(*name, shown)
+
     def _act(self, row: Row) -> bool:
         return {
             "make": self._make, "link": self._link, "unlink": self._remove, "rmdir": self._remove, "rename": self._rename,

@@ -336,6 +336,7 @@ def resolved(planner: Planner, staged: dict[int, Staged]) -> Batch:
     def real(mark: Mark) -> Mark:
         return staged[-mark.ino].mark if mark.ino < 0 else mark
 
+    planner.look_again()
     planner.view.remark(real)
     batch = pfs_batch.batch_of(planner.view, planner.last)
     batch.actions = [
