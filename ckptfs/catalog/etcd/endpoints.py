@@ -1,7 +1,6 @@
 """Calls to the endpoints of one etcd: each call goes to the endpoint that answered last, and on to the next when that one fails.
 
-One channel per endpoint, and beside it a shorter way for transactions, where there is no TLS: direct.py. An endpoint that does not
-answer costs the calls that find it so ETCD_TRY_S, and later ones nothing.
+One channel per endpoint. An endpoint that does not answer costs the calls that find it so ETCD_TRY_S, and later ones nothing.
 If we die here: calls under way may or may not have been done.
 """
 
@@ -14,12 +13,9 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
 from ckptfs import limits
-from ckptfs.catalog.etcd.direct import Direct
 from ckptfs.catalog.etcd.wire import error, passing
-from ckptfs.protocol import etcd_pb2 as pb
 from ckptfs.protocol import etcd_pb2_grpc as rpc
 
 Answer = TypeVar("Answer")
@@ -59,9 +55,8 @@ class Endpoint:
             "status": rpc.MaintenanceStub(self._channel).Status,
         }
         self._standing: Any = None
-        self.direct = Direct(address) if credentials is None else None
 
-    def begin(self, call: str, request: Message, timeout_s: float, patient: bool) -> "grpc.Future[Any]":
+    def begin(self, call: str, request: object, timeout_s: float, patient: bool) -> "grpc.Future[Any]":
         """Send a request; `patient`: wait for a connection where there is none."""
         self._stand()
         pending: grpc.Future[Any] = self.calls[call].future(request, timeout=timeout_s, metadata=METADATA, wait_for_ready=patient)
@@ -77,8 +72,6 @@ class Endpoint:
             self._standing = self.watch(iter(()), metadata=METADATA)
 
     def close(self) -> None:
-        if self.direct is not None:
-            self.direct.close()
         self._channel.close()
 
 
@@ -105,7 +98,7 @@ class Endpoints:
             if self._all[self._current] is endpoint:
                 self._current = (self._current + 1) % len(self._all)
 
-    def call(self, call: str, request: Message, finish: Callable[[Any], Answer], timeout_s: float) -> "Future[Answer]":
+    def call(self, call: str, request: object, finish: Callable[[Any], Answer], timeout_s: float) -> "Future[Answer]":
         """Make a call; the future has what `finish` makes of the answer."""
         made = Call(self, call, request, finish, timeout_s)
         made.next_try()
@@ -125,13 +118,12 @@ class Endpoints:
 class Call(Generic[Answer]):
     """One call until it is answered, refused or out of time."""
 
-    def __init__(self, endpoints: Endpoints, call: str, request: Message, finish: Callable[[Any], Answer], timeout_s: float) -> None:
+    def __init__(self, endpoints: Endpoints, call: str, request: object, finish: Callable[[Any], Answer], timeout_s: float) -> None:
         self.future: Future[Answer] = Future()
         self.future.set_running_or_notify_cancel()
         self._endpoints, self._call, self._request, self._finish = endpoints, call, request, finish
         self._deadline_s = time.monotonic() + timeout_s
         self._tries = 0
-        self._went_direct, self._began_s = False, 0.0
         self._failure = error(None, "no time to ask", endpoints.current().address)
 
     def next_try(self) -> None:
@@ -141,8 +133,6 @@ class Call(Generic[Answer]):
             self.future.set_exception(self._failure)
             return
         self._endpoint = self._endpoints.current()
-        if self._goes_direct(left_s):
-            return
         count = len(self._endpoints)
         # The first round finds an endpoint that answers quickly; after it every one may take its time.
         try_s = min(left_s, limits.ETCD_TRY_S) if self._tries < count > 1 else left_s
@@ -152,26 +142,6 @@ class Call(Generic[Answer]):
             self.future.set_exception(error(None, str(closed), self._endpoint.address))
             return
         pending.add_done_callback(self._answered)
-
-    def _goes_direct(self, left_s: float) -> bool:
-        """Send it the short way, once, if there is time for grpc after it."""
-        if self._went_direct or self._call != "transaction" or self._endpoint.direct is None or left_s < 2 * limits.ETCD_TRY_S:
-            return False
-        self._went_direct = True
-        self._began_s = time.monotonic()
-        return self._endpoint.direct.begin(self._request.SerializeToString(), self._answered_directly)
-
-    def _answered_directly(self, message: bytes | None) -> None:
-        try:
-            answer = None if message is None else pb.TxnResponse.FromString(message)
-        except DecodeError:
-            answer = None
-        if answer is not None:
-            self.future.set_result(self._finish(answer))
-            return
-        if time.monotonic() - self._began_s >= limits.ETCD_TRY_S:
-            self._endpoints.avoid(self._endpoint)
-        self.next_try()
 
     def _answered(self, pending: Any) -> None:
         code, details = pending.code(), pending.details() or ""
