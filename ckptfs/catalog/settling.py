@@ -345,6 +345,16 @@ def lose(db: Database, seen: Content) -> bool:
         return True
 
 
+def found_again(db: Database, number: int) -> None:
+    """A content of this node's own that is LOST is sealed again when a node that lives turns out to have exactly that."""
+    with db.change():
+        db.run(
+            "UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND peer = 0"
+            f" AND EXISTS (SELECT 1 FROM {peers.ELSEWHERE.format('content')})",
+            number,
+        )  # fmt: skip
+
+
 def set_state(db: Database, number: int, state: ContentState) -> None:
     """A content's fate was decided: LOST or DOOMED."""
     with db.change():

@@ -23,10 +23,10 @@ from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells, edge
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.extra_operations import ExtraOperations
-from ckptfs_daemon.open_file import OpenFile, in_thread, on_pfs
+from ckptfs_daemon.open_file import OpenFile, in_thread, on_pfs, pfs_descriptor
 from ckptfs_daemon.open_files import HANDLE_MASK
 from ckptfs_daemon.open_operations import OpenOperations
-from ckptfs_daemon.opening import SET_ID, Opening, pfs_descriptor
+from ckptfs_daemon.opening import SET_ID, Opening
 from ckptfs_daemon.wishes import Wish
 
 log = logging.getLogger(__name__)

@@ -19,10 +19,12 @@ import trio
 from ckptfs import limits
 from ckptfs.errors import TimedOut
 from ckptfs.model import Inode, Tier
+from ckptfs.tiers import pfs_open
 from ckptfs.tiers.place import Place
 
 if TYPE_CHECKING:
     from ckptfs_daemon.arriving import Arriving
+    from ckptfs_daemon.context import Context
 
 T = TypeVar("T")
 
@@ -186,3 +188,10 @@ async def in_thread(file: OpenFile, act: Callable[[], T]) -> T:
 async def on_pfs(act: Callable[[], T]) -> T:
     """Run `act` in a thread that may hang as long as the PFS does. There are few of those, so that they never take all threads."""
     return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)
+
+
+async def pfs_descriptor(context: "Context", inode: int) -> int:
+    """A descriptor of the PFS's own file, which may hang as long as the PFS does. Raises ESTALE when it is another one by now."""
+    pfs = context.config.pfs
+    assert pfs is not None
+    return await on_pfs(lambda: pfs_open.open_inode(context.db, pfs, inode))

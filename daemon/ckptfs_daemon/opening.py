@@ -20,12 +20,12 @@ from ckptfs.catalog.contents import Held
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoRoom, TimedOut, refused
 from ckptfs.flow import read, write
 from ckptfs.model import ContentState, DataPath, Tier
-from ckptfs.tiers import pfs_open, space
+from ckptfs.tiers import space
 from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells
 from ckptfs_daemon.arriving import Arriving
 from ckptfs_daemon.attempts import Later, Undo
-from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, on_pfs, same_times
+from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, on_pfs, pfs_descriptor, same_times
 from ckptfs_daemon.wishes import Opened, Wish
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Opening:
         self._unsealed: int | None = None
         self._leases_until_s = 0.0
         self._begun = False
+        self._sought = False
         self._told_until_s = trio.current_time() + limits.TOLD_WAIT_S
 
     async def run(self) -> Opened:
@@ -140,6 +141,8 @@ class Opening:
                 return self._empty(held, undo)
             if way_to_read is read.Way.FETCH:
                 return self._coming(held, undo) or self._pfs_file(held, undo)
+        if self._context.sharing is not None and not self._sought:
+            raise Later(self._seek)
         raise self._lost("no copy of its content is left")
 
     def begin(self, held: Held, undo: Undo, kind: bytes | None = None) -> OpenFile:
@@ -388,9 +391,13 @@ class Opening:
         if result == wants.DIRECT:
             self._own = await pfs_descriptor(self._context, self._wish.inode)
 
-
-async def pfs_descriptor(context: "Context", inode: int) -> int:
-    """A descriptor of the PFS's own file, which may hang as long as the PFS does. Raises ESTALE when it is another one by now."""
-    pfs = context.config.pfs
-    assert pfs is not None
-    return await on_pfs(lambda: pfs_open.open_inode(context.db, pfs, inode))
+    async def _seek(self) -> None:
+        """This node knows of no copy: another one may have it all the same, or be about to show what the file held before."""
+        self._sought = True
+        try:
+            await self._fetch()
+        except TimedOut as failure:
+            log.debug("inode %d is looked for in vain: %s", self._wish.inode, failure)
+        except OSError as failure:
+            if failure.errno != errno.EIO:
+                raise

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from clique_world import Cluster, Node, around, bring, level, replicated
 
-from ckptfs.catalog import settling, telling
+from ckptfs.catalog import settling, telling, wants
 from ckptfs.catalog.store import Get
 from ckptfs.clique import holders
 from ckptfs.flow.tell import Tell
-from ckptfs.model import CopyState, Level, Tier
+from ckptfs.model import ContentState, CopyState, Level, Tier
 
 
 def tell(node: Node, *, begin: bool = False) -> None:
@@ -82,3 +82,20 @@ def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
     two.rewrite(content, lambda data: data.reverse())
     tell(two)
     assert cluster.store.read([Get(holders.copy_key(content, 2))]).results[0] == () and hear(one, content) == [2]
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_what_is_taken_for_lost_comes_back_from_who_says_in_the_store_to_have_it(tmp_path: Path, lives: bool) -> None:
+    """P9: this node died before it heard that its peer had verified it, and its RAM with it."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster, b"file", b"data" * 1000)
+    one.lose_ram()
+    one.db.run("DELETE FROM peer_copy")
+    settling.set_state(one.db, content, ContentState.LOST)
+    if not lives:
+        two.kill()
+    answer = bring(one, one.inode(content))
+    assert answer.state == (wants.DONE if lives else wants.FAILED)
+    assert one.state(content) is (ContentState.SEALED if lives else ContentState.LOST)
+    assert not lives or one.data(content) == b"data" * 1000

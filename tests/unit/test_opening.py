@@ -15,8 +15,8 @@ from ckptfs_daemon.wishes import Wish
 from local_node import Node
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles
-from ckptfs.errors import TimedOut
+from ckptfs.catalog import contents, handles, settling, wants
+from ckptfs.errors import ContentLost, TimedOut
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, DataPath
 from ckptfs.tiers.place import Place
@@ -31,8 +31,10 @@ class Opener:
         self.files = OpenFiles(self.node.db, self.node.places, None, bell)
         self.context = cast(
             Any,
-            SimpleNamespace(db=self.node.db, places=self.node.places, open_files=self.files, bell=bell, data_path=DataPath.BUFFERED),
-        )
+            SimpleNamespace(
+                db=self.node.db, places=self.node.places, open_files=self.files, bell=bell, data_path=DataPath.BUFFERED, sharing=None
+            ),
+        )  # fmt: skip
         self.content = self.node.make(b"file", b"sealed")
         self.inode = self.node.inode(self.content)
         self.seal()
@@ -121,3 +123,44 @@ def test_a_file_whose_name_another_node_took_away_is_looked_up_again(tmp_path: P
         db.run("UPDATE inode SET nlink = 0 WHERE id = ?", opener.inode)
         contents.doom(db, opener.content)
     trio.run(scenario)
+
+
+class Mover:
+    """Answers the wants of a mount: with `code`, when the file came (`comes`) or did not."""
+
+    def __init__(self, opener: Opener, code: int, *, comes: bool) -> None:
+        self._opener, self._code, self._comes = opener, code, comes
+        self._copies = opener.node.db.rows("SELECT * FROM copy")
+        self.asked: list[str] = []
+        opener.node.db.run("DELETE FROM copy")
+
+    async def ask(self, kind: str, inode: int, argument: str = "", **bounds: object) -> str:
+        self.asked.append(kind)
+        db = self._opener.node.db
+        if self._comes:
+            settling.set_state(db, self._opener.content, ContentState.SEALED)
+            for row in self._copies:
+                db.run(f"INSERT INTO copy VALUES ({','.join('?' * len(row))})", *row)
+        if self._code:
+            raise OSError(self._code, os.strerror(self._code))
+        return wants.HERE
+
+
+@pytest.mark.parametrize(
+    ("code", "comes", "ends"), [(0, True, 0), (errno.EIO, True, 0), (errno.EIO, False, errno.EIO), (errno.ENOSPC, False, errno.ENOSPC)]
+)
+def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: int, comes: bool, ends: int) -> None:
+    """P9: on the node that wrote it too; and whoever opens it gets an answer."""
+    opener = Opener(tmp_path)
+    mover = Mover(opener, code, comes=comes)
+    opener.context.sharing, opener.context.asking = object(), mover
+    settling.set_state(opener.node.db, opener.content, ContentState.LOST)
+
+    async def scenario() -> int:
+        try:
+            await opener.open(2, writer=False)
+        except (OSError, ContentLost) as failure:
+            return failure.errno or 0
+        return 0
+
+    assert trio.run(scenario) == ends and mover.asked == [wants.FETCH]

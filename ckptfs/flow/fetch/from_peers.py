@@ -54,6 +54,7 @@ class FromPeers:
         if number is None:
             return fetching.look(self._db, inode)
         shared = self._refresh(number)
+        settling.found_again(self._db, number)
         found = fetching.look(self._db, inode)
         if found is None or found.here or found.content is None or not found.content.peer or found.content.state is not ContentState.CLOSED:
             return found
