@@ -9,6 +9,8 @@ import errno
 import os
 import random
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,7 @@ from cluster_model import RECORD_BYTES, History, Track, number_of, version_bytes
 
 SMALL_FILES = 12
 KEPT_STEPS = 2
+BUSY_S = 30.0
 RANKS = 2
 
 
@@ -26,6 +29,15 @@ class Lost(AssertionError):
 
 class Watch(Protocol):
     """What a job asks of the storm: whether all that it did since `mark` was seen by everybody."""
+
+    synced: bool
+    """Whether fsync waits for the clique: then jobs call it after each version."""
+
+    def life(self, node: int) -> int:
+        """Stays the same as long as the node reaches everybody who lives; -1 while it does not."""
+
+    def another(self, node: int) -> int:
+        """A node that is not away."""
 
     def mark(self, node: int) -> object:
         """Now."""
@@ -73,12 +85,26 @@ class Job:
 
     def step(self, track: Track, act: Callable[[int], object], number: int | None = None, *, absent: bool = False) -> None:
         """Do one change of a track."""
-        mark = self.watch.mark(self.node)
+        mark, life = self.watch.mark(self.node), self.watch.life(self.node)
         number = track.latest + 1 if number is None else number
         track.begin(number, self.node, absent=absent)
         act(number)
         if self.watch.clean(self.node, None):
             track.done(number, seen_by_all=self.watch.clean(self.node, mark))
+        if self.acknowledged(life):
+            track.acknowledged(number)
+
+    def put(self, path: Path, data: bytes) -> None:
+        """Write a file as a whole."""
+        with open(path, "wb") as file:
+            file.write(data)
+            if self.watch.synced:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def acknowledged(self, life: int) -> bool:
+        """Whether what was fsynced, and the names that were made, are known to others whatever becomes of this node."""
+        return self.watch.synced and life == self.watch.life(self.node) != -1
 
     def expect(self, track: Track, found: int | None) -> None:
         """What had reached the clique is there when a job starts again."""
@@ -95,13 +121,15 @@ class Gromacs(Job):
         self.log, self.run = Track(f"{name}/md.log", f"{name}/log", log), Track(f"{name}/run.cpt", f"{name}/cpt")
         self.previous = Track(f"{name}/run_prev.cpt", f"{name}/cpt")
         self.tracks = [self.log, self.run, self.previous]
-        self.fd = -1
+        self.fd, self.safe = -1, 0
 
     def begin(self, root: Path) -> None:
         super().begin(root)
         self.end()
         run, previous = self.found(self.run, root / "run.cpt"), self.found(self.previous, root / "run_prev.cpt")
         self.expect(self.run, max(run or 0, previous or 0))
+        if max(run or 0, previous or 0) < self.safe:
+            raise Lost(f"{root} has checkpoints {run} and {previous} after {self.safe} was acknowledged")
         assert self.log.history is not None
         path = root / "md.log"
         data = self.read(self.log, path) or b""
@@ -118,10 +146,12 @@ class Gromacs(Job):
         history = self.log.history
         assert history is not None
         data = history.more(self.source.randint(1, 20))
-        mark = self.watch.mark(self.node)
+        mark, life = self.watch.mark(self.node), self.watch.life(self.node)
         self.log.begin(len(history.now) // RECORD_BYTES, self.node)
         os.write(self.fd, data)
         os.fsync(self.fd)
+        if self.acknowledged(life):
+            self.log.acknowledged(self.log.latest)
         if self.source.random() < 0.3:
             self.end()
             if self.watch.clean(self.node, None):
@@ -130,6 +160,7 @@ class Gromacs(Job):
         self.step(self.run, lambda number: self._checkpoint(root, number), self.number)
 
     def _checkpoint(self, root: Path, number: int) -> None:
+        life = self.watch.life(self.node)
         new, run = root / f"run_step{number}.cpt", root / "run.cpt"
         with open(new, "wb") as file:
             file.write(version_bytes(self.run.origin, number))
@@ -140,6 +171,8 @@ class Gromacs(Job):
             self.previous.begin(max(former, self.previous.latest), self.node)
             run.rename(root / "run_prev.cpt")
         new.rename(run)
+        if self.acknowledged(life):
+            self.safe = number
 
     def end(self) -> None:
         if self.fd >= 0:
@@ -178,7 +211,7 @@ class Torch(Job):
     def turn(self, root: Path) -> None:
         chosen = self.source.randrange(3)
         if chosen == 0:
-            self.step(self.model, lambda number: (root / "model.pt").write_bytes(version_bytes(self.model.origin, number)))
+            self.step(self.model, lambda number: self.put(root / "model.pt", version_bytes(self.model.origin, number)))
         elif chosen == 1:
             self.step(self.aside, lambda number: self._aside(root, number))
         else:
@@ -187,14 +220,14 @@ class Torch(Job):
                 shutil.rmtree(path)
 
     def _aside(self, root: Path, number: int) -> None:
-        (root / "best.tmp").write_bytes(version_bytes(self.aside.origin, number))
+        self.put(root / "best.tmp", version_bytes(self.aside.origin, number))
         (root / "best.tmp").rename(root / "best.pt")
 
     def _directory(self, steps: Path, number: int) -> None:
         making = steps / f"step_{number}.tmp"
         making.mkdir()
         for rank in range(RANKS):
-            (making / f"rank{rank}").write_bytes(version_bytes(f"{self.steps.origin}{rank}", number))
+            self.put(making / f"rank{rank}", version_bytes(f"{self.steps.origin}{rank}", number))
         making.rename(steps / f"step_{number}")
 
 
@@ -233,7 +266,45 @@ class Small(Job):
             if path.exists() and self.source.random() < 0.2:
                 self.step(track, lambda _, path=path: path.unlink(), absent=True)
             else:
-                self.step(track, lambda number, path=path, track=track: path.write_bytes(version_bytes(track.origin, number)))
+                self.step(track, lambda number, path=path, track=track: self.put(path, version_bytes(track.origin, number)))
+
+
+class Wandering(Job):
+    """Two files that another node writes anew each time, in place and renamed over: a node that comes back has older ones of them."""
+
+    def __init__(self, name: str, node: int, source: random.Random, watch: Watch) -> None:
+        super().__init__(name, node, source, watch)
+        self.whole, self.aside = Track(f"{name}/whole", f"{name}/whole"), Track(f"{name}/aside", f"{name}/best")
+        self.tracks = [self.whole, self.aside]
+
+    def begin(self, root: Path) -> None:
+        super().begin(root)
+        for track in self.tracks:
+            self.expect(track, self.found(track, root.parent / track.path))
+
+    def turn(self, root: Path) -> None:
+        if self.source.random() < 0.3:
+            self.step(self.whole, lambda number: self._over(root / "whole", version_bytes(self.whole.origin, number)))
+        else:
+            self.step(self.aside, lambda number: self._aside(root, number))
+        self.node = self.watch.another(self.node)
+
+    def _aside(self, root: Path, number: int) -> None:
+        self.put(root / f"aside.{self.node}", version_bytes(self.aside.origin, number))
+        (root / f"aside.{self.node}").rename(root / "aside")
+
+    def _over(self, path: Path, data: bytes) -> None:
+        """While a reader on this node has it open as it was before another node wrote it, it cannot be written here."""
+        until = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self.put(path, data)
+                return
+            except OSError as failure:
+                if failure.errno != errno.EBUSY or time.monotonic() > until:
+                    raise
+                threading.Event().wait(0.02)
 
 
 KINDS = (Gromacs, Torch, Small)
+ALL_KINDS = (Gromacs, Wandering, Torch, Small, Wandering)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from ckptfs_client.client import Client, at
 from ckptfs_client.failures import ClientError
-from ckptfs_client.lab import namespaces, network, processes
+from ckptfs_client.lab import namespaces, network, nodes, processes
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.plan import ETCD, Node
 from ckptfs_client.mounts import find
@@ -74,6 +74,22 @@ class NodeUnderTest:
         os.kill(old, signal.SIGKILL)
         eventually(lambda: pid() not in (0, old), what=f"another {role} process")
 
+    def end(self) -> None:
+        """SIGTERM, as a service manager does; returns when its daemon has drained and ended."""
+        os.kill(int(json.loads((self.state / "processes.json").read_text())["supervisor"]["pid"]), signal.SIGTERM)
+        there = network.place(self._node.plan, self.name)
+        eventually(lambda: not processes.named(there, nodes.DAEMON), WAIT_S, f"the daemon of {self.name} ends")
+
+    def stand_still(self) -> None:
+        """Nothing runs on it."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """All of it runs again."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGCONT)
+
     def cut(self) -> None:
         """It reaches nobody."""
         self._cluster.laboratory.cut(self.name)
@@ -96,6 +112,17 @@ class NodeUnderTest:
             )
 
         return namespaces.inside(there, act)
+
+    def begin(self, command: Sequence[str], log: Path) -> None:
+        """A program on this node, which nobody waits for."""
+        processes.spawn(network.place(self._node.plan, self.name), command, log)
+
+    def end_programs(self, word: str) -> None:
+        """kill -9 of the programs on it whose command line holds that word."""
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                if word in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
 
     def pids(self) -> list[int]:
         """The processes on it."""
@@ -231,6 +258,12 @@ def wait_for(path: Path, level: str, timeout: float = WAIT_S) -> None:
 def level(path: Path) -> str:
     """The level of a file now."""
     return os.getxattr(path, "user.ckptfs.level").decode()
+
+
+def living(path: Path) -> int:
+    """How many nodes live, as the one with this mount sees it."""
+    with Client(find(path)) as client:
+        return sum(member.alive for member in client.cluster().members)
 
 
 def limited(cluster: ClusterUnderTest, seconds: float = TEST_S) -> contextlib.AbstractContextManager[None]:

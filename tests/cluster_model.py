@@ -100,6 +100,12 @@ class Track:
             if self.latest == self.closed == self.floor == number and not self.lost:
                 self.durable = number
 
+    def acknowledged(self, number: int) -> None:
+        """An fsync that waits for the clique has returned."""
+        with self.lock:
+            if not self.lost:
+                self.durable = max(self.durable, number)
+
     def wiped(self, writer: int) -> None:
         """A node lost all that it had."""
         with self.lock:

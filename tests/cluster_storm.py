@@ -9,14 +9,14 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from cluster_faults import USUAL, Faults
 from cluster_jobs import KINDS, Job, newest_step
 from cluster_lab import ClusterUnderTest, level
 from cluster_model import Track, number_of
 
-RATE_BITS_PER_S = 100_000_000
 REPAIR_S = 150.0
 TURN_S = 120.0
 PFS_S = 60.0
@@ -31,12 +31,19 @@ class Ended(Exception):
 class Storm:
     """`run(episodes)` makes faults; `finish` compares."""
 
-    def __init__(self, cluster: ClusterUnderTest, source: random.Random, losses: int, longest_s: float = 15.0, jobs: int = 2) -> None:
-        """At most `losses` nodes are away at a time; `longest_s` bounds the pauses between faults; `jobs` run on each node."""
-        self.cluster, self.source, self.losses = cluster, source, losses
+    def __init__(
+        self, cluster: ClusterUnderTest, source: random.Random, losses: int, longest_s: float = 15.0, jobs: int = 2, *,
+        kinds: Sequence[type[Job]] = KINDS, faults: Sequence[str] = USUAL, synced: bool = False,
+    ) -> None:  # fmt: skip
+        """At most `losses` nodes are away at a time; `longest_s` bounds the pauses between faults; `jobs` run on each node.
+
+        `synced`: fsync waits for the clique, the jobs call it, and what it has acknowledged must outlive the node.
+        """
+        self.cluster, self.source, self.synced = cluster, source, synced
         self.away: dict[int, str] = {}
         self.etcd = True
         self.epoch = 0
+        self._lives = [0] * len(cluster.nodes)
         self.go = threading.Event()
         self.over = threading.Event()
         self.complaints: list[str] = []
@@ -47,9 +54,11 @@ class Storm:
         nodes = range(len(cluster.nodes))
         self.jobs: list[Job] = []
         for number in range(jobs * len(cluster.nodes)):
-            kind = KINDS[number % len(KINDS)]
+            kind = kinds[number % len(kinds)]
             self.jobs.append(kind(f"{kind.__name__.lower()}{number}", number % len(cluster.nodes), random.Random(source.random()), self))
         self.tracks = [track for job in self.jobs for track in job.tracks]
+        self.faults = Faults(self, losses, faults)
+        self._shown: dict[str, int] = {}
         self._resting = {job.name: threading.Event() for job in self.jobs}
         self._threads = [threading.Thread(target=self._guarded, args=(self._work, job), daemon=True) for job in self.jobs]
         self._threads += [threading.Thread(target=self._guarded, args=(self._read, node), daemon=True) for node in nodes]
@@ -70,6 +79,21 @@ class Storm:
 
     def connected(self, node: int) -> bool:
         return self.etcd and node not in self.away
+
+    def changed(self, *nodes: int) -> None:
+        """What these nodes reach is another than before."""
+        for node in nodes:
+            self._lives[node] += 1
+        self.epoch += 1
+
+    def life(self, node: int) -> int:
+        """Stays the same as long as a node reaches everybody who lives; -1 while it does not."""
+        return self._lives[node] if self.connected(node) else -1
+
+    def another(self, node: int) -> int:
+        """A node that is not away, another one if there is any."""
+        there = [found for found in range(len(self.cluster.nodes)) if found not in self.away]
+        return random.choice([found for found in there if found != node] or there or [node])
 
     def say(self, what: str) -> None:
         self.told.append(f"{time.monotonic() - self._began_s:7.2f} {what}")
@@ -99,7 +123,7 @@ class Storm:
                 self._wait(self.go)
                 self._resting[job.name].clear()
             root = self.cluster[job.node].path / "campaign" / job.name
-            epoch = self.epoch if self.connected(job.node) else -1
+            epoch, node, life = self.epoch if self.connected(job.node) else -1, job.node, self.life(job.node)
             try:
                 if not begun:
                     job.begin(root)
@@ -107,7 +131,8 @@ class Storm:
                 job.turn(root)
                 self.turns += 1
             except OSError as failure:
-                if self.epoch == epoch and self.connected(job.node) and not _excused(job, failure):
+                steady = self.epoch == epoch or (self.life(node) == life and all(track.writer in (-1, node) for track in job.tracks))
+                if steady and self.connected(node) and not _excused(job, failure):
                     self.complain(f"{job.name} on node {job.node}: {failure}\n{traceback.format_exc()}")
                     raise Ended from None
                 self.say(f"{job.name} on node {job.node}: {failure}")
@@ -158,8 +183,11 @@ class Storm:
             except AssertionError as wrong:
                 self.complain(f"the PFS: {wrong}")
                 return
-            if found is not None and found > track.latest:
-                self.complain(f"the PFS shows {found} of {track}")
+            if found is None or track.history is not None:
+                return
+            if not self._shown.get(track.path, 0) <= found <= track.latest:
+                self.complain(f"the PFS shows {found} of {track}, after {self._shown.get(track.path, 0)}")
+            self._shown[track.path] = found
 
     def check(self, node: int, track: Track) -> int | None:
         """What one node shows of one track must be what may be shown."""
@@ -179,8 +207,9 @@ class Storm:
             if not track.is_being_written(wrong.args[1] if len(wrong.args) > 1 else b"?", floor):
                 self.complain(f"node {node}: {wrong.args[0]}\nof {track}, {life}")
             return None
-        strict = mark != -1 and self.clean(node, mark) and self._writer_lives(track)
-        if not track.may_show(found, floor, strict=strict):
+        if not self._writer_lives(track):
+            floor = min(floor, track.durable)
+        if not track.may_show(found, floor, strict=mark != -1 and self.clean(node, mark)):
             self.complain(f"node {node} shows {found} of {track}, floor was {floor}")
         return found
 
@@ -214,7 +243,7 @@ class Storm:
             assert time.monotonic() < until, f"not so within {seconds:.0f} s: {what()}"
             threading.Event().wait(0.05)
 
-    # --- the faults ---------------------------------------------------------------------------------------------------
+    # --- the course -----------------------------------------------------------------------------------------------------
 
     def run(self, episodes: int) -> None:
         (self.cluster[0].path / "campaign").mkdir(exist_ok=True)
@@ -222,87 +251,32 @@ class Storm:
         self.go.set()
         for thread in self._threads:
             thread.start()
-        self._pause(4.0)
+        self.pause(4.0)
         for _ in range(episodes):
             for _ in range(self.source.randint(1, 3)):
-                act: Callable[[], None] = self.source.choice(
-                    [self.kill, self.wipe, self.wipe, self.cut, self.slow, self.stop_etcd, self.replace]
-                )
-                act()
-                self._pause(min(self._longest_s, self.source.choice([0.5, 3.0, 8.0, 15.0])))
+                self.faults.draw()
+                self.pause(min(self._longest_s, self.source.choice([0.5, 3.0, 8.0, 15.0])))
             self.mend()
 
-    def _pause(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             assert not self.complaints, self.story()
             self.over.wait(0.1)
-
-    def _lose(self, how: str, act: Callable[[int], None]) -> None:
-        living = [node for node in range(len(self.cluster.nodes)) if node not in self.away]
-        if len(self.away) >= self.losses:
-            return
-        node = self.source.choice(living)
-        self.say(f"{how} node {node}")
-        for track in self.tracks:
-            if how != "cut":
-                track.killed(node)
-        self.away[node] = how
-        self.epoch += 1
-        act(node)
-        if how == "wiped":
-            for track in self.tracks:
-                track.wiped(node)
-                if track.writer == node and track.lost:
-                    self.say(f"  {track.path} {track.durable}/{track.latest}")
-        self.say(f"{how} node {node} done")
-
-    def kill(self) -> None:
-        self._lose("killed", lambda node: self.cluster[node].kill())
-
-    def wipe(self) -> None:
-        nvme = self.source.random() < 0.5
-        self.say(f"next: nvme={nvme}")
-        self._lose("wiped", lambda node: self.cluster[node].wipe(nvme=nvme))
-
-    def cut(self) -> None:
-        self._lose("cut", lambda node: self.cluster[node].cut())
-
-    def slow(self) -> None:
-        node = self.source.randrange(len(self.cluster.nodes))
-        if self.away.get(node) in (None, "cut"):
-            self.say(f"slow node {node}")
-            self.cluster[node].slow(RATE_BITS_PER_S)
-
-    def stop_etcd(self) -> None:
-        if self.etcd:
-            self.say("etcd stops")
-            self.etcd = False
-            self.epoch += 1
-            self.cluster.stop_etcd()
-
-    def replace(self) -> None:
-        """A mount or mover process dies: nobody notices."""
-        node, role = (
-            self.source.choice([node for node in range(len(self.cluster.nodes)) if node not in self.away] or [-1]),
-            self.source.choice(["mount", "mover"]),
-        )
-        if node >= 0:
-            self.say(f"{role} of node {node} dies")
-            self.cluster[node].replace(role)
 
     # --- and their end ------------------------------------------------------------------------------------------------
 
     def mend(self) -> None:
         """All is well again; the jobs rest until all has its copies."""
         self.say("mend")
+        self.faults.resume()
         self.cluster.mend()
-        self.epoch += 1
+        self.changed(*range(len(self.cluster.nodes)))
         self.etcd = True
         self.away.clear()
-        self.epoch += 1
+        self.changed(*range(len(self.cluster.nodes)))
         self.say("mended")
-        self._pause(self.source.choice([0.0, 5.0]))
+        self.pause(self.source.choice([0.0, 5.0]))
         with self.resting():
             self.say("all rest")
             self.until(self.repaired, REPAIR_S, lambda: f"every file has its copies again: {self.unsafe}\n{self.story()}")

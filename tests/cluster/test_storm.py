@@ -4,14 +4,19 @@ The suite runs one short storm, on three nodes with two copies and a PFS. Others
 CKPTFS_CAMPAIGN=nodes,factor,seeds   e.g. 5,3,4 (the seeds count on from CKPTFS_SEED, 1 unless told); with more jobs and longer pauses
 CKPTFS_CAMPAIGN_EPISODES=n           how often faults come and are mended, 1 in the suite
 CKPTFS_CAMPAIGN_PFS=0                without a PFS
+CKPTFS_CAMPAIGN_FSYNC=clique         the mounts' fsync; with clique the jobs call it, and what it has acknowledged must outlive its node
+CKPTFS_CAMPAIGN_FAULTS=a,b           of which kinds the faults are (the methods of cluster_faults.Faults; one may be named twice)
+CKPTFS_CAMPAIGN_JOBS=all             also files that another node writes anew each time
 The seed draws the faults; what applications and readers do in between is as the machine has it.
 """
 
 import os
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from cluster_jobs import ALL_KINDS
 from cluster_lab import ClusterUnderTest, limited
 from cluster_storm import Storm
 
@@ -19,6 +24,12 @@ NODES, FACTOR, SEEDS = map(int, os.environ.get("CKPTFS_CAMPAIGN", "3,2,1").split
 FIRST = int(os.environ.get("CKPTFS_SEED", "1"))
 EPISODES = int(os.environ.get("CKPTFS_CAMPAIGN_EPISODES", "1"))
 WITH_PFS = os.environ.get("CKPTFS_CAMPAIGN_PFS", "1") != "0"
+FSYNC = os.environ.get("CKPTFS_CAMPAIGN_FSYNC", "local")
+OTHERS: dict[str, Any] = {"synced": FSYNC == "clique"}
+if kinds := os.environ.get("CKPTFS_CAMPAIGN_FAULTS"):
+    OTHERS["faults"] = kinds.split(",")
+if os.environ.get("CKPTFS_CAMPAIGN_JOBS") == "all":
+    OTHERS["kinds"] = ALL_KINDS
 SHORT = {"longest_s": 3.0, "jobs": 1}
 LIMIT_S = 200.0 + 100.0 * EPISODES
 
@@ -26,10 +37,10 @@ LIMIT_S = 200.0 + 100.0 * EPISODES
 @pytest.mark.timeout(LIMIT_S + 60.0)
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
 def test_nothing_is_lost_and_nothing_wrong_is_read(make_lab: Callable[..., ClusterUnderTest], seed: int) -> None:
-    cluster = make_lab(nodes=NODES, factor=FACTOR, with_pfs=WITH_PFS)
+    cluster = make_lab(nodes=NODES, factor=FACTOR, with_pfs=WITH_PFS, fsync=FSYNC)
     # Every fault makes the survivors say so; that nothing is lost is what is looked at here.
     cluster.expect_warning(r"\b(WARNING|ERROR)\b")
-    storm = Storm(cluster, random.Random(seed), FACTOR - 1, **({} if "CKPTFS_CAMPAIGN" in os.environ else SHORT))
+    storm = Storm(cluster, random.Random(seed), FACTOR - 1, **OTHERS, **({} if "CKPTFS_CAMPAIGN" in os.environ else SHORT))
     try:
         with limited(cluster, LIMIT_S):
             storm.run(EPISODES)
