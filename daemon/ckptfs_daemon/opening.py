@@ -47,8 +47,7 @@ class Opening:
         self._own = -1
         self._unsealed: int | None = None
         self._leases_until_s = 0.0
-        self._begun = False
-        self._sought = False
+        self._begun = self._sought = False
         self._told_until_s = trio.current_time() + limits.TOLD_WAIT_S
 
     async def run(self) -> Opened:
@@ -396,8 +395,6 @@ class Opening:
         self._sought = True
         try:
             await self._fetch()
-        except TimedOut as failure:
-            log.debug("inode %d is looked for in vain: %s", self._wish.inode, failure)
-        except OSError as failure:
-            if failure.errno != errno.EIO:
+        except (OSError, TimedOut) as failure:
+            if failure.errno not in {errno.EIO, errno.ETIMEDOUT}:
                 raise
