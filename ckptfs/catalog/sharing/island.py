@@ -41,8 +41,10 @@ def leave(db: Database) -> None:
 
 
 def wanted(db: Database, told: Mapping[Key, Told]) -> list[Key]:
-    """What else must be read before a refusal is settled: what the names lead to that others made."""
-    return [key for key in reading.lacking(db, {key: one for key, one in told.items() if key.kind == NAME}) if key.kind != CONTENT]
+    """What else must be read before a refusal is settled: what the names lead to that others made, and who wrote what is known here."""
+    made = [key for key in reading.lacking(db, {key: one for key, one in told.items() if key.kind == NAME}) if key.kind != CONTENT]
+    held = {Key(CONTENT, (one.seen.content or {}).get("content") or 0) for key, one in told.items() if key.kind == INODE}
+    return made + [key for key in sorted(held) if key not in told and seen.get(db, key).revision]
 
 
 def moved(db: Database, batch: Batch) -> list[int]:
@@ -285,11 +287,20 @@ class Returning(Refusal):
     def _merge(self, key: Key, now: Seen) -> None:
         base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
         wrote = _both_wrote(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
-        if wrote and ours and theirs and self._split(key, ours, theirs):
+        if wrote and base and ours and theirs and not self._is_from_here(base, ours, theirs) and self._split(key, ours, theirs):
             kinds.write(self._db, key, theirs)
             seen.put(self._db, key, now)
         else:
             super()._merge(key, now)
+
+    def _is_from_here(self, base: Value, ours: Value, theirs: Value) -> bool:
+        """Whether nobody else wrote the file: the others show a former state while they miss this node's, or one that it gave them."""
+        if merging.shows_former(theirs) and merging.is_missed(theirs, base, ours):
+            return True
+        key = Key(CONTENT, theirs["content"] or 0)
+        told = self._told.get(key) or self._more.get(key)
+        content = None if told is None else told.seen.content
+        return theirs["content"] == ours["content"] and content is not None and content["node"] == identity.number(self._db)
 
     def _split(self, key: Key, ours: Value, theirs: Value) -> bool:
         """Both wrote this file: what was written here becomes a file of its own. False: its bytes are not here."""

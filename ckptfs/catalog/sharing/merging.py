@@ -2,9 +2,10 @@
 
 A field is ours where we changed it, else theirs; names are a set, subdirectories a count; what is the file's bytes (content, generation,
 size, time of change) goes together, and is that of who wrote it; of two who did, that of who closed it last, which is us: we are
-telling it just now.
+telling it just now. What the others miss no more, because it is told with what was written upon it, is not said to be missed.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
     newer = theirs if written == [False, True] else ours
     if any(newer.get(name) != base.get(name) for name in BYTES):
         merged.update({name: newer[name] for name in BYTES if name in newer})
+    if newer is ours and written[0] and is_missed(theirs, base, ours):
+        del merged["missed"]
     for name in LATEST:
         if name in theirs and not (name == "mtime_ns" and merged["mtime_ns"] == ours["mtime_ns"]):
             merged[name] = max(ours[name], theirs[name])
@@ -47,6 +50,17 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
     if xattrs:
         merged["xattrs"] = xattrs
     return merged
+
+
+def is_missed(theirs: Value, *ours: Value) -> bool:
+    """Whether the others took one of these states for lost, and show a former one (`inode.missed`, see falling_back.py)."""
+    return "missed" in theirs and json.loads(theirs["missed"])["content"] in [value.get("content") for value in ours]
+
+
+def shows_former(value: Value) -> bool:
+    """Whether it holds what is shown instead of what is missed: nobody has written it since."""
+    missed = json.loads(value["missed"]) if "missed" in value else None
+    return missed is not None and value["generation"] == missed["shown"] and missed["shows"] in (None, value["content"])
 
 
 def side_by_side(ours: Value, theirs: Value) -> Value:

@@ -1,0 +1,79 @@
+"""P1, P9: an island that wrote a file on, which the others took for lost and show as it was before, returns: nobody else wrote it, so it
+stays one file. What another node did write in place stays beside it.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from memory_store import MemoryEtcd, MemoryStore
+from shared_catalogs import Node, Slow, running, settled, stored, stored_tree
+
+from ckptfs.catalog.sharing import kinds
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key
+from ckptfs.catalog.store import Put
+
+OURS, THEIRS = 5 << 20, 6 << 20
+MISSED = {"node": 2, "content": OURS, "generation": 2, "mtime_ns": 2, "shows": THEIRS, "shown": 1}
+
+
+def wrote(node: Node, inode: int, generation: int, size: int) -> None:
+    """What a close leaves."""
+    with node.db.change():
+        node.db.run("INSERT OR IGNORE INTO copy (content, tier, state) VALUES (?, 'ram', 1)", OURS)
+        node.db.run(
+            "INSERT INTO content (id, inode, generation, state, size, digest, closed_ns) VALUES (?1, ?2, ?3, 2, ?4, x'00', ?3)"
+            " ON CONFLICT (id) DO UPDATE SET generation = ?3, size = ?4, closed_ns = ?3",
+            OURS, inode, generation, size,
+        )  # fmt: skip
+        node.db.run("UPDATE inode SET content = ?1, generation = ?2, size = ?3, mtime_ns = ?2 WHERE id = ?4", OURS, generation, size, inode)
+
+
+def put(etcd: MemoryEtcd, key: Key, **changes: Any) -> None:
+    """Another node's word, told."""
+    value = {**stored(etcd).get(key, {}), **changes}
+    assert MemoryStore(etcd).commit([], [Put(kinds.wire(key), kinds.packed(value))]).succeeded
+
+
+@pytest.mark.parametrize(
+    ("inode", "content", "files"),
+    [
+        ({"content": THEIRS, "generation": 1, "size": 1, "missed": json.dumps(MISSED)}, {}, 1),
+        ({"generation": 3, "size": 3}, {}, 1),
+        ({"generation": 3, "size": 3}, {"node": 1, "generation": 3}, 2),
+        ({"content": THEIRS, "generation": 4, "size": 4, "missed": json.dumps(MISSED)}, {}, 2),
+    ],
+    ids=["shown as it was before", "as its writer gave it again", "written in place", "written since"],
+)
+def test_what_an_island_wrote_on(tmp_path: Path, inode: dict[str, Any], content: dict[str, Any], files: int) -> None:
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        a, b = nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+
+        async def act() -> None:
+            number = (await b.make("log")).id
+            wrote(b, number, 2, 20)
+            await b.sharing.published()
+            b.cut(True)
+            wrote(b, number, 5, 50)
+            while not b.sharing.island:
+                await trio.sleep(0.1)
+            put(etcd, Key(INODE, number), **inode)
+            if content:
+                put(etcd, Key(CONTENT, OURS), **content)
+            b.cut(False)
+            await settled(nodes)
+            assert len(await a.names()) == files, await a.names()
+            assert (await a.stat("log")).size == 50
+            shown = stored(etcd)[Key(INODE, (await a.stat("log")).id)]
+            assert shown["generation"] == 5 and "missed" not in shown
+            assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+        await running(nodes, act)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
