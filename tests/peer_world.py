@@ -58,6 +58,7 @@ class MemoryShelf:
         self.held: dict[int, Offer] = {}
         self.forgotten: list[int] = []
         self.abandoned = 0
+        self.kept = 0
         self.sealed_soon: list[tuple[int, float]] = []
         self.room_bytes = room
         self._arriving: dict[int, tuple[Offer, int]] = {}
@@ -93,10 +94,11 @@ class MemoryShelf:
             self.held[offer.content] = offer
         return right
 
-    def abandon(self, token: int) -> None:
+    def abandon(self, token: int, *, keep: bool = True) -> None:
         with self._lock:
             _, fd = self._arriving.pop(token)
             self.abandoned += 1
+            self.kept += keep
         os.close(fd)
 
     def lend(self, content: int, digest: bytes | None) -> Loan:

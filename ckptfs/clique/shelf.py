@@ -92,8 +92,10 @@ class Shelf(Protocol):
         False: something is wrong, and was thrown away. An early reception is kept for the next offer: True, but it does not count.
         """
 
-    def abandon(self, token: int) -> None:
-        """The transfer ended early. Whole blocks may be kept for the next offer: their digests are checked again then."""
+    def abandon(self, token: int, *, keep: bool = True) -> None:
+        """The transfer ended early. Whole blocks may be kept for the next offer: their digests are checked again then. Not `keep`: no block
+        has come, so that its room is given back at once unless it has some of an earlier offer.
+        """
 
     def lend(self, content: int, digest: bytes | None) -> Loan:
         """A copy to read from, the one with `digest` where that is given; raises NotHere."""

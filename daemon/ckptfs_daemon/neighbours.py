@@ -132,6 +132,9 @@ class Neighbours:
 
     def _follow(self, change: Change) -> None:
         self._peers.keep([node.name for node in change.after.nodes])
+        for node in (*change.died, *change.returned):
+            if self._served is not None:
+                self._served.left(node.name)
 
     def _close(self) -> None:
         self._replicate.close()

@@ -7,6 +7,7 @@ If we die here: peers see their calls fail and begin anew with the next mover; t
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -241,6 +242,7 @@ class PeerServer:
         self._server.add_generic_rpc_handlers((self._methods,))
         self.port = _bind(self._server, listen, identity)
         self.bulk = BulkServer(streams, self.refusals, host_of(listen), self.port + 1) if bulk else None
+        self._left: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="peer sweep", daemon=True)
         self._server.start()
@@ -253,6 +255,10 @@ class PeerServer:
             "transfers": len(self.ledger.transfers), "loans": len(self.ledger.loans), "connections": connections,
             "refused": self.refusals.figures(),
         }  # fmt: skip
+
+    def left(self, node: str) -> None:
+        """This node does not live any more, or lives anew: nobody goes on with what it had begun, which ends soon."""
+        self._left.put(node)
 
     def stop(self) -> None:
         """End every call, and whatever peers had begun."""
@@ -275,11 +281,16 @@ class PeerServer:
         while not self._stopped.wait(limits.PEER_SWEEP_S):
             try:
                 self._raw.sweep()
+                self._end_left()
                 self.ledger.sweep()
                 self._end_revoked()
                 self._methods.give_back()
             except Exception:
                 log.exception("what peers left could not be ended")
+
+    def _end_left(self) -> None:
+        while not self._left.empty():
+            self.ledger.end(self._left.get())
 
     def _end_revoked(self) -> None:
         """Nodes whose keys were revoked just now keep nothing that they had begun; with new keys they begin anew."""

@@ -89,6 +89,7 @@ class Transfer(Used):
         self._fd = reception.fd
         self._lacking = set(reception.lacking)
         self._arriving: set[int] = set()
+        self.landed = False
 
     def claim(self, number: int) -> bytes:
         with self.lock:
@@ -106,6 +107,7 @@ class Transfer(Used):
         with self.lock:
             self._arriving.discard(number)
             self._lacking.discard(number)
+            self.landed = True
         self.touch()
 
     def drop(self, number: int) -> None:
@@ -229,7 +231,7 @@ class Ledger:
         """The transfer ends; the shelf hears of it when no stream uses it any more."""
         transfer = self.transfers.get(peer, number)
         self.transfers.remove(number)
-        transfer.end(lambda: self.shelf.abandon(transfer.token))
+        transfer.end(lambda: self.shelf.abandon(transfer.token, keep=transfer.landed))
 
     def lend(self, peer: str, content: int, digest: bytes | None) -> tuple[int, Loan]:
         """Borrow a copy: (the loan's id, the loan)."""

@@ -491,6 +491,27 @@ def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
     node.stop()
 
 
+def test_what_a_node_had_begun_ends_when_it_dies_and_room_for_what_never_came_is_given_back(
+    tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P10: also when it says so itself. What others have begun goes on."""
+    monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
+    node = PeerNode(tmp_path, "node1", keyring("node1"))
+    one, other = (Raw(node, keyring(name)) for name in ("node2", "node3"))
+    one.offer(DATA, 1)
+    some = one.offer(DATA, 2)
+    one.send(command(1, some), *block(0), header(1, 0, END))
+    going_on = other.offer(DATA, 3)
+    node.server.left("node2")
+    eventually(lambda: node.shelf.arriving() == 1, what="what the dead node had begun ends")
+    assert (node.shelf.abandoned, node.shelf.kept) == (2, 1)
+    other.call("Abandon", pb.TransferRequest(transfer=going_on).SerializeToString())
+    assert (node.shelf.abandoned, node.shelf.kept) == (3, 1)
+    for raw in (one, other):
+        raw.channel.close()
+    node.stop()
+
+
 def test_refusals_leave_nothing_behind(node: PeerNode, raw: Raw) -> None:
     """No growth of threads or descriptors, whatever is asked."""
     raw.refused("Offer", MALFORMED["no content"])

@@ -203,6 +203,20 @@ def test_the_same_content_arrives_once_at_a_time(two: Cluster) -> None:
     other.hold.close()
 
 
+@pytest.mark.parametrize("came", ["nothing", "some", "nothing after some"])
+def test_what_was_offered_and_never_sent_gives_its_room_back(two: Cluster, came: str) -> None:
+    """P10: at once; what came stays for the next offer."""
+    one, other = two.nodes
+    content = one.written(b"a", os.urandom(2 * BLOCK))
+    reception = other.hold.receive(offer_of(one, content))
+    if came != "nothing":
+        other.hold.abandon(reception.token)
+        reception = other.hold.receive(offer_of(one, content))
+    other.hold.abandon(reception.token, keep=came == "some")
+    assert len(other.files(Tier.RAM)) == (came != "nothing")
+    other.hold.close()
+
+
 def test_what_is_not_all_there_does_not_count(two: Cluster) -> None:
     """The length of the file is looked at; its blocks are the server's word, and on a disk are read back."""
     one, other = two.nodes

@@ -230,7 +230,7 @@ class Hold:
                 settling.forget_copy(self._db, content, copy.tier)
                 self._places[copy.tier].remove(content)
 
-    def abandon(self, token: int) -> None:
+    def abandon(self, token: int, *, keep: bool = True) -> None:
         """The transfer ended early: what came is looked at again when the rest is offered."""
         try:
             arriving = self._of(token)
@@ -239,6 +239,8 @@ class Hold:
         if arriving.done:
             arriving.close()
             self._end(arriving, True)
+        elif not (keep or arriving.begun):
+            self._end(arriving, False)
         else:
             arriving.doubt()
             arriving.idle_s = time.monotonic()

@@ -34,6 +34,8 @@ class Arriving:
         """All of it was here before: there is nothing to receive, and nothing to make of it."""
         self.fresh = True
         """Nothing was looked for on this node yet."""
+        self.begun = False
+        """A peer has sent some of it."""
         self.idle_s = time.monotonic()
         self._present: dict[int, bytes] = {}
         self._doubtful: set[int] = set()
@@ -122,10 +124,12 @@ class Arriving:
         digests = digest.split(self.offer.blocks)
         for number in self.lacking:
             self._present[number] = digests[number]
+        self.begun |= bool(self.lacking)
         self.lacking = []
 
     def doubt(self) -> None:
         """Of what was lacking some may have come."""
+        self.begun = True
         self._doubtful = set(self.lacking)
         for number in self.lacking:
             self._present.pop(number, None)
