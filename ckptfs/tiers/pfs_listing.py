@@ -2,14 +2,16 @@
 
 Nothing is written here. Every call may hang as long as the PFS does.
 Hidden: `.ckptfs` in the root (our work area) and everything that begins with `.ckptfs.` (names under which write-back prepares files).
+What is hidden by that and is not ours is told to whoever lists.
 If we die here: nothing was changed.
 """
 
 import contextlib
 import errno
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,8 @@ disk.labels("visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readl
 
 WORK_DIRECTORY = b".ckptfs"
 HIDDEN_PREFIX = b".ckptfs."
+_TEMPORARY = re.compile(rb"\.ckptfs\.([0-9a-f]{8}|parked)\.[0-9a-f]+\Z")
+_IN_WORK_AREA = re.compile(rb"(tier-id(\.[0-9a-f]+)?|contents(-[0-9a-f]+)?)\Z")
 OUR_XATTRS = "user.ckptfs."
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_XATTRS = {errno.EOPNOTSUPP, errno.ENODATA, errno.EPERM, errno.EACCES, errno.ENOENT}
@@ -78,15 +82,35 @@ def _owner(fd: int) -> acting.Owner:
     return found.st_uid, found.st_gid
 
 
-def listing(directory_fd: int, *, root: bool) -> Iterator[Seen]:
-    """What the directory shows, in no order, without symlinks' targets and xattrs. A name that vanishes meanwhile is left out."""
+def listing(directory_fd: int, *, root: bool, foreign: Callable[[bytes], None] = lambda name: None) -> Iterator[Seen]:
+    """What the directory shows, in no order, without symlinks' targets and xattrs. A name that vanishes meanwhile is left out. `foreign`
+    is told of what is hidden and somebody else's.
+    """
     with disk.act("visit:list", os.scandir, directory_fd) as entries:
         for entry in entries:
             name = os.fsencode(entry.name)
-            if name.startswith(HIDDEN_PREFIX) or (root and name == WORK_DIRECTORY):
+            if root and name == WORK_DIRECTORY:
+                for other in _foreign_in_work_area(directory_fd):
+                    foreign(other)
+                continue
+            if name.startswith(HIDDEN_PREFIX):
+                if not _TEMPORARY.match(name):
+                    foreign(name)
                 continue
             with contextlib.suppress(FileNotFoundError):
                 yield look(directory_fd, name)
+
+
+def _foreign_in_work_area(root_fd: int) -> list[bytes]:
+    """What is in the place of our work area and not ours, as far as that can be seen."""
+    try:
+        with disk.closing(os.open(WORK_DIRECTORY, _DIRECTORY, dir_fd=root_fd)) as fd:
+            names = sorted(os.fsencode(name) for name in os.listdir(fd))
+    except NotADirectoryError:
+        return [WORK_DIRECTORY]
+    except OSError:
+        return []
+    return [WORK_DIRECTORY + b"/" + name for name in names if not _IN_WORK_AREA.match(name)]
 
 
 def look(directory_fd: int, name: bytes) -> Seen:

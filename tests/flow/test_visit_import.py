@@ -1,5 +1,6 @@
 """P1, P2, P8: what lies on the PFS appears in the catalog at its first visit, lazily, whole, and killed anywhere it can start over."""
 
+import json
 import os
 import shutil
 import stat
@@ -9,7 +10,7 @@ import pytest
 from pfs_world import ROOT, World, wants
 
 from ckptfs import disk, limits
-from ckptfs.catalog import journal, namespace
+from ckptfs.catalog import journal, namespace, report
 
 
 @pytest.fixture
@@ -59,6 +60,29 @@ def test_our_own_names_are_hidden(world: World) -> None:
     world.look(again=False)
     world.look("deep", again=False)
     assert world.names() == {"deep"} and world.names("deep") == {".ckptfs"}
+    assert report.reports(world.db, "trouble:") == []
+
+
+@pytest.mark.parametrize("what", ["a name like ours", "in the work area", "in its place"])
+def test_what_is_hidden_and_not_ours_is_told(world: World, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """P11: once, for as long as it is there."""
+    area = world.pfs / ".ckptfs"
+    foreign = {"a name like ours": world.pfs / ".ckptfs.backup", "in the work area": area / "notes", "in its place": area}[what]
+    if what == "in the work area":
+        area.mkdir(exist_ok=True)
+        for name in ("tier-id", "contents-12345678"):
+            (area / name).write_bytes(b"")
+    elif what == "in its place" and area.exists():
+        shutil.rmtree(area)
+    foreign.write_bytes(b"somebody's")
+    for _ in range(2):
+        world.look()
+    ((_, told, _),) = report.reports(world.db, "trouble:")
+    assert json.loads(told)["path"] == str(foreign.relative_to(world.pfs)) and world.names() == set()
+    assert [record.levelname for record in caplog.records if "hidden" in record.message] == ["WARNING"]
+    foreign.unlink()
+    world.look()
+    assert report.reports(world.db, "trouble:") == []
 
 
 def test_hard_links_become_one_inode(world: World) -> None:

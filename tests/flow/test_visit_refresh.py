@@ -3,6 +3,7 @@
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,8 +167,8 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
     """The listing is older than the transaction that uses it: what write-back did in between is not a stranger's work."""
     real = pfs_listing.listing
 
-    def late(fd: int, *, root: bool) -> object:
-        seen = list(real(fd, root=root))
+    def late(fd: int, *, root: bool, foreign: Callable[[bytes], None]) -> object:
+        seen = list(real(fd, root=root, foreign=foreign))
         (world.pfs / "published").write_bytes(b"by write-back")
         (world.pfs / "file").write_bytes(b"by write-back too")
         found = pfs_listing.look(fd, b"published")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from ckptfs import disk, limits
-from ckptfs.catalog import visits
+from ckptfs.catalog import report, settling, visits
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.visits import Pending, Verdict
 from ckptfs.model import ROOT, Notify, Seen
@@ -51,6 +51,7 @@ class Comparison:
         self._blank = not visits.complete(db, pending.directory)
         self._progress = progress
         self._names_changed = False
+        self._foreign: list[bytes] = []
 
     def run(self) -> None:
         """Take over everything: what is there, then what is not there any more, then what stands where a directory was."""
@@ -58,12 +59,13 @@ class Comparison:
             self._take_root()
         names: set[bytes] = set()
         replaced: list[Seen] = []
-        listing = pfs_listing.listing(self._fd, root=self._directory == ROOT)
+        listing = pfs_listing.listing(self._fd, root=self._directory == ROOT, foreign=self._foreign.append)
         for batch in _batches(listing, LISTED_TOGETHER):
             self._progress()
             names.update(seen.name for seen in batch)
             self._learn([seen.name for seen in batch])
             replaced += self._take(self._differing(batch))
+        self._tell_foreign()
         self._forget(name for name, _, _ in visits.believed(self._db, self._directory) if name not in names)
         for seen in replaced:
             self._clear(seen.name)
@@ -72,6 +74,22 @@ class Comparison:
             with self._db.change():
                 visits.stranger_was_here(self._db, self._directory, pfs_listing.look_at(self._fd))
             self._notify.inode(self._directory)
+
+    def _tell_foreign(self) -> None:
+        """What somebody calls like what is ours is not shown in the mount: people shall know."""
+        key = f"trouble:hidden:{self._directory:016x}"
+        if not self._foreign:
+            settling.report(self._db, key, None)
+            return
+        path = b"/".join(part for part in (report.path_of(self._db, self._directory), min(self._foreign)) if part)
+        count = len(self._foreign)
+        what = "is hidden in the mount" if count == 1 else f"and {count - 1} more are hidden in the mount"
+        if not report.reports(self._db, key):
+            log.warning("%s %s: names like it are for ckptfs's own files", os.fsdecode(path), what)
+        remedy = "give it another name on the PFS, one that does not begin with .ckptfs"
+        settling.report(
+            self._db, key, {"what": f"{what}: names like it are for ckptfs's own files", "path": os.fsdecode(path), "remedy": remedy}
+        )
 
     def _take_root(self) -> None:
         with visits.importing(self._db, ROOT):
