@@ -95,14 +95,31 @@ def alone_in_cluster(server: Etcd) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def shared_daemon(data_path: str, clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
-    """One daemon for all cheap tests of a data path."""
+def _shared(data_path: str, clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
     daemon = _started(DaemonUnderTest(data_path, **clustered()))
     try:
         yield daemon
     finally:
         daemon.close()
+
+
+@pytest.fixture(scope="session")
+def shared_passthrough(clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
+    """See `shared_daemon`."""
+    yield from _shared("passthrough", clustered)
+
+
+@pytest.fixture(scope="session")
+def shared_buffered(clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
+    """See `shared_daemon`."""
+    yield from _shared("buffered", clustered)
+
+
+@pytest.fixture
+def shared_daemon(data_path: str, request: pytest.FixtureRequest) -> DaemonUnderTest:
+    """One daemon for all cheap tests of a data path; both live to the end, since tests of the two come by turns."""
+    daemon: DaemonUnderTest = request.getfixturevalue(f"shared_{data_path}")
+    return daemon
 
 
 @pytest.fixture

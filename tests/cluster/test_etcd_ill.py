@@ -27,11 +27,11 @@ def paused(lab: ClusterUnderTest, worked: Callable[[], bool]) -> None:
 
 
 def slow(lab: ClusterUnderTest, worked: Callable[[], bool]) -> None:
-    """It sleeps half a second before every few answers."""
+    """It sleeps a quarter of a second before every few answers."""
     pause = threading.Event()
     while not worked():
         lab.pause_etcd()
-        pause.wait(0.5)
+        pause.wait(0.25)
         lab.resume_etcd()
         pause.wait(0.02)
 

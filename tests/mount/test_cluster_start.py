@@ -28,7 +28,7 @@ def living(etcd: Etcd) -> dict[str, Node]:
         store.close()
 
 
-def test_a_node_joins_and_comes_back_as_the_same(make_daemon: Make, etcd: Etcd) -> None:
+def test_a_node_joins_and_comes_back_as_the_same(etcd: Etcd, make_daemon: Make) -> None:
     """Number and name stay; who starts again at once does not wait for its former lease."""
     asked = options(etcd.addresses[0], "one")
     daemon = make_daemon(**asked)
@@ -41,7 +41,7 @@ def test_a_node_joins_and_comes_back_as_the_same(make_daemon: Make, etcd: Etcd) 
     assert again.number == node.number and (daemon.path / "file").read_bytes() == b"x"
 
 
-def test_a_second_daemon_with_the_name_is_refused(make_daemon: Make, etcd: Etcd) -> None:
+def test_a_second_daemon_with_the_name_is_refused(etcd: Etcd, make_daemon: Make) -> None:
     """P11."""
     make_daemon(**options(etcd.addresses[0], "one"))
     eventually(lambda: "one" in living(etcd), what="the first lives")
@@ -51,7 +51,7 @@ def test_a_second_daemon_with_the_name_is_refused(make_daemon: Make, etcd: Etcd)
     assert eventually(lambda: {"one", "two"} <= set(living(etcd)), what="both live")
 
 
-def test_without_etcd_the_first_start_is_refused_and_a_later_one_is_not(make_daemon: Make, etcd: Etcd) -> None:
+def test_without_etcd_the_first_start_is_refused_and_a_later_one_is_not(etcd: Etcd, make_daemon: Make) -> None:
     """P1: only joining needs the store."""
     daemon = make_daemon(start=False, **options(etcd.addresses[0], "one"))
     etcd.stop()
@@ -67,9 +67,11 @@ def test_without_etcd_the_first_start_is_refused_and_a_later_one_is_not(make_dae
     assert (daemon.path / "file").read_bytes() == b"island"
     etcd.start()
     eventually(lambda: "one" in living(etcd), what="it lives again")
+    daemon.settle()
+    assert (daemon.pfs / "file").read_bytes() == b"island"
 
 
-def test_a_catalog_stays_in_its_cluster(make_daemon: Make, etcd: Etcd) -> None:
+def test_a_catalog_stays_in_its_cluster(etcd: Etcd, make_daemon: Make) -> None:
     """P11: what lies there would be taken for something else."""
     daemon = make_daemon(**options(etcd.addresses[0], "one"))
     daemon.unmount()
