@@ -182,6 +182,8 @@ class _Builder:
             batch.parents.discard(key.number if key.kind == INODE else -1)
         if key.kind == NAME and _is_directory(known.value) != _is_directory(value):
             self._demand_links(key.number)
+        if key.kind == NAME:
+            self._demand_named(known.value, value)
         if key.kind == NAME and value is not None:
             self._demand_parent(key.number)
         elif key.kind == INODE:
@@ -196,6 +198,14 @@ class _Builder:
             self._batch.size += len(value) + 100
             self._batch.compared[key] = known.revision
             self._batch.parents.discard(directory)
+
+    def _demand_named(self, *entries: bytes | None) -> None:
+        """What gets or loses a name, and was changed later once more, is told with it: what it is called is known by the marks of names."""
+        for entry in entries:
+            key = Key(INODE, (kinds.unpack(entry) or {"child": 0})["child"])
+            is_in = not key.number or key in self._batch.changed or key in self._batch.same
+            if not is_in and touching.is_touched(self._db, key) and self._value(key)[1] is not None:
+                self._add(key)
 
     def _count_links(self) -> None:
         """A directory's links are told as they are in the store with this transaction: what else was changed in it here goes later."""

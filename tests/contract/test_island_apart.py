@@ -1,0 +1,69 @@
+"""P1: what an island changed goes in several transactions when it is much. A name and the files that get or lose it go together."""
+
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+import trio.testing
+from memory_store import MemoryEtcd
+from shared_catalogs import Node, Slow, running, settled, stored_tree
+
+from ckptfs import limits
+
+MANY = limits.ETCD_OPERATIONS_MAX
+
+
+def play(place: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -> None:
+    """Two nodes; `act` cuts off the second one."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(place / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+        await running(nodes, lambda: act(*nodes, etcd))
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def cut(node: Node) -> None:
+    node.cut(True)
+    while not node.sharing.island:
+        await node.sharing.fresh_name(1, b"anything")
+        await trio.sleep(0.1)
+
+
+async def returned(*nodes: Node) -> None:
+    for node in nodes:
+        node.cut(False)
+    await settled(nodes)
+
+
+def test_what_gives_way_to_a_later_file_loses_its_name_with_that(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        await cut(b)
+        await b.make("best")
+        for number in range(MANY):
+            await b.make(f"other{number}")
+        await b.grow("best", 2, 2**62)
+        theirs = await a.make("best")
+        await returned(a, b)
+        beside = await a.stat("best.ckptfs-conflict-n2-1")
+        assert (beside.id, beside.nlink) == (theirs.id, 1)
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)
+
+
+def test_what_was_renamed_and_changed_much_later_is_called_what_it_is(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        await b.make("old")
+        await cut(b)
+        await b.rename("old", "new")
+        for number in range(MANY):
+            await b.make(f"other{number}")
+        await b.set("new", mode=0o600)
+        await returned(a, b)
+        assert (await a.stat("new")).nlink == 1
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)
