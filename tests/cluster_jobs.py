@@ -166,9 +166,9 @@ class Gromacs(Job):
             file.write(version_bytes(self.run.origin, number))
             file.flush()
             os.fsync(file.fileno())
-        former = self.run.closed
         if run.exists():
-            self.previous.begin(max(former, self.previous.latest), self.node)
+            # Any of those before: what was being written when its node was lost may have been found again.
+            self.previous.begin(number - 1, self.node)
             run.rename(root / "run_prev.cpt")
         new.rename(run)
         if self.acknowledged(life):
