@@ -179,6 +179,8 @@ NODE_NUMBER_BITS = 23
 SHARED_READS_MAX = 4
 # What was read for a path that a thread walks along counts for that walk, so long; of so many names; of so many walks and directories.
 WALK_FRESH_S = 0.002
+# A step of it follows the answer to the one before within that; what another node does takes longer, and so does hearing of it.
+WALK_STEP_S = 0.0003
 WALK_NAMES_MAX = 16
 WALKS_MAX = 10_000
 # What nobody waits for is told so much later, so that it goes together with what somebody does.

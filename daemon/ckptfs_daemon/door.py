@@ -51,8 +51,8 @@ FALLOCATE = ctypes.PYFUNCTYPE(None, _R, _U, _I, _Q, _Q, _U)
 COPY_FILE_RANGE = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _U, _U, _Q, _U, _U, _I)
 LSEEK = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _I, _U)
 RELEASE = ctypes.PYFUNCTYPE(None, _R, _U, _U)
-LOOKUP = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p)
-GETATTR = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U)
+LOOKUP = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p, ctypes.c_uint32)
+GETATTR = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_uint32)
 CREATE = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 
 
@@ -141,14 +141,14 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
 
 def on_quick(
     *,
-    lookup: Callable[[int, int, bytes], bool],
-    getattr: Callable[[int, int], bool],
+    lookup: Callable[[int, int, bytes, int], bool],
+    getattr: Callable[[int, int, int], bool],
     create: Callable[[int, int, bytes, int, int, int], bool],
 ) -> None:
     """Set who is asked first to serve LOOKUP, GETATTR and CREATE; before `open_session`. Not called, pyfuse3's handlers serve them all.
 
     They are called like those of `on_extra`, and answer at once, with exactly one `reply`, or say False and let pyfuse3's handler begin:
-    lookup(req, parent, name); getattr(req, inode); create(req, parent, name, mode, uid, gid).
+    lookup(req, parent, name, pid); getattr(req, inode, pid); create(req, parent, name, mode, uid, gid).
     """
     _quick.lookup = LOOKUP(_answering(lookup))
     _quick.getattr = GETATTR(_answering(getattr))

@@ -57,8 +57,7 @@ def run(inherited: Inherited) -> int:
         operations.context.sharing.serve(operations.lost_names)
         operations.walks = Walks(operations.context.sharing)
     operations.serve_extras()
-    if operations.context.sharing is None:
-        operations.serve_quick()
+    operations.serve_quick()
     door.open_session(operations, inherited)
     trio.run(_serve, inherited, operations)
     door.close_session()

@@ -72,10 +72,10 @@ def attr_out(inode: Inode, gather_bytes: int, timeout_s: float) -> bytes:
     return _ATTR_OUT.pack(int(whole_s), int(rest_s * NANO), 0, *_packed(inode, gather_bytes))
 
 
-def entry_out(inode: Inode, gather_bytes: int, timeout_s: float) -> bytes:
-    """What answers a LOOKUP, and begins the answer to a CREATE. `timeout_s` is that of the attributes."""
+def entry_out(inode: Inode, gather_bytes: int, timeout_s: float, name_s: float = limits.ENTRY_TIMEOUT_S) -> bytes:
+    """What answers a LOOKUP, and begins the answer to a CREATE. `timeout_s` is that of the attributes, `name_s` of the name."""
     whole_s, rest_s = divmod(timeout_s, 1)
-    return _ENTRY_OUT.pack(inode.id, 0, int(limits.ENTRY_TIMEOUT_S), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, gather_bytes))
+    return _ENTRY_OUT.pack(inode.id, 0, int(name_s), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, gather_bytes))
 
 
 def open_out(fh: int, flags: int, backing: int) -> bytes:
@@ -97,3 +97,5 @@ def _packed(inode: Inode, gather_bytes: int) -> tuple[int, ...]:
 _U64 = 2**64 - 1
 NOTHING_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
 """What answers a LOOKUP of a name that is not there, in a directory of which that is known."""
+NOTHING_NOW_OUT = _ENTRY_OUT.pack(*[0] * 22)
+"""The same where another node may make it at any time."""

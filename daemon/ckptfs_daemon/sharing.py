@@ -84,9 +84,9 @@ class Sharing:
         """The rows of a name, and of what it leads to, are as the store has them; those of names that will be asked for next, too."""
         await self._fresh([key for at, what in ((parent, name), *ahead) for key in reading.of_name(self.db, at, what)])
 
-    async def fresh_inode(self, inode: int) -> None:
-        """The rows of an inode are as the store has them."""
-        await self._fresh(reading.of_inode(self.db, inode))
+    async def fresh_inode(self, inode: int, *ahead: Name) -> None:
+        """The rows of an inode are as the store has them; those of names that will be asked for next, too."""
+        await self._fresh([*reading.of_inode(self.db, inode), *(key for at, what in ahead for key in reading.of_name(self.db, at, what))])
 
     async def fresh_copies(self, inode: int) -> None:
         """Who has what another node wrote of this file is known here as the store has it."""

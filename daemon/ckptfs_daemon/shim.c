@@ -41,8 +41,8 @@ struct extra {
 
 /* Likewise, but these may leave a request to pyfuse3: 0 says that they have not answered. */
 struct quick {
-    int (*lookup)(fuse_req_t req, uint64_t parent, const char *name);
-    int (*getattr)(fuse_req_t req, uint64_t ino);
+    int (*lookup)(fuse_req_t req, uint64_t parent, const char *name, uint32_t pid);
+    int (*getattr)(fuse_req_t req, uint64_t ino, uint32_t pid);
     int (*create)(fuse_req_t req, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid);
 };
 
@@ -270,13 +270,13 @@ void shim_set_quick(const struct quick *from_python)
 
 static void on_lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
 {
-    if (!quick.lookup(req, parent, name))
+    if (!quick.lookup(req, parent, name, fuse_req_ctx(req)->pid))
         lookup_of_pyfuse3(req, parent, name);
 }
 
 static void on_getattr(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
 {
-    if (!quick.getattr(req, ino))
+    if (!quick.getattr(req, ino, fuse_req_ctx(req)->pid))
         getattr_of_pyfuse3(req, ino, fi);
 }
 

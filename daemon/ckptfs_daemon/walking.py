@@ -1,13 +1,16 @@
 """Owns what the mount knows of walks along paths: which names a thread will look up next, so that one round trip brings all of them.
 
 The kernel asks for one name of a path after the other, and each answer must be what the store says while the system call runs. What was
-looked up in a directory the last time is read together with the directory. It counts as fresh for the same thread alone, in the order of
-the path, once, and for WALK_FRESH_S: a guess that was wrong costs a key in a question that was asked anyway.
+looked up in a directory the last time, or follows that (f2 after f1), is read together with the directory. It counts as fresh for the same
+thread alone, in the order of the path, once, for WALK_FRESH_S, and only if each step follows the answer to the one before within
+WALK_STEP_S: in that time nobody can have told the thread what another node did. A wrong guess costs a key in a question that was asked
+anyway.
 If we die here: nothing is kept.
 """
 
+import re
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import trio
 
@@ -15,14 +18,48 @@ from ckptfs import limits
 from ckptfs.catalog.sharing import reading
 from ckptfs_daemon.sharing import Name, Sharing
 
+_NUMBERED = re.compile(rb"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
+
 
 @dataclass(slots=True)
 class Walk:
-    """What was read for one thread: the names that come next, and the inode that it has reached."""
+    """What was read for one thread: any of the names that come next, step by step, and the inode that it has reached."""
 
     until_s: float
-    names: deque[Name] = field(default_factory=deque)
+    step_until_s: float
+    names: deque[tuple[Name, ...]]
     reached: int = 0
+
+    def goes_on(self) -> bool:
+        """Whether what is asked now belongs to what was asked before."""
+        return trio.current_time() < min(self.until_s, self.step_until_s)
+
+
+@dataclass(slots=True)
+class Habit:
+    """What is looked up in a directory: the last names, the newest first, and what they let expect."""
+
+    last: tuple[bytes, ...]
+    next: tuple[bytes, ...]
+
+    def note(self, name: bytes) -> None:
+        """It was looked up. Two rows of names may take turns, as where each file is renamed when it is whole."""
+        for one in self.last:
+            if successor(one) == name:
+                self.last = (name, *(other for other in self.last if other != one))
+                self.next = tuple(filter(None, map(successor, self.last)))
+                return
+        self.last = (name, *(other for other in self.last if other != name))[:2]
+        self.next = (name,)
+
+
+def successor(name: bytes) -> bytes | None:
+    """The name with the next number; None for one without a number."""
+    match = _NUMBERED.fullmatch(name)
+    if match is None:
+        return None
+    before, number, after = match.groups()
+    return before + b"%0*d" % (len(number), int(number) + 1) + after
 
 
 class Walks:
@@ -31,47 +68,85 @@ class Walks:
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
         self._walks: OrderedDict[int, Walk] = OrderedDict()
-        self._last: OrderedDict[int, bytes] = OrderedDict()
+        self._habits: OrderedDict[int, Habit] = OrderedDict()
+
+    def knows_name(self, pid: int, parent: int, name: bytes) -> bool:
+        """Whether the rows of a name are as the store has them, because a walk brought them; once. `pid` is the thread that asks."""
+        walk = self._walks.get(pid)
+        if walk is None or not walk.names or (parent, name) not in walk.names[0] or not walk.goes_on():
+            return False
+        walk.names.popleft()
+        self._note(parent, name)
+        return True
+
+    def knows_inode(self, pid: int, inode: int) -> bool:
+        """Whether the rows of an inode are as the store has them, because a thread has just walked there; once."""
+        walk = self._walks.get(pid)
+        if walk is None or walk.reached != inode or not walk.goes_on():
+            return False
+        walk.reached = 0
+        self.answers(pid)
+        return True
 
     async def fresh_name(self, pid: int, parent: int, name: bytes) -> None:
         """The rows of a name are as the store has them; `pid` is the thread that asks, 0 for one that is not known."""
-        self._last[parent] = name
-        self._last.move_to_end(parent)
-        if len(self._last) > limits.WALKS_MAX:
-            self._last.popitem(last=False)
-        walk = self._walks.get(pid)
-        if walk is not None and walk.names and walk.names[0] == (parent, name) and trio.current_time() < walk.until_s:
-            walk.names.popleft()
+        if self.knows_name(pid, parent, name):
             return
-        ahead = self._ahead(parent, name)
-        await self._sharing.fresh_name(parent, name, *ahead)
-        if pid:
-            self._walks.pop(pid, None)
-            self._walks[pid] = Walk(trio.current_time() + limits.WALK_FRESH_S, deque(ahead))
-            if len(self._walks) > limits.WALKS_MAX:
-                self._walks.popitem(last=False)
+        self._note(parent, name)
+        child = reading.directory(self._sharing.db, parent, name)
+        ahead = [] if child is None else self._ahead(child)
+        await self._sharing.fresh_name(parent, name, *_once(ahead))
+        self._begin(pid, ahead)
+
+    async def fresh_inode(self, pid: int, inode: int) -> None:
+        """The rows of an inode are as the store has them, to which a thread has perhaps just walked, or from which it will."""
+        if self.knows_inode(pid, inode):
+            return
+        ahead = self._ahead(inode)
+        await self._sharing.fresh_inode(inode, *_once(ahead))
+        self._begin(pid, ahead)
 
     def reached(self, pid: int, inode: int) -> None:
-        """The name that was made fresh leads there."""
+        """The name that was made fresh leads there; the answer goes out now."""
         walk = self._walks.get(pid)
         if walk is not None:
             walk.reached = inode
+            self.answers(pid)
 
-    async def fresh_inode(self, pid: int, inode: int) -> None:
-        """The rows of an inode are as the store has them, to which a thread has perhaps just walked."""
+    def answers(self, pid: int) -> None:
+        """The thread gets an answer now."""
         walk = self._walks.get(pid)
-        if walk is not None and walk.reached == inode and trio.current_time() < walk.until_s:
-            walk.reached = 0
-            return
-        await self._sharing.fresh_inode(inode)
+        if walk is not None:
+            walk.step_until_s = trio.current_time() + limits.WALK_STEP_S
 
-    def _ahead(self, parent: int, name: bytes) -> list[Name]:
-        """What was looked up below this name the last time."""
-        names: list[Name] = []
-        while len(names) < limits.WALK_NAMES_MAX:
-            child = reading.directory(self._sharing.db, parent, name)
-            if child is None or child not in self._last:
-                break
-            parent, name = child, self._last[child]
-            names.append((parent, name))
-        return names
+    def _begin(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
+        if pid:
+            now_s = trio.current_time()
+            self._walks.pop(pid, None)
+            self._walks[pid] = Walk(now_s + limits.WALK_FRESH_S, now_s + limits.WALK_STEP_S, deque(ahead))
+            if len(self._walks) > limits.WALKS_MAX:
+                self._walks.popitem(last=False)
+
+    def _note(self, parent: int, name: bytes) -> None:
+        habit = self._habits.get(parent)
+        if habit is None:
+            self._habits[parent] = Habit((name,), (name,))
+            if len(self._habits) > limits.WALKS_MAX:
+                self._habits.popitem(last=False)
+            return
+        habit.note(name)
+        self._habits.move_to_end(parent)
+
+    def _ahead(self, directory: int) -> list[tuple[Name, ...]]:
+        """What will probably be looked up from a directory on, step by step."""
+        steps: list[tuple[Name, ...]] = []
+        child: int | None = directory
+        while child is not None and len(steps) < limits.WALK_NAMES_MAX and (habit := self._habits.get(child)) is not None:
+            names = tuple((child, name) for name in habit.next)
+            steps.extend([names] * len(names))
+            child = next(filter(None, (reading.directory(self._sharing.db, *name) for name in names)), None)
+        return steps
+
+
+def _once(steps: list[tuple[Name, ...]]) -> list[Name]:
+    return list(dict.fromkeys(name for step in steps for name in step))

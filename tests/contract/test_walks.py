@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
-from ckptfs_daemon.walking import Walks
+from ckptfs_daemon.walking import Walks, successor
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running
 from trio.testing import MockClock
@@ -103,3 +103,53 @@ def test_a_guess_serves_one_thread_once_and_not_for_long(tmp_path: Path) -> None
         assert await walker.reads(lambda: walks.fresh_inode(0, top)) == 1
 
     run(tmp_path, act)
+
+
+def test_a_walk_begins_where_the_kernel_asks_whether_it_may(tmp_path: Path) -> None:
+    """It asks for the attributes of the directory first: all the rest of the path comes with them."""
+
+    async def act(_: Node, walker: Walker) -> None:
+        async def stat() -> None:
+            await walker.walks.fresh_inode(THREAD, ROOT)
+            await walker.stat("a/b/c/f")
+
+        assert await walker.reads(stat) == 1
+        assert await walker.reads(stat) == 1
+
+    run(tmp_path, act)
+
+
+def test_names_with_numbers_are_expected(tmp_path: Path) -> None:
+    """Files looked up one after the other cost one round trip each, also where two rows take turns, and where they are not there."""
+
+    async def act(other: Node, walker: Walker) -> None:
+        async def look(name: str) -> None:
+            await walker.walks.fresh_inode(THREAD, ROOT)
+            directory = await walker.stat("a/b/c")
+            for one in (f"{name}.tmp", name):
+                await walker.walks.fresh_name(THREAD, directory, one.encode())
+                walker.walks.answers(THREAD)
+
+        for name in ("f0008", "f0009", "f0010"):
+            await look(name)
+        assert [await walker.reads(lambda name=name: look(name)) for name in ("f0011", "f0012")] == [1, 1]
+        made = await other.make("a/b/c/f0013")
+        await look("f0013")
+        assert await walker.stat("a/b/c/f0013") == made.id
+
+    run(tmp_path, act)
+
+
+def test_a_step_that_comes_late_is_asked_for_anew(tmp_path: Path) -> None:
+    async def act(_: Node, walker: Walker) -> None:
+        top = await walker.stat("a")
+        await trio.sleep(1.1 * limits.WALK_STEP_S)
+        assert await walker.reads(lambda: walker.walks.fresh_name(THREAD, top, b"b")) == 1
+
+    run(tmp_path, act)
+
+
+def test_the_next_number() -> None:
+    assert [successor(name) for name in (b"f0009", b"s9.pt", b"__0_3.distcp", b"f999", b"plain", b"9" * 19)] == [
+        b"f0010", b"s10.pt", b"__0_4.distcp", b"f1000", None, b"9" + b"1" + b"0" * 18,
+    ]  # fmt: skip
