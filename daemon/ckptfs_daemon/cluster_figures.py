@@ -15,9 +15,10 @@ from typing import Any
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import belonging, holding, identity, peers
+from ckptfs.catalog import adoption, belonging, holding, identity, peers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import island
+from ckptfs.catalog.sharing.truth import Truth
 from ckptfs.catalog.store import Put, Store, prefix_end, scan
 from ckptfs.clique import holders, membership, placement
 from ckptfs.clique.keys import Identity
@@ -131,6 +132,13 @@ class ClusterFigures:
             answer.receiving, answer.lending = served.get("transfers", 0), served.get("loans", 0)
             answer.links.extend(_links(self._transport.loads(), self._transport.measured()))
         return answer
+
+    def ask_for(self, inodes: Iterable[int]) -> None:
+        """Learn from the store what it says of these files now, and what the PFS shows of them; then who has what they hold."""
+        inodes = list(inodes)
+        with contextlib.suppress(CkptfsError):
+            Truth(self._db, self._store).learn(adoption.instance(self._db), inodes=inodes)
+        self.ask_for_copies(inodes)
 
     def ask_for_copies(self, inodes: Iterable[int]) -> None:
         """Learn from the store who has what other nodes wrote of these files: of that this node is not told by itself."""

@@ -141,8 +141,8 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         pause, told, told_at, before = LOOK_FIRST_S, pb.Progress(), 0.0, pb.Progress()
         asked_at = 0.0
         while context.is_active():
-            if wanted is Level.CLIQUE and self._cluster is not None and time.monotonic() - asked_at > KEEPALIVE_S:
-                self._cluster.ask_for_copies(waiting.left)
+            if self._cluster is not None and time.monotonic() - asked_at > KEEPALIVE_S:
+                self._cluster.ask_for(waiting.left)
                 asked_at = time.monotonic()
             beats, begun = self._pulse.beats, time.monotonic()
             progress = waiting.look(self._figures.copied())

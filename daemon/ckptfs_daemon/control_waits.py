@@ -78,8 +78,9 @@ class Waiting:
             path = report.path_of(self._db, inode).decode(errors="backslashreplace")
             raise ContentLost(f"{path} is lost: no place holds its content any more", remedy="write it again, or delete it")
         self._bytes[inode] = found.size
-        if content is not None and content.state is ContentState.OPEN:
-            self._writers = True
+        if content is not None and content.state in {ContentState.OPEN, ContentState.CLOSED}:
+            # Closed and not sealed it would survive our processes, but is nothing yet that a checkpoint can rest on.
+            self._writers |= content.state is ContentState.OPEN
             return False
         if self._wanted is not Level.PFS:
             order = list(Level)

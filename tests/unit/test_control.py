@@ -152,11 +152,11 @@ def test_waiting_for_local(served: Served) -> None:
     first = next(served.client.wait(inode, "local", 5.0))
     assert not first.done and first.files_left == 1 and first.obstacle == "a file is still open for writing"
 
-    def close() -> None:
-        with served.node.db.change():
-            contents.close(served.node.db, inode, content, 100, 1, 2)
-
-    timer = later(close)
+    with served.node.db.change():
+        contents.close(served.node.db, inode, content, 100, 1, 2)
+    closed = next(served.client.wait(inode, "local", 5.0))
+    assert not closed.done and not closed.obstacle, "its seal is to come, on which `ckptfs latest` rests"
+    timer = later(served.seal)
     *_, last = served.client.wait(inode, "local", 60.0)
     timer.join()
     assert last.done and last.files_left == 0
@@ -229,7 +229,7 @@ def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:
     served.stop()
     served.start()
     with served.node.db.change():
-        served.node.db.run("UPDATE content SET state = 1")
+        served.node.db.run("UPDATE content SET state = 2, digest = x'00'")
     assert list(messages)[-1].done
     assert served.client.status().name == "test"
 
