@@ -131,7 +131,7 @@ class Sharing:
 
     async def _fresh(self, keys: list[Key]) -> None:
         told = await self._told(keys)
-        while told and (more := reading.lacking(self.db, told)):
+        while told and (more := reading.lacking(self.db, told) or reading.overtaken(told)):
             found = await self._told(more)
             if not found:
                 return

@@ -14,6 +14,7 @@ from shared_catalogs import Node, Slow, running, settled, stored_tree
 
 from ckptfs.catalog import journal, namespace, renaming
 from ckptfs.catalog.sharing import forgetting, seen, touching
+from ckptfs.catalog.sharing.applying import Told
 from ckptfs.catalog.sharing.kinds import INODE, Key
 from ckptfs.model import ROOT
 
@@ -80,6 +81,28 @@ def test_what_one_changes_the_other_sees(tmp_path: Path) -> None:
         assert (await a.stat("g")).nlink == 1
         await a.rmdir("e")
         assert await b.names() == [b"g"]
+
+    play(tmp_path, act)
+
+
+def test_a_name_is_never_missing_while_another_file_takes_its_place(tmp_path: Path) -> None:
+    """P2: nor when that happens between two questions, of the name and of what it leads to; and once more between the next two."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.make("x")
+        others = ["y", "z"]
+        for name in others:
+            await a.make(name)
+        told = b.sharing._told
+
+        async def slowly(keys: list[Key]) -> dict[Key, Told]:
+            found = await told(keys)
+            if others:
+                await a.rename(others.pop(), "x")
+            return found
+
+        b.sharing._told = slowly  # type: ignore[method-assign]
+        assert (await b.stat("x")).id == (await a.stat("x")).id and not others
 
     play(tmp_path, act)
 

@@ -64,6 +64,19 @@ def lacking(db: Database, told: dict[Key, Told]) -> list[Key]:
     return [key for key in dict.fromkeys(wanted) if key not in told]
 
 
+def overtaken(told: dict[Key, Told]) -> list[Key]:
+    """Names that lead to what was gone when it was asked for a moment later: another file may have had its place at every moment. One that
+    is overtaken again was changed again within a round trip.
+    """
+    found = []
+    for key, one in told.items():
+        if key.kind == NAME and (value := one.seen.content) is not None:
+            child = told.get(Key(INODE, value["child"]))
+            if child is not None and child.seen.value is None and child.asked > one.asked:
+                found.append(key)
+    return found
+
+
 def unknown(db: Database, keys: Iterable[Key]) -> list[Key]:
     """Those of which nothing is known here."""
     return [key for key in keys if not seen.get(db, key).revision]
