@@ -91,19 +91,26 @@ def test_a_newer_content_that_dies_with_its_node_does_not_take_the_former_one_al
         (home / "file").write_bytes(former := os.urandom(SIZE))
         changed_ns = (home / "file").stat().st_mtime_ns
         wait_for(home, "clique")
-        memory[0].slow(1_000_000)
+        memory[0].slow(4_000_000)
         if how == "truncated":
-            (home / "file").write_bytes(os.urandom(2 * SIZE))
+            (home / "file").write_bytes(os.urandom(8 * SIZE))
         else:
-            (home / "file.tmp").write_bytes(os.urandom(2 * SIZE))
+            (home / "file.tmp").write_bytes(os.urandom(8 * SIZE))
             (home / "file.tmp").rename(home / "file")
+        # What it did as an island, because its link is so slow, nobody else ever knew.
+        eventually(lambda: not memory[0].is_island(), what="the others know of the newer content")
+        assert level(home / "file") == "local"
         memory[0].wipe(nvme=True)
         survivors = [memory[1].path / how / "file", memory[2].path / how / "file"]
         for path in survivors:
             eventually(lambda path=path: path.stat().st_size == SIZE, what="the survivors show the former content")
             assert path.read_bytes() == former and path.stat().st_mtime_ns == changed_ns
-        told = "".join(node.log + node.command("status", node.path, check=False).stdout for node in memory.nodes[1:])
-        assert f"{how}/file shows its former content" in told and "the file shows its former content" in told
+
+        def told() -> bool:
+            words = "".join(node.log + node.command("status", node.path, check=False).stdout for node in memory.nodes[1:])
+            return f"{how}/file shows its former content" in words and "the file shows its former content" in words
+
+        eventually(told, what="the log and status say so")
         wait_for(survivors[0], "clique")
         memory[0].mend()
         memory[0].start()
