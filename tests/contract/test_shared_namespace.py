@@ -385,6 +385,36 @@ def test_what_both_moved_is_taken_back_also_from_a_name_whose_file_comes_back(tm
     play(tmp_path, act)
 
 
+@pytest.mark.parametrize("there", ["rename", "exchange", "further"])
+@pytest.mark.parametrize("taken", [False, True])
+def test_two_directories_that_are_moved_into_each_other_make_no_loop(tmp_path: Path, there: str, taken: bool) -> None:
+    """One on an island, the other one elsewhere meanwhile; `taken`: its name there is another's, too."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("one")
+        await a.mkdir("two")
+        await a.mkdir("two/deep")
+        await a.make("two/x")
+        await b.names()
+        await b.names("two")
+        await b.stat("one")
+        b.cut(True)
+        await b.rename("two", "one/y")
+        await b.make("one/z")
+        if taken:
+            await a.mkdir("one/y")
+        if there == "exchange":
+            await a.rename("one", "two/x", renaming.EXCHANGE)
+        else:
+            await a.rename("one", "two/deep/y" if there == "further" else "two/y")
+        b.cut(False)
+        await settled([a, b])
+        tree = await a.tree()
+        assert tree == await b.tree() and any(path.endswith(b"/z") for path in tree)
+
+    play(tmp_path, act)
+
+
 def test_a_directory_that_comes_back_has_a_name_also_where_its_own_was_given_away(tmp_path: Path) -> None:
     """An island moves a directory into one that others delete, and whose name they give to something else."""
 

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ckptfs import limits
-from ckptfs.catalog import adoption, directories, identity, journal
+from ckptfs.catalog import adoption, identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, kinds, merging, pfs_kinds, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
@@ -212,11 +212,28 @@ class Returning(Refusal):
             self._names[key] = told.seen  # It comes back, and its name is another's by now.
             return
         applying.apply(self._db, key, told.seen, self._asked, self._recent)
+
+    def _find_loops(self) -> None:
         for changed in self._batch.changed:
             if changed.kind == INODE and (now := kinds.read(self._db, changed)) and now["mode"] & 0o170000 == reading.DIRECTORY:
                 before = seen.get(self._db, changed).content
-                if before and before["parent"] != now["parent"] and directories.is_inside(self._db, now["parent"], changed.number):
+                if before and before["parent"] != now["parent"] and self._is_below(now["parent"], changed.number):
                     self._contested |= self._leading_to(changed.number)
+
+    def _is_below(self, directory: int, other: int) -> bool:
+        """Whether a directory is another one or lies below it, where those that were moved there lie there."""
+        passed: set[int] = set()
+        while directory not in passed and directory:
+            if directory == other:
+                return True
+            passed.add(directory)
+            told, before = self._told.get(Key(INODE, directory)), seen.get(self._db, Key(INODE, directory)).content
+            theirs = None if told is None else told.seen.content
+            if theirs is not None and before is not None and theirs["parent"] != before["parent"]:
+                directory = theirs["parent"]
+            else:
+                directory = self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
+        return False
 
     def _gone(self, inode: int) -> None:
         """It was deleted there. What was made in it or written into it here brings it back."""

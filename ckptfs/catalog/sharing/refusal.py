@@ -57,6 +57,7 @@ class Refusal:
                 self._differs(key, one)
             elif key.kind == INODE and key not in self._batch.compared and one.seen.value is None:
                 self._gone(key.number)
+        self._find_loops()
         if self._contested:
             self._take_back()
             answers.forget_all(self._db)
@@ -79,6 +80,9 @@ class Refusal:
         """The name of a directory above one that moves is another one there."""
         applying.apply(self._db, key, told.seen, self._asked, self._recent)
         self._contested |= self._moved()
+
+    def _find_loops(self) -> None:
+        """A directory that moves below itself by what moved there: whatever moves was contested by the names above it."""
 
     def _merge(self, key: Key, now: Seen) -> None:
         base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
