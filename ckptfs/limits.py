@@ -233,6 +233,8 @@ CONTROL_LIST_MAX = 1000
 ETCD_WAIT_S = 3.0
 # One endpoint gets so long before the next is tried.
 ETCD_TRY_S = 1.0
+# Who finds out so much later that its time is over has stood still itself, and asks once more.
+ETCD_LATE_S = 0.5
 # Between tries when no endpoint can serve.
 ETCD_PAUSE_S = 0.05
 # etcd's own bounds for one transaction, as it is when nobody configures it (1.5 MiB with everything around it).

@@ -122,13 +122,19 @@ class Call(Generic[Answer]):
         self.future: Future[Answer] = Future()
         self.future.set_running_or_notify_cancel()
         self._endpoints, self._call, self._request, self._finish = endpoints, call, request, finish
+        self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
+        self._stood_still = False
         self._tries = 0
         self._failure = error(None, "no time to ask", endpoints.current().address)
 
     def next_try(self) -> None:
         """Ask the endpoint that is current now."""
         left_s = self._deadline_s - time.monotonic()
+        if left_s < -limits.ETCD_LATE_S and not self._stood_still:
+            # Nothing ran here for a while, so nobody could have answered: what is known here may be old, and etcd need not be away.
+            self._stood_still, left_s = True, self._timeout_s
+            self._deadline_s = time.monotonic() + left_s
         if left_s <= 0 or self._endpoints.closed.is_set():
             self.future.set_exception(self._failure)
             return

@@ -1,0 +1,94 @@
+"""P7: a node that stood still, with a question under way, does not take etcd for gone and itself for an island with old data."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from ckptfs import limits
+from ckptfs.catalog.etcd import endpoints
+from ckptfs.catalog.etcd.endpoints import Call
+from ckptfs.errors import Unreachable
+
+WAIT_S = 3.0
+
+
+class Pending:
+    """A call that has ended."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return ""
+
+    def result(self) -> str:
+        return "answer"
+
+    def add_done_callback(self, act: Callable[[Any], None]) -> None:
+        act(self)
+
+
+class Member:
+    """Each call takes as long as `takes_s` says next; what is not answered in its time is over. `asked`: how much time each one got."""
+
+    address = "etcd:2379"
+
+    def __init__(self, takes_s: list[tuple[float, bool]]) -> None:
+        self.now_s, self._takes_s = 100.0, takes_s
+        self.asked: list[float] = []
+
+    def begin(self, call: str, request: object, timeout_s: float, patient: bool) -> Pending:
+        self.asked.append(timeout_s)
+        took_s, answered = self._takes_s.pop(0)
+        self.now_s += took_s
+        return Pending(grpc.StatusCode.OK if answered else grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    # --- all members, which are this one ------------------------------------------------------------------------------
+
+    class closed:
+        @staticmethod
+        def is_set() -> bool:
+            return False
+
+    def __len__(self) -> int:
+        return 1
+
+    def current(self) -> "Member":
+        return self
+
+    def avoid(self, _: object) -> None: ...
+
+    def pause(self, act: Callable[[], None]) -> None:
+        self.now_s += limits.ETCD_PAUSE_S
+        act()
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "answered", "asked"),
+    [
+        ([(0.001, True)], True, 1),
+        ([(WAIT_S, False)], False, 1),
+        ([(WAIT_S + 15.0, False), (0.001, True)], True, 2),
+        ([(WAIT_S + 15.0, False), (WAIT_S, False)], False, 2),
+        ([(WAIT_S + 15.0, False), (WAIT_S + 15.0, False)], False, 2),
+    ],
+    ids=["answered", "away", "stood still", "stood still, and away", "stood still twice"],
+)
+def test_who_stood_still_asks_once_more(
+    monkeypatch: pytest.MonkeyPatch, takes_s: list[tuple[float, bool]], answered: bool, asked: int
+) -> None:
+    member = Member(takes_s)
+    monkeypatch.setattr(endpoints.time, "monotonic", lambda: member.now_s)
+    call: Call[str] = Call(member, "transaction", object(), str, WAIT_S)  # type: ignore[arg-type]
+    call.next_try()
+    assert member.asked == [WAIT_S] * asked
+    if answered:
+        assert call.future.result(timeout=0) == "answer"
+    else:
+        with pytest.raises(Unreachable):
+            call.future.result(timeout=0)
