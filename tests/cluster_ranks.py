@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -44,7 +45,16 @@ def same(one: Any, other: Any) -> bool:
 def sets(directory: str) -> list[int]:
     """The steps of which there is a set with its metadata, the newest first."""
     found = [int(name.removeprefix("step_")) for name in os.listdir(directory) if re.fullmatch(r"step_\d+", name)]
-    return sorted((step for step in found if os.path.exists(place(directory, step) + "/.metadata")), reverse=True)
+    return sorted((step for step in found if is_there(place(directory, step) + "/.metadata")), reverse=True)
+
+
+def is_there(path: str) -> bool:
+    """Whether there is such a file. Raises any other error."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def place(directory: str, step: int) -> str:
@@ -55,12 +65,13 @@ def place(directory: str, step: int) -> str:
 def resume(directory: str, mesh: DeviceMesh, say: Any) -> int:
     """Load the newest set that can be loaded; its step. All ranks try the same ones."""
     told: list[Any] = [sets(directory)]
+    say(f"sees {sorted(os.listdir(directory))}, whole are {told[0]}")
     dist.broadcast_object_list(told)
     for step in told[0]:
         found = state(0, mesh)
         try:
             dcp.load(found, checkpoint_id=place(directory, step))
-        except Exception as failure:
+        except (Exception, CheckpointException) as failure:
             say(f"cannot load {step}: {str(failure)[-300:]!r}")
             continue
         expected = state(step, mesh)

@@ -98,7 +98,8 @@ def test_ranks_go_on_elsewhere(cluster: ClusterUnderTest) -> None:
         ranks = Ranks(cluster, nodes, PORT + number, again=number > 0)
         ranks.wait(lambda ranks=ranks: ranks.steps("resumed"), "the job begins")
         resumed = ranks.steps("resumed")[0]
-        assert resumed >= safe, f"{safe} was safe, the job goes on from {resumed}\n{ranks.all_said()}"
+        seen = {node.name: sorted(os.listdir(node.path / "run")) for node in cluster.nodes if node.pids()}
+        assert resumed >= safe, f"{safe} was safe, the job goes on from {resumed}; there are now {seen}\n{ranks.all_said()}"
         wanted = resumed + source.randint(3, 5)
         ranks.wait(lambda ranks=ranks, wanted=wanted: wanted in ranks.steps("saved"), f"step {wanted} is saved")
         victim = source.choice(sorted(set(nodes)))
