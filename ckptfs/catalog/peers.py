@@ -107,6 +107,11 @@ def is_known(db: Database, content: Content) -> bool:
     return not db.value(f"SELECT {_UNKNOWN.format('?1', '?2')}", content.id, content.inode)
 
 
+def names_are_known(db: Database, directory: int) -> bool:
+    """Whether the others know all names in a directory."""
+    return db.value("SELECT 1 FROM touched_key WHERE kind = 'e' AND number = ? LIMIT 1", directory) is None
+
+
 def _alive(db: Database, content: Content) -> list[tuple[int, str, str]]:
     return db.rows(
         "SELECT p.number, p.name, p.domain FROM peer_copy c JOIN peer p ON p.number = c.node"

@@ -235,6 +235,22 @@ class FileOperations(OpenOperations, ExtraOperations):
         if self.context.config.fsync is Level.PFS:
             row, inode = journal.last_in(self.context.db, fh)
             await self._told(inode, row)
+        elif self.context.config.fsync is Level.CLIQUE:
+            await self._named(fh)
+
+    async def _named(self, directory: int) -> None:
+        """Wait until the other nodes know the names in a directory. Without them: what the configuration says."""
+        config, db, sharing = self.context.config, self.context.db, self.context.sharing
+        degrades = config.clique_lost is CliqueLost.LOCAL
+        if sharing is None or (await sharing.published() and not sharing.island):
+            return
+        with trio.move_on_after(0.0 if degrades else config.clique_wait_s):
+            while not peers.names_are_known(db, directory):
+                await trio.sleep(limits.ISLAND_PROBE_S)
+        path = os.fsdecode(report.path_of(db, directory))
+        if not degrades and not peers.names_are_known(db, directory):
+            log.error("fsync of %s: etcd was not told of what changed there within %g s", path, config.clique_wait_s)
+            raise refused(errno.EIO)
 
     # --- length -------------------------------------------------------------------------------------------------------
 
