@@ -103,4 +103,4 @@ def test_stress_ng(mount: Area, first: int) -> None:
     """F4: a second of each, some of them at once."""
     need("stress-ng")
     stressors = [word for name in STRESSORS[first : first + TOGETHER] for word in (f"--{name}", "1")]
-    run("stress-ng", *stressors, "-t", "1", "--temp-path", mount.path, "--verify", *SIZES, timeout=90)
+    run("stress-ng", *stressors, "-t", "1", "--temp-path", mount.path, "--verify", *SIZES)
