@@ -46,6 +46,9 @@ class Faults:
         storm.away[node] = how
         storm.changed(node)
         act(node)
+        if how in ("killed", "wiped"):
+            for track in storm.tracks:
+                track.broken_off(node)
         if how == "wiped":
             for track in storm.tracks:
                 track.wiped(node)
@@ -94,6 +97,8 @@ class Faults:
             storm.away[node] = "restarted"
             storm.changed(node)
             self._cluster[node].end() if orderly else self._cluster[node].kill()
+            for track in storm.tracks:
+                track.broken_off(node)
             self._cluster[node].start()
             eventually(lambda: living(self._cluster[0].path) == len(self._cluster.nodes), what=f"all nodes live\n{storm.story()}")
             del storm.away[node]

@@ -68,7 +68,9 @@ def _common(one: bytes, other: bytes) -> int:
 
 @dataclass
 class Track:
-    """See above. `lost`: the last writer's node lost what it had before `latest` was safe. `life`: counts the deaths of its node."""
+    """See above. `lost`: the last writer's node lost what it had before `latest` was safe. `life`: counts the deaths of its node.
+    `broken` was being written when its writer's node died.
+    """
 
     path: str
     origin: str
@@ -79,6 +81,7 @@ class Track:
     durable: int = 0
     writer: int = -1
     lost: bool = False
+    broken: int = 0
     absent: set[int] = field(default_factory=lambda: {0})
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -119,6 +122,16 @@ class Track:
             if self.writer == writer:
                 self.floor = self.durable
 
+    def broken_off(self, writer: int) -> None:
+        """A node has died: what somebody was writing there in place stays as far as it came, as on any filesystem."""
+        with self.lock:
+            if self.writer == writer and self.latest > self.closed:
+                self.broken = self.latest
+
+    def is_broken_off(self, data: bytes) -> bool:
+        """Whether these are the first bytes of that."""
+        return bool(self.broken) and self._in_place and version_bytes(self.origin, self.broken).startswith(data)
+
     def returned(self) -> None:
         """Everybody reaches everybody again."""
         with self.lock:
@@ -137,8 +150,11 @@ class Track:
 
     def is_being_written(self, data: bytes, floor: int) -> bool:
         """Whether these are the first bytes of a version that was being written in place while somebody read it: that is what it holds."""
-        in_place = self.history is None and not self.origin.endswith(("cpt", "best", "step"))
-        return in_place and any(version_bytes(self.origin, number).startswith(data) for number in range(floor + 1, self.latest + 1))
+        return self._in_place and any(version_bytes(self.origin, number).startswith(data) for number in range(floor + 1, self.latest + 1))
+
+    @property
+    def _in_place(self) -> bool:
+        return self.history is None and not self.origin.endswith(("cpt", "best", "step"))
 
     @property
     def hopeless(self) -> bool:

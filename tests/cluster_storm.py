@@ -181,7 +181,8 @@ class Storm:
             try:
                 found = _seen(track, path, newest=False)
             except AssertionError as wrong:
-                self.complain(f"the PFS: {wrong}")
+                if not track.is_broken_off(wrong.args[1] if len(wrong.args) > 1 else b"?"):
+                    self.complain(f"the PFS: {wrong}")
                 return
             if found is None or track.history is not None:
                 return
