@@ -190,7 +190,8 @@ def finish(db: Database, batch: Batch, found: dict[tuple[int, bytes], Found | No
     _pending(db, batch)
     for inode in batch.merged:
         db.run("UPDATE inode SET complete = 0 WHERE id = ?", inode)
-    for directory in {show.at.parent for show in batch.shows}:
+    # What came and went before it could appear has changed its directory's times in the mount, too.
+    for directory in {show.at.parent for show in batch.shows} | {parent for parent, _, _ in batch.pendings}:
         db.run("INSERT OR IGNORE INTO pfs_times (directory) VALUES (?)", directory)
     for inode, content in batch.again:
         journal.append(db, "content", inode, content=content)

@@ -67,6 +67,10 @@ def test_a_directory_keeps_its_times(mount: Mount) -> None:
     mount.put(b"d/file", b"data")
     mount.settle()
     assert (mount.pfs / "d").stat().st_mtime_ns == mount.db.value("SELECT mtime_ns FROM inode WHERE id = ?", mount.number(b"d"))
+    mount.put(b"d/temporary", b"data")
+    mount.unlink(b"d/temporary")
+    mount.settle()
+    assert (mount.pfs / "d").stat().st_mtime_ns == mount.db.value("SELECT mtime_ns FROM inode WHERE id = ?", mount.number(b"d"))
 
 
 def test_a_renamed_directory_is_one_rename_there(mount: Mount) -> None:

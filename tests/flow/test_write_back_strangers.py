@@ -52,6 +52,20 @@ def test_a_name_that_a_stranger_took_first(mount: Mount) -> None:
     assert (mount.pfs / "run" / "d.ckptfs-conflict-1" / "inside").read_bytes() == b"theirs"
 
 
+def test_a_directory_of_ours_where_a_stranger_has_a_file(mount: Mount) -> None:
+    """A directory cannot be renamed over a file: theirs loses the name, and nothing waits for ever."""
+    mount.mkdir(b"moved")
+    mount.settle()
+    for name in ("made", "to"):
+        (mount.pfs / name).write_bytes(b"theirs")
+    mount.mkdir(b"made")
+    mount.rename(b"moved", b"to")
+    mount.put(b"to/file", b"ours")
+    mount.settle()
+    assert (mount.pfs / "made").is_dir() and (mount.pfs / "to" / "file").read_bytes() == b"ours"
+    assert [(mount.pfs / f"{name}.ckptfs-conflict-1").read_bytes() for name in ("made", "to")] == [b"theirs"] * 2
+
+
 def test_a_directory_that_both_made_is_one(mount: Mount) -> None:
     (mount.pfs / "shared").mkdir()
     (mount.pfs / "shared" / "theirs").write_bytes(b"theirs")

@@ -115,7 +115,7 @@ class Applier:
             if there is not None and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(temporary.st_mode):
                 self._remove("write_back:rmdir", action.at, action.temporary, temporary)
                 return
-            self._set_aside(action.at, there)
+            self._clear(action.at, action.other)
             self._rename("write_back:put", action.at, action.temporary, action.at)
 
     def _link(self, action: Action) -> None:
@@ -256,12 +256,16 @@ class Applier:
             self._set_aside(spot, there)
 
     def _clear(self, spot: Spot, expected: Mark | None) -> None:
-        """Free a name for a directory that cannot be renamed over what is there: what is ours has gone in the mount, and goes."""
+        """Free a name for what cannot be renamed over what is there. What we put there has gone in the mount, and goes."""
         there = look(self._fd(spot), spot.name)
-        if there is not None and not stat.S_ISDIR(there.st_mode) and expected is not None and self._is(there, expected):
-            self._remove("write_back:unlink", spot, spot.name, there)  # What a stranger wrote into it is beside it by now.
-        else:
+        if there is None:
+            return
+        ours = expected is not None and self._is(there, expected) and not stat.S_ISDIR(there.st_mode)
+        if not ours:
             self._set_aside(spot, there)
+        kept = look(self._fd(spot), spot.name)
+        if kept is not None and not stat.S_ISDIR(kept.st_mode):
+            self._remove("write_back:unlink", spot, spot.name, kept)  # What a stranger wrote is under the name beside it by now.
 
     def _set_aside(self, spot: Spot, there: os.stat_result | None) -> None:
         """Give what is under a name another one beside it. A file keeps the name as well, so that it never shows nothing."""
