@@ -153,6 +153,8 @@ LEFT_OUT_S = 60.0
 LEFT_OUT_LOOK_S = 10.0
 # A copy that is one too many, or of an older generation, is kept so long for whoever reads it again, or its next generation.
 SPARE_KEPT_S = 600.0
+# What waits on the PFS until its own name is free was left by a node that died when it does so for so long.
+PARKED_KEPT_S = 3600.0
 # What dead nodes said in the store of contents that nobody has is looked through so long after a start, and so often.
 BURY_FIRST_S = 900.0
 BURY_INTERVAL_S = 21_600.0

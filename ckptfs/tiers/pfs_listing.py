@@ -2,7 +2,7 @@
 
 Nothing is written here. Every call may hang as long as the PFS does.
 Hidden: `.ckptfs` in the root (our work area) and everything that begins with `.ckptfs.` (names under which write-back prepares files).
-What is hidden by that and is not ours is told to whoever lists.
+What is hidden by that and is not ours, or was left by a node that died, is told to whoever lists.
 If we die here: nothing was changed.
 """
 
@@ -11,11 +11,12 @@ import errno
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ckptfs import disk
+from ckptfs import disk, limits
 from ckptfs.errors import TierUnavailable
 from ckptfs.model import Seen
 from ckptfs.tiers import acting
@@ -24,7 +25,8 @@ disk.labels("visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readl
 
 WORK_DIRECTORY = b".ckptfs"
 HIDDEN_PREFIX = b".ckptfs."
-_TEMPORARY = re.compile(rb"\.ckptfs\.([0-9a-f]{8}|parked)\.[0-9a-f]+\Z")
+_TEMPORARY = re.compile(rb"\.ckptfs\.[0-9a-f]{8}\.[0-9a-f]+\Z")
+_PARKED = re.compile(rb"\.ckptfs\.parked\.([0-9a-f]{1,16})\Z")
 _IN_WORK_AREA = re.compile(rb"(tier-id(\.[0-9a-f]+)?|contents(-[0-9a-f]+)?)\Z")
 OUR_XATTRS = "user.ckptfs."
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -94,11 +96,25 @@ def listing(directory_fd: int, *, root: bool, foreign: Callable[[bytes], None] =
                     foreign(other)
                 continue
             if name.startswith(HIDDEN_PREFIX):
-                if not _TEMPORARY.match(name):
+                if not _TEMPORARY.match(name) and (parked(name) is None or _is_left(directory_fd, name)):
                     foreign(name)
                 continue
             with contextlib.suppress(FileNotFoundError):
                 yield look(directory_fd, name)
+
+
+def parked(name: bytes) -> int | None:
+    """The inode of what waits under this name until its own one is free; None: it is no such name."""
+    found = _PARKED.match(name)
+    return None if found is None else int(found[1], 16)
+
+
+def _is_left(directory_fd: int, name: bytes) -> bool:
+    """Whether what waits there was left by a node that died: it got this name long ago."""
+    try:
+        return time.time_ns() - look(directory_fd, name).ctime_ns > limits.PARKED_KEPT_S * 1e9
+    except OSError:
+        return False
 
 
 def _foreign_in_work_area(root_fd: int) -> list[bytes]:

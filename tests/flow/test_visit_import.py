@@ -11,6 +11,7 @@ from pfs_world import ROOT, World, wants
 
 from ckptfs import disk, limits
 from ckptfs.catalog import journal, namespace, report
+from ckptfs.flow.visit import Visit
 
 
 @pytest.fixture
@@ -61,6 +62,20 @@ def test_our_own_names_are_hidden(world: World) -> None:
     world.look("deep", again=False)
     assert world.names() == {"deep"} and world.names("deep") == {".ckptfs"}
     assert report.reports(world.db, "trouble:") == []
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    """P5, P6: it goes once it is nobody's any more; of what lives people are told. A node that is at it is left alone."""
+    monkeypatch.setattr(limits, "PARKED_KEPT_S", -1.0 if old else 3600.0)
+    monkeypatch.setattr(Visit, "_is_gone", lambda _, inode: inode == 0x77)
+    for number in (0x77, 0x78):
+        (world.pfs / f".ckptfs.parked.{number:x}").write_bytes(b"renamed")
+    world.look()
+    assert world.names() == set()
+    assert (world.pfs / ".ckptfs.parked.77").exists() is not old and (world.pfs / ".ckptfs.parked.78").exists()
+    told = [json.loads(value)["path"] for _, value, _ in report.reports(world.db, "trouble:")]
+    assert told == ([".ckptfs.parked.78"] if old else [])
 
 
 @pytest.mark.parametrize("what", ["a name like ours", "in the work area", "in its place"])

@@ -12,12 +12,13 @@ import time
 from collections import deque
 
 from ckptfs import disk, limits
-from ckptfs.catalog import pfs_paths, settling, visits, wants
+from ckptfs.catalog import epoch, pfs_paths, settling, visits, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import importing, touching, truth
+from ckptfs.catalog.store import Get
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
-from ckptfs.errors import TierUnavailable
+from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.flow.visit.compare import Comparison, LookAgain
 from ckptfs.model import ROOT, Notify, Tier
 from ckptfs.tiers import health, pfs_listing
@@ -184,7 +185,7 @@ class Visit:
                 visits.end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
                 return
             with disk.closing(self._reach(root_fd, names, directory)) as fd:
-                Comparison(self._db, self._notify, pending, fd, self._progress, self._look_again(directory)).run()
+                Comparison(self._db, self._notify, pending, fd, self._progress, self._look_again(directory), self._is_gone).run()
         except BaseException:
             visits.end(self._db, directory, whole=False)
             raise
@@ -192,6 +193,15 @@ class Visit:
             os.close(root_fd)
         disk.act("visit:end", visits.end, self._db, directory, whole=True)
         self._await_told()
+
+    def _is_gone(self, inode: int) -> bool:
+        """Whether the store has no such file; not while nodes tell one anew that has lost its data."""
+        if self._around is None or epoch.lost_s(self._db) < limits.UNTOLD_KEPT_S:
+            return False
+        try:
+            return not self._around.store.read([Get(b"i/%016x" % inode, keys_only=True)]).results[0]
+        except CkptfsError:
+            return False
 
     def _find(self, directory: int) -> None:
         """Where the PFS shows a directory now: other nodes may have moved it."""

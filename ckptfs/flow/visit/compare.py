@@ -16,11 +16,11 @@ from ckptfs.catalog import report, settling, visits
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.visits import Pending, Verdict
 from ckptfs.model import ROOT, Notify, Seen
-from ckptfs.tiers import pfs_listing
+from ckptfs.tiers import acting, pfs_listing
 
 log = logging.getLogger(__name__)
 
-disk.labels("visit:import", "visit:vanish")
+disk.labels("visit:import", "visit:vanish", "visit:parked")
 
 LISTED_TOGETHER = 256
 IMPORTED_TOGETHER = limits.CHANGE_ROWS_MAX // 8
@@ -38,9 +38,12 @@ class Comparison:
 
     def __init__(
         self, db: Database, notify: Notify, pending: Pending, fd: int, progress: Callable[[], None] = lambda: None,
-        look_again: LookAgain | None = None,
+        look_again: LookAgain | None = None, gone: Callable[[int], bool] = lambda inode: False,
     ) -> None:  # fmt: skip
-        """`look_again` learns what other nodes know of names, and says which must be left to them."""
+        """`look_again` learns what other nodes know of names, and says which must be left to them; `gone`: whether a file certainly has
+        no name any more.
+        """
+        self._gone = gone
         self._look_again = look_again
         self._db = db
         self._notify = notify
@@ -75,8 +78,23 @@ class Comparison:
                 visits.stranger_was_here(self._db, self._directory, pfs_listing.look_at(self._fd))
             self._notify.inode(self._directory)
 
+    def _sweep(self, name: bytes) -> bool:
+        """What a node that died was about to rename goes when nobody calls it anything any more. What lives stays, and is told of."""
+        inode = pfs_listing.parked(name)
+        if inode is None or not self._gone(inode):
+            return False
+        above = pfs_listing.look_at(self._fd)
+        try:
+            acting.attempt(lambda: disk.unlink("visit:parked", name, dir_fd=self._fd), lambda: [(above.uid, above.gid)])
+        except OSError as failure:
+            log.debug("%s stays: %s", os.fsdecode(name), failure)
+            return False
+        log.info("%s is gone from the PFS: a node had died while it renamed it, and it was deleted since", os.fsdecode(name))
+        return True
+
     def _tell_foreign(self) -> None:
         """What somebody calls like what is ours is not shown in the mount: people shall know."""
+        self._foreign = [name for name in self._foreign if not self._sweep(name)]
         key = f"trouble:hidden:{self._directory:016x}"
         if not self._foreign:
             settling.report(self._db, key, None)
