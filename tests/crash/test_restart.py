@@ -238,7 +238,7 @@ def test_a_second_sigterm_does_not_wait_for_open_files(data_path: str, make_daem
 
     On the passthrough path that process can still write to the content, which is therefore not sealed before the next start.
     """
-    daemon = make_daemon(data_path, drain_deadline="5s")
+    daemon = make_daemon(data_path, drain_deadline="1s")
     daemon.expect_warning("is in use|are still open|drained until the deadline: the PFS lacks . changes, 1 files")
     file = os.open(daemon.path / "open", os.O_CREAT | os.O_RDWR)
     os.write(file, b"safe")

@@ -16,6 +16,7 @@ from ckptfs_daemon.connection import Connection
 from ckptfs_daemon.notify import Systemd
 from ckptfs_daemon.supervisor import Supervisor
 
+from ckptfs import limits
 from ckptfs.config import Config
 from ckptfs.model import DataPath
 
@@ -138,7 +139,8 @@ def test_a_mount_that_never_comes_up_is_given_up_with_a_sentence(world: World, m
     assert aborted == [world.served]
 
 
-def test_a_mover_that_dies_again_and_again_does_not_end_the_mount(world: World) -> None:
+def test_a_mover_that_dies_again_and_again_does_not_end_the_mount(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RESTART_LAST_S", 0.2)
     world.script.write_text("mover fail\n" * 7)
 
     def act() -> None:
