@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,6 +140,10 @@ class Database:
     def run(self, sql: str, *values: Any) -> int:
         """Execute a statement that changes rows; how many it changed."""
         return self.connection.execute(sql, values).rowcount
+
+    def run_each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
+        """Execute a statement that changes rows once for each of these."""
+        self.connection.executemany(sql, values)
 
     def insert(self, sql: str, *values: Any) -> int:
         """Execute an INSERT; the new row's id."""

@@ -1,8 +1,9 @@
 """Owns the mount's talk with the store of its cluster: reading before rows answer a question, telling before a change is answered.
 
 Reads that are asked for at once go in one transaction, and so do changes; one commit is under way at a time, and what gathers meanwhile
-goes with the next. When the store does not answer this node is an island: rows answer, changes are marked and wait, nobody waits for them,
-until the store is back and has them all. Everything here belongs to the trio thread; only futures of the store come from others.
+goes with the next: one of those who wait for that tells it. When the store does not answer this node is an island: rows answer, changes
+are marked and wait, nobody waits for them, until the store is back and has them all. Everything here belongs to the trio thread; only
+futures of the store come from others.
 If we die here: what was not told is marked in the catalog, and the next process begins by telling it.
 """
 
@@ -28,7 +29,7 @@ from ckptfs.catalog.store import Get, Outcome, Store
 from ckptfs.clique import holders
 from ckptfs.errors import CkptfsError, StoreLost, Unreachable, refused
 from ckptfs_daemon import meeting, returning
-from ckptfs_daemon.store_calls import Question, Written, answer_of
+from ckptfs_daemon.store_calls import Question, Rounds, Written, answer_of
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,7 @@ class Sharing:
         self._asked: deque[Question] = deque()
         self._reading = 0
         self._to_tell = trio.Event()
-        self._hurry = trio.Event()
-        self._went = trio.Event()
+        self._rounds = Rounds()
         self._reverted: dict[Key, int] = {}
         self._reverts = 0
         self._sent: batch.Batch | None = None
@@ -215,10 +215,8 @@ class Sharing:
         """Everything that was changed up to now is in the store, or this node is an island. False: these names were taken back."""
         reverts = self._reverts
         last = touching.last(self.db)
-        self._hurry.set()
-        self._to_tell.set()
-        while not self.island and touching.waiting(self.db, last):
-            await self._went.wait()
+        while last and not self.island and touching.waiting(self.db, last):
+            await self._rounds.one(self._tell)
         return not any(self._reverted.get(Key(NAME, parent, name), 0) > reverts for parent, name in names)
 
     async def agreed(
@@ -250,19 +248,19 @@ class Sharing:
         raise refused(errno.EAGAIN)
 
     async def run(self) -> None:
-        """The task: tell what is touched, one transaction after the other; on an island, look for the store."""
+        """The task: tell what is touched and nobody waits for; on an island, look for the store."""
         touching.begin(self.db)
         await self._look_back()
+        self._rounds.end()
         while True:
             if self.island:
                 await self._probe()
                 continue
             self._to_tell = trio.Event()
             if touching.last(self.db):
-                with trio.move_on_after(limits.SHARED_GATHER_S):
-                    await self._hurry.wait()
-                self._hurry = trio.Event()
-                await self._tell()
+                await trio.sleep(limits.SHARED_GATHER_S)
+                if not self.island and touching.last(self.db):
+                    await self._rounds.one(self._tell)
                 continue
             with trio.move_on_after(limits.WANT_LOOK_S):
                 await self._to_tell.wait()
@@ -309,9 +307,6 @@ class Sharing:
         except CkptfsError as failure:
             self._failed(failure)
             return False
-        finally:
-            self._went.set()
-            self._went = trio.Event()
         return True
 
     async def _returning(self, made: batch.Batch, came: Outcome) -> Callable[..., Refusal]:
@@ -345,8 +340,7 @@ class Sharing:
         if not isinstance(failure, Unreachable):
             log.error("the store of the cluster refused: %s", failure)
         self._to_tell.set()
-        self._went.set()
-        self._went = trio.Event()
+        self._rounds.wake()
 
     def _enter_island(self) -> None:
         self.island_ns = time.time_ns()
@@ -355,6 +349,7 @@ class Sharing:
     async def _probe(self) -> None:
         """Look whether the store is back."""
         await trio.sleep(limits.ISLAND_PROBE_S)
+        await self._rounds.rest()
         if self._is_lost and not await self._begin_anew():
             return
         if not await self._look_back():

@@ -4,7 +4,7 @@ If we die here: what was asked is answered to nobody.
 """
 
 import contextlib
-from collections.abc import Callable, Container
+from collections.abc import Awaitable, Callable, Container
 from concurrent.futures import Future
 
 import trio
@@ -29,6 +29,40 @@ class Written(Container[int]):
 
     def __contains__(self, inode: object) -> bool:
         return isinstance(inode, int) and self._is_written(inode)
+
+
+class Rounds:
+    """Batches of which one is under way at a time; whoever comes meanwhile waits for it. The first one begins after the first `end`."""
+
+    def __init__(self) -> None:
+        self._under_way = True
+        self._something = trio.Event()
+
+    async def one(self, act: Callable[[], Awaitable[object]]) -> None:
+        """Do `act`; or wait for the one that is under way, or for `wake`, and do nothing."""
+        if self._under_way:
+            await self._something.wait()
+            return
+        self._under_way = True
+        try:
+            await act()
+        finally:
+            self.end()
+
+    async def rest(self) -> None:
+        """None is under way."""
+        while self._under_way:
+            await self._something.wait()
+
+    def end(self) -> None:
+        """It is done; whoever waits may begin the next one."""
+        self._under_way = False
+        self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        self._something.set()
+        self._something = trio.Event()
 
 
 async def answer_of(future: "Future[Outcome]") -> Outcome:

@@ -17,6 +17,7 @@ from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.catalog.store import Compare, Delete, Get, Operation, Put, Target, prefix_end
 from ckptfs.model import ROOT
 
+_TYPE_DIRECTORY = kinds.packed({"type": stat.S_IFDIR})[1:-1]
 _ORDER = {CONTENT: 0, TIMES: 1, INODE: 2, NAME: 4}
 _INODE_GOES, _NAME_GOES = 6, 5
 
@@ -110,6 +111,7 @@ class _Builder:
             self._batch.whole = len(self._rows) < 4 * limits.ETCD_OPERATIONS_MAX
         self._postpone()
         self._count_links()
+        self._count_names()
         return self._batch
 
     def _value(self, key: Key) -> tuple[Seen, bytes | None]:
@@ -199,13 +201,37 @@ class _Builder:
             self._batch.compared[key] = known.revision
             self._batch.parents.discard(directory)
 
-    def _demand_named(self, *entries: bytes | None) -> None:
-        """What gets or loses a name, and was changed later once more, is told with it: what it is called is known by the marks of names."""
-        for entry in entries:
-            key = Key(INODE, (kinds.unpack(entry) or {"child": 0})["child"])
-            is_in = not key.number or key in self._batch.changed or key in self._batch.same
-            if not is_in and touching.is_touched(self._db, key) and self._value(key)[1] is not None:
+    def _demand_named(self, before: bytes | None, now: bytes | None) -> None:
+        """What gets or loses a name is told with it, and what loses one to another with its other names here."""
+        for entry in (before, now):
+            key = Key(INODE, _child(entry))
+            if key.number and key not in self._batch.changed and key not in self._batch.same and self._value(key)[1] is not None:
                 self._add(key)
+        if now is not None and _child(before) not in (0, _child(now)):
+            for name in self._names_here(_child(before)):
+                if name not in self._batch.changed and touching.is_touched(self._db, name):
+                    self._add(name)
+
+    def _names_here(self, inode: int) -> list[Key]:
+        return [Key(NAME, row[0], bytes(row[1])) for row in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
+
+    def _count_names(self) -> None:
+        """A file is told by the names that it has in the store with this transaction: others may be taken back before they are there."""
+        if self._anew:
+            return
+        given: dict[int, set[tuple[int, str]]] = {}
+        taken: dict[int, set[tuple[int, str]]] = {}
+        for key, value in self._batch.changed.items():
+            if key.kind == NAME:
+                name = key.number, key.name.decode("latin-1")
+                taken.setdefault(_child(self._value(key)[0].value), set()).add(name)
+                given.setdefault(_child(value), set()).add(name)
+        for key, value in self._batch.changed.items():
+            if key.kind == INODE and (now := kinds.unpack(value)) is not None and "names" in now:
+                before = {(parent, name) for parent, name in (self._value(key)[0].content or {"names": ()})["names"]}
+                names = (before - taken.get(key.number, set())) | given.get(key.number, set())
+                if names:
+                    self._batch.changed[key] = kinds.pack({**now, "names": [list(name) for name in sorted(names)]})
 
     def _count_links(self) -> None:
         """A directory's links are told as they are in the store with this transaction: what else was changed in it here goes later."""
@@ -215,7 +241,10 @@ class _Builder:
                 more = _is_directory(value) - _is_directory(self._value(key)[0].value)
                 inside[key.number] = inside.get(key.number, 0) + more
         for key, value in self._batch.changed.items():
-            if key.kind == INODE and (now := kinds.unpack(value)) is not None and stat.S_ISDIR(now["mode"]):
+            # Directories are changed seldom: a file has names in its value.
+            if key.kind != INODE or value is None or b'"names":' in value:
+                continue
+            if (now := kinds.unpack(value)) is not None and stat.S_ISDIR(now["mode"]):
                 before = (self._value(key)[0].content or {"nlink": 2})["nlink"]
                 told = kinds.pack({**now, "nlink": before + inside.get(key.number, 0)})
                 self._batch.changed[key] = lost.with_was(told, kinds.was(value))
@@ -264,15 +293,20 @@ class _Builder:
         if self._batch.whole:
             return
         for key in [key for key, value in self._batch.changed.items() if key.kind == NAME and value is None]:
-            child = (self._value(key)[0].content or {"child": 0})["child"]
-            others = [Key(NAME, row[0], bytes(row[1])) for row in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", child)]
+            others = self._names_here(_child(self._value(key)[0].value))
             if others and not any(other in self._batch.changed or not touching.is_touched(self._db, other) for other in others):
                 del self._batch.changed[key]
                 self._batch.compared.pop(key)
 
 
+def _child(entry: bytes | None) -> int:
+    """What a name leads to; 0: nowhere."""
+    return int((kinds.unpack(entry) or {"child": 0})["child"])
+
+
 def _is_directory(entry: bytes | None) -> int:
-    return int((kinds.unpack(entry) or {"type": 0})["type"] == stat.S_IFDIR)
+    """Whether a name leads to one; it is asked of each, so without unpacking."""
+    return int(entry is not None and _TYPE_DIRECTORY in entry)
 
 
 def _copied(batch: Batch) -> Batch:

@@ -20,8 +20,8 @@ from ckptfs.catalog.store import Outcome
 def passed(db: Database, batch: Batch, revision: int, recent: Recent, *, recount: bool = False) -> Result:
     """The store has taken the batch, at this revision; 0: there was nothing that it had to take. `recount`: links may be wrong here."""
     with touching.applying(db):
+        seen.put_each(db, ((key, Seen(revision, value)) for key, value in batch.changed.items()))
         for key, value in batch.changed.items():
-            seen.put(db, key, Seen(revision, value))
             if value is None:
                 recent.gone(key, revision)
         for operation in batch.more:

@@ -5,6 +5,7 @@ exist; who believes so wrongly finds out when the store compares.
 If we die here: it changes in the transaction that changes the rows.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckptfs.catalog.database import Database
@@ -38,6 +39,18 @@ def put(db: Database, key: Key, seen: Seen) -> None:
         db.run("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", *key)
     else:
         db.run("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", *key, *seen)
+
+
+def put_each(db: Database, seen: Iterable[tuple[Key, Seen]]) -> None:
+    """The store has these now."""
+    there, gone = [], []
+    for key, one in seen:
+        if one.value is None:
+            gone.append(key)
+        else:
+            there.append((*key, *one))
+    db.run_each("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", gone)
+    db.run_each("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", there)
 
 
 def names_between(db: Database, directory: int, after: bytes, up_to: bytes | None) -> list[bytes]:

@@ -171,8 +171,7 @@ def touch(db: Database, key: Key) -> None:
 
 def told(db: Database, keys: Iterable[Key], up_to: int) -> None:
     """These keys are in the store as they were after that change."""
-    for key in keys:
-        db.run("DELETE FROM touched_key WHERE kind = ? AND number = ? AND name = ? AND change <= ?", *key, up_to)
+    db.run_each("DELETE FROM touched_key WHERE kind = ? AND number = ? AND name = ? AND change <= ?", [(*key, up_to) for key in keys])
 
 
 def begin(db: Database) -> None:

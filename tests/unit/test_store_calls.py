@@ -1,0 +1,66 @@
+"""Rounds: one batch is told at a time, by one of those who wait for it."""
+
+import trio
+from ckptfs_daemon.store_calls import Rounds
+from trio.testing import wait_all_tasks_blocked
+
+
+def test_one_round_at_a_time() -> None:
+    """None before the first `end`; who comes meanwhile waits and does nothing; `rest` comes after it, and `wake` does not end it."""
+    events: list[str] = []
+
+    async def main() -> None:
+        rounds, done = Rounds(), trio.Event()
+
+        async def act() -> None:
+            events.append("begins")
+            await done.wait()
+            events.append("ends")
+
+        async def come(name: str) -> None:
+            await rounds.one(act)
+            events.append(name)
+
+        async def rest() -> None:
+            await rounds.rest()
+            events.append("rest")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(come, "early")
+            await wait_all_tasks_blocked()
+            assert events == []
+            rounds.end()
+            await wait_all_tasks_blocked()
+            nursery.start_soon(come, "first")
+            await wait_all_tasks_blocked()
+            nursery.start_soon(come, "second")
+            nursery.start_soon(rest)
+            await wait_all_tasks_blocked()
+            assert events == ["early", "begins"]
+            rounds.wake()
+            await wait_all_tasks_blocked()
+            assert events == ["early", "begins", "second"]
+            done.set()
+        assert events[3:4] == ["ends"] and sorted(events[4:]) == ["first", "rest"]
+
+    trio.run(main)
+
+
+def test_a_round_that_fails_ends() -> None:
+    """The next one may begin."""
+
+    async def main() -> None:
+        rounds = Rounds()
+        rounds.end()
+
+        async def fails() -> None:
+            raise ValueError
+
+        for _ in range(2):
+            try:
+                await rounds.one(fails)
+            except ValueError:
+                continue
+            raise AssertionError("it did nothing")
+
+    trio.run(main)
