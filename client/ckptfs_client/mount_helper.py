@@ -7,6 +7,7 @@ If we die here: the daemon goes on by itself; a second attempt is refused by its
 import argparse
 import contextlib
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -74,9 +75,17 @@ def _let_predecessor_end(configured: Config) -> None:
     """Wait while a daemon that was unmounted a moment ago still drains; for a mounted one the daemon's own refusal is the answer."""
     until = time.monotonic() + launching.ANSWER_S
     while time.monotonic() < until and _locked(configured.state / "lock"):
-        if any(mount.mountpoint == configured.mountpoint or mount.name == configured.name for mount in mounted()):
+        theirs = {configured.mountpoint, _last_mountpoint(configured.state)}
+        if any(mount.mountpoint in theirs or mount.name == configured.name for mount in mounted()):
             return
         threading.Event().wait(LOOK_S)
+
+
+def _last_mountpoint(state: Path) -> Path | None:
+    """Where the daemon that uses a state directory says that it is mounted."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return Path(json.loads((state / "processes.json").read_bytes())["mountpoint"])
+    return None
 
 
 def _locked(path: Path) -> bool:

@@ -62,8 +62,8 @@ class AttributeOperations(Handler):
         atime_ns = attr.st_atime_ns if fields.update_atime else None
         mtime_ns = attr.st_mtime_ns if fields.update_mtime else time.time_ns() if fields.update_size else None
         owner = fields.update_uid or fields.update_gid
-        other = fields.update_mode or fields.update_size or fields.update_atime or fields.update_mtime or fields.update_ctime
-        # chown(-1, -1) arrives as a setattr of nothing, and drops set-id bits like any chown.
+        other = fields.update_mode or fields.update_size or fields.update_atime or fields.update_mtime
+        # chown(-1, -1) arrives as a setattr of nothing, or of ctime where the kernel keeps times, and drops set-id bits like any chown.
         kill = request.kill_privileges or owner or not other
 
         def act(db: Database, _: bool) -> Inode:

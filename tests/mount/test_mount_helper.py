@@ -69,6 +69,10 @@ def test_a_second_mount_is_refused(place: DaemonUnderTest) -> None:
     result = mount(place)
     assert result.returncode == 32
     assert result.stderr.startswith("mount.ckptfs: another ckptfsd (pid ") and str(place.state) in result.stderr
+    elsewhere = place.path.parent / "elsewhere"
+    elsewhere.mkdir()
+    result = helper("mount", "another-name", elsewhere, "-o", f"state={place.state},ram=64M")
+    assert result.returncode == 32 and str(place.state) in result.stderr, "nor under another name at another place"
     with open(place.path / "busy", "wb"):
         result = helper("umount", place.path)
         assert result.returncode == 32 and "busy" in result.stderr
