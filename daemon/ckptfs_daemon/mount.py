@@ -7,9 +7,7 @@ If we die here: the supervisor keeps the connection and starts the next one, whi
 import contextlib
 import logging
 import queue
-import resource
 import socket
-from pathlib import Path
 
 import trio
 
@@ -20,7 +18,7 @@ from ckptfs.config import Config
 from ckptfs.model import DataPath
 from ckptfs.tiers import adoption
 from ckptfs.tiers.place import Places
-from ckptfs_daemon import arriving, bells, cluster_store, door, lifeline
+from ckptfs_daemon import arriving, bells, cluster_store, descriptors, door, lifeline
 from ckptfs_daemon.asking import Asking
 from ckptfs_daemon.bells import Bell
 from ckptfs_daemon.context import Context
@@ -51,7 +49,7 @@ class Operations(FileOperations, LatestOperations, QuickOperations, pyfuse3.Oper
 
 def run(inherited: Inherited) -> int:
     """Serve the connection; 0 when it was unmounted."""
-    _raise_descriptor_limit()
+    descriptors.take_all()
     operations = Operations(_wire(inherited))
     if operations.context.sharing is not None:
         operations.context.sharing.serve(operations.lost_names)
@@ -62,16 +60,6 @@ def run(inherited: Inherited) -> int:
     trio.run(_serve, inherited, operations)
     door.close_session()
     return 0
-
-
-def _raise_descriptor_limit() -> None:
-    """Every file that an application has open costs us a descriptor: take as many as we may, as root as many as there are."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = int(Path("/proc/sys/fs/nr_open").read_text())
-    for limit in (most, hard):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-            return
 
 
 def _wire(inherited: Inherited) -> Context:

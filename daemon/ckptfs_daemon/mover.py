@@ -29,7 +29,7 @@ from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import Notify, Tier
 from ckptfs.tiers import lease
 from ckptfs.tiers.place import Places
-from ckptfs_daemon import bells, control, lifeline
+from ckptfs_daemon import bells, control, descriptors, lifeline
 from ckptfs_daemon.inherited import READY, Inherited
 from ckptfs_daemon.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.neighbours import Neighbours
@@ -48,6 +48,7 @@ REMOTE = (Tier.PFS,)
 def run(inherited: Inherited) -> int:
     """Move bytes until the supervisor says stop; the exit code."""
     os.nice(NICE)
+    descriptors.take_all()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lease.ignore_signal()
     config = inherited.config

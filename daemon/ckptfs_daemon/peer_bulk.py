@@ -26,6 +26,7 @@ from ckptfs_daemon.peer_streams import Streams
 log = logging.getLogger(__name__)
 
 ACCEPT_LOOK_S = 1.0
+STRANGERS_MAX = limits.PEER_CONNECTIONS_MAX // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class BulkServer:
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._open: dict[socket.socket, str] = {}
+        self._served = 0
         self._lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._accept, name="peer accept", daemon=True)
@@ -124,15 +126,27 @@ class BulkServer:
                     time.sleep(ACCEPT_LOOK_S)  # No descriptors left, most likely.
                 continue
             with self._lock:
-                strangers = sum(not peer for peer in self._open.values())
-                full = len(self._open) >= limits.PEER_CONNECTIONS_MAX or strangers >= limits.PEER_CONNECTIONS_MAX // 4
+                self._make_way()
+                full = max(len(self._open), self._served // 2) >= limits.PEER_CONNECTIONS_MAX
                 if not full:
                     self._open[connected] = ""
+                    self._served += 1
             if full:
                 self._refusals.add("unknown", Refusal(Why.TOO_MANY, ""))
                 connected.close()
             else:
                 threading.Thread(target=self._serve, args=(connected,), name="peer bulk", daemon=True).start()
+
+    def _make_way(self) -> None:
+        """Where too many have not said yet who they are the first of them goes: who has a token says it at once, and is not kept out by
+        those who say nothing.
+        """
+        strangers = [one for one, peer in self._open.items() if not peer]
+        if len(strangers) >= STRANGERS_MAX:
+            self._refusals.add("unknown", Refusal(Why.TOO_MANY, ""))
+            del self._open[strangers[0]]
+            with contextlib.suppress(OSError):
+                strangers[0].shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connected: socket.socket) -> None:
         peer = "unknown"
@@ -148,8 +162,9 @@ class BulkServer:
             log.exception("a bulk connection of %s ended", peer)
         finally:
             with self._lock:
-                del self._open[connected]
-            connected.close()
+                self._open.pop(connected, None)
+                self._served -= 1
+                connected.close()
 
     def _ticket(self, connected: socket.socket) -> Ticket:
         """Read the token. One deadline for all of it, so that a slow stranger holds nothing for long."""
@@ -164,6 +179,8 @@ class BulkServer:
         if ticket is None:
             raise Refusal(Why.STRANGER, "this token is not good")
         with self._lock:
+            if connected not in self._open:
+                raise ConnectionEnded
             if sum(peer == ticket.peer for peer in self._open.values()) >= limits.PEER_CONNECTIONS_OF_ONE_MAX:
                 raise Refusal(Why.TOO_MANY, "too many connections of one peer")
             self._open[connected] = ticket.peer

@@ -27,7 +27,7 @@ from ckptfs.digest import block
 from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
-from ckptfs_daemon import peer_checks, peer_frames
+from ckptfs_daemon import descriptors, peer_checks, peer_frames
 from ckptfs_daemon.peer_bulk import BulkServer
 from ckptfs_daemon.peer_desk import Desk, Methods
 from ckptfs_daemon.peer_frames import Command, bitmap, blocks_of
@@ -48,7 +48,6 @@ OPTIONS = [
     ("grpc.keepalive_timeout_ms", int(limits.PEER_KEEP_ALIVE_WAIT_S * 1000)),
     ("grpc.http2.min_ping_interval_without_data_ms", int(limits.PEER_KEEP_ALIVE_S * 500)),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.max_allowed_incoming_connections", limits.PEER_CHANNELS_MAX),
 ]
 
 
@@ -236,7 +235,11 @@ class PeerServer:
         desk = Desk(Gate(cluster, identity, self._revoked), self.refusals)
         self._raw = RawStreams(streams, desk)
         self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
-        options = [*OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_TOKEN_S * 1000))]
+        channels = descriptors.for_strangers(limits.PEER_CHANNELS_MAX)
+        options = [
+            *OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_TOKEN_S * 1000)),
+            ("grpc.max_allowed_incoming_connections", channels),
+        ]  # fmt: skip
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
         self._methods = Methods(Calls(self.ledger, desk, self._connect), self._raw.send, self._raw.read, desk)
         self._server.add_generic_rpc_handlers((self._methods,))

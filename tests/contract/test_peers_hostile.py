@@ -6,6 +6,7 @@ The clients here are independent of the product's: raw gRPC, raw sockets, and me
 import datetime
 import errno
 import os
+import resource
 import secrets
 import socket
 import ssl
@@ -21,7 +22,7 @@ from pathlib import Path
 import grpc
 import pytest
 import trio
-from ckptfs_daemon import children, peer_desk, peer_link
+from ckptfs_daemon import children, descriptors, peer_bulk, peer_desk, peer_link
 from ckptfs_daemon.peer_bulk import Tickets
 from ckptfs_daemon.peer_client import PeerClient
 from ckptfs_daemon.peer_server import PeerServer, serve
@@ -113,6 +114,7 @@ def block(number: int, data: bytes = DATA) -> list[bytes]:
 
 
 END = 2
+FINISHED = pb.FinishReply(verified=True).SerializeToString()
 
 
 # --- who ---------------------------------------------------------------------------------------------------------------
@@ -675,6 +677,52 @@ def test_a_message_that_was_tampered_with_ends_the_connection(node: PeerNode, ra
     eventually(lambda: node.server.figures()["connections"] == 0, what="the connection is gone")
     assert how == "cut off" or node.server.refusals.figures() == {"node2": {"malformed": 1}}
     raw.call("Abandon", pb.TransferRequest(transfer=number).SerializeToString())
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(node: PeerNode, raw: Raw) -> None:
+    """P1: many more of them than there is room for, held open; who has a token gets in at once, and threads are bounded."""
+    assert node.server.bulk is not None
+    threads = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", node.server.bulk.port)) for _ in range(4 * peer_bulk.STRANGERS_MAX)]
+    number = raw.offer()
+    bulk = RawBulk(raw)
+    bulk.socket.sendall(b"".join(bulk.sealed(one) for one in (command(1, number), *block(0), *block(1), header(2, 0, END))))
+    assert len(bulk.socket.recv(1 << 10)) > 0, "it was answered"
+    assert FINISHED in raw.call("Finish", pb.TransferRequest(transfer=number).SerializeToString())
+    eventually(lambda: threading.active_count() <= threads + peer_bulk.STRANGERS_MAX + 1, what="those who came first are gone")
+    eventually(lambda: node.server.refusals.figures()["unknown"]["too_many"] >= 3 * peer_bulk.STRANGERS_MAX, what="they are counted")
+    for one in (*silent, bulk.socket):
+        one.close()
+    eventually(lambda: node.server.figures()["connections"] == 0, what="all are closed")
+
+
+def test_strangers_leave_descriptors_for_the_rest(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: what is not closed of thousands of connections without keys takes a part of what this process may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(descriptors, "STRANGERS_SHARE", 8 / soft)
+    node = PeerNode(tmp_path, "node1", keyring("node1"))
+    good = Raw(node, keyring("node2"))
+    good.call("Ping", b"")
+    before = len(os.listdir("/proc/self/fd"))
+    silent = [socket.create_connection(("127.0.0.1", node.server.port)) for _ in range(40)]
+    eventually(lambda: sum(map(is_closed, silent)) >= 30, what="most are closed at once")
+    good.call("Ping", b"")
+    assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + 10 and resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+    for one in silent:
+        one.close()
+    good.channel.close()
+    node.stop()
+
+
+def is_closed(connected: socket.socket) -> bool:
+    """Whether the other side has closed it."""
+    connected.setblocking(False)
+    try:
+        return not connected.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def test_connections_of_a_peer_are_bounded(node: PeerNode, raw: Raw) -> None:
