@@ -209,6 +209,16 @@ def test_a_file_that_got_its_times_under_a_name_that_went_is_known_under_the_oth
     mount.exact()
 
 
+def test_what_is_made_gets_its_times_and_is_replaced_at_once_is_no_strangers(mount: Mount) -> None:
+    mount.put(b"a", b"bytes")
+    mount.link(b"a", b"b")
+    mount.utime(b"a", 2**62)
+    mount.put(b"c", b"new")
+    mount.rename(b"c", b"a")
+    mount.settle()
+    mount.exact()
+
+
 def test_exchange(mount: Mount) -> None:
     mount.put(b"file", b"data")
     mount.mkdir(b"d")

@@ -336,11 +336,17 @@ def resolved(planner: Planner, staged: dict[int, Staged]) -> Batch:
     def real(mark: Mark) -> Mark:
         return staged[-mark.ino].mark if mark.ino < 0 else mark
 
+    restamped = {action.inode for action in planner.actions if action.act == "attributes"}
+
+    def before(mark: Mark) -> Mark:
+        """What this batch made and gave other times since is recognised by its number alone."""
+        return Mark(real(mark).ino) if mark.ino < 0 and planner.puts[-mark.ino].inode in restamped else real(mark)
+
     planner.look_again()
     planner.view.remark(real)
     batch = pfs_batch.batch_of(planner.view, planner.last)
     batch.actions = [
-        Action(one.act, one.key, one.inode, one.at, real(one.mark), one.to, None if one.other is None else real(one.other), one.temporary)
+        Action(one.act, one.key, one.inode, one.at, real(one.mark), one.to, None if one.other is None else before(one.other), one.temporary)
         for one in planner.actions
     ]
     batch.again = planner.again
