@@ -11,6 +11,7 @@ import socket
 
 import trio
 
+from ckptfs import limits
 from ckptfs.catalog.adoption import instance
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing.touching import Touching
@@ -116,6 +117,10 @@ async def _serve(inherited: Inherited, operations: Operations) -> None:
         await door.serve()
         # The kernel drops the releases that it had not sent when it was unmounted.
         context.open_files.end_all()
+        if context.sharing is not None:
+            # Nobody does that after us, and what the others were not told of is not brought to safety either.
+            with trio.move_on_after(limits.ETCD_WAIT_S):
+                await context.sharing.published()
         nursery.cancel_scope.cancel()
 
 

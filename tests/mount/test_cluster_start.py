@@ -1,5 +1,7 @@
 """A daemon becomes a node of a cluster at its start, or says in one sentence why not (P1, P11)."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +71,19 @@ def test_without_etcd_the_first_start_is_refused_and_a_later_one_is_not(etcd: Et
     eventually(lambda: "one" in living(etcd), what="it lives again")
     daemon.settle()
     assert (daemon.pfs / "file").read_bytes() == b"island"
+
+
+def test_what_was_open_at_the_end_is_told_and_written_back(etcd: Etcd, make_daemon: Make) -> None:
+    """G1: a daemon that ends closes what is still open; the drain that follows may act on that, and does not wait for its deadline."""
+    daemon = make_daemon(**options(etcd.addresses[0], "one"))
+    daemon.expect_warning("in use: it is detached|no other node of the cluster|too few")
+    with open(daemon.path / "log", "wb", buffering=0) as file:
+        file.write(b"x" * 5000)
+        os.kill(daemon.pid("supervisor"), signal.SIGTERM)
+        eventually(lambda: "is detached" in daemon.log or "is unmounted" in daemon.log, what="it is unmounted")
+    eventually(lambda: "ended" in daemon.log.splitlines()[-1], what="it ends")
+    assert (daemon.pfs / "log").read_bytes() == b"x" * 5000, daemon.tail()
+    assert "drained until the deadline" not in daemon.log
 
 
 def test_a_catalog_stays_in_its_cluster(etcd: Etcd, make_daemon: Make) -> None:
