@@ -385,6 +385,24 @@ def test_what_both_moved_is_taken_back_also_from_a_name_whose_file_comes_back(tm
     play(tmp_path, act)
 
 
+def test_a_directory_that_comes_back_has_the_newest_of_the_names_that_were_known(tmp_path: Path) -> None:
+    """Others had renamed it, which the island had seen, and asked for its former name no more."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.mkdir("former")
+        await b.stat("former")
+        await a.rename("former", "now")
+        await b.stat("now")
+        b.cut(True)
+        await b.make("now/file")
+        await a.rmdir("now")
+        b.cut(False)
+        await settled([a, b])
+        assert set(await a.names()) == {b"now"} and await a.names("now") == [b"file"]
+
+    play(tmp_path, act)
+
+
 @pytest.mark.parametrize("there", ["rename", "exchange", "further"])
 @pytest.mark.parametrize("taken", [False, True])
 def test_two_directories_that_are_moved_into_each_other_make_no_loop(tmp_path: Path, there: str, taken: bool) -> None:

@@ -266,6 +266,7 @@ class Returning(Refusal):
         self._untold([*keys, *([] if content is None else [Key(CONTENT, content)])])
         if directory:
             self._drop_untouched(inode)
+            self._drop_stale_names(inode)
         for parent, name in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", inode):
             key = Key(NAME, parent, bytes(name))
             if self._there(key) == inode or not touching.is_touched(self._db, key):
@@ -292,6 +293,16 @@ class Returning(Refusal):
         for key in keys:
             seen.put(self._db, key, seen.NEVER)
             touching.touch(self._db, key)
+
+    def _drop_stale_names(self, directory: int) -> None:
+        """A name from which others had moved it was known here beside the one that it had: nobody had asked for that again."""
+        rows = self._db.rows("SELECT parent, name FROM entry WHERE child = ?", directory)
+        keys = [Key(NAME, parent, bytes(name)) for parent, name in rows]
+        keys.sort(key=lambda key: (touching.is_touched(self._db, key), seen.get(self._db, key).revision))
+        for key in keys[:-1]:
+            kinds.write(self._db, key, None)
+            seen.put(self._db, key, seen.NEVER)
+            self._counted.add(key.number)
 
     def _drop_untouched(self, directory: int) -> None:
         """Who deleted the directory had emptied it."""
