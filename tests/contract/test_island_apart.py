@@ -67,3 +67,23 @@ def test_what_was_renamed_and_changed_much_later_is_called_what_it_is(tmp_path: 
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 
     play(tmp_path, act)
+
+
+def test_what_was_deleted_there_and_has_new_names_here_keeps_them_all(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        await b.make("old")
+        await cut(b)
+        await b.link("old", "early")
+        for number in range(MANY):
+            await b.make(f"other{number}")
+        await b.unlink("old")
+        for number in range(MANY):
+            await b.make(f"more{number}")
+        await b.link("early", "late")
+        await a.make("theirs")
+        await a.rename("theirs", "old")
+        await returned(a, b)
+        assert (await a.stat("early")).id == (await a.stat("late")).id != (await a.stat("old")).id
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)

@@ -264,6 +264,9 @@ class Returning(Refusal):
         content = self._db.value("SELECT content FROM inode WHERE id = ?", inode)
         keys = [Key(INODE, inode), Key(TIMES, inode)] if directory else [Key(INODE, inode)]
         self._untold([*keys, *([] if content is None else [Key(CONTENT, content)])])
+        for key in touching.names(self._db):
+            if self._there(key) == inode != self._here(key):
+                seen.put(self._db, key, seen.NEVER)  # What it was called there went with it: whose that name is now is no matter of its.
         if directory:
             self._drop_untouched(inode)
             self._drop_stale_names(inode)
