@@ -107,8 +107,8 @@ class Job:
         return self.watch.synced and life == self.watch.life(self.node) != -1
 
     def expect(self, track: Track, found: int | None) -> None:
-        """What had reached the clique is there when a job starts again."""
-        if not track.hopeless and (found or 0) < track.durable:
+        """What had reached the clique is there when a job starts again. An island shows what was known there."""
+        if not track.hopeless and (found or 0) < track.durable and self.watch.mark(self.node) != -1:
             raise Lost(f"{track.path} on node {self.node} starts with {found} after {track}")
 
 
