@@ -303,6 +303,12 @@ def is_current(db: Database, seen: Content) -> bool:
     return db.value("SELECT 1 FROM inode WHERE id = ? AND content = ?", seen.inode, seen.id) is not None
 
 
+def was_synced(db: Database, content: Content) -> bool:
+    """Whether the PFS shows a content that was closed and not sealed yet, as it was fsynced before: of that generation and size."""
+    asked = "SELECT 1 FROM published WHERE inode = ? AND generation = ? AND size = ?"
+    return content.state is ContentState.CLOSED and db.value(asked, content.inode, content.generation, content.size) is not None
+
+
 def fall_back(db: Database, lost: Content) -> str:
     """Let the file show what is left of it, in place of `lost`: its former generation here, or what the PFS shows. Which, in words.
 

@@ -106,12 +106,14 @@ class Recover:
             if not settling.is_current(self._db, content):
                 settling.set_state(self._db, content.id, ContentState.DOOMED)
                 return
-            fallback = settling.fall_back(self._db, content) if content.state is ContentState.OPEN else ""
+            unfinished = content.state is ContentState.OPEN or settling.was_synced(self._db, content)
+            fallback = settling.fall_back(self._db, content) if unfinished else ""
             if not fallback:
                 settling.set_state(self._db, content.id, ContentState.LOST)
         self._notify.inode(content.inode)
         if fallback:
-            self._say(logging.WARNING, "%s was still open when its tier was lost; it shows %s again", self._name(content), fallback)
+            how = "still open" if content.state is ContentState.OPEN else "not sealed yet"
+            self._say(logging.WARNING, "%s was %s when its tier was lost; it shows %s again", self._name(content), how, fallback)
         else:
             self._say(logging.ERROR, "%s is lost: its tier is gone and it was not written back; it gives EIO", self._name(content))
 

@@ -121,6 +121,23 @@ def test_an_open_file_falls_back_to_what_it_had_fsynced_and_not_to_what_was_befo
     assert node.state(new) is ContentState.DOOMED and node.state(old) is ContentState.DOOMED
 
 
+def test_a_closed_file_that_was_not_sealed_yet_shows_what_it_had_fsynced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """P3: fsync=pfs has promised it, and RAM was lost between the close and the seal."""
+    old = node.make(b"run.cpt", b"old")
+    seal(node)
+    inode = node.inode(old)
+    new = node.write(inode, b"step 1")
+    node.publish(old)
+    generation = node.db.value("SELECT generation FROM content WHERE id = ?", new)
+    with node.db.change():
+        node.db.run("UPDATE published SET generation = ?, complete = 0, size = 6 WHERE inode = ?", generation, inode)
+    lose(node, Tier.RAM)
+    recover(node)
+    assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
+    assert node.db.value("SELECT complete FROM published WHERE inode = ?", inode) == 1
+    assert "run.cpt was not sealed yet when its tier was lost; it shows what is on the PFS again" in caplog.text
+
+
 def test_an_open_file_with_nothing_to_fall_back_to_is_lost_and_not_empty(node: Node) -> None:
     content = node.make(b"new", b"data", closed=False)
     lose(node, Tier.RAM)
