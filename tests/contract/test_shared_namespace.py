@@ -403,6 +403,27 @@ def test_a_directory_that_comes_back_has_the_newest_of_the_names_that_were_known
     play(tmp_path, act)
 
 
+def test_what_comes_back_gives_way_to_a_directory_that_is_taken_back(tmp_path: Path) -> None:
+    """An island exchanged both; what others moved meanwhile takes one half of that back."""
+
+    async def act(a: Node, b: Node) -> None:
+        await a.make("deleted")
+        await a.make("moved")
+        directory = await a.mkdir("directory")
+        for name in ("deleted", "moved", "directory"):
+            await b.stat(name)
+        b.cut(True)
+        await b.rename("deleted", "moved", renaming.EXCHANGE)
+        await b.rename("moved", "directory", renaming.EXCHANGE)
+        await a.unlink("deleted")
+        await a.rename("moved", "elsewhere")
+        b.cut(False)
+        await settled([a, b])
+        assert directory.id in {inode for inode, _, _, _ in (await a.tree()).values()}
+
+    play(tmp_path, act)
+
+
 @pytest.mark.parametrize("there", ["rename", "exchange", "further"])
 @pytest.mark.parametrize("taken", [False, True])
 def test_two_directories_that_are_moved_into_each_other_make_no_loop(tmp_path: Path, there: str, taken: bool) -> None:

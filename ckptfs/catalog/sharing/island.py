@@ -105,6 +105,19 @@ class Returning(Refusal):
         """What was made here stays, and what is in it."""
         return set()
 
+    def _take_back(self) -> None:
+        """What is back where it was finds its place taken by what comes back: that goes beside it."""
+        taken = [(key, self._there(key)) for key in touching.names(self._db) if self._here(key) in self._kept]
+        super()._take_back()
+        for key, there in taken:
+            if not there or there in self._kept or there in self._dead or not self._has_row(there):
+                continue
+            if self._db.value("SELECT 1 FROM entry WHERE child = ?", there) is None and self._here(key) in self._kept:
+                self._aside(key, self._here(key))
+                self._enter(key, there)
+                self._db.run("UPDATE inode SET parent = ? WHERE id = ? AND mode & 61440 = 16384", key.number, there)
+                self._counted |= {key.number, there}
+
     def _set(self, key: Key) -> None:
         """What was made here and has no other name stays, beside what has this one."""
         here = self._here(key)
