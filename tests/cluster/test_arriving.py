@@ -54,7 +54,6 @@ def test_the_first_bytes_are_read_long_before_the_last_ones_came(far: ClusterUnd
             assert count is not None and 1 <= count < BLOCKS // 2, "the reader waited for more than it wanted"
             assert os.fstat(file.fileno()).st_size == len(data)
             assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == len(data), "what has not come looks like a hole"
-            far[0].mend()
             file.seek(0)
             assert file.readall() == data
         assert (far[1].path / "sequential").read_bytes() == data
@@ -62,7 +61,7 @@ def test_the_first_bytes_are_read_long_before_the_last_ones_came(far: ClusterUnd
 
 def test_long_files_on_their_way_keep_no_small_one_waiting(far: ClusterUnderTest) -> None:
     with limited(far), contextlib.ExitStack() as opened:
-        written(far, "long0", BLOCKS // 2)
+        written(far, "long0")
         far[0].mend()
         (far[0].path / "small").write_bytes(b"small")
         for number in range(1, 4):
@@ -116,7 +115,6 @@ def test_a_file_on_its_way_is_mapped_copied_and_opened_for_writing(far: ClusterU
         with open(there, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
             assert mapped[-50:] == data[-50:] and mapped[:50] == data[:50]
             assert arrived(far[1]) is not None, "a mapping waited for all of it"
-            far[0].mend()
             shutil.copyfile(there, tmp_path / "copy")
             assert (tmp_path / "copy").read_bytes() == data
             with open(there, "r+b") as writer:
@@ -124,6 +122,7 @@ def test_a_file_on_its_way_is_mapped_copied_and_opened_for_writing(far: ClusterU
                 writer.write(b"changed here")
             assert mapped[BLOCK : BLOCK + 12] == b"changed here"
         expected = data[:BLOCK] + b"changed here" + data[BLOCK + 12 :]
+        far[0].mend()
         assert there.read_bytes() == expected
         assert (far[0].path / "mapped").read_bytes() == expected
 
