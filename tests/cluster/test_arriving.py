@@ -78,6 +78,7 @@ def test_long_files_on_their_way_keep_no_small_one_waiting(far: ClusterUnderTest
 
 def test_the_tail_comes_first_for_who_reads_it_first(far: ClusterUnderTest) -> None:
     with limited(far):
+        eventually(lambda: arrived(far[1]) is None, what="the files of the test before have come")
         data = written(far, "tail")
         with open(far[1].path / "tail", "rb", buffering=0) as file:
             file.seek(-100, os.SEEK_END)
