@@ -129,7 +129,7 @@ def _mounted(config: Config, data_path: DataPath, reason: str) -> Connection:
     try:
         request = _read_init(fd)
         offer = handshake.parse(request)
-        flags = handshake.wanted(offer, data_path)
+        flags = handshake.wanted(offer, data_path, alone=not config.cluster)
         os.write(fd, handshake.answer(offer, flags))
         mounted = mounting.mounted_at(config.mountpoint)
         if mounted is None or mounted.fstype != FSTYPE:

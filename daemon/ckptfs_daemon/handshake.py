@@ -85,10 +85,13 @@ def parse(request: bytes) -> Offer:
     return Offer(unique, major, minor, max_readahead, flags)
 
 
-def wanted(offer: Offer, data_path: DataPath) -> int:
-    """The flags we take of those offered. The kernel refuses PASSTHROUGH together with WRITEBACK_CACHE, so it is one or the other."""
-    flags = COMMON | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else WRITEBACK_CACHE)
-    return flags & offer.flags
+def wanted(offer: Offer, data_path: DataPath, *, alone: bool) -> int:
+    """The flags we take of those offered. The kernel refuses PASSTHROUGH together with WRITEBACK_CACHE, so it is one or the other.
+
+    With WRITEBACK_CACHE the kernel believes nobody else about a file's size and times: only where no other node changes them (`alone`).
+    """
+    cached = WRITEBACK_CACHE if alone else 0
+    return (COMMON | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & offer.flags
 
 
 def answer(offer: Offer, flags: int) -> bytes:

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +11,12 @@ import pytest
 from cluster_lab import ClusterUnderTest
 
 SIZE = 3_000_000
+
+
+@pytest.fixture(scope="module", params=["auto", "buffered"])
+def shared_lab(make_lab: Callable[..., ClusterUnderTest], request: pytest.FixtureRequest) -> ClusterUnderTest:
+    """Three nodes, two copies; once with the best data path that the kernel has, and once without."""
+    return make_lab(data_path=request.param)
 
 
 @pytest.fixture
@@ -48,6 +54,27 @@ def test_appending_by_turns(places: list[Path]) -> None:
             log.write(line)
         expected += line
     assert [(place / "log").read_bytes() == expected for place in places] == [True] * len(places)
+
+
+def test_what_is_written_in_turns_is_shown_with_its_size_and_time(places: list[Path]) -> None:
+    """D14, P7: nodes that know a file already are shown what others made of it: longer, shorter, in place."""
+    expected = b""
+    for turn in range(3 * len(places)):
+        writer = places[turn % len(places)] / "file"
+        if turn % 3 == 0:
+            expected = bytes([turn]) * (5000 - 100 * turn)
+            writer.write_bytes(expected)
+        elif turn % 3 == 1:
+            expected += b"more" * turn
+            with open(writer, "ab") as file:
+                file.write(b"more" * turn)
+        else:
+            expected = expected[: 1000 + turn]
+            os.truncate(writer, len(expected))
+        found = [(place / "file").stat() for place in places]
+        assert [one.st_size for one in found] == [len(expected)] * len(places)
+        assert len({one.st_mtime_ns for one in found}) == 1
+        assert [(place / "file").read_bytes() == expected for place in places] == [True] * len(places)
 
 
 def test_of_those_who_create_exclusively_one_wins(places: list[Path]) -> None:

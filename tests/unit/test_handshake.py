@@ -35,8 +35,8 @@ def test_anything_else_is_refused(request_: bytes) -> None:
 
 def test_passthrough_and_the_writeback_cache_exclude_each_other() -> None:
     offer = handshake.parse(init_request())
-    through = handshake.wanted(offer, DataPath.PASSTHROUGH)
-    buffered = handshake.wanted(offer, DataPath.BUFFERED)
+    through = handshake.wanted(offer, DataPath.PASSTHROUGH, alone=True)
+    buffered = handshake.wanted(offer, DataPath.BUFFERED, alone=True)
     assert through & handshake.PASSTHROUGH and not through & handshake.WRITEBACK_CACHE
     assert buffered & handshake.WRITEBACK_CACHE and not buffered & handshake.PASSTHROUGH
     for flags in (through, buffered):
@@ -45,16 +45,21 @@ def test_passthrough_and_the_writeback_cache_exclude_each_other() -> None:
         assert not flags & 1 << 14, "pyfuse3 has readdirplus only"
 
 
+def test_where_other_nodes_write_the_kernel_does_not_keep_sizes_and_times() -> None:
+    """P7: with the writeback cache it would show its own for ever."""
+    assert not handshake.wanted(handshake.parse(init_request()), DataPath.BUFFERED, alone=False) & handshake.WRITEBACK_CACHE
+
+
 @pytest.mark.parametrize("data_path", [DataPath.PASSTHROUGH, DataPath.BUFFERED])
 @pytest.mark.parametrize("bit", range(48))
 def test_nothing_is_taken_that_was_not_offered(data_path: DataPath, bit: int) -> None:
     offer = handshake.parse(init_request(EVERYTHING & ~(1 << bit)))
-    assert not handshake.wanted(offer, data_path) & 1 << bit
+    assert not handshake.wanted(offer, data_path, alone=True) & 1 << bit
 
 
 def test_the_answer_has_the_kernels_layout() -> None:
     offer = handshake.parse(init_request())
-    flags = handshake.wanted(offer, DataPath.PASSTHROUGH)
+    flags = handshake.wanted(offer, DataPath.PASSTHROUGH, alone=True)
     reply = handshake.answer(offer, flags)
     assert struct.unpack_from("=IiQ", reply) == (80, 0, 2) and len(reply) == 80
     major, minor, _ahead, low, *_background = struct.unpack_from("=IIII", reply, 16)
@@ -65,6 +70,6 @@ def test_the_answer_has_the_kernels_layout() -> None:
 
 def test_an_older_kernel_is_answered_in_its_own_protocol() -> None:
     offer = handshake.parse(init_request(handshake.COMMON, minor=31))
-    reply = handshake.answer(offer, handshake.wanted(offer, DataPath.PASSTHROUGH))
+    reply = handshake.answer(offer, handshake.wanted(offer, DataPath.PASSTHROUGH, alone=True))
     assert struct.unpack_from("=II", reply, 16) == (7, 31)
     assert struct.unpack_from("=I", reply, 16 + 36)[0] == 0, "no stacking depth without passthrough"
