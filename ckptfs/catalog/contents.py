@@ -17,8 +17,8 @@ from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, inode_of
 from ckptfs.model import ContentState, Inode, Tier
 
 _WRITTEN = (
-    "UPDATE inode SET size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, ?2) END, mtime_ns = ?2,"
-    " atime_ns = ?3 WHERE id = ?4"
+    "UPDATE inode SET size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, coalesce(?2, 0)) END,"
+    " mtime_ns = coalesce(?2, mtime_ns), atime_ns = ?3 WHERE id = ?4"
 )
 
 
@@ -115,8 +115,8 @@ def touch(db: Database, content: int) -> None:
     db.run("UPDATE content SET change = change + 1 WHERE id = ?", content)
 
 
-def close(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int) -> None:
-    """The last writer has closed: size and times go into the inode, the mover may seal, the PFS shall be told."""
+def close(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None) -> None:
+    """The last writer has closed: size and times (None: as they are) go into the inode, the mover may seal, the PFS shall be told."""
     db.run(
         "UPDATE content SET state = 1, size = ?, change = change + 1, closed_ns = ? WHERE id = ? AND state = 0",
         size,
@@ -132,8 +132,8 @@ def written(db: Database, inode: int, size: int, atime_ns: int, mtime_ns: int) -
     db.run(_WRITTEN, size, mtime_ns, atime_ns, inode)
 
 
-def synced(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int) -> None:
-    """An open file was fsynced: the PFS shall be told what it holds so far."""
+def synced(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None) -> None:
+    """An open file was fsynced: the PFS shall be told what it holds so far, with times as for `close`."""
     db.run(_WRITTEN, size, mtime_ns, atime_ns, inode)
     journal.append(db, "synced", inode, content=content)
 

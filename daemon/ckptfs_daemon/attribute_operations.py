@@ -60,7 +60,8 @@ class AttributeOperations(Handler):
     async def _set(self, request: Request, inode: int, attr: EntryAttributes, fields: "SetattrFields") -> Inode:
         """The part of setattr that is the catalog's."""
         atime_ns = attr.st_atime_ns if fields.update_atime else None
-        mtime_ns = attr.st_mtime_ns if fields.update_mtime else time.time_ns() if fields.update_size else None
+        resized_ns = time.time_ns() if fields.update_size and not self.context.open_files.times_are_kernels else None
+        mtime_ns = attr.st_mtime_ns if fields.update_mtime else resized_ns
         owner = fields.update_uid or fields.update_gid
         other = fields.update_mode or fields.update_size or fields.update_atime or fields.update_mtime
         # chown(-1, -1) arrives as a setattr of nothing, or of ctime where the kernel keeps times, and drops set-id bits like any chown.

@@ -220,7 +220,9 @@ class FileOperations(OpenOperations, ExtraOperations):
         status = os.fstat(file.fd)
         with self.context.open_files.change() as db:
             if contents.has_name(db, file.inode):
-                contents.synced(db, file.inode, file.content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+                contents.synced(
+                    db, file.inode, file.content, status.st_size, status.st_atime_ns, self.context.open_files.written_ns(status)
+                )
         self.context.bell.ring(bells.WORK)
 
     async def _told(self, inode: int, row: int) -> None:

@@ -73,7 +73,7 @@ def _wire(inherited: Inherited) -> Context:
     adoption.adopt(db, places)
     bell = Bell(inherited.bell)
     passthrough = Passthrough(inherited.fuse_fd) if inherited.data_path is DataPath.PASSTHROUGH else None
-    open_files = OpenFiles(db, places, passthrough, bell)
+    open_files = OpenFiles(db, places, passthrough, bell, times_are_kernels=passthrough is None and touching is None)
     sharing, standing_in = (None, None) if touching is None else _share(config, db, open_files, touching)
     return Context(
         config=config,

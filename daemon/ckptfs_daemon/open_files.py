@@ -39,8 +39,14 @@ WITHOUT_PASSTHROUGH = {errno.EINVAL, errno.EOPNOTSUPP, errno.ELOOP, errno.ENOTTY
 class OpenFiles:
     """The open inodes of the mount, by inode and by handle."""
 
-    def __init__(self, db: Database, places: Places, passthrough: Passthrough | None, bell: Bell) -> None:
-        """`passthrough` is None on the buffered path."""
+    def __init__(
+        self, db: Database, places: Places, passthrough: Passthrough | None, bell: Bell, *, times_are_kernels: bool = False
+    ) -> None:
+        """`passthrough` is None on the buffered path. `times_are_kernels`: it keeps its writeback cache, and with it the files' mtime.
+
+        It sets that by itself when it is another one, and writes what it kept at any time: a backing file's own mtime says nothing then.
+        """
+        self.times_are_kernels = times_are_kernels
         self.db = db
         self.places = places
         self.by_inode: dict[int, OpenFile] = {}
@@ -82,6 +88,10 @@ class OpenFiles:
         """Whether somebody has it open for writing."""
         file = self.by_inode.get(inode)
         return file is not None and any(file.handles.values())
+
+    def written_ns(self, status: os.stat_result) -> int | None:
+        """When the file with this backing file was written last; None: its inode knows."""
+        return None if self.times_are_kernels else status.st_mtime_ns
 
     def set_times(self, inode: int, atime_ns: int | None, mtime_ns: int | None) -> None:
         """The inode's times were set (None: not this one); an open file's follow."""
@@ -213,7 +223,7 @@ class OpenFiles:
     def _write_figures(self, file: OpenFile, content: int) -> None:
         status = os.fstat(file.fd)
         if file.closing:
-            contents.close(self.db, file.inode, content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+            contents.close(self.db, file.inode, content, status.st_size, status.st_atime_ns, self.written_ns(status))
             self._remember(file.kind, min(status.st_size, status.st_blocks * 512))
             return
         if status.st_atime_ns != file.atime_ns and file.arriving is None:
@@ -339,4 +349,4 @@ class OpenFiles:
             if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
                 contents.doom(self.db, content)
             elif status is not None:
-                contents.close(self.db, inode, content, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+                contents.close(self.db, inode, content, status.st_size, status.st_atime_ns, self.written_ns(status))

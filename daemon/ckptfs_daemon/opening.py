@@ -151,7 +151,7 @@ class Opening:
         tier = self._context.places.choose(expected, promised)
         place = self._context.places[tier]
         served = self._served(tier, expected or None, promised.get(tier, 0))
-        changed_ns = None if kind is not None else time.time_ns()
+        changed_ns = None if kind is not None or self._files.times_are_kernels else time.time_ns()
         if tier is Tier.PFS:
             content, fd = self._made_on_pfs(place)
             contents.begin(self._context.db, held.inode.id, tier, reserved=content, changed_ns=changed_ns)

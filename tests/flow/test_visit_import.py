@@ -78,6 +78,19 @@ def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: py
     assert told == ([".ckptfs.parked.78"] if old else [])
 
 
+def test_what_cannot_be_swept_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PARKED_KEPT_S", -1.0)
+    monkeypatch.setattr(Visit, "_is_gone", lambda *_: True)
+    left = world.pfs / ".ckptfs.parked.77"
+    left.write_bytes(b"renamed")
+    monkeypatch.setattr(disk, "_fault", "visit:parked=EIO@*")
+    world.look()
+    assert left.exists() and [json.loads(value)["path"] for _, value, _ in report.reports(world.db, "trouble:")] == [left.name]
+    monkeypatch.setattr(disk, "_fault", "")
+    world.look()
+    assert not left.exists() and report.reports(world.db, "trouble:") == []
+
+
 @pytest.mark.parametrize("what", ["a name like ours", "in the work area", "in its place"])
 def test_what_is_hidden_and_not_ours_is_told(world: World, what: str, caplog: pytest.LogCaptureFixture) -> None:
     """P11: once, for as long as it is there."""

@@ -207,6 +207,26 @@ def test_times_follow_writes_and_utimens_even_while_open(mount: Area) -> None:
     assert path.stat().st_ctime_ns >= path.stat().st_mtime_ns - 50_000_000
 
 
+def test_times_are_the_same_here_and_on_the_pfs(mount: Area) -> None:
+    """P6: also of changes that come so close that the kernel gives them one time."""
+    for number in range(60):
+        fd = os.open(mount.path / f"file{number}", os.O_RDWR | os.O_CREAT)
+        for act in (
+            lambda fd: os.pwrite(fd, b"x" * 5000, 0),
+            lambda fd: os.posix_fallocate(fd, 0, 20_000),
+            lambda fd: os.ftruncate(fd, 7000),
+        ):
+            act(fd)
+        os.close(fd)
+        if number % 3 == 0:
+            os.truncate(mount.path / f"file{number}", 7000)
+        if number % 3 == 1:
+            (mount.path / f"file{number}").write_bytes(b"anew")
+    mount.settle()
+    here = {path.name: path.stat().st_mtime_ns for path in mount.path.iterdir()}
+    assert len(here) == 60 and {path.name: path.stat().st_mtime_ns for path in mount.pfs.iterdir()} == here
+
+
 @pytest.mark.others
 def test_a_stranger_who_writes_clears_set_id_bits(mount: Area) -> None:
     path = _write(mount.path / "file", b"x")
