@@ -2,19 +2,22 @@
 
 The kernel asks for one name of a path after the other, and each answer must be what the store says while the system call runs. What was
 looked up in a directory the last time, or follows that (f2 after f1), is read together with the directory. It counts as fresh for the same
-thread alone, in the order of the path, once, for WALK_FRESH_S, and only if each step follows the answer to the one before within
-WALK_STEP_S: in that time nobody can have told the thread what another node did. A wrong guess costs a key in a question that was asked
-anyway.
+thread alone, while it is in the same system call with the same arguments, in the order of the path, once, for WALK_FRESH_S, and only if
+each step follows the answer to the one before within WALK_STEP_S: a thread that was told of what another node did has come back from its
+system call. A wrong guess costs a key in a question that was asked anyway; where /proc does not say what a thread does (CAP_SYS_PTRACE is
+needed for that), each name is asked for by itself.
 If we die here: nothing is kept.
 """
 
+import os
 import re
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog.sharing import reading
 from ckptfs_daemon.sharing import Name, Sharing
 
@@ -25,14 +28,15 @@ _NUMBERED = re.compile(rb"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
 class Walk:
     """What was read for one thread: any of the names that come next, step by step, and the inode that it has reached."""
 
+    call: bytes
     until_s: float
     step_until_s: float
     names: deque[tuple[Name, ...]]
     reached: int = 0
 
-    def goes_on(self) -> bool:
-        """Whether what is asked now belongs to what was asked before."""
-        return trio.current_time() < min(self.until_s, self.step_until_s)
+    def goes_on(self, call: bytes) -> bool:
+        """Whether what is asked now, in this system call, belongs to what was asked before."""
+        return self.call == call != b"" and trio.current_time() < min(self.until_s, self.step_until_s)
 
 
 @dataclass(slots=True)
@@ -53,6 +57,16 @@ class Habit:
         self.next = (name,)
 
 
+def system_call(thread: int) -> bytes:
+    """In which one a thread waits: its number and arguments, where it was called and on which stack; empty where nobody says."""
+    try:
+        with disk.closing(os.open(f"/proc/{thread}/syscall", os.O_RDONLY)) as fd:
+            said = os.read(fd, 512)
+    except OSError:
+        return b""
+    return said if said[:1].isdigit() else b""
+
+
 def successor(name: bytes) -> bytes | None:
     """The name with the next number; None for one without a number."""
     match = _NUMBERED.fullmatch(name)
@@ -65,15 +79,17 @@ def successor(name: bytes) -> bytes | None:
 class Walks:
     """All walks on this mount."""
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: Sharing, call_of: Callable[[int], bytes] = system_call) -> None:
+        """`call_of` says in which system call a thread is."""
         self._sharing = sharing
+        self._call_of = call_of
         self._walks: OrderedDict[int, Walk] = OrderedDict()
         self._habits: OrderedDict[int, Habit] = OrderedDict()
 
     def knows_name(self, pid: int, parent: int, name: bytes) -> bool:
         """Whether the rows of a name are as the store has them, because a walk brought them; once. `pid` is the thread that asks."""
         walk = self._walks.get(pid)
-        if walk is None or not walk.names or (parent, name) not in walk.names[0] or not walk.goes_on():
+        if walk is None or not walk.names or (parent, name) not in walk.names[0] or not walk.goes_on(self._call_of(pid)):
             return False
         walk.names.popleft()
         self._note(parent, name)
@@ -82,7 +98,7 @@ class Walks:
     def knows_inode(self, pid: int, inode: int) -> bool:
         """Whether the rows of an inode are as the store has them, because a thread has just walked there; once."""
         walk = self._walks.get(pid)
-        if walk is None or walk.reached != inode or not walk.goes_on():
+        if walk is None or walk.reached != inode or not walk.goes_on(self._call_of(pid)):
             return False
         walk.reached = 0
         self.answers(pid)
@@ -123,7 +139,7 @@ class Walks:
         if pid:
             now_s = trio.current_time()
             self._walks.pop(pid, None)
-            self._walks[pid] = Walk(now_s + limits.WALK_FRESH_S, now_s + limits.WALK_STEP_S, deque(ahead))
+            self._walks[pid] = Walk(self._call_of(pid), now_s + limits.WALK_FRESH_S, now_s + limits.WALK_STEP_S, deque(ahead))
             if len(self._walks) > limits.WALKS_MAX:
                 self._walks.popitem(last=False)
 

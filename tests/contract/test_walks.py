@@ -1,10 +1,13 @@
 """Walks along paths: one round trip brings what a thread will look up next, and nothing older than its system call answers it (P2, T7)."""
 
+import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
-from ckptfs_daemon.walking import Walks, successor
+from ckptfs_daemon.walking import Walks, successor, system_call
+from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running
 from trio.testing import MockClock
@@ -20,7 +23,8 @@ class Walker:
     """A thread's system calls on a node, as the kernel asks for them."""
 
     def __init__(self, node: Node) -> None:
-        self.node, self.walks = node, Walks(node.sharing)
+        self.node, self.walks = node, Walks(node.sharing, lambda _: self.call)
+        self.call = b"stat"
 
     async def stat(self, path: str, pid: int = THREAD) -> int:
         """The inode that a path leads to."""
@@ -147,6 +151,34 @@ def test_a_step_that_comes_late_is_asked_for_anew(tmp_path: Path) -> None:
         assert await walker.reads(lambda: walker.walks.fresh_name(THREAD, top, b"b")) == 1
 
     run(tmp_path, act)
+
+
+def test_a_step_of_another_system_call_is_asked_for_anew(tmp_path: Path) -> None:
+    """T7: the thread has come back in between, and may have been told of what another node did. Where nobody says, it may have, too."""
+
+    async def act(_: Node, walker: Walker) -> None:
+        for before, after, reads in ((b"stat", b"stat", 0), (b"stat", b"open", 1), (b"", b"", 1)):
+            walker.call = before
+            top = await walker.stat("a")
+            walker.call = after
+            assert await walker.reads(lambda top=top: walker.walks.fresh_name(THREAD, top, b"b")) == reads
+
+    run(tmp_path, act)
+
+
+def test_the_system_call_of_a_thread(tmp_path: Path) -> None:
+    """It is the same while it lasts, and another one in the next; nothing is said of a thread that is gone."""
+    assert system_call(2**22) == b""
+    source, target = os.pipe()
+    reader = threading.Thread(target=lambda: (os.read(source, 1), os.read(source, 2)))
+    reader.start()
+    calls = []
+    for _ in range(2):
+        calls.append(eventually(lambda: (said := system_call(reader.native_id or 0)) not in calls and said))
+        assert system_call(reader.native_id or 0) == calls[-1]
+        os.write(target, b"x")
+    reader.join()
+    assert calls[0].split()[0] == calls[1].split()[0]
 
 
 def test_the_next_number() -> None:
