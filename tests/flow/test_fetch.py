@@ -1,5 +1,6 @@
 """P4, P7, P10: a file on the PFS comes here with the digest that is known of it, or not at all."""
 
+import errno
 import os
 import stat
 import threading
@@ -203,14 +204,30 @@ LABELS = [
 
 
 @pytest.mark.parametrize("label", [label for label in LABELS if label != "fetch:answered"])
-@pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
-def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_fault", f"{label}={code}@*")
+def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_fault", f"{label}=EIO@*")
     assert world.bring("d/file").state == wants.FAILED
     monkeypatch.setattr(disk, "_fault", "")
     assert list(world.places[Tier.RAM].contents()) == []
     world.check()
     assert world.bring("d/file").result == wants.HERE
+
+
+@pytest.mark.parametrize("label", ["place:create", "fetch:write"])
+@pytest.mark.parametrize("argument", ["", wants.FOR_WRITING])
+def test_room_that_others_took_meanwhile(world: World, label: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10: a reader gets the PFS's own file, a writer a copy there; only where that is full as well does it fail."""
+    world.bring("d/file")
+    lose_copies(world, "d/file")
+    monkeypatch.setattr(disk, "_fault", f"{label}=ENOSPC@{1 + disk._calls[label]}")
+    assert world.bring("d/file", argument).result == (wants.HERE if argument else wants.DIRECT)
+    assert list(world.places[Tier.RAM].contents()) == []
+    if argument:
+        assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
+        lose_copies(world, "d/file")
+        monkeypatch.setattr(disk, "_fault", f"{label}=ENOSPC@*")
+        assert world.bring("d/file", argument).error == errno.ENOSPC
+    world.check()
 
 
 @pytest.mark.crash

@@ -193,13 +193,28 @@ class Fetch:
 
     def _from_pfs(self, want: wants.Want, found: Fetchable) -> str:
         assert found.on_pfs is not None
-        tier = self._tier(found.on_pfs.size, want.argument == wants.FOR_WRITING, strange=found.on_pfs.digest is None)
+        demanded = want.argument == wants.FOR_WRITING
+        tier = self._tier(found.on_pfs.size, demanded, strange=found.on_pfs.digest is None)
         with disk.closing(self._open(found)) as source:
-            if tier is not None:
-                self._bring(want, found, tier, source)
+            if tier is not None and self._finds_room(want, found, tier, source):
+                return wants.HERE
+            if demanded:
+                self._bring(want, found, Tier.PFS, source)
                 return wants.HERE
             self._check_in_place(want, found, source)
         return wants.DIRECT
+
+    def _finds_room(self, want: wants.Want, found: Fetchable, tier: Tier, source: int) -> bool:
+        """Bring it; False: others have taken the room in that tier meanwhile."""
+        try:
+            self._bring(want, found, tier, source)
+        except OSError as failure:
+            if failure.errno != errno.ENOSPC or tier is Tier.PFS:
+                raise
+            log.info("%s finds no room in %s any more", self._name(want.inode), tier)
+            self._notify.work()
+            return False
+        return True
 
     def _from_peers(self, want: wants.Want, content: Content, *, shown: bool) -> bool:
         """Bring a file from the nodes that have it; False when none of them gave it and the PFS may. Raises Busy to be tried again."""
