@@ -3,19 +3,21 @@
 import errno
 import random
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
-from memory_store import MemoryEtcd
+from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, running, settled, stored_tree
 
 from ckptfs.catalog import journal, namespace, renaming
 from ckptfs.catalog.sharing import forgetting, seen, touching
 from ckptfs.catalog.sharing.applying import Told
 from ckptfs.catalog.sharing.kinds import INODE, Key
+from ckptfs.catalog.store import Compare, Get, Operation, Outcome
 from ckptfs.model import ROOT
 
 Play = Callable[[Node, Node], Awaitable[None]]
@@ -471,5 +473,82 @@ def test_a_directory_that_comes_back_has_a_name_also_where_its_own_was_given_awa
         names = await a.names()
         assert names == [b"into", b"into.ckptfs-conflict-n2-1"]
         assert await a.names("into.ckptfs-conflict-n2-1/moved") == [b"file"]
+
+    play(tmp_path, act)
+
+
+class Held(MemoryStore):
+    """Commits wait for `release` while `held`; what is read is answered."""
+
+    held = False
+
+    def __init__(self, etcd: MemoryEtcd) -> None:
+        super().__init__(etcd)
+        self._waiting: list[Callable[[], None]] = []
+
+    def commit_soon(
+        self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = 3.0
+    ) -> Future[Outcome]:
+        if not self.held:
+            return super().commit_soon(compares, changes, otherwise, timeout_s=timeout_s)
+        future: Future[Outcome] = Future()
+        self._waiting.append(lambda: future.set_result(self.commit(compares, changes, otherwise)))
+        return future
+
+    def release(self) -> None:
+        self.held = False
+        for act in self._waiting:
+            act()
+
+
+def test_what_is_made_while_a_directory_above_a_refused_move_goes(tmp_path: Path) -> None:
+    """P1: a file gets the name of a directory that another node removed, while a move into that is on its way and will be refused."""
+    etcd = MemoryEtcd()
+    store = Held(etcd)
+
+    async def main() -> None:
+        a, b = Node(tmp_path / "1", 1, MemoryStore(etcd)), Node(tmp_path / "2", 2, store)
+
+        async def act() -> None:
+            await a.mkdir("d")
+            await a.mkdir("moved")
+            await b.names()
+            store.held = True
+            made: list[int] = []
+
+            async def make() -> None:
+                made.append((await b.make("d")).id)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(both, lambda: b.rename("moved", "d/moved"))
+                await trio.testing.wait_all_tasks_blocked()
+                await a.rmdir("d")
+                nursery.start_soon(make)
+                await trio.testing.wait_all_tasks_blocked()
+                store.release()
+            await settled([a, b])
+            assert (await a.stat("d")).id == (await b.stat("d")).id == made[0]
+            assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+        await running([a, b], act)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_name_that_another_node_gave_goes_with_the_file_s_move(tmp_path: Path) -> None:
+    """F4: the file has one link afterwards, although this node knew it under a third name only."""
+
+    async def act(a: Node, b: Node) -> None:
+        made = await a.make("old")
+        await b.rename("old", "new")
+        await a.sharing.fresh_directory(ROOT)
+        assert (await a.stat("new")).id == made.id
+        await b.rename("new", "newer")
+        await a.sharing.fresh_directory(ROOT)
+        with a.db.change() as db:
+            renaming.rename(db, ROOT, b"newer", ROOT, b"newest", 0)
+        assert await a.sharing.published([(ROOT, b"newer"), (ROOT, b"newest")])
+        assert [(await node.stat("newest")).nlink for node in (a, b)] == [1, 1]
+        assert (await a.unlink("newest")).nlink == 0
 
     play(tmp_path, act)

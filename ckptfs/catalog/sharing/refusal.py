@@ -77,8 +77,9 @@ class Refusal:
             self._merging.append((key, told.seen))
 
     def _above(self, key: Key, told: Told) -> None:
-        """The name of a directory above one that moves is another one there."""
-        applying.apply(self._db, key, told.seen, self._asked, self._recent)
+        """The name of a directory above one that moves is another one there. What was made under it here since is told by itself."""
+        if not touching.is_touched(self._db, key):
+            applying.apply(self._db, key, told.seen, self._asked, self._recent)
         self._contested |= self._moved()
 
     def _find_loops(self) -> None:
@@ -88,6 +89,10 @@ class Refusal:
         base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
         if theirs is not None and ours is not None:
             merged = merging.merge(key.kind, base, ours, theirs)
+            if "names" in merged:
+                merged["names"] = [
+                    name for name in merged["names"] if not self._is_taken(key.number, Key(NAME, name[0], name[1].encode("latin-1")))
+                ]
             kinds.write(self._db, key, merged)
             if merged.get("names") == []:
                 # Each of two nodes took a name away, and these were all.
@@ -97,6 +102,10 @@ class Refusal:
         elif theirs is not None:
             kinds.write(self._db, key, theirs)
         seen.put(self._db, key, now)
+
+    def _is_taken(self, inode: int, name: Key) -> bool:
+        """Whether an inode lost this name here, which will be told: it may be one that another node had given it."""
+        return self._here(name) != inode and touching.is_touched(self._db, name)
 
     def _renamed_or_linked(self, key: Key, base: Value | None, theirs: Value) -> None:
         """It lost its last name here, and has changed there: where it has other names now, it lives on."""
