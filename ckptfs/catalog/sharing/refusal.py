@@ -104,8 +104,8 @@ class Refusal:
         seen.put(self._db, key, now)
 
     def _is_taken(self, inode: int, name: Key) -> bool:
-        """Whether an inode lost this name here, which will be told: it may be one that another node had given it."""
-        return self._here(name) != inode and touching.is_touched(self._db, name)
+        """Whether an inode lost this name here, which will be told: it may be one that another node had given it, as was seen here."""
+        return self._there(name) == inode != self._here(name)
 
     def _renamed_or_linked(self, key: Key, base: Value | None, theirs: Value) -> None:
         """It lost its last name here, and has changed there: where it has other names now, it lives on."""
