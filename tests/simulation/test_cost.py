@@ -22,9 +22,9 @@ def test_a_checkpoint_costs_a_node_the_same_among_many(costs: dict[int, Costs]) 
 
 
 def test_a_checkpoint_costs_a_node_the_same_when_many_write() -> None:
-    """All at once, into one directory."""
+    """All at once, into one directory. It may cost less: what several ask at once goes together."""
     few, many = (together(simulated_cluster.measure(writers, writers=writers, hours=0.01, steps=3)) for writers in (8, 24))
-    assert many == pytest.approx(few, rel=NEAR)
+    assert few[0] / 2 < many[0] <= few[0] * (1 + NEAR) and few[1] / 2 < many[1] <= few[1] * (1 + NEAR)
 
 
 def test_a_file_costs_few_round_trips(costs: dict[int, Costs]) -> None:
