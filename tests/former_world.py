@@ -2,16 +2,18 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from clique_world import Cluster, Node, around, level, replicate_of, until
 
-from ckptfs.catalog import contents, namespace, renaming, settling
+from ckptfs.catalog import contents, namespace, renaming, settling, wants
 from ckptfs.catalog.sharing import kinds
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key
 from ckptfs.catalog.store import Delete, Put
 from ckptfs.clique import holders
 from ckptfs.flow.drop import Drop
 from ckptfs.flow.fall_back import FallBack
+from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.tell import Tell
 from ckptfs.model import ROOT, Level, Tier
@@ -104,6 +106,17 @@ def tidy(node: Node) -> None:
 
 def fall_back_of(node: Node) -> FallBack:
     return FallBack(node.db, node.places, node.told, around(node))
+
+
+def opens(node: Node, inode: int) -> int | None:
+    """Somebody opens a file for reading, on a node that has a PFS; the content that the file shows then."""
+    node.config = replace(node.config, pfs=node.root / "pfs")
+    fetch, back = Fetch(node.db, node.places, node.config, node.told, around(node)), fall_back_of(node)
+    want = wants.ask(node.db, wants.FETCH, inode)
+    until(lambda: not wants.is_open(node.db, want), lambda: (fetch.step(), back.step()))
+    found = wants.get(node.db, want)
+    assert found is not None and found.result == wants.HERE
+    return node.shown(inode)
 
 
 def decide(node: Node) -> None:

@@ -184,20 +184,21 @@ def counts(db: Database) -> Counts:
     lost = 0
     with db.snapshot():
         clique = peers.clique_of(db, None)
+        domains, untold = ("0", "0") if clique is None else (peers.DOMAINS, peers.UNTOLD.format("c.id", "i.id"))
         directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
         handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
         groups = db.rows(
             "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
-            f" coalesce(c.peer, 0), {peers.DOMAINS if clique is not None else 0}, {peers.UNTOLD.format('c.id', 'i.id')}, count(*)"
+            f" coalesce(c.peer, 0), {domains}, {untold}, count(*)"
             " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN published p ON p.inode = i.id"
             f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4, 5, 6, 7"
         )
-    for state, held, shown, same, peer, domains, untold, count in groups:
+    for state, held, shown, same, peer, others, is_untold, count in groups:
         typical = _typical(state, held, shown, same, bool(peer))
         if clique is not None:
-            elsewhere = tuple(("", f"/{number}") for number in range(domains))
-            typical = replace(typical, clique=replace(clique, elsewhere=elsewhere, told=not untold))
+            elsewhere = tuple(("", f"/{number}") for number in range(others))
+            typical = replace(typical, clique=replace(clique, elsewhere=elsewhere, told=not is_untold))
             if peer and not (held or elsewhere or same):
                 continue  # Who has what another node wrote is asked for one by one.
         by_level[lifecycle.level(typical)] += count

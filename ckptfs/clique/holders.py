@@ -18,6 +18,8 @@ from ckptfs.catalog import holding, peers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard
 from ckptfs.catalog.peers import PeerCopy
+from ckptfs.catalog.sharing import kinds
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, PLACE, SHOWN, Key
 from ckptfs.catalog.store import Compare, Delete, Get, Item, Operation, Put, Store, Target, prefix_end
 from ckptfs.model import Content, ContentState
 
@@ -62,7 +64,17 @@ class Shared:
 
 def content_key(content: int) -> bytes:
     """Where the last writer says what it wrote."""
-    return b"c/%016x" % content
+    return kinds.wire(Key(CONTENT, content))
+
+
+def inode_key(inode: int) -> bytes:
+    """Where the nodes say what a file is; there is no such key once it is gone."""
+    return kinds.wire(Key(INODE, inode))
+
+
+def shown_key(inode: int) -> bytes:
+    """Where the nodes say what the PFS shows of an inode."""
+    return kinds.wire(Key(SHOWN, inode))
 
 
 def copies_key(content: int) -> bytes:
@@ -123,7 +135,7 @@ class File:
 
 def files(store: Store, inodes: Sequence[int]) -> dict[int, File]:
     """These files as the store has them. Files that are gone are left out."""
-    results = store.read([Get(b"i/%016x" % inode) for inode in inodes]).results if inodes else ()
+    results = store.read([Get(inode_key(inode)) for inode in inodes]).results if inodes else ()
     found: dict[int, File] = {}
     for inode, items in zip(inodes, results, strict=True):
         if items:
@@ -159,11 +171,6 @@ class OnPfs:
         return [(self.item.key, None), (shown_key(inode), value), (self.rests_on[0].key, {"inode": inode})]
 
 
-def shown_key(inode: int) -> bytes:
-    """Where the nodes say what the PFS shows of an inode."""
-    return b"f/%016x" % inode
-
-
 def on_pfs(store: Store, inode: int) -> OnPfs | None:
     """What the PFS shows of a file; None: nothing that is known."""
     (items,) = store.read([Get(shown_key(inode))]).results
@@ -183,14 +190,14 @@ def replaced_on_pfs(store: Store, inode: int, file: File) -> OnPfs | None:
     there is no such thing.
     """
     for parent, name in file.value.get("names", ()):
-        (places,) = store.read([Get(b"x/%016x/" % parent + name.encode("latin-1"))]).results
+        (places,) = store.read([Get(kinds.wire(Key(PLACE, parent, name.encode("latin-1"))))]).results
         with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
             place = json.loads(places[0].value)
             replaces = int(place["inode"])
-            shown, alive, own = store.read([Get(shown_key(replaces)), Get(b"i/%016x" % replaces), Get(shown_key(inode))]).results
+            shown, alive, own = store.read([Get(shown_key(replaces)), Get(inode_key(replaces)), Get(shown_key(inode))]).results
             found = _on_pfs(shown[0])
             if replaces != inode and not (alive or own) and found.value["names"] == [[parent, name]]:
-                rests_on = (places[0], *(Item(key, b"", 0, 0) for key in (b"i/%016x" % replaces, shown_key(inode))))
+                rests_on = (places[0], *(Item(key, b"", 0, 0) for key in (inode_key(replaces), shown_key(inode))))
                 return replace(found, generation=0, in_hand=found.in_hand or "by" in place, replaces=replaces, rests_on=rests_on)
     return None
 

@@ -83,7 +83,7 @@ class Bury:
         assert heard is not None
         compares = [Compare(item.key, Target.MOD, "=", item.mod_revision) for item in one.items]
         compares.append(Compare(membership.node_key(writer), Target.VERSION, "=", 0))
-        key = b"i/%016x" % heard.inode if file is None else file.item.key
+        key = holders.inode_key(heard.inode) if file is None else file.item.key
         compares.append(Compare(key, Target.MOD, "=", 0 if file is None else file.item.mod_revision))
         copies = holders.copies_key(number)
         self._around.store.commit(compares, [Delete(holders.content_key(number)), Delete(copies, prefix_end(copies))])

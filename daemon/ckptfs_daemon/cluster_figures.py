@@ -15,10 +15,9 @@ from typing import Any
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import adoption, belonging, holding, identity, peers
+from ckptfs.catalog import belonging, holding, identity, peers
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import island
-from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.sharing import island, truth
 from ckptfs.catalog.store import Put, Store, prefix_end, scan
 from ckptfs.clique import holders, membership, placement
 from ckptfs.clique.keys import Identity
@@ -137,7 +136,7 @@ class ClusterFigures:
         """Learn from the store what it says of these files now, and what the PFS shows of them; then who has what they hold."""
         inodes = list(inodes)
         with contextlib.suppress(CkptfsError):
-            Truth(self._db, self._store).learn(adoption.instance(self._db), inodes=inodes)
+            truth.look_up(self._db, self._store, *inodes)
         self.ask_for_copies(inodes)
 
     def ask_for_copies(self, inodes: Iterable[int]) -> None:

@@ -217,12 +217,10 @@ class FileOperations(OpenOperations, ExtraOperations):
         if not (due and file.writers and file.content is not None and self.context.db.journalled):
             return
         file.synced_s = now_s
-        status = os.fstat(file.fd)
-        with self.context.open_files.change() as db:
+        status, files = os.fstat(file.fd), self.context.open_files
+        with files.change() as db:
             if contents.has_name(db, file.inode):
-                contents.synced(
-                    db, file.inode, file.content, status.st_size, status.st_atime_ns, self.context.open_files.written_ns(status)
-                )
+                contents.synced(db, file.inode, file.content, status.st_size, status.st_atime_ns, files.written_ns(status))
         self.context.bell.ring(bells.WORK)
 
     async def _told(self, inode: int, row: int) -> None:

@@ -3,12 +3,27 @@
 import contextlib
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, around, offer_of, until
-from former_world import NEW, OLD, appended, change, decide, fall_back_of, file_of, hear, held, overwrite, publish, replicated, shown, tidy
+from clique_world import Cluster, Node, offer_of
+from former_world import (
+    NEW,
+    OLD,
+    appended,
+    change,
+    decide,
+    fall_back_of,
+    file_of,
+    hear,
+    held,
+    opens,
+    overwrite,
+    publish,
+    replicated,
+    shown,
+    tidy,
+)
 
 from ckptfs import disk, limits
 from ckptfs.catalog import namespace, settling, wants
@@ -18,7 +33,6 @@ from ckptfs.catalog.sharing.kinds import INODE, SHOWN, Key
 from ckptfs.catalog.sharing.touching import Touching
 from ckptfs.catalog.sharing.truth import Truth
 from ckptfs.clique import holders
-from ckptfs.flow.fetch import Fetch
 from ckptfs.model import ROOT, Tier
 
 
@@ -277,13 +291,7 @@ def test_who_opens_it_gets_it(tmp_path: Path) -> None:
     cluster.put(f"e/{ROOT:016x}/file", {"child": inode, "type": stat.S_IFREG})
     Truth(two.db, two.store).learn("", inodes=[inode])
     one.kill()
-    two.config = replace(two.config, pfs=two.root / "pfs")
-    fetch, back = Fetch(two.db, two.places, two.config, two.told, around(two)), fall_back_of(two)
-    want = wants.ask(two.db, wants.FETCH, inode)
-    until(lambda: not wants.is_open(two.db, want), lambda: (fetch.step(), back.step()))
-    found = wants.get(two.db, want)
-    assert found is not None and found.result == wants.HERE
-    shows = two.shown(inode)
+    shows = opens(two, inode)
     assert shows not in (None, content) and two.data(shows) == OLD
 
 

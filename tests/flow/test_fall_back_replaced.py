@@ -2,12 +2,11 @@
 
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, around, until
-from former_world import NEW, OLD, decide, fall_back_of, file_of, publish, shown, tidy
+from clique_world import Cluster, Node
+from former_world import NEW, OLD, decide, file_of, opens, publish, shown, tidy
 
 from ckptfs import limits
 from ckptfs.catalog import namespace, renaming, wants
@@ -18,7 +17,6 @@ from ckptfs.catalog.sharing.touching import Touching
 from ckptfs.catalog.sharing.truth import Truth
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
-from ckptfs.flow.fetch import Fetch
 from ckptfs.model import ROOT
 
 NAME = f"x/{ROOT:016x}/file"
@@ -100,13 +98,7 @@ def test_who_opens_it_gets_it(tmp_path: Path) -> None:
     one, two = cluster.nodes
     learn(two, inode)
     one.kill()
-    two.config = replace(two.config, pfs=two.root / "pfs")
-    fetch, back = Fetch(two.db, two.places, two.config, two.told, around(two)), fall_back_of(two)
-    want = wants.ask(two.db, wants.FETCH, inode)
-    until(lambda: not wants.is_open(two.db, want), lambda: (fetch.step(), back.step()))
-    found = wants.get(two.db, want)
-    assert found is not None and found.result == wants.HERE
-    shows = two.shown(inode)
+    shows = opens(two, inode)
     assert shows not in (None, newer) and two.data(shows) == OLD
 
 

@@ -41,8 +41,7 @@ def lost_directories(db: Database, told: Mapping[Key, Told]) -> list[int]:
 
 
 def _is_named_so(db: Database, inode: int, told: Mapping[Key, Told]) -> bool:
-    names = [Key(NAME, row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
-    return any(_child(told.get(name)) == inode for name in names)
+    return any(_child(told.get(name)) == inode for name in kinds.names_here(db, inode))
 
 
 def _child(one: Told | None) -> int:
@@ -142,7 +141,7 @@ class Anew(Returning):
         self._counted.add(key.number)
 
     def _names_here(self, inode: int) -> Names:
-        return {(row[0], bytes(row[1])) for row in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
+        return {(key.number, key.name) for key in kinds.names_here(self._db, inode)}
 
     def _take_names_of(self, inode: int, here: Names, theirs: Value) -> None:
         """Names that it had before, and has no more, go here; those that were given since the loss stay."""

@@ -208,12 +208,9 @@ class _Builder:
             if key.number and key not in self._batch.changed and key not in self._batch.same and self._value(key)[1] is not None:
                 self._add(key)
         if now is not None and _child(before) not in (0, _child(now)):
-            for name in self._names_here(_child(before)):
+            for name in kinds.names_here(self._db, _child(before)):
                 if name not in self._batch.changed and touching.is_touched(self._db, name):
                     self._add(name)
-
-    def _names_here(self, inode: int) -> list[Key]:
-        return [Key(NAME, row[0], bytes(row[1])) for row in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
 
     def _count_names(self) -> None:
         """A file is told by the names that it has in the store with this transaction: others may be taken back before they are there."""
@@ -293,7 +290,7 @@ class _Builder:
         if self._batch.whole:
             return
         for key in [key for key, value in self._batch.changed.items() if key.kind == NAME and value is None]:
-            others = self._names_here(_child(self._value(key)[0].value))
+            others = kinds.names_here(self._db, _child(self._value(key)[0].value))
             if others and not any(other in self._batch.changed or not touching.is_touched(self._db, other) for other in others):
                 del self._batch.changed[key]
                 self._batch.compared.pop(key)

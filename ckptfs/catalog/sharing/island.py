@@ -283,11 +283,10 @@ class Returning(Refusal):
         if directory:
             self._drop_untouched(inode)
             self._drop_stale_names(inode)
-        for parent, name in self._db.rows("SELECT parent, name FROM entry WHERE child = ?", inode):
-            key = Key(NAME, parent, bytes(name))
+        for key in kinds.names_here(self._db, inode):
             if self._there(key) == inode or not touching.is_touched(self._db, key):
                 self._untold([key])
-                self._counted.add(parent)
+                self._counted.add(key.number)
         if content is not None:
             self._write_back(inode, content)
         if self._db.value("SELECT 1 FROM entry WHERE child = ?", inode) is None:
@@ -312,8 +311,7 @@ class Returning(Refusal):
 
     def _drop_stale_names(self, directory: int) -> None:
         """A name from which others had moved it was known here beside the one that it had: nobody had asked for that again."""
-        rows = self._db.rows("SELECT parent, name FROM entry WHERE child = ?", directory)
-        keys = [Key(NAME, parent, bytes(name)) for parent, name in rows]
+        keys = kinds.names_here(self._db, directory)
         keys.sort(key=lambda key: (touching.is_touched(self._db, key), seen.get(self._db, key).revision))
         for key in keys[:-1]:
             kinds.write(self._db, key, None)

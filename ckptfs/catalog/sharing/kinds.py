@@ -128,6 +128,11 @@ def _inode_value(db: Database, number: int, _: bytes) -> Value | None:
     return value
 
 
+def names_here(db: Database, inode: int) -> list[Key]:
+    """The keys of all names that lead to an inode here."""
+    return [Key(NAME, parent, bytes(name)) for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
+
+
 def names_of(db: Database, inode: int) -> list[list[Any]]:
     """[directory, name] of all names of what is no directory, in order: those that the store knows, as far as they were not taken away
     here, and those that were given here. They are told by name and not counted, so that two nodes can take away the same one.

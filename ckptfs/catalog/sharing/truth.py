@@ -36,9 +36,9 @@ def row_key(db: Database, instance: str, row: Row) -> Key:
     return Key(ROW, identity.number(db), pfs_kinds.row_name(instance, row.seq))
 
 
-def look_up(db: Database, store: Store, inode: int) -> None:
-    """The catalog knows what the store says of one inode, and of where the PFS shows it. Raises what `Truth.learn` raises."""
-    Truth(db, store).learn(adoption.instance(db), inodes=[inode])
+def look_up(db: Database, store: Store, *inodes: int) -> None:
+    """The catalog knows what the store says of these inodes, and of where the PFS shows them. Raises what `Truth.learn` raises."""
+    Truth(db, store).learn(adoption.instance(db), inodes=inodes)
 
 
 class Unread(Busy):

@@ -16,6 +16,7 @@ from ckptfs.catalog import epoch, pfs_paths, settling, visits, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import importing, touching, truth
 from ckptfs.catalog.store import Get
+from ckptfs.clique import holders
 from ckptfs.clique.surroundings import Surroundings
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, TierUnavailable
@@ -199,7 +200,7 @@ class Visit:
         if self._around is None or epoch.lost_s(self._db) < limits.UNTOLD_KEPT_S:
             return False
         try:
-            return not self._around.store.read([Get(b"i/%016x" % inode, keys_only=True)]).results[0]
+            return not self._around.store.read([Get(holders.inode_key(inode), keys_only=True)]).results[0]
         except CkptfsError:
             return False
 
