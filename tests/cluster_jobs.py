@@ -69,7 +69,10 @@ class Job:
     def found(self, track: Track, path: Path) -> int | None:
         """Which version a job that starts again finds. None: none."""
         data = self.read(track, path)
-        return None if data is None else number_of(track.origin, data)
+        if data is None:
+            return None
+        # What it was writing in place when its node died is there as far as it came.
+        return track.broken if track.is_broken_off(data) else number_of(track.origin, data)
 
     def read(self, track: Track, path: Path) -> bytes | None:
         """What is in a file. What is lost for good is deleted, as people would."""
