@@ -185,6 +185,8 @@ WALK_FRESH_S = 0.002
 WALK_STEP_S = 0.0003
 WALK_NAMES_MAX = 16
 WALKS_MAX = 10_000
+# Files that replace each other under a name faster than each is fetched: so many are tried until one is here.
+MISLED_LOOKS_MAX = 16
 # What nobody waits for is told so much later, so that it goes together with what somebody does.
 SHARED_GATHER_S = 0.02
 # The kernel asks for attributes once more right after a lookup unless they are good for that long; names are never good for longer.

@@ -62,21 +62,21 @@ class NodeUnderTest:
         """Unmounted in order and mounted again."""
         self._cluster.laboratory.restart_node(self.name)
 
+    def pid(self, role: str) -> int:
+        """Of its supervisor, mount or mover process; 0 while there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(json.loads((self.state / "processes.json").read_text())[role]["pid"])
+        return 0
+
     def replace(self, role: str) -> None:
         """SIGKILL its mount or mover process; returns when another one has taken its place."""
-
-        def pid() -> int:
-            with contextlib.suppress(OSError, ValueError):
-                return int(json.loads((self.state / "processes.json").read_text())[role]["pid"])
-            return 0
-
-        old = eventually(pid, what=f"a {role} process")
+        old = eventually(lambda: self.pid(role), what=f"a {role} process")
         os.kill(old, signal.SIGKILL)
-        eventually(lambda: pid() not in (0, old), what=f"another {role} process")
+        eventually(lambda: self.pid(role) not in (0, old), what=f"another {role} process")
 
     def end(self) -> None:
         """SIGTERM, as a service manager does; returns when its daemon has drained and ended."""
-        os.kill(int(json.loads((self.state / "processes.json").read_text())["supervisor"]["pid"]), signal.SIGTERM)
+        os.kill(self.pid("supervisor"), signal.SIGTERM)
         there = network.place(self._node.plan, self.name)
         eventually(lambda: not processes.named(there, nodes.DAEMON), WAIT_S, f"the daemon of {self.name} ends")
 

@@ -28,6 +28,11 @@ def every(db: Database) -> list[Handle]:
     return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
 
 
+def is_open(db: Database, inode: int) -> bool:
+    """Whether somebody here has the file open."""
+    return db.value("SELECT 1 FROM handle WHERE inode = ? LIMIT 1", inode) is not None
+
+
 def point(db: Database, inode: int, content: int) -> None:
     """All handles of `inode` now lead to `content`."""
     db.run("UPDATE handle SET content=? WHERE inode=?", content, inode)

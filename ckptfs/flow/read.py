@@ -20,9 +20,14 @@ class Way(Enum):
 
 def way(held: Held) -> Way:
     """How to open `held` for reading."""
-    if held.tiers and held.state is not ContentState.DOOMED:
+    if held.tiers and (held.state is not ContentState.DOOMED or _has_just_gone(held)):
         return Way.HERE
     if held.content is None:
         return Way.FETCH if held.published else Way.EMPTY
     elsewhere = held.state in (None, ContentState.SEALED) or (held.peer and held.state is ContentState.CLOSED)
     return Way.FETCH if elsewhere else Way.LOST
+
+
+def _has_just_gone(held: Held) -> bool:
+    """Whether another node took the last name of the file away since it was looked up: it can be opened as long as its bytes are here."""
+    return held.inode.nlink == 0 and held.generation == held.inode.generation

@@ -4,13 +4,16 @@ What loses its last name stays in the catalog as an orphan until the kernel forg
 If we die here: see handler.py.
 """
 
+import errno
 import stat
 from typing import TYPE_CHECKING
 
-from ckptfs.catalog import answers, namespace, renaming
+from ckptfs import limits
+from ckptfs.catalog import answers, contents, namespace, renaming, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.directories import Unvisited
 from ckptfs.errors import CkptfsError
+from ckptfs.flow import read
 from ckptfs.model import Inode
 from ckptfs_daemon import edge, intent, replies
 from ckptfs_daemon.attribute_operations import AttributeOperations
@@ -36,6 +39,8 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
         """What a name leads to; a reply without an inode where there is none, which the kernel remembers too."""
         if self.walks is not None:
             await self.walks.fresh_name(ctx.pid, parent_inode, name)
+            if self.walks.was_misled(ctx.pid):
+                await self._brought(parent_inode, name)
         try:
             found = namespace.lookup(self.context.db, parent_inode, name)
             if self.walks is not None:
@@ -54,6 +59,26 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
             if not intent.creates(ctx.pid):
                 raise
             return replies.nothing(0)
+
+    async def _brought(self, parent: int, name: bytes) -> None:
+        """The bytes of the file to which a name leads are here, or on their way, before the name is answered, whichever file that is by
+        then: the open that follows has nothing to wait for, so that other nodes cannot replace the file meanwhile.
+        """
+        sharing, db = self.context.sharing, self.context.db
+        assert sharing is not None
+        for _ in range(limits.MISLED_LOOKS_MAX):
+            try:
+                found = namespace.lookup(db, parent, name)
+                held = contents.held(db, found.id)
+                if not found.is_file or held is None or read.way(held) is not read.Way.FETCH:
+                    return
+                await self.context.asking.ask(wants.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, begun=True)
+                if namespace.lookup(db, parent, name).id == found.id:
+                    return
+            except (OSError, CkptfsError) as failure:
+                if failure.errno != errno.ESTALE:
+                    return  # Whoever answers the name, or opens the file, says why.
+                await sharing.fresh_name(parent, name)
 
     @answered
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> EntryAttributes:

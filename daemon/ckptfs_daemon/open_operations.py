@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptfs.catalog.directories import Unvisited
-from ckptfs.errors import refused
+from ckptfs.errors import CkptfsError, refused
 from ckptfs.model import DataPath
 from ckptfs_daemon import door, edge
 from ckptfs_daemon.creating import Creating
@@ -67,7 +67,12 @@ class OpenOperations(Handler):
         truncate = bool(flags & os.O_TRUNC)
         writer = truncate or flags & os.O_ACCMODE != os.O_RDONLY
         wish = Wish(inode, writer, truncate, request, root=ctx.uid == 0, hasty=bool(flags & os.O_NONBLOCK))
-        return self._info(await Opening(self.context, wish).run())
+        try:
+            return self._info(await Opening(self.context, wish).run())
+        except (OSError, CkptfsError) as failure:
+            if failure.errno == errno.ESTALE and self.walks is not None:
+                self.walks.misled(ctx.pid)
+            raise
 
     def _info(self, opened: Opened) -> FileInfo:
         """The reply. Nothing may be awaited after it."""

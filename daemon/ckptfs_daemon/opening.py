@@ -92,7 +92,7 @@ class Opening:
             with self._files.change():
                 held = contents.held(self._context.db, wish.inode)
                 if held is None:
-                    raise refused(errno.ENOENT)
+                    raise refused(errno.ENOENT if self._context.sharing is None else errno.ESTALE)
                 if not held.inode.is_file:
                     raise refused(errno.EINVAL)
                 if held.awaited and self._context.sharing is not None and trio.current_time() < self._told_until_s:

@@ -37,7 +37,7 @@ class QuickOperations(Handler):
     def _quick_lookup(self, req: int, parent: int, name: bytes, pid: int) -> bool:
         if is_virtual(parent) or (parent == ROOT and name == namespace.OURS):
             return False
-        if self.walks is not None and not self.walks.knows_name(pid, parent, name):
+        if self.walks is not None and (self.walks.was_misled(pid) or not self.walks.knows_name(pid, parent, name)):
             return False
         try:
             inode = namespace.lookup(self.context.db, parent, name)

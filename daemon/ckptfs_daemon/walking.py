@@ -84,6 +84,7 @@ class Walks:
         self._sharing = sharing
         self._call_of = call_of
         self._walks: OrderedDict[int, Walk] = OrderedDict()
+        self._misled: OrderedDict[int, bytes] = OrderedDict()
         self._habits: OrderedDict[int, Habit] = OrderedDict()
 
     def knows_name(self, pid: int, parent: int, name: bytes) -> bool:
@@ -134,6 +135,23 @@ class Walks:
         walk = self._walks.get(pid)
         if walk is not None:
             walk.step_until_s = trio.current_time() + limits.WALK_STEP_S
+
+    def misled(self, pid: int) -> None:
+        """What the thread looked up and opens was replaced while it waited for that: the kernel looks up the path once more, no oftener."""
+        self._walks.pop(pid, None)
+        call = self._call_of(pid)
+        if call:
+            self._misled[pid] = call
+            if len(self._misled) > limits.WALKS_MAX:
+                self._misled.popitem(last=False)
+
+    def was_misled(self, pid: int) -> bool:
+        """Whether the thread is still in the system call in which that happened."""
+        call = self._misled.get(pid)
+        if call is not None and call != self._call_of(pid):
+            del self._misled[pid]
+            return False
+        return call is not None
 
     def _begin(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
         if pid:

@@ -1,6 +1,10 @@
 """P9, D16, N1: copies on other nodes, and what is left when nodes die, with all that they had."""
 
+import concurrent.futures
+import itertools
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +83,42 @@ def test_a_file_that_is_written_again_is_never_served_old(memory: ClusterUnderTe
         assert path[1].read_bytes() == b"new" * SIZE
         assert path[2].read_bytes() == b"new" * SIZE
         memory[0].start()
+
+
+def test_a_file_that_others_replace_all_the_time_can_be_opened(memory: ClusterUnderTest) -> None:
+    """P7, P8: its writer's mover stands still at times, so that the file is replaced while a reader waits for its bytes."""
+    writer, reader = memory[0], memory[1]
+    ended = threading.Event()
+    directory = writer.path / "replaced"
+    directory.mkdir()
+    (directory / "file").write_bytes(b"0")
+
+    def replace() -> None:
+        for number in itertools.count(1):
+            (directory / "new").write_bytes(b"%d" % number)
+            (directory / "new").rename(directory / "file")
+            if ended.is_set():
+                return
+
+    def stand_still() -> None:
+        while not ended.is_set():
+            pid = writer.pid("mover")
+            os.kill(pid, signal.SIGSTOP)
+            ended.wait(0.3)
+            os.kill(pid, signal.SIGCONT)
+            ended.wait(0.15)
+
+    with limited(memory), concurrent.futures.ThreadPoolExecutor() as threads:
+        others = [threads.submit(replace), threads.submit(stand_still)]
+        try:
+            read: list[int] = []
+            while len(set(read)) < 12:
+                read.append(int((reader.path / "replaced" / "file").read_bytes()))
+        finally:
+            ended.set()
+        for other in others:
+            other.result()
+    assert read == sorted(read)
 
 
 @pytest.mark.parametrize("how", ["truncated", "renamed"])

@@ -1,11 +1,16 @@
 """Walks along paths: one round trip brings what a thread will look up next, and nothing older than its system call answers it (P2, T7)."""
 
+import errno
 import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import trio
+from ckptfs_daemon.name_operations import NameOperations
 from ckptfs_daemon.walking import Walks, successor, system_call
 from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
@@ -13,8 +18,9 @@ from shared_catalogs import Node, running
 from trio.testing import MockClock
 
 from ckptfs import limits
-from ckptfs.catalog import namespace
-from ckptfs.model import ROOT
+from ckptfs.catalog import namespace, wants
+from ckptfs.flow import read
+from ckptfs.model import ROOT, DataPath, Inode
 
 THREAD, OTHER = 7, 8
 
@@ -162,6 +168,56 @@ def test_a_step_of_another_system_call_is_asked_for_anew(tmp_path: Path) -> None
             top = await walker.stat("a")
             walker.call = after
             assert await walker.reads(lambda top=top: walker.walks.fresh_name(THREAD, top, b"b")) == reads
+
+    run(tmp_path, act)
+
+
+def test_a_thread_is_misled_for_one_system_call(tmp_path: Path) -> None:
+    """P7: what it opened was replaced meanwhile. Where nobody says in which system call it is, it is not known to be in the same."""
+
+    async def act(_: Node, walker: Walker) -> None:
+        for before, after, expected in ((b"open", b"open", True), (b"open", b"stat", False), (b"", b"", False)):
+            walker.call = before
+            walker.walks.misled(THREAD)
+            walker.call = after
+            assert walker.walks.was_misled(THREAD) is expected and not walker.walks.was_misled(OTHER)
+
+    run(tmp_path, act)
+
+
+def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: another node replaces the file faster than it is fetched, again and again; the kernel looks up once more, no oftener."""
+
+    async def act(other: Node, walker: Walker) -> None:
+        top = await walker.stat("a/b/c")
+        here: list[int] = []
+
+        async def ask(kind: str, inode: int, **bounds: object) -> str:
+            if len(here) < 3:
+                here.append(0)
+                await other.make("a/b/c/new")
+                await other.rename("a/b/c/new", "a/b/c/f")
+                raise OSError(errno.ESTALE, "replaced")
+            here.append(inode)
+            return wants.HERE
+
+        def attributes(inode: Inode) -> Inode:
+            return inode
+
+        operations = NameOperations()
+        operations.walks = walker.walks
+        files = SimpleNamespace(attributes=attributes, is_written=lambda inode: False)
+        asking = SimpleNamespace(ask=ask)
+        operations.context = cast(
+            Any,
+            SimpleNamespace(db=walker.node.db, sharing=walker.node.sharing, asking=asking, open_files=files, data_path=DataPath.BUFFERED),
+        )
+        monkeypatch.setattr(read, "way", lambda held: read.Way.HERE if held.inode.id in here else read.Way.FETCH)
+        found = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
+        assert not here, "nobody waits for bytes who may only want to know the name"
+        walker.walks.misled(THREAD)
+        newest = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
+        assert here[-1] == newest.st_ino != found.st_ino and len(here) == 4
 
     run(tmp_path, act)
 

@@ -1,5 +1,6 @@
 """P8, P9: who opens a file waits for those who may have it, as long as that is worth while, and no longer."""
 
+import errno
 import threading
 import time
 from pathlib import Path
@@ -102,6 +103,22 @@ def test_who_says_that_it_has_nothing_is_not_waited_for(tmp_path: Path, monkeypa
     failed = bring(two, one.inode(content))
     assert (failed.state, failed.error) == FAILED
     assert len([act for act, _ in two.peers.asked if act == "record"]) == 1
+
+
+def test_a_file_that_lost_its_name_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: its writer lives and does not answer, so it would be tried again. Whoever opens it looks up who has the name now."""
+    monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 100)
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", b"hello")
+    publish(one)
+    cluster.cut.add("n1")
+    flow = fetch_of(two)
+    want = tried(two, one.inode(content), flow, 2)
+    assert answer(two, want) == (wants.WANTED, 0)
+    two.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", one.inode(content))
+    tried(two, one.inode(content), flow, 1)
+    assert answer(two, want) == (wants.FAILED, errno.ESTALE)
 
 
 @pytest.mark.parametrize("how", ["truncated", "renamed"])

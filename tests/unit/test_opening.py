@@ -112,17 +112,37 @@ def test_a_truncation_that_succeeds_stays_open_until_its_release(tmp_path: Path)
 
 def test_a_file_whose_name_another_node_took_away_is_looked_up_again(tmp_path: Path) -> None:
     """P7: between look-up and open. The kernel does that at ESTALE, and finds what has the name now."""
-    opener = Opener(tmp_path)
+    opener = gone_elsewhere(tmp_path)
+    opener.node.db.run("DELETE FROM copy")
+    assert trio.run(opened, opener) == errno.ESTALE
 
-    async def scenario() -> None:
-        with pytest.raises(OSError) as failure:
-            await opener.open(2, writer=False)
-        assert failure.value.errno == errno.ESTALE
 
+def test_a_file_whose_name_another_node_took_away_is_opened_while_its_bytes_are_here(tmp_path: Path) -> None:
+    """P7: as it was looked up, in the same system call; not with the bytes of a former generation."""
+    opener = gone_elsewhere(tmp_path)
+    assert trio.run(opened, opener) == 0
+    opener.node.db.run("DELETE FROM handle")
+    opener.files.by_inode.clear()
+    opener.node.db.run("UPDATE inode SET generation = generation + 1")
+    assert trio.run(opened, opener) == errno.ESTALE
+
+
+def gone_elsewhere(root: Path) -> Opener:
+    """The file lost its last name, and its content is to be dropped."""
+    opener = Opener(root)
     with opener.node.db.change() as db:
         db.run("UPDATE inode SET nlink = 0 WHERE id = ?", opener.inode)
         contents.doom(db, opener.content)
-    trio.run(scenario)
+    return opener
+
+
+async def opened(opener: Opener) -> int:
+    """Open it for reading; 0, or the errno."""
+    try:
+        await opener.open(2, writer=False)
+    except OSError as failure:
+        return failure.errno or 0
+    return 0
 
 
 class Mover:

@@ -14,7 +14,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, fetching, pfs_paths, report, settling, wants
+from ckptfs.catalog import contents, fetching, handles, pfs_paths, report, settling, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.fetching import Arrived, Fetchable
 from ckptfs.catalog.sharing import truth
@@ -119,12 +119,12 @@ class Fetch:
         except (Busy, NoneLeft) as reason:
             if self._later(want, reason):
                 return
-            self._failed(want, errno.EIO)
             level = logging.WARNING if isinstance(reason, Busy) else logging.ERROR
+            level = logging.DEBUG if self._failed(want, errno.EIO) else level
             log.log(level, "%s cannot be read: %s", self._name(want.inode), reason)
         except DigestMismatch as failure:
-            self._failed(want, errno.EIO)
-            log.error("%s cannot be read: %s", self._name(want.inode), failure)
+            level = logging.DEBUG if self._failed(want, errno.EIO) else logging.ERROR
+            log.log(level, "%s cannot be read: %s", self._name(want.inode), failure)
         except (OSError, CkptfsError) as failure:
             code = failure.errno or errno.EIO
             self._failed(want, code if code in {errno.ESTALE, errno.ENOSPC, errno.EACCES} else errno.EIO)
@@ -138,15 +138,20 @@ class Fetch:
             disk.act("fetch:answered", wants.done, self._db, want.id, result)
             self._notify.wants()
 
-    def _failed(self, want: wants.Want, code: int) -> None:
-        """A file whose last name another node took away since it was looked up is looked up again by the kernel, which ESTALE tells to."""
-        gone = not contents.has_name(self._db, want.inode) or (self._peers is not None and self._peers.is_gone(want.inode))
-        code = errno.ESTALE if gone else code
-        wants.failed(self._db, want.id, code)
+    def _failed(self, want: wants.Want, code: int) -> bool:
+        """Whether the file is gone: what lost its last name since it was looked up the kernel looks up again, as ESTALE tells it to."""
+        gone = self._is_gone(want)
+        wants.failed(self._db, want.id, errno.ESTALE if gone else code)
         self._notify.wants()
+        return gone
+
+    def _is_gone(self, want: wants.Want) -> bool:
+        return not contents.has_name(self._db, want.inode) or (self._peers is not None and self._peers.is_gone(want.inode))
 
     def _later(self, want: wants.Want, reason: Busy | NoneLeft) -> bool:
-        """Try this want again after a while, each time a longer one; False when that is of no use."""
+        """Try this want again after a while, each time a longer one; False when that is of no use, as where another file has its name."""
+        if self._is_gone(want) and not handles.is_open(self._db, want.inode):
+            return False
         now_s = time.monotonic()
         with self._lock:
             before = self._again.get(want.id, Tries(0, now_s, now_s))
