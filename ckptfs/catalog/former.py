@@ -9,7 +9,7 @@ If we die here: SQLite undoes the unfinished change.
 """
 
 from ckptfs import lifecycle
-from ckptfs.catalog import peers, settling
+from ckptfs.catalog import identity, peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, Inode
 
@@ -84,7 +84,11 @@ def expire(db: Database, now: Content) -> None:
     with db.change():
         record = settling.record(db, now.id)
         if settling.is_current(db, now) and (lifecycle.clique_whole(record) or lifecycle.published_whole(record)):
-            db.run(
-                "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id <> ? AND former_ns IS NOT NULL AND state <> 3",
+            gone = db.rows(
+                "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id <> ? AND former_ns IS NOT NULL AND state <> 3"
+                " RETURNING id, peer",
                 now.inode, now.id,
             )  # fmt: skip
+            for content, peer in gone:
+                if peer:
+                    peers.wrote(db, content, identity.home(content))

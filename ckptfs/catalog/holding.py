@@ -7,7 +7,9 @@ Functions that change something join the caller's transaction.
 If we die here: SQLite undoes the unfinished change; a file whose row went is a leftover, which the drop flow finds.
 """
 
+import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,6 +323,16 @@ def owned_after(db: Database, after: int, before_ns: int, at_most: int) -> list[
         "SELECT id, inode, generation, state, size, digest, NULL, change, peer FROM content"
         " WHERE peer = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ? ORDER BY id LIMIT ?",
         after, before_ns, at_most,
+    )  # fmt: skip
+    return [content_of_row(row) for row in rows]
+
+
+def owned_of(db: Database, contents: Iterable[int], at_most: int) -> list[Content]:
+    """This node's own contents, sealed or lost, of the files to which these belong: what those hold, and what they held before."""
+    rows = db.rows(
+        "SELECT id, inode, generation, state, size, digest, NULL, change, peer FROM content WHERE peer = 0 AND state IN (2, 4)"
+        " AND inode IN (SELECT k.inode FROM content k WHERE k.id IN (SELECT value FROM json_each(?))) ORDER BY id LIMIT ?",
+        json.dumps([*contents]), at_most,
     )  # fmt: skip
     return [content_of_row(row) for row in rows]
 

@@ -140,6 +140,11 @@ def peer_has(db: Database, copy: PeerCopy) -> None:
                copy.content, copy.node, copy.generation, copy.digest)  # fmt: skip
 
 
+def wrote(db: Database, content: int, node: int) -> None:
+    """That node wrote what is deleted here, and nobody tells it of names: it hears that it may forget this. No copy that counts."""
+    db.run("INSERT OR IGNORE INTO peer_copy (content, node, generation, digest) VALUES (?, ?, 0, x'')", content, node)
+
+
 def peer_lacks(db: Database, content: int, node: int) -> None:
     """A node has no copy of this content any more."""
     with db.change():

@@ -33,6 +33,7 @@ class Drop:
     def __init__(self, db: Database, places: Places, config: Config, notify: Notify, tiers: Iterable[Tier] = Tier) -> None:
         self._db = db
         self._every = places
+        self._notify = notify
         self._tiers = tuple(tiers)
         self._after = 0
         # The first sweep comes when what the mount of before may have been making is old enough.
@@ -52,6 +53,8 @@ class Drop:
                 places[tier].remove(number)
         if batch:
             disk.act("drop:forget", settling.forget, self._db, batch)
+            if self._db.clustered:
+                self._notify.work()  # Other nodes may have copies, and hear now that they may forget them.
         more = len(batch) == BATCH_CONTENTS
         self._after = batch[-1][0] if more else 0
         if not more and time.monotonic() >= self._sweep_s:

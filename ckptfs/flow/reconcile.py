@@ -38,7 +38,9 @@ class Reconcile:
     """Sweeps through everything now and then, one batch a step: first what is held for others, then this node's own."""
 
     def __init__(self, db: Database, places: Places, notify: Notify, around: Surroundings, doubted: set[int]) -> None:
-        """`doubted`: contents of which a peer said that they need not be held; they are looked at first, and taken out of the set."""
+        """`doubted`: contents of which a peer said that they need not be held, or that their files are gone; they are looked at first, and
+        taken out of the set.
+        """
         self._db = db
         self._places = places
         self._notify = notify
@@ -60,6 +62,7 @@ class Reconcile:
             doubted = [self._doubted.pop() for _ in range(min(len(self._doubted), BATCH_CONTENTS))]
             found = [content for number in doubted if (content := settling.content(self._db, number)) is not None and content.peer]
             self._look_at_held(found, young=True)
+            self._look_at_own(holding.owned_of(self._db, doubted, BATCH_CONTENTS))
             return bool(self._doubted)
         if asked := [content for content in former.asked(self._db, limits.DOUBTED_MAX) if content.id not in self._asked][:BATCH_CONTENTS]:
             self._look_at_own(asked)

@@ -88,5 +88,5 @@ class OrphanOperations(Handler):
         self._orphans.difference_update(reaped)
         doomed = [content for contents in reaped.values() for content in contents]
         self.context.open_files.discard(doomed)
-        if doomed:
-            self.context.bell.ring(bells.WORK)
+        if doomed or (reaped and self.context.sharing is not None):
+            self.context.bell.ring(bells.WORK)  # Of what other nodes wrote they are told.

@@ -1,4 +1,6 @@
-"""P9: what another node's file held is told to belong to the one that was renamed over it, in the transaction that does that."""
+"""P9: what another node's file held is told to belong to the one that was renamed over it, in the transaction that does that. Who wrote
+what is deleted is to hear of it.
+"""
 
 import json
 import random
@@ -53,6 +55,35 @@ def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(tmp_path:
             (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
             value = json.loads(items[0].value)
             assert (value["node"], value["inode"], value["former_ns"], value["digest"]) == (1, heir.id, 2, DIGEST.hex())
+            nursery.cancel_scope.cancel()
+
+    trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(tmp_path: Path) -> None:
+    """It counts as no copy, and what this node wrote itself is told to nobody else by that."""
+
+    async def run() -> None:
+        etcd = MemoryEtcd()
+        one, two = (Node(tmp_path / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2))
+        for node in (one, two):
+            peers.set_world(node.db, node.number, 2, [Known(number, f"n{number}", f"d{number}") for number in (1, 2)])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.sharing.run)
+            nursery.start_soon(two.sharing.run)
+            theirs = write(one, await one.make("theirs"), sealed=True)
+            await one.sharing.published()
+            own = await two.make("own")
+            write(two, own, sealed=True)
+            await two.sharing.published()
+            inode = await two.unlink("theirs")
+            await two.unlink("own")
+            with two.db.change():
+                namespace.reap(two.db, [inode.id, own.id])
+            settling.forget(two.db, settling.doomed(two.db, (Tier.RAM,), 0, 10))
+            assert [copy for copy in peers.unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
+            (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % theirs)]).results
+            assert not found
             nursery.cancel_scope.cancel()
 
     trio.run(run, clock=MockClock(autojump_threshold=0))

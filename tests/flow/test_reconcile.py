@@ -7,7 +7,7 @@ import pytest
 from clique_world import Cluster, Node, around, level, replicate_of, until
 
 from ckptfs import disk, limits
-from ckptfs.catalog import holding, settling, telling
+from ckptfs.catalog import holding, peers, settling, telling
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.errors import Unreachable
@@ -299,6 +299,31 @@ def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None
     two.hold.forget([content, 77, 78])
     sweep(two)
     assert two.files(Tier.RAM) == set() and two.hold.doubted == set()
+
+
+def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_path: Path) -> None:
+    """Rank 0 removes everybody's checkpoints: nobody waits for a sweep to get the room back."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content, kept = replicated(cluster), replicated(cluster, b"b")
+    flows = {node: Reconcile(node.db, node.places, node.told, around(node), node.hold.doubted) for node in (one, two)}
+    for flow in flows.values():
+        while flow.step():  # The first sweep; the next one comes half an hour later.
+            pass
+    delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}", f"p/{content:016x}/00000002")
+    settling.set_state(three.db, content, ContentState.DOOMED)
+    settling.forget(three.db, [(content, None)])
+    peers.wrote(three.db, content, 1)
+    replicate_of(three).step()
+    assert one.hold.doubted == {content}
+    for node, flow in flows.items():
+        one.hold.forget([kept])
+        while flow.step():
+            pass
+        one.db.run("DELETE FROM touched_key")
+        Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
+        replicate_of(node).step()
+        assert node.copies(content) == {} and node.files(Tier.RAM) == {kept}
 
 
 def test_without_the_store_nothing_goes(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ If we die here: one change of the catalog, whole or not at all; of a success tha
 
 from collections.abc import Callable
 
-from ckptfs.catalog import identity
+from ckptfs.catalog import identity, peers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, lost, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.batch import Batch
-from ckptfs.catalog.sharing.kinds import LAST, Key
+from ckptfs.catalog.sharing.kinds import CONTENT, LAST, Key
 from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.catalog.store import Outcome
@@ -27,6 +27,8 @@ def passed(db: Database, batch: Batch, revision: int, recent: Recent, *, recount
         for operation in batch.more:
             if operation.end is None:
                 key = kinds.parse(operation.key)
+                if key.kind == CONTENT and (writer := _writer(db, key)) != batch.number:
+                    peers.wrote(db, key.number, writer)
                 seen.put(db, key, seen.NEVER)
                 recent.gone(key, revision)
         touching.told(db, [*batch.changed, *batch.same], batch.up_to)
@@ -38,6 +40,12 @@ def passed(db: Database, batch: Batch, revision: int, recent: Recent, *, recount
         if revision:
             seen.put(db, batch.last, Seen(revision, batch.note()))
     return Result(True)
+
+
+def _writer(db: Database, content: Key) -> int:
+    """Who wrote it last, as far as that is known here."""
+    told = seen.get(db, content).content or {}
+    return int(told.get("node", identity.home(content.number)))
 
 
 def look_back(db: Database, own: Told, sent: Batch | None, recent: Recent) -> Result | None:
