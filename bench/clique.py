@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import statistics
 import sys
 import threading
@@ -26,6 +27,8 @@ from ckptfs_client.mounts import find  # noqa: E402
 from cluster_lab import ClusterUnderTest, NodeUnderTest  # noqa: E402
 from daemon_under_test import ENVIRONMENT  # noqa: E402
 
+from ckptfs import limits  # noqa: E402
+
 MIB = 1 << 20
 PIECE = 4 * MIB
 WAIT_S = 120.0
@@ -33,6 +36,7 @@ PACE_BYTES_PER_S = 500e6
 """How fast a file is written whose close shall find nearly all of it on the other node; about what torch.save makes of a core."""
 RANK_BYTES = 256 * MIB
 SMALL_FILES, SMALL_BYTES, SMALL_WRITERS, SMALL_ROUNDS = 1000, 4096, 8, 3
+OPERATIONS = 200
 
 
 class Clique:
@@ -272,6 +276,38 @@ def small(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
     return statistics.median(rates), text
 
 
+def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made: bool) -> tuple[float, str]:
+    """The median of one operation on `node`, in ms, one after the other, and what each asks of the store. The files that it needs (`made`)
+    were written on the other node, and are on both.
+    """
+    clique.settle()
+    directory = clique.fresh(node, "operation")
+    directory.mkdir()
+    if made:
+        for number in range(OPERATIONS):
+            create(clique.nodes[1 - node].path / directory.name / f"file-{number}")
+        await_clique(directory)
+    before = store_calls(clique.nodes[node])
+    times = [timed(lambda number=number: act(directory / f"file-{number}")) for number in range(OPERATIONS)]
+    after = store_calls(clique.nodes[node])
+    reads, commits = ((after[kind] - before[kind]) / OPERATIONS for kind in ("reads", "commits"))
+    return 1e3 * statistics.median(times), f"median of {OPERATIONS}; {reads:.1f} reads and {commits:.1f} changes of the store for each"
+
+
+def store_calls(node: NodeUnderTest) -> dict[str, int]:
+    """How often its mount asked the store and told it something, as the mount says now and then."""
+    time.sleep(limits.FORGET_INTERVAL_S + 1)
+    with contextlib.closing(sqlite3.connect(f"file:{node.state}/catalog.db?mode=ro", uri=True)) as db:
+        (figures,) = db.execute("SELECT value FROM report WHERE key = 'sharing'").fetchone()
+    found: dict[str, int] = json.loads(figures)
+    return found
+
+
+def create(path: Path) -> None:
+    with open(path, "wb", buffering=0) as file:
+        file.write(bytes(SMALL_BYTES))
+
+
 Measure = Callable[[Clique, int, int], tuple[float, str]]
 MEASURES: dict[str, Measure] = {
     "close to clique, eager": eager,
@@ -280,6 +316,11 @@ MEASURES: dict[str, Measure] = {
     "saved again, renamed: moved": lambda clique, size, rounds: saved_again(clique, size, rounds, renamed=True),
     "write speed while replicating": burden,
     "small files to the clique /s": small,
+    "create + 4 KiB + close, ms": lambda clique, *_: operation(clique, 0, create, made=False),
+    "stat of another node's, ms": lambda clique, *_: operation(clique, 1, Path.stat, made=True),
+    "open + read of another node's, ms": lambda clique, *_: operation(clique, 1, Path.read_bytes, made=True),
+    "rename, ms": lambda clique, *_: operation(clique, 0, lambda path: path.rename(f"{path}-b"), made=True),
+    "unlink, ms": lambda clique, *_: operation(clique, 0, Path.unlink, made=True),
 }
 
 
