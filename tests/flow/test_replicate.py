@@ -160,6 +160,17 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     assert peers.unneeded(one.db, 10) == []
 
 
+def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
+    one, two = Cluster(tmp_path, 2).nodes
+    with one.db.change():
+        for content in range(1000, 1200):
+            peers.wrote(one.db, content, 2)
+    flow = replicate_of(one)
+    while flow.step():
+        pass
+    assert two.hold.doubted == set(range(1000, 1200))
+
+
 def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
     """This node lost its RAM, another one has truncated the file since, and who had a copy died: `drain` comes to an end."""
     one, two, three = Cluster(tmp_path, 3).nodes

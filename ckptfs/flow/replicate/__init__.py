@@ -59,7 +59,7 @@ class Replicate:
             more = self._plan_batch()
         if not more:
             # Last: it asks the store, and copies are made while that does not answer, too.
-            self._forget_unneeded(self._around.see())
+            more = self._forget_unneeded(self._around.see())
         return more
 
     def due_s(self) -> float | None:
@@ -259,18 +259,18 @@ class Replicate:
 
     # --- what need not be held any more --------------------------------------------------------------------------------
 
-    def _forget_unneeded(self, world: World) -> None:
+    def _forget_unneeded(self, world: World) -> bool:
         """Contents that are gone here, and of which the store knows no more: nobody need hold them, and the peers are told. What another
-        node has made of one is held for that.
+        node has made of one is held for that. True: there may be more of them.
         """
         gone = peers.unneeded(self._db, FORGET_BATCH)
         if not gone:
-            return
+            return False
         try:
             holders.forget(self._around.store, sorted({copy.content for copy in gone}))
         except Unreachable as failure:
             log.debug("what need not be held any more cannot be told yet: %s", failure)
-            return
+            return False
         for number in {copy.node for copy in gone} - {self._around.number}:
             node = world.by_number.get(number)
             if node is not None and not self._avoiding.is_avoided(number):
@@ -282,6 +282,7 @@ class Replicate:
         with self._db.change():
             for copy in gone:
                 peers.peer_lacks(self._db, copy.content, copy.node)
+        return len(gone) == FORGET_BATCH
 
 
 def _offer(content: Content) -> Offer:
