@@ -120,6 +120,36 @@ def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) ->
     run(tmp_path, 0, act)
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_directory_that_another_node_is_just_moving_is_not_gone(tmp_path: Path, deep: bool) -> None:
+    """P6: between the move on the PFS and the word of it nobody finds it under either name; what is in it was nobody else's doing."""
+
+    async def act(cluster: Cluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        inside = "d/e" if deep else "d"
+        if deep:
+            await one.mkdir("d/e")
+        await one.put(f"{inside}/f", b"1")
+        await cluster.settle()
+        await two.rename("d", "there")
+        inside = inside.replace("d", "there", 1)
+        await one.put(f"{inside}/f", b"of one")
+        await one.put(f"{inside}/late", b"late")
+
+        async def write_back_meanwhile() -> None:
+            for _ in range(6):
+                await cluster.step(one)
+
+        cluster.meanwhile["write_back:directory"] = write_back_meanwhile
+        while cluster.meanwhile:
+            await cluster.step(two)
+
+    cluster = run(tmp_path, 0, act)
+    assert not [name for name in cluster.shared() if b"conflict" in name]
+    assert len(cluster.shared()) == 3 + deep
+
+
 @pytest.mark.parametrize("label", ["together:announced", "together:settled", "write_back:written_down"])
 def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, label: str) -> None:
     """P8: killed when the others know of the batch, and when it is settled there but not here."""

@@ -33,7 +33,7 @@ from ckptfs.flow.write_back.refusals import Aside, unavailable
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, resolved
 from ckptfs.flow.write_back.together import Together
 from ckptfs.model import ROOT, Level, Notify, Tier
-from ckptfs.tiers.pfs_tree import NotThere, PfsTree
+from ckptfs.tiers.pfs_tree import Names, NotThere, PfsTree
 from ckptfs.tiers.place import Places
 
 __all__ = ["WriteBack"]
@@ -75,7 +75,8 @@ class WriteBack:
         self._waiting = False
         self._begun = False
         self._astray = False
-        self._missing: tuple[bytes, ...] | None = None
+        self._missing: Names | None = None
+        self._gone: Names | None = None
         self._reported_s = 0.0
         self._reporting = False
 
@@ -91,13 +92,13 @@ class WriteBack:
         tree = self._tree
         try:
             more = self._step(tree)
-            self._astray, self._missing = False, None
+            self._astray, self._missing, self._gone = False, None, None
             return more
         except NotThere as missing:
-            if self._together is not None and not self._astray:
-                tree.forget()
-                self._astray = True  # Another node may have moved it a moment ago.
-                return True
+            if self._together is not None and missing.names != self._gone:
+                self._gone = self._together.gone(missing.names)
+                self._waiting = self._gone is None
+                return not self._waiting
             if missing.names == self._missing:
                 raise unavailable(missing, str(missing.filename)) from missing
             self._missing = missing.names
@@ -331,9 +332,8 @@ class WriteBack:
 
     def _apply(self, tree: PfsTree, batch: Batch) -> None:
         """Make the batch true, and tell the catalog."""
-        shared = self._together is not None
         demand = (lambda: None) if self._together is None else self._together.demand_life
-        applier = Applier(self._db, tree, batch, demand, patient=shared, astray=shared and not self._astray)
+        applier = Applier(self._db, tree, batch, demand, shared=self._together is not None, gone=self._gone)
         try:
             found = applier.run() if batch.actions else {}
         except OSError as failure:

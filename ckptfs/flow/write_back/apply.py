@@ -23,7 +23,7 @@ from ckptfs.catalog.pfs_view import Mark
 from ckptfs.errors import Busy
 from ckptfs.model import Inode
 from ckptfs.tiers import acting, pfs_attributes, transfer
-from ckptfs.tiers.pfs_tree import NotThere, PfsTree, exchange, look
+from ckptfs.tiers.pfs_tree import Names, NotThere, PfsTree, exchange, look
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +50,16 @@ class Applier:
         batch: Batch,
         demand: Callable[[], None] = lambda: None,
         *,
-        patient: bool = False,
-        astray: bool = False,
+        shared: bool = False,
+        gone: Names | None = None,
     ) -> None:
-        """`demand` raises Busy when this node may not change the PFS any more. `patient`: other nodes write to this PFS, too; what they
-        make in a directory that goes will soon be gone. `astray`: they may also have moved a directory just now, and where it is shall be
-        asked before it counts as gone.
+        """`demand` raises Busy when this node may not change the PFS any more. `shared`: other nodes write to this PFS, too; what they
+        make in a directory that goes will soon be gone, and one that is not there they may have moved just now: only `gone` is known to be
+        gone.
         """
         self._demand = demand
-        self._astray = astray
-        self._patient = patient
+        self._shared = shared
+        self._gone = gone
         self._db = db
         self._tree = tree
         self._batch = batch
@@ -73,8 +73,8 @@ class Applier:
             self.current = action
             try:
                 self._do(action)
-            except NotThere:
-                if self._astray:
+            except NotThere as missing:
+                if self._shared and missing.names != self._gone:
                     raise
                 # A stranger took the directory away, or the batch is done again and removed it.
         for path in self._directories:
@@ -226,7 +226,7 @@ class Applier:
         except OSError as failure:
             if failure.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise
-            if self._patient and _only_temporaries(self._fd(action.at), action.at.name):
+            if self._shared and _only_temporaries(self._fd(action.at), action.at.name):
                 raise Busy("another node is making something in a directory that goes") from failure
             log.warning("%s was removed here, but holds somebody else's files on the PFS; it stays there", os.fsdecode(action.at.name))
         self._tree.forget()

@@ -3,6 +3,7 @@ Leaves: batches that are announced to the others before they touch the PFS, and 
 If we die here: the batch in hand is in the catalog, its intentions in the store; `stands` finds out whether it is still ours to finish.
 """
 
+import contextlib
 import logging
 import os
 import time
@@ -10,21 +11,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckptfs import disk, limits
-from ckptfs.catalog import fetching, journal, pfs_paths, report, wants
+from ckptfs.catalog import fetching, journal, pfs_paths, pfs_view, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.pfs_batch import Action, Batch, Found, Shows, Spot
 from ckptfs.catalog.pfs_view import Name, View
 from ckptfs.catalog.sharing import intentions, seen
-from ckptfs.catalog.sharing.kinds import PLACE
+from ckptfs.catalog.sharing.kinds import PLACE, SHOWN, Key
 from ckptfs.catalog.sharing.truth import Truth, row_key, told_rows
 from ckptfs.clique import membership
 from ckptfs.clique.surroundings import Surroundings
-from ckptfs.errors import Busy
+from ckptfs.errors import Busy, Unreachable
 from ckptfs.flow.write_back.plan import Facts
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.model import ROOT
-from ckptfs.tiers.pfs_tree import NotThere, PfsTree, look
+from ckptfs.tiers.pfs_tree import Names, NotThere, PfsTree, look
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,35 @@ class Together:
         self._truth.learn(self._instance, inodes=directories)
         self._expect(View(self._db))
 
+    def gone(self, names: Names) -> Names | None:
+        """The same names if the PFS shows this directory no more although it is said to. None: somebody moves it just now, or has moved it,
+        and it is to be planned anew in a while.
+        """
+        try:
+            before = self._way(names)
+            self._tree.forget()
+            self._tree.directory(names)
+        except NotThere:
+            with contextlib.suppress(Busy, Unreachable):
+                return names if self._way(names) == before else None
+        except (OSError, Busy, Unreachable) as reason:
+            log.debug("%s is not where it was: %s", os.fsdecode(b"/".join(names)), reason)
+        return None
+
+    def _way(self, names: Names) -> dict[Key, int]:
+        """The revisions of all that says that the PFS shows a directory here; nothing if nobody says so. Raises Busy while another node
+        changes any of it, and Unreachable.
+        """
+        inode = pfs_view.inode_at(self._db, names)
+        if inode is None:
+            return {}
+        self.look_for([inode])
+        others = [(key, number) for key, number in self._truth.intentions() if number != self._around.number]
+        self._decide(others)
+        if others or View(self._db).path(inode) != names:
+            raise Busy("another node moves what is there")
+        return {key: self._truth.revision(key) for key in self._truth.told if key.kind in {PLACE, SHOWN}}
+
     def _expect(self, view: View) -> None:
         """Directories are recognised by their numbers: names may have been exchanged since they were read. None is kept open from one
         batch to the next: another node may have removed it and made a new one.
@@ -175,7 +205,9 @@ class Together:
 
     def _decide_for_the_dead(self) -> bool:
         """Settle intentions of nodes that do not live, or of a former catalog of this one; whether there were any."""
-        intended = self._truth.intentions()
+        return self._decide(self._truth.intentions())
+
+    def _decide(self, intended: list[tuple[Key, int]]) -> bool:
         if not intended:
             return False
         alive = membership.living(self._around.store, sorted({number for _, number in intended} - {self._around.number}))
