@@ -1,17 +1,21 @@
 """Catalogs of several nodes on one store, in one process and in virtual time: what mount processes do, without mounts.
 
 A `Node` does what the kernel and a mount do for a path: look up every part of it, change, return when that is told. `Slow` is a way to the
-store that takes its time, and loses answers; cut off, a node is an island. Run it under `trio.testing.MockClock(autojump_threshold=0)`.
+store that takes its time, and loses answers; cut off, a node is an island. Run it under `replayed`, or where nothing random happens under
+`trio.testing.MockClock(autojump_threshold=0)`.
 """
 
+import itertools
 import random
 import stat
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import trio
+import trio.testing
 from ckptfs_daemon.sharing import Sharing
 from memory_store import MemoryEtcd, MemoryStore
 
@@ -27,6 +31,25 @@ from ckptfs.model import ROOT, Inode
 T = TypeVar("T")
 Tree = dict[bytes, tuple[int, int, int, int]]
 """Path -> (inode, type and mode, links, size)."""
+EPOCH_NS = 10**18
+
+
+def replayed(seed: int, act: Callable[[], Awaitable[T]], limit_s: float = 150.0) -> T:
+    """Do `act` in virtual time, for at most `limit_s` of it, and always in the same order for the same seed.
+
+    trio runs what is ready in a random order: as its plugins for tests do, that is seeded here. The time of day is virtual, too; each look
+    at it finds another one. That something never ends is found by `limit_s`.
+    """
+    ticks = itertools.count()
+
+    async def main() -> T:
+        with trio.fail_after(limit_s), mock.patch("time.time_ns", lambda: EPOCH_NS + int(trio.current_time() * 10**9) + next(ticks)):
+            return await act()
+
+    run = trio._core._run
+    run._r.seed(seed)
+    with mock.patch.object(run, "_ALLOW_DETERMINISTIC_SCHEDULING", True):
+        return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 class Slow(MemoryStore):

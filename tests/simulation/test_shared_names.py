@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import trio
-import trio.testing
 from memory_store import MemoryEtcd
-from shared_catalogs import Node, Slow, running, settled, stored_tree
+from shared_catalogs import Node, Slow, replayed, running, settled, stored, stored_tree
 
 from ckptfs.catalog import renaming
+from ckptfs.catalog.sharing.kinds import Key, Value
 from ckptfs.model import Inode
 
 NODES = 3
@@ -90,7 +90,8 @@ class World:
                     node.cut(node.store.reachable)
 
 
-def simulate(directory: Path, seed: int, steps: int, islands: float) -> None:
+def simulate(directory: Path, seed: int, steps: int, islands: float) -> tuple[dict[Key, Value], int]:
+    """What the store has in the end, and its revision."""
     etcd, world = MemoryEtcd(), World(seed, islands)
 
     async def main() -> None:
@@ -112,7 +113,8 @@ def simulate(directory: Path, seed: int, steps: int, islands: float) -> None:
 
         await running(nodes, act)
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    replayed(seed, main)
+    return stored(etcd), etcd.revision
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -123,3 +125,9 @@ def test_together(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", [*range(100, 104), *BAD])
 def test_with_islands(tmp_path: Path, seed: int) -> None:
     simulate(tmp_path, seed, steps=60, islands=0.04)
+
+
+def test_a_seed_replays(tmp_path: Path) -> None:
+    """What it found once it finds again."""
+    first, again, other = (simulate(tmp_path / str(run), seed, 30, 0.04) for run, seed in enumerate((7, 7, 8)))
+    assert first == again != other

@@ -158,9 +158,9 @@ class Refusal:
             if not more:
                 break
             reverting |= more
-        for key in reverting:
+        for key in sorted(reverting):
             self._restore(key)
-        for key in reverting:
+        for key in sorted(reverting):
             self._set(key)
         self._counted |= children
         self._recount()
