@@ -231,6 +231,10 @@ CONTROL_MESSAGE_BYTES_MAX = MIB
 CONTROL_CALLS_MAX = 64
 CONTROL_WAITS_MAX = 256
 CONTROL_LIST_MAX = 1000
+# A call's message comes within that; a connection without calls ends after that, and may be made again.
+CONTROL_MESSAGE_S = 5.0
+CONTROL_IDLE_S = 10.0
+CONTROL_CONNECTIONS_MAX = 1024
 
 # --- etcd ------------------------------------------------------------------------------------------------------------
 # A call that waits longer finds the node an island.
@@ -277,8 +281,10 @@ PEER_RUN_S = 0.5
 PEER_HEDGE_S = 0.5
 PEER_SEAL_WAIT_S_MAX = 60.0
 # A server's threads: most calls are short, Send, Read and SealSoon are not and have shares of their own.
-PEER_WORKERS = 40
+PEER_WORKERS = 56
 PEER_CALLS_MAX = 64
+# Calls of one peer whose message is still on its way.
+PEER_AWAITED_OF_ONE_MAX = 16
 # gRPC connections to this node, those included that have not said yet who they are.
 PEER_CHANNELS_MAX = 4096
 PEER_STREAMS_MAX = 16
@@ -358,7 +364,8 @@ assert PFS_ACT_WAIT_S < WATCHDOG_S
 assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
 assert 2 * STORE_LOOK_S <= STORE_TELL_S < STORE_LOST_REST_S <= STORE_LOST_SHOWN_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_ANSWER_BYTES_MAX
-assert PEER_STREAMS_MAX + PEER_SEALS_MAX < PEER_WORKERS <= PEER_CALLS_MAX and PEER_STALL_S < PEER_IDLE_S
+assert 2 * PEER_STREAMS_OF_ONE_MAX + PEER_SEALS_MAX + PEER_AWAITED_OF_ONE_MAX < PEER_WORKERS <= PEER_CALLS_MAX
+assert PEER_STALL_S < PEER_IDLE_S
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
 assert PEER_WHOLE_BYTES_MAX <= PEER_MANY_BYTES_MAX and 2 * PEER_MANY_BYTES_MAX < PEER_MESSAGE_BYTES_MAX
 assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)

@@ -18,14 +18,14 @@ import trio
 from ckptfs import limits, rendezvous
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
-from ckptfs_daemon import logs
+from ckptfs_daemon import descriptors, logs
 from ckptfs_daemon.cluster_figures import ClusterFigures
-from ckptfs_daemon.control_edge import Counted
+from ckptfs_daemon.control_edge import Counted, Methods
 from ckptfs_daemon.control_orders import Orders
 from ckptfs_daemon.control_questions import Questions
 from ckptfs_daemon.pulse import Pulse
+from ckptfs_daemon.stalled import Watch
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ OfCluster = tuple[ClusterFigures | None, Callable[[int], None]]
 QUESTIONS_MODE = 0o666
 ORDERS_MODE = 0o600
 ORDERS_MAX = 8
-SOCKET_LOOK_S = 30.0
+LOOK_S = 2.0
 STOP_GRACE_S = 1.0
 
 
@@ -83,17 +83,17 @@ async def _serve_until_gone(name: str, questions: Questions, orders: Orders) -> 
     """Serve until one of the sockets is no longer where clients look for it."""
     rendezvous.make_directory()
     servers: list[tuple[grpc.Server, Path]] = []
+    watch = Watch()
     try:
-        server = _server(limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX)
-        rpc.add_QuestionsServicer_to_server(questions, server)
+        server = _server(limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX, Methods("Questions", questions, watch))
         servers.append((server, _bind(server, rendezvous.socket_path(name), QUESTIONS_MODE)))
-        server = _server(ORDERS_MAX)
-        rpc.add_OrdersServicer_to_server(orders, server)
+        server = _server(ORDERS_MAX, Methods("Orders", orders, watch))
         servers.append((server, _bind(server, rendezvous.admin_socket_path(name), ORDERS_MODE)))
         for server, _ in servers:
             server.start()
         while all(path.exists() for _, path in servers):
-            await trio.sleep(SOCKET_LOOK_S)
+            await trio.sleep(LOOK_S)
+            watch.sweep()
     finally:
         stopping = [server.stop(STOP_GRACE_S) for server, _ in servers]
         with trio.CancelScope(shield=True):
@@ -101,15 +101,20 @@ async def _serve_until_gone(name: str, questions: Questions, orders: Orders) -> 
                 await trio.to_thread.run_sync(stopped.wait, 2 * STOP_GRACE_S)
 
 
-def _server(calls_max: int) -> grpc.Server:
-    """A server with bounded threads, calls and messages."""
+def _server(calls_max: int, methods: Methods) -> grpc.Server:
+    """A server with bounded threads, calls, messages and connections; who says nothing is disconnected, and may come again."""
     options = [
         ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", descriptors.for_strangers(limits.CONTROL_CONNECTIONS_MAX)),
+        ("grpc.max_connection_idle_ms", int(limits.CONTROL_IDLE_S * 1000)),
+        ("grpc.server_handshake_timeout_ms", int(limits.CONTROL_MESSAGE_S * 1000)),
     ]
     executor = ThreadPoolExecutor(calls_max, thread_name_prefix="control")
-    return grpc.server(executor, options=options, maximum_concurrent_rpcs=calls_max)
+    server = grpc.server(executor, options=options, maximum_concurrent_rpcs=calls_max)
+    server.add_generic_rpc_handlers((methods,))
+    return server
 
 
 def _bind(server: grpc.Server, path: Path, mode: int) -> Path:

@@ -1,4 +1,5 @@
-"""Where errors of the control servers become gRPC statuses: once, here. The remedy travels as trailing metadata.
+"""Where calls of the control servers come in: each message awaited for a bounded time, parsed, and errors turned into gRPC statuses:
+once, here. The remedy travels as trailing metadata.
 
 If we die here: the client sees the connection end.
 """
@@ -12,8 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
-from ckptfs.errors import CkptfsError, Refused, TierUnavailable, TimedOut
+from ckptfs import limits
+from ckptfs.errors import CkptfsError, Refused, TierUnavailable, TimedOut, refused
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs_daemon.stalled import Watch
 
 log = logging.getLogger(__name__)
 REMEDY = "ckptfs-remedy-bin"
@@ -47,6 +53,7 @@ STATUS_OF_ERRNO = {
     errno.EPERM: grpc.StatusCode.PERMISSION_DENIED,
     errno.ETIMEDOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
     errno.EUSERS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errno.ENOSYS: grpc.StatusCode.UNIMPLEMENTED,
 }
 
 
@@ -54,11 +61,14 @@ def translated(call: Call) -> Call:
     """A servicer's unary method that answers errors with their status, and counts them in its `refused`."""
 
     @functools.wraps(call)
-    def wrapped(self: Any, request: Any, context: grpc.ServicerContext) -> Any:
+    def wrapped(self: Any, *asked: Any) -> Any:
+        context: grpc.ServicerContext = asked[-1]
         try:
-            return call(self, request, context)
+            return call(self, *asked)
         except (CkptfsError, OSError) as failure:
             _abort(self.refused, context, failure)
+        except grpc.RpcError:
+            raise  # The client went away before its message was here: gRPC knows.
         except Exception:
             log.exception("a control call failed: %s", call.__name__)
             context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to answer; its log says why")
@@ -100,3 +110,65 @@ def _abort(refused: Counted, context: grpc.ServicerContext, failure: CkptfsError
         context.set_trailing_metadata(((REMEDY, remedy.encode()),))
     words = str(failure) if isinstance(failure, CkptfsError) else failure.strerror or str(failure)
     context.abort(code, words)
+
+
+def an_inode(number: int) -> int:
+    """A number that can be an inode's. Raises ENOENT."""
+    if not is_an_inode(number):
+        raise refused(errno.ENOENT)
+    return number
+
+
+def is_an_inode(number: int) -> bool:
+    """Whether an inode may have that number."""
+    return 0 < number < 2**63
+
+
+class Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Every method of a service by its name. Messages come as bytes and are parsed here, so that what is no message, what never comes, and
+    what is asked of a method that does not exist, is counted, and leaves no line in the log.
+    """
+
+    def __init__(self, service: str, servicer: Any, watch: Watch) -> None:
+        self.refused: Counted = servicer.refused
+        self._watch = watch
+        described = pb.DESCRIPTOR.services_by_name[service]
+        self._handlers = {f"/{described.full_name}/{method.name}": self._handler(method, servicer) for method in described.methods}
+        self._unknown = grpc.stream_unary_rpc_method_handler(self._no_method)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The handler of a call."""
+        return self._handlers.get(handler_call_details.method, self._unknown)
+
+    def _handler(self, method: Any, servicer: Any) -> Any:
+        """On the wire one message comes; here it is awaited as the first one of a stream, for a bounded time."""
+        kind, call = GetMessageClass(method.input_type), getattr(servicer, method.name)
+
+        def one(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            return call(self._message(kind, messages, context), context)
+
+        def several(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+            yield from call(self._message(kind, messages, context), context)
+
+        if method.server_streaming:
+            return grpc.stream_stream_rpc_method_handler(several, response_serializer=_serialized)
+        return grpc.stream_unary_rpc_method_handler(one, response_serializer=_serialized)
+
+    @translated
+    def _message(self, kind: Any, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        with self._watch.over(context, limits.CONTROL_MESSAGE_S):
+            for message in messages:
+                try:
+                    return kind.FromString(message)
+                except DecodeError:
+                    raise OSError(errno.EINVAL, f"this is no {kind.DESCRIPTOR.name}") from None
+            raise OSError(errno.EINVAL, "a call has a message")
+
+    @translated
+    def _no_method(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        raise OSError(errno.ENOSYS, "there is no such method")
+
+
+def _serialized(reply: Any) -> bytes:
+    data: bytes = reply.SerializeToString()
+    return data

@@ -22,7 +22,7 @@ from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import logs
-from ckptfs_daemon.control_edge import Counted, translated, translated_stream
+from ckptfs_daemon.control_edge import Counted, an_inode, translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
 from ckptfs_daemon.control_verify import Verification
 
@@ -87,7 +87,7 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
     @translated_stream
     def Verify(self, request: pb.VerifyRequest, context: grpc.ServicerContext) -> Iterator[pb.VerifyProgress]:
         """Read every copy of a file, or of all files below a directory."""
-        if report.listed(self._db, request.inode) is None:
+        if report.listed(self._db, an_inode(request.inode)) is None:
             raise refused(errno.ENOENT)
         files = report.files_below(self._db, request.inode)
         verification = Verification(self._config, self._db, self._places, self._hurry, self._find)
@@ -114,7 +114,7 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
         # A little less than the client waits, so that it is told why it waited in vain.
         wait_s = min(0.95 * (context.time_remaining() or REFRESH_WAIT_S), REFRESH_WAIT_S)
         argument = wants.TREE if request.recursive else wants.AGAIN
-        want = wants.ask(self._db, wants.VISIT, request.inode, argument, wait_s=wait_s)
+        want = wants.ask(self._db, wants.VISIT, an_inode(request.inode), argument, wait_s=wait_s)
         self._hurry()
         until = time.monotonic() + wait_s
         while context.is_active() and time.monotonic() < until:
@@ -132,7 +132,7 @@ class Orders(rpc.OrdersServicer):  # type: ignore[misc]
         """What the processes of this daemon log at least; changed when a level is given."""
         if request.level:
             if request.level not in LOG_LEVELS:
-                raise Refused(f"{request.level!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
+                raise Refused(f"{request.level[:20]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
             self._ask_level(request.level)
             # The word goes from here to the supervisor, which tells the others before it tells us.
             until = time.monotonic() + LEVEL_WAIT_S

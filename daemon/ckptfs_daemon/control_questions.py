@@ -27,7 +27,7 @@ from ckptfs.series import lacks
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import control_room
 from ckptfs_daemon.cluster_figures import ClusterFigures
-from ckptfs_daemon.control_edge import Counted, translated, translated_stream
+from ckptfs_daemon.control_edge import Counted, an_inode, is_an_inode, translated, translated_stream
 from ckptfs_daemon.control_figures import Figures
 from ckptfs_daemon.control_waits import Waiting
 from ckptfs_daemon.pulse import Pulse
@@ -86,11 +86,11 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
             raise Refused(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
         under_way = self._figures.under_way()
         if self._cluster is not None:
-            self._cluster.ask_for_copies(request.inodes)
+            self._cluster.ask_for_copies([inode for inode in request.inodes if is_an_inode(inode)])
         return pb.ListReply(records=[self._record(inode, under_way) for inode in request.inodes])
 
     def _record(self, inode: int, under_way: dict[str, Any]) -> pb.Record:
-        found = report.listed(self._db, inode) if 0 < inode < 2**63 else None
+        found = report.listed(self._db, inode) if is_an_inode(inode) else None
         if found is None:
             return pb.Record(inode=inode, known=False)
         answer = pb.Record(
@@ -119,13 +119,13 @@ class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
         if not self._waits.acquire(blocking=False):
             raise OSError(errno.EUSERS, f"{limits.CONTROL_WAITS_MAX} waits are under way already; try again later")
         try:
-            yield from self._progress(request.inode, wanted, context)
+            yield from self._progress(an_inode(request.inode), wanted, context)
         finally:
             self._waits.release()
 
     def _level(self, text: str) -> Level:
         if text not in (Level.LOCAL, Level.CLIQUE, Level.PFS):
-            raise Refused(f"{text!r} is not a level that can be waited for; accepted: local, clique, pfs")
+            raise Refused(f"{text[:20]!r} is not a level that can be waited for; accepted: local, clique, pfs")
         if text == Level.CLIQUE and (self._cluster is None or self._config.replication_factor < 2):
             raise Refused(
                 "this mount keeps no copies on other nodes, so no file will ever reach the level clique",

@@ -20,6 +20,8 @@ from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs_daemon.peer_gate import UNKNOWN, Gate
 from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why, from_failure
+from ckptfs_daemon.peer_streams import Slots
+from ckptfs_daemon.stalled import Watch
 
 log = logging.getLogger(__name__)
 
@@ -82,28 +84,42 @@ class Desk:
 class Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Every method by its name. Messages come as bytes and are parsed at the desk, so that what is no message, and what is asked of a
     method that does not exist, is counted as well.
+
+    On the wire they are calls with one message. Here that is awaited as a stream's first one: after the caller was named, by as many
+    calls of his as he may hold threads with, and no longer than `limits.PEER_PIECE_S`.
     """
 
-    def __init__(self, calls: Any, send: Handler, read: Handler, desk: Desk) -> None:
+    def __init__(self, calls: Any, send: Handler, read: Handler, desk: Desk, watch: Watch) -> None:
         self._desk = desk
+        self._watch = watch
+        self._awaited = Slots("call", limits.PEER_CALLS_MAX, limits.PEER_AWAITED_OF_ONE_MAX)
         self._large = False
         self._handlers = {
             f"/{SERVICE}/Send": grpc.stream_unary_rpc_method_handler(send),
-            f"/{SERVICE}/Read": grpc.unary_stream_rpc_method_handler(read),
+            f"/{SERVICE}/Read": grpc.stream_stream_rpc_method_handler(self._asked_to_read(read)),
         }
         for method in pb.DESCRIPTOR.services_by_name["Peer"].methods:
             parsed = self._parsed(GetMessageClass(method.input_type), getattr(calls, method.name))
-            handler = grpc.unary_unary_rpc_method_handler(parsed, response_serializer=lambda reply: reply.SerializeToString())
+            handler = grpc.stream_unary_rpc_method_handler(parsed, response_serializer=lambda reply: reply.SerializeToString())
             self._handlers[f"/{SERVICE}/{method.name}"] = handler
-        self._unknown = grpc.unary_unary_rpc_method_handler(self._no_method)
+        self._unknown = grpc.stream_unary_rpc_method_handler(self._no_method)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The handler of a call."""
         return self._handlers.get(handler_call_details.method, self._unknown)
 
+    def _message(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """The one message of a call."""
+        with self._desk.received(context) as peer, self._awaited.one(peer), self._watch.over(context, limits.PEER_PIECE_S):
+            for message in messages:
+                self._large |= len(message) > LARGE_BYTES
+                return message
+            raise Refusal(Why.MALFORMED, "a call has a message")
+        raise AssertionError
+
     def _parsed(self, kind: Any, call: Handler) -> Handler:
-        def parsed(message: bytes, context: grpc.ServicerContext) -> Any:
-            self._large |= len(message) > LARGE_BYTES
+        def parsed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            message = self._message(messages, context)
             try:
                 request = kind.FromString(message)
             except DecodeError:
@@ -113,13 +129,19 @@ class Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
         return parsed
 
+    def _asked_to_read(self, read: Handler) -> Handler:
+        def asked(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            yield from read(self._message(messages, context), context)
+
+        return asked
+
     def give_back(self) -> None:
         """After large messages what they took goes back to the system: they come in pieces, which malloc would keep for ever."""
         if self._large:
             self._large = False
             _trim(0)
 
-    def _no_method(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def _no_method(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with self._desk.received(context):
             raise Refusal(Why.NO_METHOD, "there is no such method")
         raise AssertionError

@@ -1,7 +1,8 @@
 """The gRPC server for peers, inside the mover: each call checked, bounded, and handed to the shelf.
 
-Calls run in a bounded number of threads. Send and Read hold one for as long as bytes move: they have a share, and a watch ends those that
-stall. Everything else is short, or bounded by the disk. What is refused gets a status that says why: `<ERRNO>: sentence`.
+Calls run in a bounded number of threads. Send and Read hold one for as long as bytes move, any other until its message is here: they
+have shares, and a watch ends those that stall. Everything else is short, or bounded by the disk. What is refused gets a status that says
+why: `<ERRNO>: sentence`.
 If we die here: peers see their calls fail and begin anew with the next mover; the shelf finds what never came to its end.
 """
 
@@ -12,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -35,6 +37,7 @@ from ckptfs_daemon.peer_gate import Gate, server_credentials
 from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why, from_failure
 from ckptfs_daemon.peer_streams import Slots, Streams
 from ckptfs_daemon.peer_transfers import Ledger
+from ckptfs_daemon.stalled import Watch
 
 log = logging.getLogger(__name__)
 
@@ -167,20 +170,20 @@ def record(loan: Loan, number: int) -> pb.Record:
 class RawStreams:
     """Send and Read: raw messages over gRPC. A watch cancels those in which nothing moves."""
 
-    def __init__(self, streams: Streams, desk: Desk) -> None:
+    def __init__(self, streams: Streams, desk: Desk, watch: Watch) -> None:
         self._streams = streams
         self._desk = desk
+        self._watch = watch
         self._waiting = Slots("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
-        self._watched: dict[grpc.ServicerContext, float] = {}
 
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Blocks of a transfer. Whoever opens streams and says nothing holds no more threads than those who send."""
-        with self._desk.received(context) as peer, self._watching(context), self._waiting.one(peer):
+        with self._desk.received(context) as peer, self._watched(context, peer), self._waiting.one(peer):
             command = Command.parsed(next(messages, b""))
             with self._streams.arriving(peer, command) as arriving:
                 for message in messages:
                     arriving.take(message)
-                    self._watched[context] = time.monotonic()
+                    self._watch.moved(context, limits.PEER_STALL_S)
                 if not arriving.ended:
                     raise Refusal(Why.INCOMPLETE, "the stream stopped before its end")
                 return peer_frames.end(arriving.count)
@@ -190,27 +193,15 @@ class RawStreams:
         """Blocks of a loan."""
         with (
             self._desk.received(context) as peer,
-            self._watching(context),
+            self._watched(context, peer),
             self._streams.departing(peer, Command.parsed(request)) as messages,
         ):
             for message in messages:
                 yield bytes(message)
-                self._watched[context] = time.monotonic()
+                self._watch.moved(context, limits.PEER_STALL_S)
 
-    def sweep(self) -> None:
-        """Cancel streams in which nothing moved for too long."""
-        now = time.monotonic()
-        for context, moved in list(self._watched.items()):
-            if now - moved > limits.PEER_STALL_S:
-                context.cancel()  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def _watching(self, context: grpc.ServicerContext) -> Iterator[None]:
-        self._watched[context] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._watched[context]
+    def _watched(self, context: grpc.ServicerContext, peer: str) -> AbstractContextManager[None]:
+        return self._watch.over(context, limits.PEER_STALL_S, partial(self._desk.counted, peer, Refusal(Why.STALLED, "")))
 
 
 class PeerServer:
@@ -233,7 +224,8 @@ class PeerServer:
         self._revoked = revoked or Revoked(None)
         self._revoked_before = self._revoked.now()
         desk = Desk(Gate(cluster, identity, self._revoked), self.refusals)
-        self._raw = RawStreams(streams, desk)
+        self._watch = Watch()
+        self._raw = RawStreams(streams, desk, self._watch)
         self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
         channels = descriptors.for_strangers(limits.PEER_CHANNELS_MAX)
         options = [
@@ -241,7 +233,7 @@ class PeerServer:
             ("grpc.max_allowed_incoming_connections", channels),
         ]  # fmt: skip
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
-        self._methods = Methods(Calls(self.ledger, desk, self._connect), self._raw.send, self._raw.read, desk)
+        self._methods = Methods(Calls(self.ledger, desk, self._connect), self._raw.send, self._raw.read, desk, self._watch)
         self._server.add_generic_rpc_handlers((self._methods,))
         self.port = _bind(self._server, listen, identity)
         self.bulk = BulkServer(streams, self.refusals, host_of(listen), self.port + 1) if bulk else None
@@ -283,7 +275,7 @@ class PeerServer:
     def _sweep(self) -> None:
         while not self._stopped.wait(limits.PEER_SWEEP_S):
             try:
-                self._raw.sweep()
+                self._watch.sweep()
                 self._end_left()
                 self.ledger.sweep()
                 self._end_revoked()

@@ -557,17 +557,20 @@ def test_what_large_messages_took_is_given_back(tmp_path: Path, keyring: Keyring
     assert trimmed == [0]
 
 
-def test_streams_that_say_nothing_leave_room_for_the_others(node: PeerNode, raw: Raw, keyring: Keyring) -> None:
-    """Whoever opens many gets few, and nobody else waits for him."""
+@pytest.mark.parametrize("method", ["Send", "Read", "Ping", "Offer"])
+def test_calls_that_say_nothing_leave_room_for_the_others(node: PeerNode, raw: Raw, keyring: Keyring, method: str) -> None:
+    """Whoever opens many, and sends their headers only, gets few, and nobody else waits for him."""
     over = threading.Event()
+    most = limits.PEER_STREAMS_OF_ONE_MAX if method == "Send" else limits.PEER_AWAITED_OF_ONE_MAX
 
     def silent() -> Iterator[bytes]:
         over.wait(60)
         yield from ()
 
-    calls = [raw.channel.stream_unary("/ckptfs.peer.Peer/Send", bytes, bytes).future(silent()) for _ in range(2 * limits.PEER_CALLS_MAX)]
+    called = raw.channel.stream_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)
+    calls = [called.future(silent()) for _ in range(2 * limits.PEER_CALLS_MAX)]
     try:
-        eventually(lambda: sum(call.done() for call in calls) == len(calls) - limits.PEER_STREAMS_OF_ONE_MAX, what="the rest is refused")
+        eventually(lambda: sum(call.done() for call in calls) == len(calls) - most, what="the rest is refused")
         assert {call.code() for call in calls if call.done()} == {Status.RESOURCE_EXHAUSTED}
         other = Raw(node, keyring("node3"))
         assert other.offer(content=8)
@@ -575,6 +578,28 @@ def test_streams_that_say_nothing_leave_room_for_the_others(node: PeerNode, raw:
     finally:
         over.set()
     eventually(lambda: all(call.done() for call in calls), what="the silent ones end")
+
+
+@pytest.mark.parametrize("method", ["Send", "Read", "Ping", "Nonsense"])
+def test_a_call_without_its_message_ends(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Its thread is free again, and it is counted."""
+    for bound in ("PEER_PIECE_S", "PEER_STALL_S", "PEER_SWEEP_S"):
+        monkeypatch.setattr(limits, bound, 0.05)
+    node, over = PeerNode(tmp_path, "node1", keyring("node1")), threading.Event()
+    raw = Raw(node, keyring("node2"))
+
+    def silent() -> Iterator[bytes]:
+        over.wait(60)
+        yield from ()
+
+    with pytest.raises(grpc.RpcError) as failure:
+        raw.channel.stream_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)(silent(), timeout=60)
+    assert failure.value.code() is (Status.UNIMPLEMENTED if method == "Nonsense" else Status.CANCELLED)
+    over.set()
+    counted = "no_method" if method == "Nonsense" else "stalled"
+    eventually(lambda: node.server.refusals.figures() == {"node2": {counted: 1}}, what="it is counted")
+    raw.channel.close()
+    node.stop()
 
 
 def test_a_connection_that_does_not_introduce_itself_ends(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:

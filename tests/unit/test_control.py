@@ -235,7 +235,7 @@ def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:
 
 
 def test_a_deleted_socket_comes_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "SOCKET_LOOK_S", 0.05)
+    monkeypatch.setattr(control, "LOOK_S", 0.05)
     served.stop()
     served.start()
     served.mount.socket.unlink()

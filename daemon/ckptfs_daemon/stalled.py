@@ -1,0 +1,57 @@
+"""Owns which calls of others wait for something to come, and since when: a call in which nothing moves for too long is cancelled.
+
+gRPC hands a call to a thread as soon as its headers are here. Whoever sends no more than those would hold that thread for ever.
+If we die here: every call ends with us.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptfs.errors import TimedOut
+
+Call = Any
+"""A `grpc.ServicerContext`."""
+
+
+class Watch:
+    """Calls, and until when something must have moved in each. `sweep` is to be called now and then; any thread may call."""
+
+    def __init__(self) -> None:
+        self._until: dict[Call, float] = {}
+        self._late: set[Call] = set()
+
+    @contextmanager
+    def over(self, context: Call, patience_s: float, left: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Watch a call for the time of the block. Raises TimedOut when it was cancelled; where nothing can be raised any more, in a
+        generator that gRPC has left, `left` is told.
+        """
+        self.moved(context, patience_s)
+        try:
+            yield
+        except GeneratorExit:
+            if context in self._late:
+                left()
+            raise
+        except Exception as failure:
+            if context in self._late:
+                raise TimedOut("nothing came for too long") from failure
+            raise
+        finally:
+            del self._until[context]
+            self._late.discard(context)
+
+    def moved(self, context: Call, patience_s: float) -> None:
+        """Something came; the next has so long."""
+        self._until[context] = time.monotonic() + patience_s
+
+    def sweep(self) -> None:
+        """Cancel the calls whose time is over."""
+        now = time.monotonic()
+        for context, until in list(self._until.items()):
+            if now > until:
+                self._late.add(context)
+                context.cancel()
+                if context not in self._until:
+                    self._late.discard(context)  # It ended just now.
