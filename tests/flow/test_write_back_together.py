@@ -150,6 +150,25 @@ def test_a_directory_that_another_node_is_just_moving_is_not_gone(tmp_path: Path
     assert len(cluster.shared()) == 3 + deep
 
 
+def test_a_directory_has_the_times_there_that_the_last_change_gave_it(tmp_path: Path) -> None:
+    """P6: whichever node writes back last."""
+    shared: list[int] = []
+
+    async def act(cluster: Cluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await cluster.settle()
+        await one.put("d/a", b"1")
+        await two.put("d/b", b"2")
+        shared.append((await two.stat("d")).mtime_ns)
+        for node in (two, one):
+            while await cluster.step(node):
+                pass
+
+    cluster = run(tmp_path, 0, act)
+    assert [(cluster.pfs / "d").stat().st_mtime_ns] == shared
+
+
 @pytest.mark.parametrize("label", ["together:announced", "together:settled", "write_back:written_down"])
 def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, label: str) -> None:
     """P8: killed when the others know of the batch, and when it is settled there but not here."""

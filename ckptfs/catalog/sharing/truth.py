@@ -13,7 +13,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.sharing import applying, kinds, pfs_kinds, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, PLACE, ROW, SHOWN, Key, Value
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, PLACE, ROW, SHOWN, TIMES, Key, Value
 from ckptfs.catalog.store import Store, prefix_end, scan
 from ckptfs.errors import Busy
 from ckptfs.model import ROOT
@@ -88,7 +88,7 @@ class Truth:
 
     def _apply(self, found: dict[Key, Told]) -> None:
         known = {SHOWN, PLACE}
-        taken = {key: one for key, one in found.items() if key.kind in known or (key.kind in {INODE, CONTENT} and one.seen.value)}
+        taken = {key: one for key, one in found.items() if key.kind in known or (key.kind in {INODE, TIMES, CONTENT} and one.seen.value)}
         applying.take_over(self._db, taken, Recent(), _Written(self._db))
 
     # --- what is needed -----------------------------------------------------------------------------------------------
@@ -112,6 +112,8 @@ class Truth:
         for inode in subjects:
             yield Key(INODE, inode)
             yield Key(SHOWN, inode)
+        for inode in inodes:
+            yield Key(TIMES, inode)
         yield from self._above({parent for parent, _ in names})
 
     def _is_directory_gone(self, inode: int) -> bool:
