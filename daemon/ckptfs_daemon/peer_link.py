@@ -89,6 +89,10 @@ def _averaged(old: float | None, new: float) -> float:
     return new if old is None else old + WEIGHT * (new - old)
 
 
+class Unwanted(PeerFailed):
+    """What was on its way is wanted no more: no fault of the peer."""
+
+
 class Link:
     """A node that is asked. Any thread may call; a bulk connection is used by one at a time."""
 
@@ -167,7 +171,7 @@ class Link:
             while number in self._contents:
                 self._turns.wait(TURN_LOOK_S)
                 if not wanted():
-                    raise PeerFailed("it is no longer wanted")
+                    raise Unwanted("it is no longer wanted")
             self._contents.add(number)
         try:
             yield
@@ -186,8 +190,13 @@ class Link:
         self._channel.close()
 
     def failed(self, failure: Exception) -> PeerFailed:
-        """What a stream's failure means here."""
-        self.measured.failed()
+        """What a stream's failure means here. A node that answers no (it has not, or not any more, what was asked for) has not failed."""
+        found = self._meant(failure)
+        if not isinstance(found, PeerRefused | Unwanted):
+            self.measured.failed()
+        return found
+
+    def _meant(self, failure: Exception) -> PeerFailed:
         if isinstance(failure, PeerFailed):
             return failure
         if isinstance(failure, grpc.RpcError):
@@ -262,7 +271,7 @@ def turn(place: threading.BoundedSemaphore, wanted: Callable[[], bool]) -> Itera
     """Wait for one of the streams that a link may have; each ends when nothing moves. Raises PeerFailed when not wanted."""
     while not place.acquire(timeout=TURN_LOOK_S):
         if not wanted():
-            raise PeerFailed("it is no longer wanted")
+            raise Unwanted("it is no longer wanted")
     try:
         yield
     finally:

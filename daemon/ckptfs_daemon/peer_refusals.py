@@ -4,12 +4,15 @@ If we die here: the counts begin anew.
 """
 
 import errno
+import logging
 import threading
 from collections import Counter
 from enum import IntEnum
 
 from ckptfs import limits
 from ckptfs.errors import CkptfsError
+
+log = logging.getLogger(__name__)
 
 OTHERS = "others"
 
@@ -58,6 +61,7 @@ class Refusals:
 
     def add(self, peer: str, refusal: Refusal) -> None:
         """One more."""
+        log.debug("refused to %s: %s, %s", peer, refusal.why.name.lower(), refusal)
         with self._lock:
             name = peer if peer in self._counts or len(self._counts) < limits.PEER_COUNTED_MAX else OTHERS
             self._counts.setdefault(name, Counter())[refusal.why.name.lower()] += 1

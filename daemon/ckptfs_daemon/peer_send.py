@@ -15,7 +15,7 @@ from ckptfs import limits
 from ckptfs.clique.peers import PeerFailed, PeerLied
 from ckptfs_daemon import peer_frames
 from ckptfs_daemon.peer_frames import HEADER, Command, Encoding, Kind, SourceChanged
-from ckptfs_daemon.peer_link import Link, ended, translated, turn
+from ckptfs_daemon.peer_link import Link, Unwanted, ended, translated, turn
 from ckptfs_daemon.peer_refusals import Refusal, Why
 from ckptfs_daemon.peer_sealed import Sealed
 
@@ -42,7 +42,7 @@ class Work:
                     return
                 taken.append(self.numbers.pop())
             yield taken[-1]
-        raise PeerFailed("it is no longer wanted")
+        raise Unwanted("it is no longer wanted")
 
     def messages(self) -> Iterator[bytes | memoryview]:
         """The raw messages of one stream. Raises PeerFailed, PeerLied, OSError."""

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_daemon import peer_fetch, peer_transfers
+from ckptfs_daemon import peer_fetch, peer_link, peer_transfers
 from ckptfs_daemon.peer_client import PeerClient
+from ckptfs_daemon.peer_refusals import Refusal, Why
 from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, client, offer_of, record_of
 
@@ -91,6 +92,21 @@ def holding_up(node: PeerNode, held: threading.Event, after: int) -> None:
 def test_several_sources_bring_one_file(world: World) -> None:
     assert world.fetch(world.nodes) == DATA
     assert sorted(world.came) == list(range(8))
+
+
+def test_a_node_that_answers_no_has_not_failed(world: World) -> None:
+    """N4: what is deleted or replaced meanwhile says nothing about its node, nor does what is wanted no more; one that has gone does."""
+    node = world.nodes[0]
+    link = world.peers._link(node.there)
+    with pytest.raises(PeerRefused), peer_link.translated(link):
+        raise Refusal(Why.UNKNOWN, "content 1 is not here")
+    with pytest.raises(PeerFailed):
+        world.send(node, 2, wanted=lambda: False)
+    assert not world.peers.figures()["node1"]["failed"]
+    node.stop()
+    with pytest.raises(PeerFailed):
+        world.fetch([node])
+    assert world.peers.figures()["node1"]["failed"]
 
 
 def test_a_source_that_dies_in_the_middle_is_not_noticed(world: World) -> None:
