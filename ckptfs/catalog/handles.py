@@ -33,6 +33,11 @@ def is_open(db: Database, inode: int) -> bool:
     return db.value("SELECT 1 FROM handle WHERE inode = ? LIMIT 1", inode) is not None
 
 
+def is_written(db: Database, inode: int) -> bool:
+    """Whether somebody here has the file open for writing."""
+    return db.value("SELECT 1 FROM handle WHERE inode = ? AND writer = 1 LIMIT 1", inode) is not None
+
+
 def point(db: Database, inode: int, content: int) -> None:
     """All handles of `inode` now lead to `content`."""
     db.run("UPDATE handle SET content=? WHERE inode=?", content, inode)

@@ -1,5 +1,6 @@
 """P7: two changes of one file's attributes become one, and what was written last is what it shows."""
 
+import json
 from typing import Any
 
 import pytest
@@ -29,3 +30,29 @@ def test_what_another_node_wrote_is_not_hidden_by_what_was_not_written_here(ours
 def test_what_was_written_here_shows_while_it_is_told(theirs: dict[str, Any]) -> None:
     ours = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30, "ctime_ns": 30}
     assert bytes_of(merging.inode(BASE, ours, {**BASE, **theirs})) == bytes_of(ours)
+
+
+def missing(**fields: Any) -> dict[str, Any]:
+    """What the others show since they take what this node wrote for lost."""
+    missed = {"content": 8, "generation": 5, "mtime_ns": 30, "node": 1, "shows": 7, "shown": 4}
+    return {**BASE, "missed": json.dumps(missed), **fields}
+
+
+OURS = {**BASE, "content": 8, "generation": 6, "size": 50, "mtime_ns": 30, "ctime_ns": 30}
+
+
+@pytest.mark.parametrize(
+    "theirs", [{**BASE, **WRITTEN, "generation": 6, "mtime_ns": 31}, missing(**WRITTEN)], ids=["later", "upon what was left"]
+)
+def test_a_node_that_returns_does_not_hide_what_was_written_while_it_was_dead(theirs: dict[str, Any]) -> None:
+    """P9: it had a generation that it had not told. What the others miss they go on missing: its writer puts it beside."""
+    base = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30}
+    merged = merging.inode(base, OURS, theirs)
+    assert bytes_of(merged) == bytes_of(theirs) and merged.get("missed") == theirs.get("missed")
+    assert bytes_of(merging.inode(base, OURS, theirs, writing=True)) == bytes_of(OURS), "it is being written here"
+
+
+def test_a_node_that_returns_shows_again_what_the_others_miss() -> None:
+    base = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30}
+    merged = merging.inode(base, OURS, missing(ctime_ns=99))
+    assert bytes_of(merged) == bytes_of(OURS) and "missed" not in merged

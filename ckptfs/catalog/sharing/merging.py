@@ -1,8 +1,9 @@
 """How two changes of one value become one: pure. `base` is what both began with, `ours` what it is here, `theirs` what the store has.
 
 A field is ours where we changed it, else theirs; names are a set, subdirectories a count; what is the file's bytes (content, generation,
-size, time of change) goes together, and is that of who wrote it; of two who did, that of who closed it last, which is us: we are
-telling it just now. What the others miss no more, because it is told with what was written upon it, is not said to be missed.
+size, time of change) goes together, and is that of who wrote it; of two who did, that of who did it last: whoever writes it here just
+now, else by the time of change. What is told after the death of this node may be old. What the others miss no more, because it is told with
+what was written upon it, is not said to be missed.
 """
 
 import json
@@ -15,16 +16,16 @@ BYTES = ("content", "generation", "size", "mtime_ns")
 LATEST = ("atime_ns", "ctime_ns", "mtime_ns")
 
 
-def merge(kind: str, base: Value | None, ours: Value, theirs: Value) -> Value:
-    """What shall be, here and in the store."""
+def merge(kind: str, base: Value | None, ours: Value, theirs: Value, *, writing: bool = False) -> Value:
+    """What shall be, here and in the store. `writing`: somebody here writes the file."""
     if kind == INODE:
-        return inode(base, ours, theirs)
+        return inode(base, ours, theirs, writing=writing)
     if kind == CONTENT:
         return content(ours, theirs)
     return theirs if kind in (SHOWN, PLACE) else ours  # Who changed what the PFS shows said so before.
 
 
-def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
+def inode(base: Value | None, ours: Value, theirs: Value, *, writing: bool = False) -> Value:
     """Without a base (the root, which both had before they met) it is theirs, with the subdirectories of both."""
     if base is None and "names" in theirs:
         return side_by_side(ours, theirs)
@@ -37,7 +38,8 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
         merged["nlink"] = theirs["nlink"] + ours["nlink"] - base["nlink"]
     written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
     # A time that was set here, or what was left of a lost tier, is no reason to hide what was written elsewhere.
-    newer = theirs if written == [False, True] else ours
+    is_theirs = written == [False, True] or (not writing and _is_later(base, ours, theirs, both=all(written)))
+    newer = theirs if is_theirs else ours
     if any(newer.get(name) != base.get(name) for name in BYTES):
         merged.update({name: newer[name] for name in BYTES if name in newer})
     if newer is ours and written[0] and is_missed(theirs, base, ours):
@@ -50,6 +52,15 @@ def inode(base: Value | None, ours: Value, theirs: Value) -> Value:
     if xattrs:
         merged["xattrs"] = xattrs
     return merged
+
+
+def _is_later(base: Value, ours: Value, theirs: Value, *, both: bool) -> bool:
+    """Whether the others wrote a file after this node did. What they show because they miss ours is older, what they wrote upon that is
+    not, whatever its generation. `both`: there are later generations on both sides.
+    """
+    if is_missed(theirs, base, ours):
+        return not shows_former(theirs)
+    return both and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
 
 
 def is_missed(theirs: Value, *ours: Value) -> bool:

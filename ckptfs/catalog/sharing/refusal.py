@@ -7,7 +7,7 @@ If we die here: it happens inside one change of the catalog.
 
 from dataclasses import dataclass, field
 
-from ckptfs.catalog import adoption, answers, journal
+from ckptfs.catalog import adoption, answers, handles, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
@@ -88,7 +88,8 @@ class Refusal:
     def _merge(self, key: Key, now: Seen) -> None:
         base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
         if theirs is not None and ours is not None:
-            merged = merging.merge(key.kind, base, ours, theirs)
+            writing = key.kind == INODE and handles.is_written(self._db, key.number)
+            merged = merging.merge(key.kind, base, ours, theirs, writing=writing)
             if "names" in merged:
                 merged["names"] = [
                     name for name in merged["names"] if not self._is_taken(key.number, Key(NAME, name[0], name[1].encode("latin-1")))
