@@ -94,6 +94,7 @@ def test_ranks_go_on_elsewhere(cluster: ClusterUnderTest) -> None:
     source = random.Random(SEED)
     (cluster[0].path / "run").mkdir()
     nodes, safe = [0, 1], 0
+    away: int | None = None
     for number in range(ROUNDS):
         ranks = Ranks(cluster, nodes, PORT + number, again=number > 0)
         ranks.wait(lambda ranks=ranks: ranks.steps("resumed"), "the job begins")
@@ -102,6 +103,8 @@ def test_ranks_go_on_elsewhere(cluster: ClusterUnderTest) -> None:
         assert resumed >= safe, f"{safe} was safe, the job goes on from {resumed}; there are now {seen}\n{ranks.all_said()}"
         wanted = resumed + source.randint(3, 5)
         ranks.wait(lambda ranks=ranks, wanted=wanted: wanted in ranks.steps("saved"), f"step {wanted} is saved")
+        if away is not None:
+            cluster[away].start()  # One at a time is away.
         victim = source.choice(sorted(set(nodes)))
         threading.Event().wait(source.random() * 0.5)
         safe = max(safe, newest_safe(cluster, next(node for node in range(3) if node != victim)))
@@ -111,9 +114,10 @@ def test_ranks_go_on_elsewhere(cluster: ClusterUnderTest) -> None:
         print(f"{story}\n{ranks.said()}")
         left = [node for node in range(3) if node != victim]
         nodes = [source.choice(left) for _ in range(source.randint(1, 3))]
+        away = victim
         if source.random() < 0.5:
             cluster[victim].start()
-            nodes[0] = victim
+            nodes[0], away = victim, None
     cluster.mend()
     ranks = Ranks(cluster, nodes, PORT + ROUNDS, again=True)
     ranks.wait(lambda: "ended" in ranks.said(), "the job ends")

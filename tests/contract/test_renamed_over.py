@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from ckptfs.catalog import contents, namespace, peers, settling
 from ckptfs.catalog.peers import Known, PeerCopy
 from ckptfs.catalog.store import Get
-from ckptfs.model import Inode, Tier
+from ckptfs.model import ContentState, Inode, Tier
 
 DIGEST = b"d" * 16
 
@@ -84,6 +84,33 @@ def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(tmp_path: Path) ->
             assert [copy for copy in peers.unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
             (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % theirs)]).results
             assert not found
+            nursery.cancel_scope.cancel()
+
+    trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_store(tmp_path: Path) -> None:
+    """Its key says by now what another node made of it, and that is found out when no row of it is left here."""
+
+    async def run() -> None:
+        etcd = MemoryEtcd()
+        one, two = (Node(tmp_path / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2))
+        for node in (one, two):
+            peers.set_world(node.db, node.number, 2, [Known(number, f"n{number}", f"d{number}") for number in (1, 2)])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.sharing.run)
+            nursery.start_soon(two.sharing.run)
+            former = write(one, await one.make("file"), sealed=True)
+            await one.sharing.published()
+            write(two, await two.make("file.tmp"), sealed=False)
+            await two.sharing.published()
+            await two.rename("file.tmp", "file")
+            with one.db.change():
+                settling.set_state(one.db, former, ContentState.DOOMED)
+                settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
+            await one.sharing.published()
+            (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
+            assert not found and settling.content(one.db, former) is None
             nursery.cancel_scope.cancel()
 
     trio.run(run, clock=MockClock(autojump_threshold=0))

@@ -12,7 +12,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.batch import Batch
-from ckptfs.catalog.sharing.kinds import INODE, NAME, Key, Value
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 
 
@@ -100,9 +100,14 @@ class Refusal:
                 self._result.nameless.append(key.number)
         elif theirs is not None and key.kind == INODE:
             self._renamed_or_linked(key, base, theirs)
-        elif theirs is not None:
+        elif theirs is not None and not self._is_dropped(key, theirs):
             kinds.write(self._db, key, theirs)
         seen.put(self._db, key, now)
+
+    def _is_dropped(self, key: Key, theirs: Value) -> bool:
+        """Whether it is a content of this node's own that is gone here, whatever others made of it meanwhile: then it goes there, too."""
+        own = key.kind == CONTENT and theirs["node"] == self._batch.number
+        return own and self._db.value("SELECT 1 FROM content WHERE id = ?", key.number) is None
 
     def _is_taken(self, inode: int, name: Key) -> bool:
         """Whether an inode lost this name here, which will be told: it may be one that another node had given it, as was seen here."""
