@@ -3,6 +3,7 @@
 import errno
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,21 @@ def test_who_says_that_it_has_nothing_is_not_waited_for(tmp_path: Path, monkeypa
     failed = bring(two, one.inode(content))
     assert (failed.state, failed.error) == FAILED
     assert len([act for act, _ in two.peers.asked if act == "record"]) == 1
+
+
+def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look takes as long as the store takes not to answer: eight of them were half a minute in front of an EIO."""
+    monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 1000)
+    monkeypatch.setattr(limits, "ETCD_WAIT_S", 0.1)
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = one.written(b"a", b"hello")
+    holders.refresh(two.db, two.store, [content], two.number)
+    cluster.cut.add("n1")
+    two.store.reachable = False
+    failed = bring(two, one.inode(content), flow=Fetch(two.db, two.places, two.config, two.told, replace(around(two), lease=lambda: 0)))
+    assert (failed.state, failed.error) == FAILED
+    assert 1 < len([act for act, _ in two.peers.asked if act == "record"]) < 500
 
 
 def test_a_file_that_lost_its_name_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

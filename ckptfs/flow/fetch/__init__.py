@@ -157,12 +157,16 @@ class Fetch:
             before = self._again.get(want.id, Tries(0, now_s, now_s))
             pause_s = min(limits.RETRY_FIRST_S * 2**before.count / 2, limits.FETCH_PAUSE_MAX_S)
             self._again[want.id] = Tries(before.count + 1, before.since_s, now_s + pause_s)
-        soon = isinstance(reason, Busy) and before.count + 1 < limits.FETCH_TRIES_MAX
+        soon = isinstance(reason, Busy) and before.count + 1 < limits.FETCH_TRIES_MAX and not self._is_vain(now_s - before.since_s)
         soon = (self._left is not None and self._left.may_come(want)) or soon
         if not soon and not self._may_come(want, before.since_s, reason):
             return False
         wants.progress(self._db, want.id)
         return True
+
+    def _is_vain(self, waited_s: float) -> bool:
+        """An island asks the store, which takes its time not to answer, with each try; there is no more to hear from it."""
+        return self._patience is not None and not self._patience.in_touch() and waited_s >= limits.ETCD_WAIT_S
 
     def _may_come(self, want: wants.Want, since_s: float, reason: Busy | NoneLeft) -> bool:
         cause = reason.__cause__

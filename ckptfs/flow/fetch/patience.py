@@ -32,13 +32,17 @@ class Patience:
         if world is not self._world[0]:
             self._world = world, time.monotonic()
 
+    def in_touch(self) -> bool:
+        """Whether this node is no island."""
+        return bool(self._around.lease())
+
     def lasts(self, inode: int, since_s: float, *, denied: bool) -> bool:
         """Whether a file that was first tried at `since_s` is to be tried again. `denied`: those who were asked say that they have it not.
 
         An island has nobody to ask, and does not wait. When it fell back, what it holds now is taken over, with what the PFS shows of it.
         """
         number = fetching.content_of(self._db, inode)
-        if number is None or not self._around.lease():
+        if number is None or not self.in_touch():
             return False
         try:
             file = holders.files(self._around.store, [inode]).get(inode)
