@@ -52,6 +52,12 @@ def test_a_node_that_returns_does_not_hide_what_was_written_while_it_was_dead(th
     assert bytes_of(merging.inode(base, OURS, theirs, writing=True)) == bytes_of(OURS), "it is being written here"
 
 
+def test_of_two_that_changed_one_content_its_own_key_decides() -> None:
+    """Size and bytes are of one of them."""
+    base, theirs = {**BASE, "content": 8, "generation": 5}, {**OURS, "size": 90, "mtime_ns": 99}
+    assert bytes_of(merging.inode(base, OURS, theirs)) == bytes_of(OURS)
+
+
 def test_a_node_that_returns_shows_again_what_the_others_miss() -> None:
     base = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30}
     merged = merging.inode(base, OURS, missing(ctime_ns=99))

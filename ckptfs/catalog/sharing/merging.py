@@ -56,11 +56,12 @@ def inode(base: Value | None, ours: Value, theirs: Value, *, writing: bool = Fal
 
 def _is_later(base: Value, ours: Value, theirs: Value, *, both: bool) -> bool:
     """Whether the others wrote a file after this node did. What they show because they miss ours is older, what they wrote upon that is
-    not, whatever its generation. `both`: there are later generations on both sides.
+    not, whatever its generation. `both`: there are later generations on both sides; which is the later one of the same content, its own
+    key says: see `content`.
     """
     if is_missed(theirs, base, ours):
         return not shows_former(theirs)
-    return both and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
+    return both and ours.get("content") != theirs.get("content") and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
 
 
 def is_missed(theirs: Value, *ours: Value) -> bool:
