@@ -114,6 +114,9 @@ REPLICATION_FACTOR = 2
 REPLICATION_FACTOR_MAX = 16
 REPLICATION_JUMP_MAX = 1_000_000
 CLIQUE_WAIT_S = 30.0
+# A file gets no further in a lifetime than this from what is known of it; one that is said to have would never be whole again.
+GENERATIONS_AHEAD_MAX = 2**40
+GENERATION_MAX = 2**62
 # What arrives from peers at once, and how long a part waits for the rest before it goes.
 RECEPTIONS_MAX = 64
 RECEPTION_KEPT_S = 300.0
@@ -294,7 +297,8 @@ PEER_CONNECTIONS_MAX = 64
 PEER_CONNECTIONS_OF_ONE_MAX = 16
 PEER_TOKENS_OF_ONE_MAX = 16
 PEER_TRANSFERS_MAX = 256
-PEER_TRANSFERS_OF_ONE_MAX = 64
+# Less than what may arrive at once (RECEPTIONS_MAX): who offers much and sends nothing keeps nobody else out.
+PEER_TRANSFERS_OF_ONE_MAX = 24
 PEER_LOANS_MAX = 256
 PEER_LOANS_OF_ONE_MAX = 64
 # Peers of whom refused calls are counted one by one; the others are counted together.
@@ -365,7 +369,7 @@ assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
 assert 2 * STORE_LOOK_S <= STORE_TELL_S < STORE_LOST_REST_S <= STORE_LOST_SHOWN_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_ANSWER_BYTES_MAX
 assert 2 * PEER_STREAMS_OF_ONE_MAX + PEER_SEALS_MAX + PEER_AWAITED_OF_ONE_MAX < PEER_WORKERS <= PEER_CALLS_MAX
-assert PEER_STALL_S < PEER_IDLE_S
+assert PEER_STALL_S < PEER_IDLE_S and 2 * PEER_TRANSFERS_OF_ONE_MAX < RECEPTIONS_MAX <= PEER_TRANSFERS_MAX
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
 assert PEER_WHOLE_BYTES_MAX <= PEER_MANY_BYTES_MAX and 2 * PEER_MANY_BYTES_MAX < PEER_MESSAGE_BYTES_MAX
 assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)

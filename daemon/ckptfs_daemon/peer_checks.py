@@ -30,7 +30,7 @@ def offer(request: pb.OfferRequest) -> Offer:
     """What a peer offers. Its digest is over its blocks' digests, or it is refused here."""
     content_id(request.content)
     need(0 < request.inode <= ID_MAX, f"{request.inode} is no inode")
-    need(request.generation <= ID_MAX, f"{request.generation} is no generation")
+    need(request.generation <= limits.GENERATION_MAX, f"{request.generation} is no generation")
     need(request.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES, f"{request.size} bytes are more than peers hold of one content")
     count = blocks_of(request.size)
     need(len(request.blocks) == count * digest.BLOCK_DIGEST_BYTES, f"{request.size} bytes have {count} blocks, not as many digests")

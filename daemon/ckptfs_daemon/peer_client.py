@@ -284,6 +284,7 @@ def _record(link: Link, reply: Any, content: int, wanted: bytes | None) -> Recor
     if (
         reply.content != content
         or not whole
+        or not (0 < reply.inode <= peer_checks.ID_MAX and reply.generation <= limits.GENERATION_MAX)
         or digest.whole(reply.blocks, reply.size) != reply.digest
         or wanted not in (None, reply.digest)
     ):

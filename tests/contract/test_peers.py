@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,16 @@ def test_what_is_not_there_is_not_lent(pair: Pair) -> None:
     assert pair.peers.record(pair.node.there, 99, None) == record_of(offer)
     with pytest.raises(PeerRefused):
         pair.peers.record(pair.node.there, 99, bytes(16))
+
+
+@pytest.mark.parametrize("lie", [{"generation": 2**63}, {"generation": limits.GENERATION_MAX + 1}, {"inode": 2**64 - 1}, {"inode": 0}])
+def test_numbers_that_cannot_be_are_a_lie(fast: Pair, lie: dict[str, int]) -> None:
+    """They would break the catalog of whoever believes them."""
+    fast.node.shelf.held[5] = replace(fast.node.shelf.hold(b"abc", 5), **lie)  # type: ignore[arg-type]
+    with pytest.raises(PeerLied):
+        fast.peers.seal_soon(fast.node.there, 5, 3.0)
+    with pytest.raises(PeerLied):
+        fast.peers.record(fast.node.there, 5, None)
 
 
 def test_the_rest_of_the_calls(fast: Pair) -> None:

@@ -287,6 +287,7 @@ MALFORMED = {
     "content too large": changed(content=2**63),
     "no inode": changed(inode=0),
     "generation too large": changed(generation=2**64 - 1),
+    "last generation": changed(generation=2**63 - 1),
     "size beyond the limit": changed(size=2**63, blocks=b""),
     "more size than blocks": changed(size=len(DATA) + 1),
     "less size than blocks": changed(size=BLOCK),

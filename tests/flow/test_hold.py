@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,20 @@ def test_what_is_known_to_be_outdated_is_refused(two: Cluster, state: str) -> No
     with pytest.raises(PeerRefused):
         send(two, content)
     assert other.copies(content) == {} and other.files(Tier.RAM) == set()
+
+
+def test_a_generation_far_in_the_future_is_refused(two: Cluster) -> None:
+    """No count of generations can come to its end by a peer's word: the file could never be written again."""
+    one, other = two.nodes
+    content = one.written(b"a", b"hello")
+    send(two, content)
+    offer = offer_of(one, content)
+    for generation in (offer.generation + limits.GENERATIONS_AHEAD_MAX + 1, 2**63 - 1):
+        with pytest.raises(Refused):
+            other.hold.receive(replace(offer, generation=generation))
+        with pytest.raises(Refused):
+            other.hold.receive(replace(offer, content=content + 1, generation=generation))
+    assert other.data(content) == b"hello"
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ class FromPeers:
         except PeerFailed as failure:
             log.debug("%s wrote content %d and has not sealed it: %s", writer.name, content.id, failure)
             return False
-        return record is not None and self._heard_of(record, writer)
+        if record is None or record.generation - content.generation > limits.GENERATIONS_AHEAD_MAX:
+            return False
+        return self._heard_of(record, writer)
 
     def _have_fsynced(self, content: Content, shared: Shared, since: int) -> bool:
         """The last state of a file that was verified before its writer died, here or on a node that lives, from the generation `since`

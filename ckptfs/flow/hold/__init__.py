@@ -94,6 +94,9 @@ class Hold:
     def _demand_wanted(self, offer: Offer) -> None:
         """Refuse what is older than what is known here, and what somebody writes here just now."""
         known = settling.content(self._db, offer.content)
+        ahead = offer.generation - (0 if known is None else known.generation)
+        if ahead > limits.GENERATIONS_AHEAD_MAX:
+            raise Refused(f"generation {offer.generation} of this content is too far ahead of what is known here")
         if known is None:
             return
         if known.state is ContentState.OPEN:
