@@ -5,7 +5,7 @@ Every call passes here. If we die here: nothing is kept.
 
 import grpc
 
-from ckptfs.clique.keys import Identity, is_good, subject
+from ckptfs.clique.keys import NAME, Identity, is_good, subject
 from ckptfs.clique.revoked import Revoked
 from ckptfs_daemon.peer_refusals import Refusal, Why
 
@@ -26,7 +26,7 @@ class Gate:
     def peer(self, context: grpc.ServicerContext) -> str:
         """The calling node's name. Raises Refusal for strangers."""
         node, cluster = self._certified(context) if self._secure else self._claimed(context)
-        if not node or cluster != self._cluster:
+        if not NAME.fullmatch(node) or cluster != self._cluster:
             raise Refusal(Why.STRANGER, f"this is cluster {self._cluster}")
         return node
 

@@ -140,13 +140,19 @@ def test_nobody_comes_in_without_a_certificate_of_this_cluster(
     good.channel.close()
 
 
-def test_another_cluster_of_the_same_authority_is_refused_and_counted(
-    node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "named", [("stranger", "mars"), ("../stranger", CLUSTER), ("a\nERROR of its own", CLUSTER), ("a\0b", CLUSTER)], ids=str
+)
+def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
+    node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch, named: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(keys, "_organization", lambda _certificate: "mars")
-    stranger = keys.load(keys.issue(keyring.directory, "stranger"))
-    monkeypatch.undo()
-    assert keys.subject(stranger.certificate) == ("stranger", "mars")
+    """Also with a certificate of the same authority."""
+    with monkeypatch.context() as changed:
+        changed.setattr(keys, "_organization", lambda _certificate: named[1])
+        changed.setattr(keys, "_demand_name", lambda *_: None)
+        changed.setattr(keys, "_name", lambda _cluster, _common, plain=keys._name: plain(named[1], named[0]))
+        stranger = keys.load(keys.issue(keyring.directory, secrets.token_hex(4)))
+    assert keys.subject(stranger.certificate) == named
     client = Raw(node, stranger)
     assert client.refused("Ping", b"") is Status.PERMISSION_DENIED
     client.channel.close()
