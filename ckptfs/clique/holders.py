@@ -252,13 +252,16 @@ def bury(store: Store, content: int, shared: Shared) -> None:
         store.commit([Compare(written[0].key, Target.MOD, "=", written[0].mod_revision)], [Delete(written[0].key)])
 
 
-def forget(store: Store, contents: Sequence[int]) -> None:
-    """These contents, at most LOOKED_AT_MAX, are gone here: so is every copy of those that nobody else has either."""
-    found = store.read([Get(content_key(number), keys_only=True) for number in contents]).results
-    gone = [number for number, written in zip(contents, found, strict=True) if not written]
+def forget(store: Store, contents: Sequence[int]) -> set[tuple[int, int]]:
+    """These contents, at most LOOKED_AT_MAX, are gone here: so is every copy of those that nobody else has either. (content, node) of
+    all that said that they have one: whoever fetched it to read it is known by that alone.
+    """
+    told = read(store, contents)
+    gone = [number for number in contents if all(item.key != content_key(number) for item in told[number].items)]
     if gone:
         compares = [Compare(content_key(number), Target.VERSION, "=", 0) for number in gone]
         store.commit(compares, [Delete(copies_key(number), prefix_end(copies_key(number))) for number in gone])
+    return {(number, copy.node) for number in gone for copy in told[number].copies}
 
 
 def gets(number: int) -> tuple[Get, Get]:

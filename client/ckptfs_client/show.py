@@ -179,7 +179,9 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
     from rich.console import Group
     from rich.markup import escape
 
-    living = sum(member.alive for member in answer.members)
+    # An island knows only of itself that it lives; of the others it shows what was known last.
+    unknown = {member.name for member in answer.members if answer.island and not member.told and member.name != answer.node}
+    living = sum(member.alive and member.name not in unknown for member in answer.members)
     head = (
         f"[bold]{escape(answer.name)}[/]: {living} of {counted(len(answer.members), 'node')}, {answer.replication_factor} copies,"
         f" etcd {escape(answer.etcd)}   (as {escape(answer.node)} sees it)"
@@ -194,8 +196,9 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
         lag = duration(member.lag_s) if member.behind_files else "-"
         figures = (behind, lag, ", ".join(filter(None, (back, again and f"{again} for others"))) or "-", held)
         told = figures if member.told else ("unknown", "-", "-", "unknown")
+        state = "unknown" if member.name in unknown and member.alive else "alive" if member.alive else "dead"
         table.add_row(
-            escape(member.name), str(member.number), _styled("alive" if member.alive else "dead"), str(member.rank), escape(member.domain),
+            escape(member.name), str(member.number), _styled(state), str(member.rank), escape(member.domain),
             escape(member.address), escape(", ".join(member.peers) or "nobody"), *told,
         )  # fmt: skip
     island = "[yellow]island[/]: etcd does not answer this node, or has not been told everything yet; nothing that was written is lost"

@@ -161,19 +161,22 @@ class ClusterFigures:
             self._scan(membership.node_key(answer.number))
         except CkptfsError as failure:
             answer.etcd_trouble = str(failure)
-        known = {node.number: node for node in self._nodes()}
+        known = {node.number: node for node in self._nodes_or_last()}
         others = [known[member.number] for member in answer.members if member.number in known and member.number != answer.number]
         found = {} if self._probe is None else self._probe.answers(others)
         for member in answer.members:
             _answered(member, found.get(member.number))
         return answer
 
-    def _nodes(self) -> list[Node]:
+    def _nodes_or_last(self) -> list[Node]:
         """Every node's record; those that were known last when the store does not answer."""
         try:
             return self._records()
         except CkptfsError:
-            return [node for record in belonging.last_world(self._db) if (node := membership.from_value(record)) is not None]
+            return self._last_nodes()
+
+    def _last_nodes(self) -> list[Node]:
+        return [node for record in belonging.last_world(self._db) if (node := membership.from_value(record)) is not None]
 
     def described(self) -> pb.Cluster:
         """The cluster now; as it was known last when the store does not answer."""
@@ -187,7 +190,7 @@ class ClusterFigures:
             figures = dict(self._scan(FIGURES))
         except CkptfsError:
             answer.island = True
-            nodes, figures = [], {}
+            nodes, figures = self._last_nodes(), {}
         world = membership.world(nodes)
         answer.members.extend(self._living(world, node, figures.get(figures_key(node.number))) for node in world.nodes)
         # A node that came back without its catalog has another number now; its former life is nobody's concern.

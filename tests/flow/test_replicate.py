@@ -9,6 +9,7 @@ from clique_world import MIB, Cluster, around, level, offer_of, replicate_of, un
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, peers, settling
+from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.clique.peers import PeerFailed, PeerLied
 from ckptfs.flow.tell import Tell
@@ -158,6 +159,23 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
     until(lambda: two.hold.doubted == {content}, flow.step)
     assert peers.unneeded(one.db, 10) == []
+
+
+def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
+    """Only the store knows of a copy that was made by reading."""
+    cluster = Cluster(tmp_path, 3)
+    one, two, three = cluster.nodes
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    held = settling.content(one.db, content)
+    assert held is not None
+    holders.tell(cluster.store, three.number, [(held, True)])
+    settling.set_state(one.db, content, ContentState.DOOMED)
+    settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
+    cluster.store.commit([], [Delete(holders.content_key(content))])
+    until(lambda: two.hold.doubted == {content} == three.hold.doubted, flow.step)
+    assert holders.read(cluster.store, [content])[content].copies == ()
 
 
 def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from control_served import serving
 from local_node import Node
 from memory_store import MemoryStore
 
-from ckptfs.catalog import identity, peers, settling
+from ckptfs.catalog import belonging, identity, peers, settling
 from ckptfs.catalog.peers import Known, PeerCopy
 from ckptfs.catalog.store import Get, Put
 from ckptfs.clique import membership
@@ -180,6 +180,11 @@ def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> Non
     found = ClusterFigures(node.config, node.db, store).described()
     assert found.island
     assert [(one.name, one.alive) for one in found.members] == [(name, True) for name in NAMES]
+    assert "1 of 3 nodes" in str(show.cluster(found).renderables[0])  # type: ignore[attr-defined]
+    last = [membership.Node(number, name, f"{name}:1", number + 3, name, 5000) for number, name in enumerate(NAMES, 1)]
+    belonging.keep_world(node.db, [membership.to_value(one) for one in last])
+    found = ClusterFigures(node.config, node.db, store).described()
+    assert [(one.name, one.address, one.rank) for one in found.members] == [(one.name, one.address, one.rank) for one in last]
 
 
 @pytest.mark.parametrize("garbage", [b"", b"[]", b'{"oldest_ns": "x"}', b"\xff"])

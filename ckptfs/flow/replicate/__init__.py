@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 disk.labels("replicate:check:read", "replicate:counted")
 
 BATCH_CONTENTS = 256
-FORGET_BATCH = 64
+FORGET_BATCH = holders.LOOKED_AT_MAX
 
 
 class Replicate:
@@ -267,15 +267,16 @@ class Replicate:
         if not gone:
             return False
         try:
-            holders.forget(self._around.store, sorted({copy.content for copy in gone}))
+            having = holders.forget(self._around.store, sorted({copy.content for copy in gone}))
         except Unreachable as failure:
             log.debug("what need not be held any more cannot be told yet: %s", failure)
             return False
-        for number in {copy.node for copy in gone} - {self._around.number}:
+        having |= {(copy.content, copy.node) for copy in gone}
+        for number in {node for _, node in having} - {self._around.number}:
             node = world.by_number.get(number)
             if node is not None and not self._avoiding.is_avoided(number):
                 try:
-                    self._around.peers.forget(node, [copy.content for copy in gone if copy.node == number])
+                    self._around.peers.forget(node, sorted(content for content, holder in having if holder == number))
                 except PeerFailed as failure:
                     self._avoiding.failed(number)
                     log.debug("%s cannot be told what it may forget (%s); it will find out", node.name, failure)
