@@ -169,6 +169,18 @@ def withdraw(db: Database, kept: Kept) -> bool:
         return True
 
 
+def give_way(db: Database, content: int, generation: int) -> None:
+    """Another node wrote this generation after what this one wrote of its content, and did not tell: what lies here is an older state."""
+    with db.change():
+        known = db.row("SELECT generation FROM content WHERE id = ? AND peer = 0 AND state IN (1, 2)", content)
+        if known is not None and known[0] <= generation:
+            _outdate(db, content)
+            db.run(
+                f"UPDATE content SET state = 1, digest = NULL, blocks = NULL, lacking = 0, {_DISOWNED}, change = change + 1 WHERE id = ?",
+                content,
+            )
+
+
 def apart(db: Database, kept: Kept, number: int, inode: int, size: int, blocks: bytes) -> Content:
     """What was made under the reserved id `number` is a content now, and was a generation of another one. The store is told next."""
     now = time.time_ns()

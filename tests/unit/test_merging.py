@@ -52,10 +52,12 @@ def test_a_node_that_returns_does_not_hide_what_was_written_while_it_was_dead(th
     assert bytes_of(merging.inode(base, OURS, theirs, writing=True)) == bytes_of(OURS), "it is being written here"
 
 
-def test_of_two_that_changed_one_content_its_own_key_decides() -> None:
-    """Size and bytes are of one of them."""
-    base, theirs = {**BASE, "content": 8, "generation": 5}, {**OURS, "size": 90, "mtime_ns": 99}
-    assert bytes_of(merging.inode(base, OURS, theirs)) == bytes_of(OURS)
+@pytest.mark.parametrize(("theirs", "later"), [({"generation": 7}, True), ({"mtime_ns": 31}, True), ({"mtime_ns": 29}, False)])
+def test_of_two_generations_of_one_content_the_later_one_counts(theirs: dict[str, Any], later: bool) -> None:
+    """Its size and its bytes are of one of them: its own key goes by the generation, too."""
+    base, theirs = {**BASE, "content": 8, "generation": 5}, {**OURS, "size": 90, **theirs}
+    merged = merging.inode(base, OURS, theirs)
+    assert bytes_of(merged) == bytes_of(theirs if later else OURS) and merging.gives_way(OURS, theirs, merged) == later
 
 
 def test_a_node_that_returns_shows_again_what_the_others_miss() -> None:

@@ -56,17 +56,25 @@ def inode(base: Value | None, ours: Value, theirs: Value, *, writing: bool = Fal
 
 def _is_later(base: Value, ours: Value, theirs: Value, *, both: bool) -> bool:
     """Whether the others wrote a file after this node did. What they show because they miss ours is older, what they wrote upon that is
-    not, whatever its generation. `both`: there are later generations on both sides; which is the later one of the same content, its own
-    key says: see `content`.
+    not, whatever its generation. `both`: there are later generations on both sides; those of one content can be compared.
     """
     if is_missed(theirs, base, ours):
         return not shows_former(theirs)
-    return both and ours.get("content") != theirs.get("content") and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
+    if ours.get("content") == theirs.get("content"):
+        return both and _written(theirs) > _written(ours)
+    return both and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
 
 
 def is_missed(theirs: Value, *ours: Value) -> bool:
     """Whether the others took one of these states for lost, and show a former one (`inode.missed`, see falling_back.py)."""
     return "missed" in theirs and json.loads(theirs["missed"])["content"] in [value.get("content") for value in ours]
+
+
+def gives_way(ours: Value, theirs: Value, merged: Value) -> bool:
+    """Whether what this node wrote of a content is no more than what was before theirs."""
+    if merged.get("content") is None or not ours.get("content") == theirs.get("content") == merged["content"]:
+        return False
+    return any(merged[name] != ours[name] for name in BYTES) and all(merged[name] == theirs[name] for name in BYTES)
 
 
 def shows_former(value: Value) -> bool:

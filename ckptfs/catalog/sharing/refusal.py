@@ -7,7 +7,7 @@ If we die here: it happens inside one change of the catalog.
 
 from dataclasses import dataclass, field
 
-from ckptfs.catalog import adoption, answers, handles, journal
+from ckptfs.catalog import adoption, answers, handles, holding, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, kinds, merging, reading, seen, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
@@ -94,6 +94,8 @@ class Refusal:
                 merged["names"] = [
                     name for name in merged["names"] if not self._is_taken(key.number, Key(NAME, name[0], name[1].encode("latin-1")))
                 ]
+            if key.kind == INODE and merging.gives_way(ours, theirs, merged):
+                holding.give_way(self._db, merged["content"], merged["generation"])
             kinds.write(self._db, key, merged)
             if merged.get("names") == []:
                 # Each of two nodes took a name away, and these were all.
