@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from ckptfs import limits
 from ckptfs.clique.keys import Identity, target_name
@@ -105,7 +106,7 @@ class Link:
         self.used = time.monotonic()
         self._metadata = () if identity else ((NODE_METADATA, me), (CLUSTER_METADATA, cluster))
         self._channel = _channel(identity, target_name(cluster, name, revocations), address)
-        self.calls = rpc.PeerStub(self._channel)
+        self.calls = rpc.PeerStub(_Quiet(self._channel))
         self._bulk = bulk
         self._no_bulk_until = 0.0
         self._spare: list[Sealed] = []
@@ -247,6 +248,22 @@ class Link:
                 self._spare.append(sealed)
                 return
         sealed.close()
+
+
+class _Quiet:
+    """A channel as the generated stub uses it: an answer that is no message fails its call, and leaves no traceback in the log."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+
+    def unary_unary(self, method: str, *, response_deserializer: Callable[[bytes], Any], **how: Any) -> Any:
+        def parsed(answer: bytes) -> Any:
+            try:
+                return response_deserializer(answer)
+            except DecodeError:
+                return None
+
+        return self._channel.unary_unary(method, response_deserializer=parsed, **how)
 
 
 def _channel(identity: Identity | None, name: str, address: str) -> grpc.Channel:

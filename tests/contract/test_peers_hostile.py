@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,21 @@ def test_a_client_refuses_the_wrong_node_and_the_wrong_authority(node: PeerNode,
         link.close()
 
 
+def test_an_answer_that_is_no_message_fails_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    """And leaves no line in the log: a node that lies could fill it."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    junk = grpc.unary_unary_rpc_method_handler(lambda _request, _context: b"\xff" * 100)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ckptfs.peer.Peer", {"Ping": junk}),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    link = peer_link.Link("node2", CLUSTER, None, "node1", address, bulk=False)
+    with pytest.raises(PeerFailed, match="node1 does not answer"):
+        link.ask(link.calls.Ping, pb.Nothing())
+    link.close()
+    server.stop(None)
+    assert caplog.records == []
+
+
 def test_without_keys_a_caller_must_name_our_cluster(tmp_path: Path) -> None:
     node = PeerNode(tmp_path, "node1", None)
     client = Raw(node, None)
@@ -185,6 +201,7 @@ def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, k
     transfer = pb.TransferRequest(transfer=lost.offer(content=8)).SerializeToString()
     kept = other.offer(content=9)
     bulk = RawBulk(lost)
+    eventually(lambda: "node4" in node.server.bulk._open.values(), what="its token is taken")  # type: ignore[union-attr]
     revoked.write(tmp_path, {"node4": 1})
     assert lost.refused("Finish", transfer) is Status.PERMISSION_DENIED
     assert bulk.ended()
