@@ -5,9 +5,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
-import trio.testing
 from memory_store import MemoryEtcd
-from shared_catalogs import Node, Slow, running, settled, stored_tree
+from shared_catalogs import Node, Slow, replayed, running, settled, stored_tree
 
 from ckptfs import limits
 
@@ -22,7 +21,7 @@ def play(place: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) 
         nodes = [Node(place / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
         await running(nodes, lambda: act(*nodes, etcd))
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    replayed(0, main)
 
 
 async def cut(node: Node) -> None:
@@ -84,6 +83,58 @@ def test_what_was_deleted_there_and_has_new_names_here_keeps_them_all(tmp_path: 
         await a.rename("theirs", "old")
         await returned(a, b)
         assert (await a.stat("early")).id == (await a.stat("late")).id != (await a.stat("old")).id
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)
+
+
+def test_a_directory_that_lost_what_has_another_name_by_now_goes(tmp_path: Path) -> None:
+    """The removal and what it waits for do not fit into one transaction."""
+
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        await b.mkdir("old")
+        await b.mkdir("old/moved")
+        await cut(b)
+        await b.rename("old/moved", "moved")
+        await b.rmdir("old")
+        await b.mkdir("new")
+        await b.rename("moved", "new/moved")
+        await returned(a, b)
+        assert await a.names() == [b"new"] and await a.names("new") == [b"moved"]
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)
+
+
+def test_a_directory_that_is_left_and_removed_has_its_links_where_others_use_it(tmp_path: Path) -> None:
+    """What leaves it is told before its removal, which cannot be."""
+
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        await b.mkdir("used")
+        await b.mkdir("used/moved")
+        await cut(b)
+        await b.rename("used/moved", "moved")
+        await b.rmdir("used")
+        await a.make("used/theirs")
+        await returned(a, b)
+        assert (await b.stat("used")).nlink == 2
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)
+
+
+def test_a_file_that_loses_all_names_one_after_the_other_keeps_what_others_gave_it(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        await b.make("first")
+        await b.link("first", "last")
+        await cut(b)
+        await b.unlink("first")
+        for number in range(MANY):
+            await b.make(f"other{number}")
+        await b.unlink("last")
+        await a.link("last", "theirs")
+        await returned(a, b)
+        assert (await b.stat("theirs")).nlink == 1
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 
     play(tmp_path, act)

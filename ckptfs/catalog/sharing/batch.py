@@ -26,7 +26,8 @@ _INODE_GOES, _NAME_GOES = 6, 5
 class Batch:
     """`changed` are the keys that are put (value) or deleted (None); `same` those that are as the store has them; all up to change `up_to`.
 
-    `compared` are keys that must be of a revision, `parents` directories that must be there, `emptied` such that must be empty.
+    `compared` are keys that must be of a revision, `parents` directories that must be there, `emptied` such that must be empty. `going` are
+    inodes that go later, and are told as they are until then.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Batch:
     compared: dict[Key, int] = field(default_factory=dict)
     parents: set[int] = field(default_factory=set)
     emptied: set[int] = field(default_factory=set)
+    going: set[Key] = field(default_factory=set)
     more: list[Delete] = field(default_factory=list)
     size: int = 0
     whole: bool = True
@@ -142,7 +144,7 @@ class _Builder:
     def _take(self, keys: list[Key]) -> bool:
         """Take one change along. False: it does not fit any more; a change that is too large for any transaction goes in parts."""
         before = _copied(self._batch)
-        new = [key for key in keys if key not in self._batch.changed]
+        new = [key for key in keys if key not in self._batch.changed or key in self._batch.going]
         for key in new:
             self._add(key)
         if not self._full():
@@ -174,6 +176,7 @@ class _Builder:
         if key.kind in (kinds.PLACE, kinds.SHOWN) and "by" in (known.content or {}):
             value = known.value  # A write-back is at it, and will say what became of it: until then nobody else may.
         batch = self._batch
+        batch.going.discard(key)
         if value == known.value or (self._anew and value is not None and kinds.unpack(value) == known.content):
             batch.same.append(key)
             return
@@ -195,18 +198,35 @@ class _Builder:
         """A directory that gets or loses one inside is told with it."""
         key = Key(INODE, directory)
         known, value = self._value(key)
-        if key not in self._batch.changed and value is not None:
+        if key in self._batch.changed:
+            return
+        if value is None:
+            self._go_later(key)
+        else:
             self._batch.changed[key] = value
             self._batch.size += len(value) + 100
             self._batch.compared[key] = known.revision
             self._batch.parents.discard(directory)
 
+    def _go_later(self, key: Key) -> None:
+        """What is gone here loses something now, and goes with a change that comes later: somebody may bring it back until then."""
+        known = self._value(key)[0]
+        if known.value is not None:
+            self._batch.changed[key] = known.value
+            self._batch.size += len(known.value) + 100
+            self._batch.compared[key] = known.revision
+            self._batch.going.add(key)
+
     def _demand_named(self, before: bytes | None, now: bytes | None) -> None:
         """What gets or loses a name is told with it, and what loses one to another with its other names here."""
         for entry in (before, now):
             key = Key(INODE, _child(entry))
-            if key.number and key not in self._batch.changed and key not in self._batch.same and self._value(key)[1] is not None:
+            if not key.number or key in self._batch.changed or key in self._batch.same:
+                continue
+            if self._value(key)[1] is not None:
                 self._add(key)
+            else:
+                self._go_later(key)
         if now is not None and _child(before) not in (0, _child(now)):
             for name in kinds.names_here(self._db, _child(before)):
                 if name not in self._batch.changed and touching.is_touched(self._db, name):
@@ -289,11 +309,27 @@ class _Builder:
         """What has another name here keeps the one that the store has until that other one is there, too."""
         if self._batch.whole:
             return
+        waiting: dict[Key, list[Key]] = {}
         for key in [key for key, value in self._batch.changed.items() if key.kind == NAME and value is None]:
             others = kinds.names_here(self._db, _child(self._value(key)[0].value))
             if others and not any(other in self._batch.changed or not touching.is_touched(self._db, other) for other in others):
-                del self._batch.changed[key]
-                self._batch.compared.pop(key)
+                waiting[key] = others
+        rest = {*self._batch.changed, *self._batch.same} - {*waiting} - self._batch.going
+        if waiting and not any(touching.is_touched(self._db, key) for key in rest):
+            self._bring(*waiting.popitem()[1])  # What comes next may wait for this.
+        for key in waiting:
+            del self._batch.changed[key]
+            self._batch.compared.pop(key)
+
+    def _bring(self, *names: Key) -> None:
+        """Take names along, and where the store has not the directory of one, that too."""
+        for name in names:
+            self._add(name)
+            directory = Key(INODE, name.number)
+            if not seen.get(self._db, directory).revision and directory not in self._batch.changed:
+                self._add(directory)
+                self._add(Key(TIMES, name.number))
+                self._bring(*kinds.names_here(self._db, name.number))
 
 
 def _child(entry: bytes | None) -> int:
@@ -309,7 +345,7 @@ def _is_directory(entry: bytes | None) -> int:
 def _copied(batch: Batch) -> Batch:
     return Batch(
         batch.number, batch.up_to, dict(batch.changed), list(batch.same), dict(batch.compared), set(batch.parents), set(batch.emptied),
-        list(batch.more), batch.size, batch.whole,
+        set(batch.going), list(batch.more), batch.size, batch.whole,
     )  # fmt: skip
 
 

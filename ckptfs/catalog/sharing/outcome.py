@@ -31,11 +31,12 @@ def passed(db: Database, batch: Batch, revision: int, recent: Recent, *, recount
                     peers.wrote(db, key.number, writer)
                 seen.put(db, key, seen.NEVER)
                 recent.gone(key, revision)
-        touching.told(db, [*batch.changed, *batch.same], batch.up_to)
+        told = [key for key in (*batch.changed, *batch.same) if key not in batch.going]
+        touching.told(db, told, batch.up_to)
         if lost.is_any(db):
-            lost.told(db, [*batch.changed, *batch.same])
+            lost.told(db, told)
         if recount:
-            for key in {*batch.changed, *batch.same}:
+            for key in told:
                 kinds.recount(db, key)
         if revision:
             seen.put(db, batch.last, Seen(revision, batch.note()))
