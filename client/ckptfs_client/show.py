@@ -98,12 +98,13 @@ def status(answer: "pb.Status") -> "RenderableType":
 
     counts, behind = answer.counts, answer.write_back
     levels = ", ".join(f"{count} {level}" for level, count in sorted(counts.by_level.items()))
+    heard = "   (of other nodes' files as far as this one has heard; `ckptfs ls` asks)" if answer.HasField("clique") else ""
     directories, handles = counted(counts.directories, "directory", "directories"), counted(counts.open_handles, "handle")
     lines = [
         f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_styled(answer.health)}   (ckptfs {answer.version})",
         f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
         f"  fsync       returns at the level {answer.fsync}",
-        f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}",
+        f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}{heard}",
         f"  open        {handles}, {counts.writers} for writing; awaiting their seal: {behind.unsealed_files}",
     ]
     if answer.pfs:

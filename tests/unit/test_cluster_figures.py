@@ -106,7 +106,7 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     text = captured.get()
     for words in (
         "1 file (1000 B) behind, 2 of 4 copies", "refill      1 file", "repair      1 file", "peers: 4 malformed (node2, unknown)",
-        "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately",
+        "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately", "as far as this one has heard",
     ):  # fmt: skip
         assert words in text, text
     assert show.plain(status)["clique"]["links"][0]["waiting_bytes"] == 3000
