@@ -142,6 +142,9 @@ AHEAD_LOOK_S = 0.05
 AHEAD_IDLE_S = 0.5
 # Contents that peers no longer want held and that were not looked at yet.
 DOUBTED_MAX = 10_000
+# Their writer may just be hearing that they are deleted: while it has them they are looked at again, so late and so often at most.
+DOUBT_AGAIN_S = 2.0
+DOUBT_TRIES = 5
 # What lies here is compared with the store so often; what came less than so long ago is left alone.
 RECONCILE_INTERVAL_S = 1800.0
 # Files whose content may be lost with a node that died are looked at again so often, while that is not decided.

@@ -51,6 +51,9 @@ class Reconcile:
         self._own_after: int | None = None
         self._dropped = 0
         self._asked: set[int] = set()
+        self._unsure: dict[int, int] = {}
+        self._unsure_s = 0.0
+        self._tries: dict[int, int] = {}
 
     def step(self) -> bool:
         """Look at one batch. True: there is more. Raises Unreachable while the store is; then the same batch comes again."""
@@ -58,10 +61,14 @@ class Reconcile:
             # What the store does not say, other nodes may not have told it yet since it lost its data.
             self._sweep_s = time.monotonic() + limits.STORE_LOST_REST_S
             return False
+        if self._unsure and time.monotonic() >= self._unsure_s:
+            self._tries |= self._unsure
+            self._doubted.update(self._unsure)
+            self._unsure = {}
         if self._doubted:
             doubted = [self._doubted.pop() for _ in range(min(len(self._doubted), BATCH_CONTENTS))]
             found = [content for number in doubted if (content := settling.content(self._db, number)) is not None and content.peer]
-            self._look_at_held(found, young=True)
+            self._look_again_at(self._look_at_held(found, young=True), doubted)
             self._look_at_own(holding.owned_of(self._db, doubted, BATCH_CONTENTS))
             return bool(self._doubted)
         if asked := [content for content in former.asked(self._db, limits.DOUBTED_MAX) if content.id not in self._asked][:BATCH_CONTENTS]:
@@ -75,8 +82,16 @@ class Reconcile:
         return self._sweep()
 
     def due_s(self) -> float | None:
-        """Until the next sweep."""
-        return max(0.0, self._sweep_s - time.monotonic())
+        """Until the next sweep, or until what is not sure is looked at again."""
+        return max(0.0, min(self._sweep_s, self._unsure_s if self._unsure else self._sweep_s) - time.monotonic())
+
+    def _look_again_at(self, unsure: list[int], doubted: list[int]) -> None:
+        """Who deletes a file tells everybody at once: its writer may not have heard of it yet when it is asked."""
+        tries = {number: self._tries.pop(number, 0) + 1 for number in doubted}
+        again = {number: tries[number] for number in unsure if tries[number] < limits.DOUBT_TRIES}
+        if again:
+            self._unsure |= again
+            self._unsure_s = time.monotonic() + limits.DOUBT_AGAIN_S
 
     def _sweep(self) -> bool:
         if self._held_after is not None:
@@ -99,8 +114,10 @@ class Reconcile:
 
     # --- what is held for others -------------------------------------------------------------------------------------
 
-    def _look_at_held(self, batch: list[Content], *, young: bool = False) -> None:
+    def _look_at_held(self, batch: list[Content], *, young: bool = False) -> list[int]:
+        """Those of which the store says nothing any more while their writer says that it has them are returned."""
         batch, told, files = self._ask(batch)
+        unsure = []
         replaced = self._sealed_successors(batch, told, files)
         for content in batch:
             shared = told[content.id]
@@ -110,6 +127,7 @@ class Reconcile:
             if shared.heard is None:
                 replaced_there = content.inode not in files or files[content.inode].content != content.id
                 gone = replaced_there and self._nobody_knows(content, age_s)
+                unsure += [content.id] if replaced_there and not gone else []
             else:
                 gone = content.inode not in files or content.id in replaced
             if gone:
@@ -118,6 +136,7 @@ class Reconcile:
                 self._drop(content)
             elif age_s > limits.SPARE_KEPT_S and self._is_spare(content, shared):
                 self._release(content, shared)
+        return unsure
 
     def _ask(self, batch: list[Content]) -> tuple[list[Content], dict[int, Shared], dict[int, File]]:
         """The contents with the files to which they belong by now, and what the store says of both; the catalog learns of newer

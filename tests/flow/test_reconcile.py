@@ -95,6 +95,23 @@ def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "its writer may come back"
 
 
+def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third node deleted the file and tells both at once: the copy here stayed until the next sweep."""
+    monkeypatch.setattr(limits, "DOUBT_AGAIN_S", 0.01)
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content = replicated(cluster)
+    delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
+    flow = Reconcile(two.db, two.places, two.told, around(two), two.hold.doubted)
+    while flow.step():  # The first sweep is over.
+        pass
+    two.hold.doubted.add(content)
+    flow.step()
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and (flow.due_s() or 0.0) < 1.0
+    one.db.run("UPDATE content SET state = 3 WHERE id = ?", content)
+    until(lambda: two.state(content) is ContentState.DOOMED, flow.step)
+
+
 @pytest.mark.parametrize("why", ["lost", "open"])
 def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why: str) -> None:
     """P5: it wrote the file, told nobody, and has lost its RAM or writes again. The copy here may be the last one."""
