@@ -152,6 +152,13 @@ class Track:
         """Whether these are the first bytes of a version that was being written in place while somebody read it: that is what it holds."""
         return self._in_place and any(version_bytes(self.origin, number).startswith(data) for number in range(floor + 1, self.latest + 1))
 
+    def is_cut_off(self, data: bytes, floor: int) -> bool:
+        """Whether these are the first bytes of a version that another one took the place of while somebody on the same node read it: of one
+        file, as on any filesystem. Other nodes read what was sealed.
+        """
+        over = set(range(floor, self.latest)) - self.absent
+        return self._in_place and any(version_bytes(self.origin, number).startswith(data) for number in over)
+
     @property
     def _in_place(self) -> bool:
         return self.history is None and not self.origin.endswith(("cpt", "best", "step"))

@@ -205,7 +205,8 @@ class Storm:
                 self.complain(f"node {node}: {failure} of {track}")
             return None
         except AssertionError as wrong:
-            if not track.is_being_written(wrong.args[1] if len(wrong.args) > 1 else b"?", floor):
+            data = wrong.args[1] if len(wrong.args) > 1 else b"?"
+            if not track.is_being_written(data, floor) and not (track.writer == node and track.is_cut_off(data, floor)):
                 self.complain(f"node {node}: {wrong.args[0]}\nof {track}, {life}")
             return None
         if not self._writer_lives(track):
