@@ -13,14 +13,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
+
 from ckptfs import limits
 from ckptfs.clique.peers import Asked, OnBlock, PeerFailed, PeerLied, Record
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs_daemon.peer_bulk import receive
 from ckptfs_daemon.peer_frames import Arriving, Command, Kind, block_bytes
-from ckptfs_daemon.peer_link import Link, ended, translated, turn
+from ckptfs_daemon.peer_link import Link, Unwanted, ended, translated, turn
 from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs_daemon.peer_sealed import ConnectionEnded
 from ckptfs_daemon.peer_transfers import write_at
 
 LOOK_S = 0.25
@@ -206,7 +209,13 @@ class Worker:
         arriving = Arriving(self)
         try:
             with translated(self.link):
-                self._over(command, arriving)
+                try:
+                    self._over(command, arriving)
+                except (ConnectionEnded, grpc.RpcError) as failure:
+                    # Who brings what another one was about to bring, too, ends that one: it did not fail, unless it kept us waiting.
+                    if self._fetching.over and time.monotonic() - self.moved_at < limits.PEER_PATIENCE_S:
+                        raise Unwanted("all of it is here") from failure
+                    raise
         except PeerFailed as failure:
             if isinstance(failure.__cause__, Refusal) and failure.__cause__.why in (Why.WRONG_DIGEST, Why.OUT_OF_ORDER, Why.MALFORMED):
                 raise PeerLied(f"{self.link.name} sends what it should not: {failure}") from failure

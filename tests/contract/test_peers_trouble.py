@@ -6,12 +6,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ckptfs_daemon import peer_fetch, peer_link, peer_transfers
 from ckptfs_daemon.peer_client import PeerClient
+from ckptfs_daemon.peer_frames import Command, Kind
 from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs_daemon.peer_sealed import ConnectionEnded
 from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, client, offer_of, record_of
 
@@ -107,6 +109,27 @@ def test_a_node_that_answers_no_has_not_failed(world: World) -> None:
     with pytest.raises(PeerFailed):
         world.fetch([node])
     assert world.peers.figures()["node1"]["failed"]
+
+
+@pytest.mark.parametrize("still_s", [0.0, 60.0])
+def test_a_source_that_is_ended_because_all_is_here_has_not_failed(world: World, monkeypatch: pytest.MonkeyPatch, still_s: float) -> None:
+    """N2: another one brought its blocks. If it had kept the reader waiting it is asked last for a while."""
+    link = world.peers._link(world.nodes[0].there)
+
+    @contextmanager
+    def ended(_link: object) -> Iterator[None]:
+        raise ConnectionEnded
+        yield
+
+    class Over:
+        record, over = record_of(offer_of(DATA)), True
+
+    monkeypatch.setattr(peer_link.Link, "connection", ended)
+    worker = peer_fetch.Worker(link, cast(Any, Over()))
+    worker.moved_at -= still_s
+    with pytest.raises(PeerFailed):
+        worker._read(Command(Kind.READ, 1, 0, 1, False))
+    assert link.measured.doubtful == bool(still_s)
 
 
 def test_a_source_that_dies_in_the_middle_is_not_noticed(world: World) -> None:
