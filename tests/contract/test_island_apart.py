@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Awaitable, Callable
+from itertools import groupby
 from pathlib import Path
 
 import trio
@@ -9,6 +10,7 @@ from memory_store import MemoryEtcd
 from shared_catalogs import Node, Slow, replayed, running, settled, stored_tree
 
 from ckptfs import limits
+from ckptfs.catalog.sharing import kinds
 
 MANY = limits.ETCD_OPERATIONS_MAX
 
@@ -135,6 +137,43 @@ def test_a_file_that_loses_all_names_one_after_the_other_keeps_what_others_gave_
         await a.link("last", "theirs")
         await returned(a, b)
         assert (await b.stat("theirs")).nlink == 1
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)
+
+
+def test_nobody_sees_a_directory_under_two_names(tmp_path: Path) -> None:
+    """What has its former name by now is told much later."""
+
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        moved = (await b.mkdir("old")).id
+        await cut(b)
+        await b.rename("old", "new")
+        for number in range(MANY):
+            await b.make(f"other{number}")
+        await b.make("old")
+        await returned(a, b)
+        names: dict[bytes, int] = {}
+        for _, events in groupby(etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
+            names |= {event.key: (kinds.unpack(event.item.value if event.item else None) or {"child": 0})["child"] for event in events}
+            assert list(names.values()).count(moved) == 1
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)
+
+
+def test_what_was_replaced_by_what_comes_back_does_not_get_its_name_again(tmp_path: Path) -> None:
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        await b.mkdir("replaced")
+        await b.mkdir("kept")
+        await b.make("replaced/file")
+        await cut(b)
+        await b.rename("replaced/file", "kept/file")
+        await b.rename("kept", "replaced")
+        await a.rmdir("kept")
+        await a.rename("replaced/file", "file")
+        await returned(a, b)
+        assert {b"file", b"replaced"} <= set(await a.names())
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 
     play(tmp_path, act)

@@ -218,7 +218,9 @@ class _Builder:
             self._batch.going.add(key)
 
     def _demand_named(self, before: bytes | None, now: bytes | None) -> None:
-        """What gets or loses a name is told with it, and what loses one to another with its other names here."""
+        """What gets or loses a name is told with it, and what loses one to another with its other names here. A directory that gets one
+        loses the one that it had: nobody may see it under two.
+        """
         for entry in (before, now):
             key = Key(INODE, _child(entry))
             if not key.number or key in self._batch.changed or key in self._batch.same:
@@ -230,6 +232,10 @@ class _Builder:
         if now is not None and _child(before) not in (0, _child(now)):
             for name in kinds.names_here(self._db, _child(before)):
                 if name not in self._batch.changed and touching.is_touched(self._db, name):
+                    self._add(name)
+        if now is not None and _is_directory(now) and self._value(Key(INODE, _child(now)))[0].revision:
+            for name in touching.names(self._db):
+                if name not in self._batch.changed and _child(seen.get(self._db, name).value) == _child(now):
                     self._add(name)
 
     def _count_names(self) -> None:

@@ -110,7 +110,7 @@ class Returning(Refusal):
         taken = [(key, self._there(key)) for key in touching.names(self._db) if self._here(key) in self._kept]
         super()._take_back()
         for key, there in taken:
-            if not there or there in self._kept or there in self._dead or not self._has_row(there):
+            if not there or there in self._kept or there in self._dead or not self._lives(there):
                 continue
             if self._db.value("SELECT 1 FROM entry WHERE child = ?", there) is None and self._here(key) in self._kept:
                 self._aside(key, self._here(key))
@@ -211,6 +211,11 @@ class Returning(Refusal):
 
     def _has_row(self, inode: int) -> bool:
         return self._db.value("SELECT 1 FROM inode WHERE id = ?", inode) is not None
+
+    def _lives(self, inode: int) -> bool:
+        """Whether there is such an inode; a directory that was removed here stays so."""
+        row = self._db.row("SELECT mode, nlink FROM inode WHERE id = ?", inode)
+        return row is not None and (row[1] > 0 or not stat.S_ISDIR(row[0]))
 
     def _row(self, inode: int) -> tuple[int, int]:
         """(mode, time of change)."""
