@@ -90,6 +90,10 @@ def _averaged(old: float | None, new: float) -> float:
     return new if old is None else old + WEIGHT * (new - old)
 
 
+NOES = {Why.UNKNOWN, Why.FULL, Why.BUSY, Why.TOO_MANY, Why.ENDED, Why.INCOMPLETE}
+"""What a node in good order answers, too. What it sends wrong is refused with the other reasons, here."""
+
+
 class Unwanted(PeerFailed):
     """What was on its way is wanted no more: no fault of the peer."""
 
@@ -193,7 +197,7 @@ class Link:
     def failed(self, failure: Exception) -> PeerFailed:
         """What a stream's failure means here. A node that answers no (it has not, or not any more, what was asked for) has not failed."""
         found = self._meant(failure)
-        if not isinstance(found, PeerRefused | Unwanted):
+        if not (isinstance(found, Unwanted) or (isinstance(found, PeerRefused) and found.code in NOES)):
             self.measured.failed()
         return found
 

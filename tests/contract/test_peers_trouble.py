@@ -105,6 +105,10 @@ def test_a_node_that_answers_no_has_not_failed(world: World) -> None:
     with pytest.raises(PeerFailed):
         world.send(node, 2, wanted=lambda: False)
     assert not world.peers.figures()["node1"]["failed"]
+    with pytest.raises(PeerRefused), peer_link.translated(link):
+        raise Refusal(Why.OUT_OF_ORDER, "the stream stopped before its end")
+    assert world.peers.figures()["node1"]["failed"]
+    link.measured.failed_at -= 2 * limits.PEER_DOUBT_S
     node.stop()
     with pytest.raises(PeerFailed):
         world.fetch([node])
