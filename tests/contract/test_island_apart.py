@@ -177,3 +177,21 @@ def test_what_was_replaced_by_what_comes_back_does_not_get_its_name_again(tmp_pa
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 
     play(tmp_path, act)
+
+
+def test_what_comes_back_is_told_with_a_name(tmp_path: Path) -> None:
+    """It was written early, and its name is told again when it turns out that it was deleted there."""
+
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        kept = await b.make("name")
+        await cut(b)
+        await b.grow("name", 2, 2)
+        for number in range(MANY):
+            await b.make(f"other{number}")
+        await a.unlink("name")
+        await a.mkdir("name")
+        await returned(a, b)
+        assert (await a.stat("name.ckptfs-conflict-n2-1")).id == kept.id
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)

@@ -97,6 +97,7 @@ class _Builder:
         self._batch = Batch(number, touching.last(db))
         self._rows = touching.first(db, 4 * limits.ETCD_OPERATIONS_MAX)
         self._values: dict[Key, tuple[Seen, bytes | None]] = {}
+        self._taking: list[Key] = []
         self._anew = lost.is_any(db)
 
     def build(self) -> Batch | None:
@@ -144,7 +145,7 @@ class _Builder:
     def _take(self, keys: list[Key]) -> bool:
         """Take one change along. False: it does not fit any more; a change that is too large for any transaction goes in parts."""
         before = _copied(self._batch)
-        new = [key for key in keys if key not in self._batch.changed or key in self._batch.going]
+        new = self._taking = [key for key in keys if key not in self._batch.changed or key in self._batch.going]
         for key in new:
             self._add(key)
         if not self._full():
@@ -287,6 +288,14 @@ class _Builder:
             self._forget_content(key.number, before["content"])
         elif now is not None and before is not None and kind == stat.S_IFDIR and now["parent"] != before["parent"]:
             self._demand_ancestors(now)
+        elif now is not None and before is None and kind != stat.S_IFDIR and not self._anew:
+            self._demand_name(key.number)
+
+    def _demand_name(self, inode: int) -> None:
+        """What the store has not is told with a name: what it says of names that go later may become wrong until then."""
+        names = kinds.names_here(self._db, inode)
+        if not any(name in self._taking or name in self._batch.changed for name in names):
+            self._bring(*[name for name in names if touching.is_touched(self._db, name)][:1])
 
     def _forget_content(self, inode: int, content: int) -> None:
         """The file's last name goes: with it what its bytes were, and who has copies of them, unless they are what its heir held before."""
