@@ -9,6 +9,7 @@ import trio
 from shared_catalogs import settled, stored
 from writers_together import Cluster, Writer
 
+from ckptfs import limits
 from ckptfs.catalog.sharing.kinds import ROW
 
 
@@ -142,6 +143,29 @@ def test_what_was_left_out_is_written_back_by_its_writer_when_that_returns(tmp_p
         dead = cluster.nodes[-1]
         dead.live()
         dead.revive()
+        await cluster.settle()
+        assert (cluster.pfs / "lost").read_bytes() == b"nobody has it"
+        cluster.exact()
+
+    run(tmp_path, act)
+
+
+def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_the_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the writer has done all else that it had to."""
+    monkeypatch.setattr(limits, "LEFT_OUT_LOOK_S", 0.0)
+
+    async def act(cluster: Cluster) -> None:
+        content = await left_out(cluster)
+        dead = cluster.nodes[-1]
+        dead.live()
+        dead.revive()
+        dead.db.run("UPDATE content SET state = 1 WHERE id = ?", content)
+        await cluster.settle()
+        for _ in range(3):
+            await cluster.step(dead)
+        assert not (cluster.pfs / "lost").exists()
+        dead.db.run("UPDATE content SET state = 2 WHERE id = ?", content)
+        await cluster.step(dead)
         await cluster.settle()
         assert (cluster.pfs / "lost").read_bytes() == b"nobody has it"
         cluster.exact()

@@ -143,7 +143,7 @@ class WriteBack:
                 journal.append(self._db, "synced", inode, content=content)
         if self._begun and not pfs_batch.in_hand(self._db):
             self._waiting = False
-            return False
+            return self._together is not None and self._together.find_left_out()
         if self._together is not None:
             epoch.demand_told(self._db)
         tree.check(self._adopted())
