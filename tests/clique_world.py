@@ -51,10 +51,14 @@ class Node(LocalNode):
         identity.take_number(self.db, number)
         self.places = Places.adopt(self.config)
         self.store = MemoryStore(cluster.etcd)
-        self.hold = Hold(self.db, self.places, 0.5, self.told)
         self.peers = PeersHere(cluster, self)
+        self.hold_anew()
         self.alive = True
         self.repair = Repair(self.db, self.told, around(self))
+
+    def hold_anew(self) -> None:
+        """With the tiers as they are now."""
+        self.hold = Hold(self.db, self.places, 0.5, self.told, around(self))
 
     @property
     def world(self) -> World:
@@ -187,7 +191,7 @@ class PeersHere:
     def send(self, node: Reachable, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> Sent:
         shelf = self._shelf("send", node)
         try:
-            reception = shelf.receive(offer)
+            reception = shelf.receive(replace(offer, sender=self._here.member.name))
         except (CkptfsError, OSError) as failure:
             raise PeerRefused(str(failure), failure.errno or 5) from failure
         moved = 0

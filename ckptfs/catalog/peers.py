@@ -252,11 +252,13 @@ def strange_content(db: Database, inode: int) -> int | None:
     return found
 
 
-def unneeded(db: Database, at_most: int) -> list[PeerCopy]:
-    """Copies on other nodes of contents that are gone here, as the store was told: those nodes may forget them."""
+def unneeded(db: Database, at_most: int, without: Iterable[int] = ()) -> list[PeerCopy]:
+    """Copies on other nodes, but not `without`, of contents that are gone here, as the store was told: those nodes may forget them."""
     rows = db.rows(
         "SELECT content, node, generation, digest FROM peer_copy WHERE NOT EXISTS (SELECT 1 FROM content k WHERE k.id = peer_copy.content)"
+        " AND node NOT IN (SELECT value FROM json_each(?))"
         " AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE t.kind = 'c' AND t.number = peer_copy.content) LIMIT ?",
+        json.dumps([*without]),
         at_most,
     )
     return [PeerCopy(*row) for row in rows]

@@ -36,6 +36,7 @@ class Offer:
 
     `blocks` are the digests of all `size` bytes, 16 bytes for each 4 MiB begun; in an early offer a block that may still change is
     `UNKNOWN_BLOCK`. A later offer of the same content, early or not, begins where the earlier ones ended: equal blocks are not lacking.
+    `sender`: the name of the node that offers, as it is known to be; who makes an offer leaves it empty.
     """
 
     content: int
@@ -44,6 +45,7 @@ class Offer:
     size: int
     digest: bytes | None
     blocks: bytes
+    sender: str = ""
 
     @property
     def early(self) -> bool:

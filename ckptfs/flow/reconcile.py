@@ -47,6 +47,8 @@ class Reconcile:
         self._around = around
         self._doubted = doubted
         self._sweep_s = time.monotonic()
+        self._lease = 0
+        self._returned = False
         self._held_after: int | None = None
         self._own_after: int | None = None
         self._dropped = 0
@@ -57,6 +59,7 @@ class Reconcile:
 
     def step(self) -> bool:
         """Look at one batch. True: there is more. Raises Unreachable while the store is; then the same batch comes again."""
+        self._follow()
         if epoch.is_resting(self._db):
             # What the store does not say, other nodes may not have told it yet since it lost its data.
             self._sweep_s = time.monotonic() + limits.STORE_LOST_REST_S
@@ -77,9 +80,16 @@ class Reconcile:
             return True
         if time.monotonic() >= self._sweep_s:
             self._asked = set()
-            self._sweep_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
+            self._sweep_s = time.monotonic() + (limits.RECONCILE_AGE_S if self._returned else limits.RECONCILE_INTERVAL_S)
+            self._returned = False
             self._held_after = 0
         return self._sweep()
+
+    def _follow(self) -> None:
+        """Who was dead to the others was told nothing by them: it looks through all that it has, a while later at what was too young."""
+        lease = self._around.lease()
+        if lease and lease != self._lease:
+            self._lease, self._returned, self._sweep_s = lease, True, time.monotonic()
 
     def due_s(self) -> float | None:
         """Until the next sweep, or until what is not sure is looked at again."""

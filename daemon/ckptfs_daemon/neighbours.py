@@ -67,7 +67,7 @@ class Neighbours:
             self.member.claims, lambda: self.member.presence.lease,
         )  # fmt: skip
         self._served: PeerServer | None = None
-        self._hold = Hold(db, places, config.peer_share, notify)
+        self._hold = Hold(db, places, config.peer_share, notify, self.around)
         self._replicate = Replicate(db, places, notify, self.around)
         transport = Transport(self._replicate.loads, self._peers.figures, self._serving, self._peers.ping)
         self.figures = ClusterFigures(config, db, self._store, transport, self._identity)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from ckptfs import limits
@@ -201,7 +202,7 @@ class Ledger:
             if transfer.peer == peer and transfer.offer.content == offer.content:
                 self.abandon(peer, number)
         with self.transfers.place(peer) as fill:
-            reception = self.shelf.receive(offer)
+            reception = self.shelf.receive(replace(offer, sender=peer))
             return fill(Transfer(peer, offer, reception, self._clock)), list(reception.lacking)
 
     def whole(self, peer: str, offer: Offer, data: bytes) -> bool:

@@ -79,6 +79,7 @@ def test_what_was_sent_is_there_and_can_be_fetched(pair: Pair, tmp_path: Path, s
     data = random.Random(size).randbytes(size)
     _, _, verified = send(pair.peers, pair.node.there, tmp_path, data)
     assert verified
+    assert pair.node.shelf.held[7].sender == "node2", "the shelf knows whose word it is, and nobody says that of himself"
     assert pair.node.shelf.path(7).read_bytes() == data
     record = pair.peers.record(pair.node.there, 7, digests(data)[0])
     assert record == record_of(offer_of(data))
@@ -103,6 +104,7 @@ def test_small_contents_travel_together_and_are_judged_one_by_one(fast: Pair, tm
     assert {content - 100: fast.node.shelf.path(content).read_bytes() for content in fast.node.shelf.held} == {
         content: data for content, data in datas.items() if content not in (3, 5)
     }
+    assert {offer.sender for offer in fast.node.shelf.held.values()} == {"node2"}
     fast.node.shelf.abandon(blocking.token)
     for fd in fds.values():
         os.close(fd)

@@ -26,7 +26,7 @@ def two(tmp_path: Path) -> Cluster:
 
 def send(cluster: Cluster, content: int, offer: Offer | None = None) -> int:
     """Node 1 sends to node 2; how many bytes moved."""
-    one, other = cluster.nodes
+    one, other = cluster.nodes[:2]
     fd = one.places[Tier.RAM].open(content)
     try:
         return one.peers.send(other.member, offer or offer_of(one, content), fd).bytes_moved
@@ -185,6 +185,39 @@ def test_a_generation_far_in_the_future_is_refused(two: Cluster) -> None:
     assert other.data(content) == b"hello"
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_nobody_else_says_what_a_file_holds(tmp_path: Path, known: bool) -> None:
+    """F6: a node with good keys offers bytes of its own for another one's content. Who has what the store says is welcome."""
+    cluster = Cluster(tmp_path, 3)
+    one, other, liar = cluster.nodes
+    content = one.written(b"a", b"hello")
+    if known:
+        send(cluster, content)
+    offer = offer_of(one, content)
+    blocks = digest.block(b"lies!")
+    lie = replace(offer, generation=offer.generation + 1, blocks=blocks, digest=digest.whole(blocks, 5))
+    elsewhere = replace(offer, content=content + 1)
+    for wrong in (lie, replace(lie, generation=offer.generation), elsewhere):
+        with pytest.raises((Busy, Refused)):
+            other.hold.receive(replace(wrong, sender=liar.member.name))
+    assert other.files(Tier.RAM) == ({content} if known else set())
+    reception = other.hold.receive(replace(offer, sender=liar.member.name))
+    other.hold.abandon(reception.token)
+    other.hold.receive(replace(lie, sender=one.member.name))
+    other.hold.close()
+
+
+def test_an_island_believes_its_peers(tmp_path: Path) -> None:
+    """P1: what they say the store may hear of later."""
+    cluster = Cluster(tmp_path, 3)
+    one, other, third = cluster.nodes
+    offer = replace(offer_of(one, one.written(b"a", b"hello")), sender=third.member.name)
+    offer = replace(offer, generation=offer.generation + 1)
+    other.store.reachable = False
+    other.hold.receive(offer)
+    other.hold.close()
+
+
 @pytest.mark.parametrize(
     "offer",
     [
@@ -249,7 +282,7 @@ def test_on_nvme_the_copy_is_read_back(tmp_path: Path) -> None:
     data = os.urandom(BLOCK + 1)
     content = one.written(b"a", data)
     other.squeeze(Tier.RAM, 2 * MIB)
-    other.hold = type(other.hold)(other.db, other.places, 0.5, other.told)
+    other.hold_anew()
     reception = other.hold.receive(offer_of(one, content))
     os.pwrite(reception.fd, data[:-1] + bytes([data[-1] ^ 1]), 0)
     assert other.hold.received(reception.token) is False
@@ -262,7 +295,7 @@ def test_on_nvme_the_copy_is_read_back(tmp_path: Path) -> None:
 def test_the_share_of_the_peers_is_bounded(two: Cluster) -> None:
     one, other = two.nodes
     other.squeeze(Tier.RAM, 40 * MIB)
-    other.hold = type(other.hold)(other.db, other.places, 0.5, other.told)
+    other.hold_anew()
     assert other.hold.room() == 20 * MIB
     send(two, one.written(b"a", os.urandom(12 * MIB)))
     assert other.hold.room() == 8 * MIB
@@ -309,7 +342,7 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
     one, other = cluster.nodes
     if tier is Tier.NVME:
         other.squeeze(Tier.RAM, MIB)
-        other.hold = type(other.hold)(other.db, other.places, 0.5, other.told)
+        other.hold_anew()
     content = one.written(b"a", os.urandom(BLOCK + 3))
     if older:
         send(cluster, content)

@@ -1,6 +1,7 @@
 """P5, P7, P9: a node that comes back with old data never serves it as new, drops what is of no use, and nothing on which anybody counts."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -341,6 +342,26 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
         Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
         replicate_of(node).step()
         assert node.copies(content) == {} and node.files(Tier.RAM) == {kept}
+
+
+def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: Path) -> None:
+    """It was cut off while they deleted, and its mover lives on; what is young it looks at once more."""
+    cluster = Cluster(tmp_path, 2)
+    one, two = cluster.nodes
+    content, kept = replicated(cluster), replicated(cluster, b"b")
+    lease = [1]
+    flow = Reconcile(two.db, two.places, two.told, replace(around(two), lease=lambda: lease[0]), two.hold.doubted)
+    while flow.step():
+        pass
+    delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
+    settling.set_state(one.db, content, ContentState.DOOMED)
+    for one_lease, left in ((0, {content, kept}), (1, {content, kept}), (2, {kept})):
+        lease[0] = one_lease
+        two.db.run("UPDATE copy SET used_ns = 1, verified_ns = 1")
+        while flow.step():
+            pass
+        Drop(two.db, two.places, two.config, two.told, (Tier.RAM,)).step()
+        assert two.files(Tier.RAM) == left
 
 
 def test_without_the_store_nothing_goes(tmp_path: Path) -> None:

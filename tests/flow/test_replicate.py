@@ -2,6 +2,7 @@
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str
         cluster.cut.add("n2")
     elif trouble == "full":
         two.squeeze(Tier.RAM, MIB)
-        two.hold = type(two.hold)(two.db, two.places, 0.5, two.told)
+        two.hold_anew()
     else:
 
         def busy(act: str, name: str) -> None:
@@ -189,6 +190,24 @@ def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
     assert two.hold.doubted == set(range(1000, 1200))
 
 
+def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood still, or was cut off for a moment; others are told meanwhile. Who died is not waited for."""
+    monkeypatch.setattr(limits, "RETRY_FIRST_S", 0.05)
+    cluster = Cluster(tmp_path, 4)
+    one, two, three, four = cluster.nodes
+    cluster.cut.add("n2")
+    four.kill()
+    with one.db.change():
+        for content in range(1000, 1200):
+            for node in (2, 3, 4):
+                peers.wrote(one.db, content, node)
+    flow = replicate_of(one)
+    until(lambda: three.hold.doubted == set(range(1000, 1200)), flow.step)
+    until(lambda: {copy.node for copy in peers.unneeded(one.db, 1000)} == {2}, flow.step)
+    cluster.cut.clear()
+    until(lambda: two.hold.doubted == set(range(1000, 1200)) and not peers.unneeded(one.db, 1), flow.step)
+
+
 def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
     """This node lost its RAM, another one has truncated the file since, and who had a copy died: `drain` comes to an end."""
     one, two, three = Cluster(tmp_path, 3).nodes
@@ -212,7 +231,7 @@ def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog
     found = [one.make(b"%d" % number, b"%d" % number) for number in range(limits.PEER_QUEUE_MAX + 40)]
     one.seal()
     one.spoil(found[3], Tier.RAM)
-    blocking = two.hold.receive(offer_of(one, found[5]))
+    blocking = two.hold.receive(replace(offer_of(one, found[5]), sender=one.member.name))
     flow = replicate_of(one)
     flow.step()
     until(lambda: one.state(found[3]) is ContentState.LOST and peers.lag(one.db)[0] == 1, flow.step)

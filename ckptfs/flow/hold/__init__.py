@@ -18,8 +18,10 @@ from ckptfs.catalog import holding, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard
 from ckptfs.clique.shelf import Loan, NotHere, NotNow, Offer, Reception
+from ckptfs.clique.surroundings import Surroundings
 from ckptfs.errors import Busy, CkptfsError, Refused
 from ckptfs.flow.hold.arriving import Arriving
+from ckptfs.flow.hold.believed import Believed
 from ckptfs.flow.hold.open_states import OpenStates
 from ckptfs.flow.hold.room import Room
 from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
@@ -39,8 +41,9 @@ SOUGHT_BYTES_MIN = 256 * limits.KIB
 class Hold:
     """The shelf: what peers may do on this node."""
 
-    def __init__(self, db: Database, places: Places, share: float, notify: Notify) -> None:
+    def __init__(self, db: Database, places: Places, share: float, notify: Notify, around: Surroundings) -> None:
         self._db = db
+        self._believed = Believed(db, around)
         self._places = places
         self._notify = notify
         self._room = Room(db, places, share)
@@ -69,6 +72,7 @@ class Hold:
         """Prepare for the blocks of `offer`."""
         _demand_whole(offer)
         self._demand_wanted(offer)
+        self._believed.demand(offer)
         token = self._take(offer.content)
         try:
             arriving = self._prepared(offer)

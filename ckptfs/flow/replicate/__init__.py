@@ -261,9 +261,11 @@ class Replicate:
 
     def _forget_unneeded(self, world: World) -> bool:
         """Contents that are gone here, and of which the store knows no more: nobody need hold them, and the peers are told. What another
-        node has made of one is held for that. True: there may be more of them.
+        node has made of one is held for that. Who lives and cannot be told now is told later; who was dead looks for itself. True: there
+        may be more of them.
         """
-        gone = peers.unneeded(self._db, FORGET_BATCH)
+        avoided = [number for number in self._avoiding.now() if number in world]
+        gone = peers.unneeded(self._db, FORGET_BATCH, avoided)
         if not gone:
             return False
         try:
@@ -272,17 +274,23 @@ class Replicate:
             log.debug("what need not be held any more cannot be told yet: %s", failure)
             return False
         having |= {(copy.content, copy.node) for copy in gone}
+        silent = set(avoided)
         for number in {node for _, node in having} - {self._around.number}:
             node = world.by_number.get(number)
-            if node is not None and not self._avoiding.is_avoided(number):
+            if node is not None and number not in silent:
                 try:
                     self._around.peers.forget(node, sorted(content for content, holder in having if holder == number))
                 except PeerFailed as failure:
                     self._avoiding.failed(number)
-                    log.debug("%s cannot be told what it may forget (%s); it will find out", node.name, failure)
+                    silent.add(number)
+                    log.debug("%s cannot be told yet what it may forget: %s", node.name, failure)
         with self._db.change():
             for copy in gone:
-                peers.peer_lacks(self._db, copy.content, copy.node)
+                if copy.node not in silent:
+                    peers.peer_lacks(self._db, copy.content, copy.node)
+            for content, number in having:
+                if number in silent:
+                    peers.wrote(self._db, content, number)
         return len(gone) == FORGET_BATCH
 
 

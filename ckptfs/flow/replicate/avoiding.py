@@ -41,10 +41,11 @@ class Avoiding:
         with self._lock:
             self._nodes.pop(node, None)
 
-    def is_avoided(self, node: int) -> bool:
-        """Whether this peer is left alone just now."""
+    def now(self) -> frozenset[int]:
+        """Who is left alone just now."""
+        now_s = time.monotonic()
         with self._lock:
-            return self._nodes.get(node, (0.0, 0.0))[0] > time.monotonic()
+            return frozenset(node for node, (until_s, _) in self._nodes.items() if until_s > now_s)
 
     def nodes(self, content: int) -> frozenset[int]:
         """Who shall not be asked to take this content now."""

@@ -1,0 +1,45 @@
+"""Owns whose offer is believed: nobody makes another node hold, and show, bytes that its file never had.
+
+A content's id says which node made it, and that one is believed; so is its last writer, as the store says, and whoever offers what the
+store says that it is. Anybody else is told to come again: the store may not have heard yet. An island believes its peers.
+If we die here: nothing is kept.
+"""
+
+from ckptfs.catalog import identity, settling
+from ckptfs.catalog.database import Database
+from ckptfs.clique import holders
+from ckptfs.clique.shelf import Offer
+from ckptfs.clique.surroundings import Surroundings
+from ckptfs.errors import Busy, StoreRefused, Unreachable
+
+
+class Believed:
+    """Any thread."""
+
+    def __init__(self, db: Database, around: Surroundings) -> None:
+        self._db = db
+        self._around = around
+
+    def demand(self, offer: Offer) -> None:
+        """Raises Busy when nobody who may says that the content holds what is offered. An early offer changes nothing yet, and passes."""
+        if offer.early or self._is(identity.home(offer.content), offer.sender) or self._is_known(offer):
+            return
+        try:
+            shared = holders.read(self._around.store, [offer.content])[offer.content]
+        except (Unreachable, StoreRefused):
+            return
+        heard = shared.heard
+        if self._is(shared.writer, offer.sender) or (
+            heard is not None and (heard.generation, heard.digest) == (offer.generation, offer.digest)
+        ):
+            return
+        if offer.digest is None or not shared.having(offer.generation, offer.digest):
+            raise Busy("the store does not say that this content holds what is offered")
+
+    def _is(self, number: int | None, name: str) -> bool:
+        node = None if number is None else self._around.see().by_number.get(number)
+        return node is not None and node.name == name
+
+    def _is_known(self, offer: Offer) -> bool:
+        known = settling.content(self._db, offer.content)
+        return known is not None and (known.inode, known.generation, known.digest) == (offer.inode, offer.generation, offer.digest)
