@@ -220,7 +220,9 @@ def stored_tree(etcd: MemoryEtcd) -> Tree:
     values = stored(etcd)
     names = {key: value["child"] for key, value in values.items() if key.kind == NAME}
     inodes = {key.number: value for key, value in values.items() if key.kind == INODE}
-    assert set(names.values()) <= set(inodes), "a name leads nowhere"
+    assert set(names.values()) <= set(inodes), (
+        f"names lead nowhere: { {key: child for key, child in names.items() if child not in inodes} }"
+    )
     assert set(inodes) <= {*names.values(), ROOT}, f"without a name: {set(inodes) - {*names.values(), ROOT}}"
     found: Tree = {}
     todo, passed = [(b"", ROOT)], set()

@@ -195,3 +195,20 @@ def test_what_comes_back_is_told_with_a_name(tmp_path: Path) -> None:
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 
     play(tmp_path, act)
+
+
+def test_a_directory_that_was_moved_lives_on_although_an_island_has_replaced_it(tmp_path: Path) -> None:
+    """Others had given it another name before."""
+
+    async def act(a: Node, b: Node, etcd: MemoryEtcd) -> None:
+        moved = await b.mkdir("replaced")
+        await b.mkdir("new")
+        await cut(b)
+        await b.rename("new", "replaced")
+        await a.rename("replaced", "moved")
+        await returned(a, b)
+        found = await b.stat("moved")
+        assert (found.id, found.nlink) == (moved.id, 2) and (await b.stat("replaced")).id != moved.id
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    play(tmp_path, act)

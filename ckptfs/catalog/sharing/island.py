@@ -71,6 +71,7 @@ class Returning(Refusal):
         self._again = again
         self._is_written = is_written
         self._names: dict[Key, Seen] = {}
+        self._moved_there: set[int] = set()
 
     def settle(self) -> Result:
         """Names that are taken back first, those that stay side by side afterwards."""
@@ -78,9 +79,11 @@ class Returning(Refusal):
             if one.seen.value is not None and not touching.is_touched(self._db, key) and not self._known(key):
                 applying.apply(self._db, key, one.seen, one.asked, self._recent)
         result = super().settle()
-        for key, now in self._names.items():
-            if key not in result.reverted:
-                self._name(key, now)
+        names = {key: now for key, now in self._names.items() if key not in result.reverted}
+        for key, now in names.items():
+            self._live_on(self._there(key), now)
+        for key, now in names.items():
+            self._name(key, now)
         self._recount()
         return result
 
@@ -339,6 +342,21 @@ class Returning(Refusal):
             seen.put(self._db, key, now)
         else:
             super()._merge(key, now)
+
+    def _live_on(self, child: int, now: Seen) -> None:
+        """A directory that was replaced here lives on where others had moved it: the name that it lost here they had taken away before."""
+        key = Key(INODE, child)
+        there = seen.get(self._db, key).content
+        if there is None or "names" in there or child in self._dead | self._kept or (now.content or {}).get("child") == child:
+            return
+        if kinds.read(self._db, key) is None:
+            kinds.write(self._db, key, there)
+            self._moved_there.add(child)
+
+    def _recount(self) -> None:
+        # What is in a directory that lives on elsewhere was not all read.
+        self._counted -= self._moved_there
+        super()._recount()
 
     def _is_from_here(self, base: Value, ours: Value, theirs: Value) -> bool:
         """Whether nobody else wrote the file: the others show a former state while they miss this node's, or one that it gave them."""
