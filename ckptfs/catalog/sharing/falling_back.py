@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from ckptfs.catalog import journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, seen, touching
-from ckptfs.catalog.sharing.island import CONFLICT, names_beside
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key, Value
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT, Content, ContentState
@@ -90,7 +89,7 @@ def put_beside(db: Database, content: Content, file: Value, label: str) -> bytes
     with db.change():
         if db.row("SELECT state, change FROM content WHERE id = ?", content.id) != (content.state, content.change):
             return None
-        candidates = names_beside(name.encode("latin-1"), CONFLICT, label.encode())
+        candidates = kinds.names_beside(name.encode("latin-1"), kinds.CONFLICT, label.encode())
         beside = next(one for one in candidates if namespace.find(db, parent, one) is None)
         made = namespace.make(db, parent, beside, file["mode"], uid=file["uid"], gid=file["gid"], blind=True).id
         db.run("UPDATE content SET inode = ?, change = change + 1 WHERE id = ?", made, content.id)

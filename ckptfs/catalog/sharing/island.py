@@ -8,9 +8,8 @@ If we die here: it happens inside one change of the catalog; a bytes' file that 
 """
 
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from ckptfs import limits
 from ckptfs.catalog import adoption, identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, kinds, merging, pfs_kinds, reading, seen, touching
@@ -20,9 +19,6 @@ from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, ROW, TIMES, Key, 
 from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT
-
-CONFLICT = b".ckptfs-conflict-"
-HOMELESS = b".ckptfs-island-"
 
 
 def since(db: Database) -> int:
@@ -165,10 +161,10 @@ class Returning(Refusal):
 
     def _aside(self, key: Key, child: int) -> None:
         """Give what cannot have this name one beside it."""
-        self._beside(key.number, key.name.split(CONFLICT)[0], CONFLICT, child)
+        self._beside(key.number, key.name.split(kinds.CONFLICT)[0], kinds.CONFLICT, child)
 
     def _beside(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:
-        for name in names_beside(stem, mark, self._label):
+        for name in kinds.names_beside(stem, mark, self._label):
             beside = Key(NAME, directory, name)
             if not self._here(beside) and not self._known(beside):
                 self._enter(beside, child)
@@ -298,7 +294,7 @@ class Returning(Refusal):
         if content is not None:
             self._write_back(inode, content)
         if self._db.value("SELECT 1 FROM entry WHERE child = ?", inode) is None:
-            self._beside(ROOT, b"", HOMELESS, inode)
+            self._beside(ROOT, b"", kinds.HOMELESS, inode)
             if directory:
                 self._db.run("UPDATE inode SET parent = ? WHERE id = ?", ROOT, inode)
                 self._counted.add(ROOT)
@@ -336,7 +332,7 @@ class Returning(Refusal):
 
     def _merge(self, key: Key, now: Seen) -> None:
         base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
-        wrote = _both_wrote(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
+        wrote = merging.both_wrote(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
         if wrote and base and ours and theirs and not self._is_from_here(base, ours, theirs) and self._split(key, ours, theirs):
             kinds.write(self._db, key, theirs)
             seen.put(self._db, key, now)
@@ -402,16 +398,3 @@ class Returning(Refusal):
         self._aside(key, theirs if later else ours)
         if later:
             self._enter(key, ours)
-
-
-def names_beside(stem: bytes, mark: bytes, label: bytes) -> Iterator[bytes]:
-    """Names for what cannot have the name `stem`, one after the other until one is free."""
-    for number in range(1, limits.LINKS_MAX):
-        end = mark + label + b"-%d" % number
-        yield stem[: limits.NAME_BYTES_MAX - len(end)] + end
-
-
-def _both_wrote(*values: Value | None) -> bool:
-    """Whether both nodes wrote a file: base, ours, theirs. Whenever one is written these two change."""
-    base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
-    return bool(base and ours and theirs) and base not in (ours, theirs)

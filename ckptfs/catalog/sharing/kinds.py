@@ -8,10 +8,11 @@ If we die here: nothing is kept.
 import base64
 import json
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckptfs import limits
 from ckptfs.catalog import holding, identity
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.holding import Heard
@@ -32,6 +33,9 @@ LAST = "w"
 """`w/<node>`: put with every transaction of a node, so that it can tell its own from others' when an answer was lost."""
 
 WAS = "was"
+CONFLICT = b".ckptfs-conflict-"
+HOMELESS = b".ckptfs-island-"
+"""In the names of what others made or deleted meanwhile: see `names_beside`."""
 
 FIELDS = (
     "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "target", "content", "generation",
@@ -310,3 +314,10 @@ def read(db: Database, key: Key) -> Value | None:
 def write(db: Database, key: Key, value: Value | None) -> None:
     """Make the rows here say `value`."""
     KINDS[key.kind].write(db, key.number, key.name, value)
+
+
+def names_beside(stem: bytes, mark: bytes, label: bytes) -> Iterator[bytes]:
+    """Names for what cannot have the name `stem`, one after the other until one is free."""
+    for number in range(1, limits.LINKS_MAX):
+        end = mark + label + b"-%d" % number
+        yield stem[: limits.NAME_BYTES_MAX - len(end)] + end

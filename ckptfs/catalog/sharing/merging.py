@@ -128,3 +128,9 @@ def content(ours: Value, theirs: Value) -> Value:
     """The later generation; of two of the same number, the one that was closed last."""
     later = (theirs["generation"], theirs["closed_ns"]) > (ours["generation"], ours["closed_ns"])
     return theirs if later and theirs["node"] != ours["node"] else ours
+
+
+def both_wrote(*values: Value | None) -> bool:
+    """Whether both nodes wrote a file: base, ours, theirs. Whenever one is written these two change."""
+    base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
+    return bool(base and ours and theirs) and base not in (ours, theirs)
