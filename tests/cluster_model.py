@@ -152,12 +152,13 @@ class Track:
         """Whether these are the first bytes of a version that was being written in place while somebody read it: that is what it holds."""
         return self._in_place and any(version_bytes(self.origin, number).startswith(data) for number in range(floor + 1, self.latest + 1))
 
-    def is_cut_off(self, data: bytes, floor: int) -> bool:
-        """Whether these are the first bytes of a version that another one took the place of while somebody on the same node read it: of one
-        file, as on any filesystem. Other nodes read what was sealed.
+    def is_written_over(self, data: bytes, floor: int) -> bool:
+        """Whether these are the first bytes of a version, and after them what there is of a later one, if anything, which was written in
+        its place while somebody on the same node read it: it is one file, as on any filesystem. Other nodes read what was sealed.
         """
-        over = set(range(floor, self.latest)) - self.absent
-        return self._in_place and any(version_bytes(self.origin, number).startswith(data) for number in over)
+        known = [version_bytes(self.origin, number) for number in range(floor, self.latest + 1) if number not in self.absent]
+        pairs = [(old, new) for place, old in enumerate(known) for new in (b"", *known[place + 1 :])]
+        return self._in_place and any(data[(same := _common(old, data)) :] == new[same : len(data)] for old, new in pairs)
 
     @property
     def _in_place(self) -> bool:

@@ -206,7 +206,7 @@ class Storm:
             return None
         except AssertionError as wrong:
             data = wrong.args[1] if len(wrong.args) > 1 else b"?"
-            if not track.is_being_written(data, floor) and not (track.writer == node and track.is_cut_off(data, floor)):
+            if not track.is_being_written(data, floor) and not (track.writer == node and track.is_written_over(data, floor)):
                 self.complain(f"node {node}: {wrong.args[0]}\nof {track}, {life}")
             return None
         if not self._writer_lives(track):
