@@ -40,7 +40,7 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
         if self.walks is not None:
             await self.walks.fresh_name(ctx.pid, parent_inode, name)
             if self.walks.was_misled(ctx.pid):
-                await self._brought(parent_inode, name)
+                await self._brought(ctx.pid, parent_inode, name)
         try:
             found = namespace.lookup(self.context.db, parent_inode, name)
             if self.walks is not None:
@@ -60,20 +60,22 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
                 raise
             return replies.nothing(0)
 
-    async def _brought(self, parent: int, name: bytes) -> None:
+    async def _brought(self, pid: int, parent: int, name: bytes) -> None:
         """The bytes of the file to which a name leads are here, or on their way, before the name is answered, whichever file that is by
         then: the open that follows has nothing to wait for, so that other nodes cannot replace the file meanwhile.
         """
-        sharing, db = self.context.sharing, self.context.db
-        assert sharing is not None
+        sharing, walks, db = self.context.sharing, self.walks, self.context.db
+        assert sharing is not None and walks is not None
         for _ in range(limits.MISLED_LOOKS_MAX):
             try:
                 found = namespace.lookup(db, parent, name)
                 held = contents.held(db, found.id)
                 if not found.is_file or held is None or read.way(held) is not read.Way.FETCH:
+                    walks.leads(pid, found.id)
                     return
                 await self.context.asking.ask(wants.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, begun=True)
                 if namespace.lookup(db, parent, name).id == found.id:
+                    walks.leads(pid, found.id)
                     return
             except (OSError, CkptfsError) as failure:
                 if failure.errno != errno.ESTALE:

@@ -63,7 +63,8 @@ class OpenOperations(Handler):
         body = await self.told(request)
         if body is not None:
             return self._info(Opened.unpack(body))
-        await self.fresh_inode(inode, ctx.pid)
+        if self.walks is None or not self.walks.was_led(ctx.pid, inode):
+            await self.fresh_inode(inode, ctx.pid)
         truncate = bool(flags & os.O_TRUNC)
         writer = truncate or flags & os.O_ACCMODE != os.O_RDONLY
         wish = Wish(inode, writer, truncate, request, root=ctx.uid == 0, hasty=bool(flags & os.O_NONBLOCK))

@@ -85,6 +85,7 @@ class Walks:
         self._call_of = call_of
         self._walks: OrderedDict[int, Walk] = OrderedDict()
         self._misled: OrderedDict[int, bytes] = OrderedDict()
+        self._led: dict[int, int] = {}
         self._habits: OrderedDict[int, Habit] = OrderedDict()
 
     def knows_name(self, pid: int, parent: int, name: bytes) -> bool:
@@ -143,15 +144,24 @@ class Walks:
         if call:
             self._misled[pid] = call
             if len(self._misled) > limits.WALKS_MAX:
-                self._misled.popitem(last=False)
+                self._led.pop(self._misled.popitem(last=False)[0], None)
 
     def was_misled(self, pid: int) -> bool:
         """Whether the thread is still in the system call in which that happened."""
         call = self._misled.get(pid)
         if call is not None and call != self._call_of(pid):
             del self._misled[pid]
+            self._led.pop(pid, None)
             return False
         return call is not None
+
+    def leads(self, pid: int, inode: int) -> None:
+        """A name that such a thread looks up leads to this file, whose bytes are here."""
+        self._led[pid] = inode
+
+    def was_led(self, pid: int, inode: int) -> bool:
+        """Whether that is so in the same system call: it opens this file as it was then, whatever others do to it meanwhile."""
+        return self._led.get(pid) == inode and self.was_misled(pid)
 
     def _begin(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
         if pid:

@@ -218,6 +218,9 @@ def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: 
         walker.walks.misled(THREAD)
         newest = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
         assert here[-1] == newest.st_ino != found.st_ino and len(here) == 4
+        assert walker.walks.was_led(THREAD, newest.st_ino) and not walker.walks.was_led(THREAD, found.st_ino)
+        walker.call = b"next"
+        assert not walker.walks.was_led(THREAD, newest.st_ino)
 
     run(tmp_path, act)
 
