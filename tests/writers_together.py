@@ -143,6 +143,7 @@ class Cluster:
         self.disturbing: Callable[[], Any] = self.step_somewhere
         self.disturbance = 0.0
         self.killing = 0.0
+        self.cutting = 0.0
         self.deadly: set[str] = set()
         self.meanwhile: dict[str, Callable[[], Any]] = {}
         self.depth = 0
@@ -210,8 +211,12 @@ class Cluster:
     # --- applications -------------------------------------------------------------------------------------------------
 
     async def act_somewhere(self) -> None:
-        """A random act of an application on a random node, or a step of its write-back."""
+        """A random act of an application on a random node, or a step of its write-back; or that node loses the store, or finds it again."""
         node = self.dice.choice(self.nodes)
+        if self.cutting and self.dice.random() < self.cutting:
+            node.cut(node.store.reachable)
+            self.log.append(f"n{node.number} {'is back' if node.store.reachable else 'is cut off'}")
+            return
         if self.dice.random() < 0.3:
             await self.step(node)
             return

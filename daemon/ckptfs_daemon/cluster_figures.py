@@ -17,7 +17,7 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import belonging, holding, identity, peers
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import island, truth
+from ckptfs.catalog.sharing import alone, truth
 from ckptfs.catalog.store import Put, Store, prefix_end, scan
 from ckptfs.clique import holders, membership, placement
 from ckptfs.clique.keys import Identity
@@ -183,7 +183,7 @@ class ClusterFigures:
         config = self._config
         answer = pb.Cluster(
             name=config.cluster or "", node=config.node or "", number=identity.number(self._db), etcd=", ".join(config.etcd),
-            replication_factor=config.replication_factor, island=island.since(self._db) != 0,
+            replication_factor=config.replication_factor, island=alone.since(self._db) != 0,
         )  # fmt: skip
         try:
             nodes = self._records()

@@ -21,7 +21,7 @@ from ckptfs import limits
 from ckptfs.catalog import identity, peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.same_store import SameStore
-from ckptfs.catalog.sharing import anew, applying, batch, forgetting, island, lost, outcome, reading, touching
+from ckptfs.catalog.sharing import alone, anew, applying, batch, forgetting, island, lost, outcome, reading, touching
 from ckptfs.catalog.sharing.applying import Recent, Told
 from ckptfs.catalog.sharing.kinds import LAST, NAME, Key
 from ckptfs.catalog.sharing.refusal import Refusal, Result
@@ -54,7 +54,7 @@ class Sharing:
         self._again = again
         self._is_written = is_written
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
-        self.island_ns = island.since(db)
+        self.island_ns = alone.since(db)
         self._store = SameStore(store, db)
         self._written = Written(is_written)
         self._nameless: Callable[[Iterable[int]], None] = lambda _: None
@@ -344,7 +344,7 @@ class Sharing:
 
     def _enter_island(self) -> None:
         self.island_ns = time.time_ns()
-        island.enter(self.db, self.island_ns)
+        alone.enter(self.db, self.island_ns)
 
     async def _probe(self) -> None:
         """Look whether the store is back."""
@@ -360,7 +360,7 @@ class Sharing:
         if touching.last(self.db) == 0:
             log.info("the store of the cluster answers again, and knows what was changed here meanwhile")
             self.island_ns = 0
-            island.leave(self.db)
+            alone.leave(self.db, time.time_ns())
             settling.report(self.db, TROUBLE, None)
             lost.end(self.db)
 

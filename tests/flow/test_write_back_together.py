@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -25,7 +26,10 @@ def run(root: Path, seed: int, act: Callable[[Cluster], Any], count: int = 2) ->
 
         await cluster.run(body)
 
-    trio.run(main)
+    scheduler = trio._core._run
+    scheduler._r.seed(seed)
+    with mock.patch.object(scheduler, "_ALLOW_DETERMINISTIC_SCHEDULING", True):
+        trio.run(main)
     cluster.exact()
     return cluster
 
@@ -95,6 +99,23 @@ def test_any_order_of_anything_ends_as_what_is_shared(tmp_path: Path, seed: int)
             await cluster.nodes[0].mkdir(name)
         for _ in range(60):
             await cluster.act_somewhere()
+
+    run(tmp_path, seed, act, count=2 + seed % 2)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 98])
+def test_with_islands_it_ends_as_what_is_shared_too(tmp_path: Path, seed: int) -> None:
+    """P1, P6: what an island has put beside others' files, and what it had to take back, are on the PFS as well."""
+
+    async def act(cluster: Cluster) -> None:
+        cluster.disturbing = cluster.act_somewhere
+        cluster.disturbance, cluster.cutting = 0.06, 0.08
+        for name in ("d", "e", "d/f"):
+            await cluster.nodes[0].mkdir(name)
+        for _ in range(60):
+            await cluster.act_somewhere()
+        for node in cluster.nodes:
+            node.cut(False)
 
     run(tmp_path, seed, act, count=2 + seed % 2)
 

@@ -9,6 +9,7 @@ If we die here: it happens inside one change of the catalog; a bytes' file that 
 
 import stat
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ckptfs.catalog import adoption, identity, journal
 from ckptfs.catalog.database import Database
@@ -19,21 +20,6 @@ from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, ROW, TIMES, Key, 
 from ckptfs.catalog.sharing.refusal import Refusal, Result
 from ckptfs.catalog.sharing.seen import Seen
 from ckptfs.model import ROOT
-
-
-def since(db: Database) -> int:
-    """Since when this node is an island, as it last knew; 0: it is none."""
-    return int(db.value("SELECT value FROM meta WHERE key = 'island'") or 0)
-
-
-def enter(db: Database, now_ns: int) -> None:
-    """What is not told from now on, applications believe to be done."""
-    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('island', ?)", now_ns)
-
-
-def leave(db: Database) -> None:
-    """Everything is told."""
-    db.run("DELETE FROM meta WHERE key = 'island'")
 
 
 def wanted(db: Database, told: Mapping[Key, Told]) -> list[Key]:
@@ -174,6 +160,7 @@ class Returning(Refusal):
         kinds.write(self._db, key, {"child": child})
         touching.touch(self._db, key)
         touching.touch(self._db, Key(INODE, child))
+        self._for_the_pfs("make", child, parent=key.number, name=key.name)
 
     def _adopt(self, key: Key, now: Seen) -> None:
         """The name is as the store has it; what it led to has others here."""
@@ -302,8 +289,11 @@ class Returning(Refusal):
 
     def _write_back(self, inode: int, content: int) -> None:
         """What the journal says so far of these bytes is about another file, or about one that went from the PFS."""
+        self._for_the_pfs("content", inode, content=content)
+
+    def _for_the_pfs(self, op: str, inode: int, **what: Any) -> None:
         if self._db.journalled:
-            journal.append(self._db, "content", inode, content=content)
+            journal.append(self._db, op, inode, **what)
             row = pfs_kinds.row_name(adoption.instance(self._db), journal.last(self._db, inode))
             touching.touch(self._db, Key(ROW, identity.number(self._db), row))
 

@@ -16,7 +16,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import Row
 from ckptfs.catalog.pfs_batch import Action, Batch, Found, Shows, Spot
 from ckptfs.catalog.pfs_view import Name, View
-from ckptfs.catalog.sharing import intentions, seen
+from ckptfs.catalog.sharing import alone, intentions, seen
 from ckptfs.catalog.sharing.kinds import PLACE, SHOWN, Key
 from ckptfs.catalog.sharing.truth import Truth, row_key, told_rows
 from ckptfs.clique import membership
@@ -47,6 +47,7 @@ class Together:
         self._also: set[int] = set()
         self._lost: set[int] = set()
         self._lease = 0
+        self._island_ns = alone.returned(db)
         self._returned()
 
     # --- before a batch -----------------------------------------------------------------------------------------------
@@ -74,6 +75,9 @@ class Together:
 
     def find_left_out(self) -> bool:
         """Begin again with what the others, which have taken this node's rows, had no bytes of or took for lost; whether there is any."""
+        if self._island_ns != alone.returned(self._db):
+            self._island_ns = alone.returned(self._db)
+            self._returned()
         now_s = time.monotonic()
         if not self._look_s <= now_s < self._look_until_s:
             return False
