@@ -276,9 +276,9 @@ def small(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
     return statistics.median(rates), text
 
 
-def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made: bool) -> tuple[float, str]:
+def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made: bool = True, seen: bool = True) -> tuple[float, str]:
     """The median of one operation on `node`, in ms, one after the other, and what each asks of the store. The files that it needs (`made`)
-    were written on the other node, and are on both.
+    were written on the other node, and are on both; `seen`: their names were looked up here before.
     """
     clique.settle()
     directory = clique.fresh(node, "operation")
@@ -287,6 +287,8 @@ def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made:
         for number in range(OPERATIONS):
             create(clique.nodes[1 - node].path / directory.name / f"file-{number}")
         await_clique(directory)
+        for number in range(OPERATIONS if seen else 0):
+            (directory / f"file-{number}").stat()
     before = store_calls(clique.nodes[node])
     times = [timed(lambda number=number: act(directory / f"file-{number}")) for number in range(OPERATIONS)]
     after = store_calls(clique.nodes[node])
@@ -317,10 +319,11 @@ MEASURES: dict[str, Measure] = {
     "write speed while replicating": burden,
     "small files to the clique /s": small,
     "create + 4 KiB + close, ms": lambda clique, *_: operation(clique, 0, create, made=False),
-    "stat of another node's, ms": lambda clique, *_: operation(clique, 1, Path.stat, made=True),
-    "open + read of another node's, ms": lambda clique, *_: operation(clique, 1, Path.read_bytes, made=True),
-    "rename, ms": lambda clique, *_: operation(clique, 0, lambda path: path.rename(f"{path}-b"), made=True),
-    "unlink, ms": lambda clique, *_: operation(clique, 0, Path.unlink, made=True),
+    "first stat of another node's, ms": lambda clique, *_: operation(clique, 1, Path.stat, seen=False),
+    "stat of another node's, ms": lambda clique, *_: operation(clique, 1, Path.stat),
+    "open + read of another node's, ms": lambda clique, *_: operation(clique, 1, Path.read_bytes),
+    "rename, ms": lambda clique, *_: operation(clique, 0, lambda path: path.rename(f"{path}-b")),
+    "unlink, ms": lambda clique, *_: operation(clique, 0, Path.unlink),
 }
 
 

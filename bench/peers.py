@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests", "daemon", "client", ".")]
 
@@ -29,7 +30,8 @@ from ckptfs.clique import keys  # noqa: E402
 from ckptfs.clique.shelf import Offer  # noqa: E402
 
 CLUSTER = "bench"
-CONTENT = 1 << 41
+CONTENT = 1 << limits.ID_COUNTER_BITS
+"""Its id says that the first node made it, so that the other one believes it."""
 WAYS = {"socket": (True, True), "gRPC": (True, False), "gRPC without TLS": (False, False)}
 
 
@@ -42,6 +44,8 @@ def serve(directory: Path, keyring: Path | None) -> None:
 
     from ckptfs.catalog import identity
     from ckptfs.catalog.database import Database
+    from ckptfs.clique import membership
+    from ckptfs.clique.surroundings import Surroundings
     from ckptfs.flow.hold import Hold
     from ckptfs.tiers.place import Places
 
@@ -49,7 +53,10 @@ def serve(directory: Path, keyring: Path | None) -> None:
     db = Database(node.root / "state" / "catalog.db", journalled=False, clustered=True)
     identity.take_number(db, 2)
     places = Places.adopt(replace(node.config, pfs=None, nvme=None, ram_bytes=limits.GIB * 64))
-    server = PeerServer(Hold(db, places, 0.9, node.told), "127.0.0.1:0", CLUSTER, keys.load(keyring / "node2") if keyring else None)
+    world = membership.world(membership.Node(number, f"node{number}", f"node{number}:7420", number, f"node{number}") for number in (1, 2))
+    nobody: Any = None
+    hold = Hold(db, places, 0.9, node.told, Surroundings(2, 2, 1, nobody, nobody, lambda: world))
+    server = PeerServer(hold, "127.0.0.1:0", CLUSTER, keys.load(keyring / "node2") if keyring else None)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_raw_server, args=(raw, directory), daemon=True).start()
     print(server.port, raw.getsockname()[1], flush=True)

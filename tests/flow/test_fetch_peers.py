@@ -240,7 +240,7 @@ def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_tha
     one.rewrite(content, lambda data: data.extend(b"more"))
     closed = one.data(content)
     flow = replicate_of(one)
-    until(lambda: two.data(content) == closed, flow.step)
+    until(lambda: two.data(content) == closed and two.copies(content) == {Tier.RAM: CopyState.GOOD}, flow.step)
     Tell(two.db, around(two)).step()
     cluster.nodes.append(three)
     with one.db.change():
