@@ -91,4 +91,4 @@ def expire(db: Database, now: Content) -> None:
             )  # fmt: skip
             for content, peer in gone:
                 if peer:
-                    peers.wrote(db, content, identity.home(content))
+                    peers.is_to_hear(db, content, identity.home(content))

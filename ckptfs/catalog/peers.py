@@ -140,8 +140,8 @@ def peer_has(db: Database, copy: PeerCopy) -> None:
                copy.content, copy.node, copy.generation, copy.digest)  # fmt: skip
 
 
-def wrote(db: Database, content: int, node: int) -> None:
-    """That node wrote what is deleted here, and nobody tells it of names: it hears that it may forget this. No copy that counts."""
+def is_to_hear(db: Database, content: int, node: int) -> None:
+    """That node wrote or has what is deleted here, and nobody tells it of names: it hears that it may forget this. No copy that counts."""
     db.run("INSERT OR IGNORE INTO peer_copy (content, node, generation, digest) VALUES (?, ?, 0, x'')", content, node)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ckptfs.catalog import identity
+from ckptfs.catalog import handles, identity
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import same_file
 from ckptfs.model import ROOT, Seen
@@ -217,7 +217,7 @@ def settled(db: Database, inode: int) -> bool:
         " LEFT JOIN published u ON u.inode = i.id WHERE i.id = ?",
         inode,
     )
-    if row is None or db.value("SELECT 1 FROM handle WHERE inode = ? LIMIT 1", inode) is not None:
+    if row is None or handles.is_open(db, inode):
         return False
     state, complete, same = row
     return state is None or state == 4 or (state == 2 and bool(complete) and bool(same))

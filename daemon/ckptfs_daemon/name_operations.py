@@ -66,17 +66,16 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
         """
         sharing, walks, db = self.context.sharing, self.walks, self.context.db
         assert sharing is not None and walks is not None
+        came = 0
         for _ in range(limits.MISLED_LOOKS_MAX):
             try:
                 found = namespace.lookup(db, parent, name)
                 held = contents.held(db, found.id)
-                if not found.is_file or held is None or read.way(held) is not read.Way.FETCH:
+                if found.id == came or not found.is_file or held is None or read.way(held) is not read.Way.FETCH:
                     walks.leads(pid, found.id)
                     return
                 await self.context.asking.ask(wants.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, begun=True)
-                if namespace.lookup(db, parent, name).id == found.id:
-                    walks.leads(pid, found.id)
-                    return
+                came = found.id
             except (OSError, CkptfsError) as failure:
                 if failure.errno != errno.ESTALE:
                     return  # Whoever answers the name, or opens the file, says why.

@@ -40,6 +40,14 @@ class Walk:
 
 
 @dataclass(slots=True)
+class Misled:
+    """A thread in a system call that opened what was replaced meanwhile, and the file to which its next look-up has led it; 0: none yet."""
+
+    call: bytes
+    led: int = 0
+
+
+@dataclass(slots=True)
 class Habit:
     """What is looked up in a directory: the last names, the newest first, and what they let expect."""
 
@@ -84,8 +92,7 @@ class Walks:
         self._sharing = sharing
         self._call_of = call_of
         self._walks: OrderedDict[int, Walk] = OrderedDict()
-        self._misled: OrderedDict[int, bytes] = OrderedDict()
-        self._led: dict[int, int] = {}
+        self._misled: OrderedDict[int, Misled] = OrderedDict()
         self._habits: OrderedDict[int, Habit] = OrderedDict()
 
     def knows_name(self, pid: int, parent: int, name: bytes) -> bool:
@@ -142,26 +149,26 @@ class Walks:
         self._walks.pop(pid, None)
         call = self._call_of(pid)
         if call:
-            self._misled[pid] = call
+            self._misled[pid] = Misled(call)
             if len(self._misled) > limits.WALKS_MAX:
-                self._led.pop(self._misled.popitem(last=False)[0], None)
+                self._misled.popitem(last=False)
 
     def was_misled(self, pid: int) -> bool:
         """Whether the thread is still in the system call in which that happened."""
-        call = self._misled.get(pid)
-        if call is not None and call != self._call_of(pid):
+        found = self._misled.get(pid)
+        if found is not None and found.call != self._call_of(pid):
             del self._misled[pid]
-            self._led.pop(pid, None)
             return False
-        return call is not None
+        return found is not None
 
     def leads(self, pid: int, inode: int) -> None:
         """A name that such a thread looks up leads to this file, whose bytes are here."""
-        self._led[pid] = inode
+        if pid in self._misled:
+            self._misled[pid].led = inode
 
     def was_led(self, pid: int, inode: int) -> bool:
         """Whether that is so in the same system call: it opens this file as it was then, whatever others do to it meanwhile."""
-        return self._led.get(pid) == inode and self.was_misled(pid)
+        return pid in self._misled and self._misled[pid].led == inode and self.was_misled(pid)
 
     def _begin(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
         if pid:

@@ -331,7 +331,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}", f"p/{content:016x}/00000002")
     settling.set_state(three.db, content, ContentState.DOOMED)
     settling.forget(three.db, [(content, None)])
-    peers.wrote(three.db, content, 1)
+    peers.is_to_hear(three.db, content, 1)
     replicate_of(three).step()
     assert one.hold.doubted == {content}
     for node, flow in flows.items():

@@ -183,7 +183,7 @@ def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
     one, two = Cluster(tmp_path, 2).nodes
     with one.db.change():
         for content in range(1000, 1200):
-            peers.wrote(one.db, content, 2)
+            peers.is_to_hear(one.db, content, 2)
     flow = replicate_of(one)
     while flow.step():
         pass
@@ -200,7 +200,7 @@ def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch:
     with one.db.change():
         for content in range(1000, 1200):
             for node in (2, 3, 4):
-                peers.wrote(one.db, content, node)
+                peers.is_to_hear(one.db, content, node)
     flow = replicate_of(one)
     until(lambda: three.hold.doubted == set(range(1000, 1200)), flow.step)
     until(lambda: {copy.node for copy in peers.unneeded(one.db, 1000)} == {2}, flow.step)

@@ -198,25 +198,27 @@ class _Builder:
     def _demand_links(self, directory: int) -> None:
         """A directory that gets or loses one inside is told with it."""
         key = Key(INODE, directory)
-        known, value = self._value(key)
+        value = self._value(key)[1]
         if key in self._batch.changed:
             return
         if value is None:
             self._go_later(key)
         else:
-            self._batch.changed[key] = value
-            self._batch.size += len(value) + 100
-            self._batch.compared[key] = known.revision
+            self._carry(key, value)
             self._batch.parents.discard(directory)
 
     def _go_later(self, key: Key) -> None:
         """What is gone here loses something now, and goes with a change that comes later: somebody may bring it back until then."""
-        known = self._value(key)[0]
-        if known.value is not None:
-            self._batch.changed[key] = known.value
-            self._batch.size += len(known.value) + 100
-            self._batch.compared[key] = known.revision
+        value = self._value(key)[0].value
+        if value is not None:
+            self._carry(key, value)
             self._batch.going.add(key)
+
+    def _carry(self, key: Key, value: bytes) -> None:
+        """Tell an inode as `value`, and nothing of what else that may mean."""
+        self._batch.changed[key] = value
+        self._batch.size += len(value) + 100
+        self._batch.compared[key] = self._value(key)[0].revision
 
     def _demand_named(self, before: bytes | None, now: bytes | None) -> None:
         """What gets or loses a name is told with it, and what loses one to another with its other names here. A directory that gets one

@@ -28,7 +28,7 @@ def passed(db: Database, batch: Batch, revision: int, recent: Recent, *, recount
             if operation.end is None:
                 key = kinds.parse(operation.key)
                 if key.kind == CONTENT and (writer := _writer(db, key)) != batch.number:
-                    peers.wrote(db, key.number, writer)
+                    peers.is_to_hear(db, key.number, writer)
                 seen.put(db, key, seen.NEVER)
                 recent.gone(key, revision)
         told = [key for key in (*batch.changed, *batch.same) if key not in batch.going]

@@ -290,7 +290,7 @@ class Replicate:
                     peers.peer_lacks(self._db, copy.content, copy.node)
             for content, number in having:
                 if number in silent:
-                    peers.wrote(self._db, content, number)
+                    peers.is_to_hear(self._db, content, number)
         return len(gone) == FORGET_BATCH
 
 

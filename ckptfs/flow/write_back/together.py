@@ -74,9 +74,12 @@ class Together:
         self._look_until_s = self._look_s + limits.LEFT_OUT_S
 
     def find_left_out(self) -> bool:
-        """Begin again with what the others, which have taken this node's rows, had no bytes of or took for lost; whether there is any."""
-        if self._island_ns != alone.returned(self._db):
-            self._island_ns = alone.returned(self._db)
+        """Begin again with what the others, which have taken this node's rows, had no bytes of or took for lost, and with what an island
+        had to take back; whether there is any.
+        """
+        returned_ns = alone.returned(self._db)
+        if self._island_ns != returned_ns:
+            self._island_ns = returned_ns
             self._returned()
         now_s = time.monotonic()
         if not self._look_s <= now_s < self._look_until_s:
