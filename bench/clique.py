@@ -260,14 +260,13 @@ def small(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
         directory = clique.fresh(0, "small")
         directory.mkdir()
 
-        def create(writer: int, directory: Path = directory) -> None:
+        def write_some(writer: int, directory: Path = directory) -> None:
             for number in range(writer, SMALL_FILES, SMALL_WRITERS):
-                with open(directory / f"file-{number:04}", "wb", buffering=0) as file:
-                    file.write(os.urandom(SMALL_BYTES))
+                create(directory / f"file-{number:04}")
 
-        def create_all(create: Callable[[int], None] = create) -> None:
+        def create_all(write_some: Callable[[int], None] = write_some) -> None:
             with ThreadPoolExecutor(SMALL_WRITERS) as writers:
-                list(writers.map(create, range(SMALL_WRITERS)))
+                list(writers.map(write_some, range(SMALL_WRITERS)))
 
         seconds = timed(create_all)
         lags.append(timed(lambda directory=directory: await_clique(directory)))
@@ -306,8 +305,9 @@ def store_calls(node: NodeUnderTest) -> dict[str, int]:
 
 
 def create(path: Path) -> None:
+    """One small file."""
     with open(path, "wb", buffering=0) as file:
-        file.write(bytes(SMALL_BYTES))
+        file.write(os.urandom(SMALL_BYTES))
 
 
 Measure = Callable[[Clique, int, int], tuple[float, str]]

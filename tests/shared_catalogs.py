@@ -37,8 +37,7 @@ EPOCH_NS = 10**18
 def replayed(seed: int, act: Callable[[], Awaitable[T]], limit_s: float = 150.0) -> T:
     """Do `act` in virtual time, for at most `limit_s` of it, and always in the same order for the same seed.
 
-    trio runs what is ready in a random order: as its plugins for tests do, that is seeded here. The time of day is virtual, too; each look
-    at it finds another one. That something never ends is found by `limit_s`.
+    The time of day is virtual, too; each look at it finds another one. That something never ends is found by `limit_s`.
     """
     ticks = itertools.count()
 
@@ -46,10 +45,15 @@ def replayed(seed: int, act: Callable[[], Awaitable[T]], limit_s: float = 150.0)
         with trio.fail_after(limit_s), mock.patch("time.time_ns", lambda: EPOCH_NS + int(trio.current_time() * 10**9) + next(ticks)):
             return await act()
 
-    run = trio._core._run
-    run._r.seed(seed)
-    with mock.patch.object(run, "_ALLOW_DETERMINISTIC_SCHEDULING", True):
-        return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return run_seeded(seed, main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def run_seeded(seed: int, act: Callable[[], Awaitable[T]], **how: Any) -> T:
+    """trio.run, which runs what is ready in a random order: as trio's plugins for tests do, that is seeded here."""
+    scheduler = trio._core._run
+    scheduler._r.seed(seed)
+    with mock.patch.object(scheduler, "_ALLOW_DETERMINISTIC_SCHEDULING", True):
+        return trio.run(act, **how)
 
 
 class Slow(MemoryStore):

@@ -4,11 +4,12 @@ what is deleted is to hear of it.
 
 import json
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow
+from shared_catalogs import Node, Slow, running
 from trio.testing import MockClock
 
 from ckptfs.catalog import contents, namespace, peers, settling
@@ -31,86 +32,75 @@ def write(node: Node, inode: Inode, *, sealed: bool) -> int:
     return content
 
 
-def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(tmp_path: Path) -> None:
+def play(root: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -> None:
+    """Two nodes that know of each other, in virtual time."""
+
     async def run() -> None:
         etcd = MemoryEtcd()
-        one, two = (Node(tmp_path / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2))
-        reaped = []
-        for node in (one, two):
+        nodes = [Node(root / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+        for node in nodes:
             peers.set_world(node.db, node.number, 2, [Known(number, f"n{number}", f"d{number}") for number in (1, 2)])
-        one.sharing.serve(lambda inodes: reaped.append(namespace.reap(one.db, inodes)))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(one.sharing.run)
-            nursery.start_soon(two.sharing.run)
-            replaced = await one.make("file")
-            former = write(one, replaced, sealed=True)
-            await one.sharing.published()
-            heir = await two.make("file.tmp")
-            write(two, heir, sealed=False)
-            await two.sharing.published()
-            await two.rename("file.tmp", "file")
-            await one.sharing.fresh_inode(replaced.id)
-            await one.sharing.published()
-            assert reaped == [{replaced.id: []}], "it stays here until the store was asked"
-            (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
-            value = json.loads(items[0].value)
-            assert (value["node"], value["inode"], value["former_ns"], value["digest"]) == (1, heir.id, 2, DIGEST.hex())
-            nursery.cancel_scope.cancel()
+        await running(nodes, lambda: act(*nodes, etcd))
 
     trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(tmp_path: Path) -> None:
+    async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
+        reaped = []
+        one.sharing.serve(lambda inodes: reaped.append(namespace.reap(one.db, inodes)))
+        replaced = await one.make("file")
+        former = write(one, replaced, sealed=True)
+        await one.sharing.published()
+        heir = await two.make("file.tmp")
+        write(two, heir, sealed=False)
+        await two.sharing.published()
+        await two.rename("file.tmp", "file")
+        await one.sharing.fresh_inode(replaced.id)
+        await one.sharing.published()
+        assert reaped == [{replaced.id: []}], "it stays here until the store was asked"
+        (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
+        value = json.loads(items[0].value)
+        assert (value["node"], value["inode"], value["former_ns"], value["digest"]) == (1, heir.id, 2, DIGEST.hex())
+
+    play(tmp_path, act)
 
 
 def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(tmp_path: Path) -> None:
     """It counts as no copy, and what this node wrote itself is told to nobody else by that."""
 
-    async def run() -> None:
-        etcd = MemoryEtcd()
-        one, two = (Node(tmp_path / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2))
-        for node in (one, two):
-            peers.set_world(node.db, node.number, 2, [Known(number, f"n{number}", f"d{number}") for number in (1, 2)])
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(one.sharing.run)
-            nursery.start_soon(two.sharing.run)
-            theirs = write(one, await one.make("theirs"), sealed=True)
-            await one.sharing.published()
-            own = await two.make("own")
-            write(two, own, sealed=True)
-            await two.sharing.published()
-            inode = await two.unlink("theirs")
-            await two.unlink("own")
-            with two.db.change():
-                namespace.reap(two.db, [inode.id, own.id])
-            settling.forget(two.db, settling.doomed(two.db, (Tier.RAM,), 0, 10))
-            assert [copy for copy in peers.unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
-            (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % theirs)]).results
-            assert not found
-            nursery.cancel_scope.cancel()
+    async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
+        theirs = write(one, await one.make("theirs"), sealed=True)
+        await one.sharing.published()
+        own = await two.make("own")
+        write(two, own, sealed=True)
+        await two.sharing.published()
+        inode = await two.unlink("theirs")
+        await two.unlink("own")
+        with two.db.change():
+            namespace.reap(two.db, [inode.id, own.id])
+        settling.forget(two.db, settling.doomed(two.db, (Tier.RAM,), 0, 10))
+        assert [copy for copy in peers.unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
+        (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % theirs)]).results
+        assert not found
 
-    trio.run(run, clock=MockClock(autojump_threshold=0))
+    play(tmp_path, act)
 
 
 def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_store(tmp_path: Path) -> None:
     """Its key says by now what another node made of it, and that is found out when no row of it is left here."""
 
-    async def run() -> None:
-        etcd = MemoryEtcd()
-        one, two = (Node(tmp_path / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2))
-        for node in (one, two):
-            peers.set_world(node.db, node.number, 2, [Known(number, f"n{number}", f"d{number}") for number in (1, 2)])
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(one.sharing.run)
-            nursery.start_soon(two.sharing.run)
-            former = write(one, await one.make("file"), sealed=True)
-            await one.sharing.published()
-            write(two, await two.make("file.tmp"), sealed=False)
-            await two.sharing.published()
-            await two.rename("file.tmp", "file")
-            with one.db.change():
-                settling.set_state(one.db, former, ContentState.DOOMED)
-                settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
-            await one.sharing.published()
-            (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
-            assert not found and settling.content(one.db, former) is None
-            nursery.cancel_scope.cancel()
+    async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
+        former = write(one, await one.make("file"), sealed=True)
+        await one.sharing.published()
+        write(two, await two.make("file.tmp"), sealed=False)
+        await two.sharing.published()
+        await two.rename("file.tmp", "file")
+        with one.db.change():
+            settling.set_state(one.db, former, ContentState.DOOMED)
+            settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
+        await one.sharing.published()
+        (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
+        assert not found and settling.content(one.db, former) is None
 
-    trio.run(run, clock=MockClock(autojump_threshold=0))
+    play(tmp_path, act)

@@ -60,16 +60,25 @@ def answer(node: Node, want: int) -> tuple[int, int]:
     return row.state, row.error
 
 
-def test_a_writer_that_lives_and_does_not_answer_is_tried_again(tmp_path: Path) -> None:
-    """P8: its mover was killed, and the next one begins only now."""
-    cluster = Cluster(tmp_path, 2)
+def awaited(root: Path, times: int) -> tuple[Cluster, int, Fetch, int]:
+    """Two nodes, of which the second one has tried so often to open a file of the first, which lives and does not answer: its content, how
+    it is fetched, the want, which is open.
+    """
+    cluster = Cluster(root, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
     publish(one)
     cluster.cut.add("n1")
     flow = fetch_of(two)
-    want = tried(two, one.inode(content), flow, 4)
+    want = tried(two, one.inode(content), flow, times)
     assert answer(two, want) == (wants.WANTED, 0)
+    return cluster, content, flow, want
+
+
+def test_a_writer_that_lives_and_does_not_answer_is_tried_again(tmp_path: Path) -> None:
+    """P8: its mover was killed, and the next one begins only now."""
+    cluster, content, flow, _ = awaited(tmp_path, 4)
+    one, two = cluster.nodes
     cluster.cut.clear()
     assert bring(two, one.inode(content), flow=flow).result == wants.HERE
     assert two.data(content) == b"hello"
@@ -124,14 +133,8 @@ def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatc
 def test_a_file_that_lost_its_name_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P7: its writer lives and does not answer, so it would be tried again. Whoever opens it looks up who has the name now."""
     monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 100)
-    cluster = Cluster(tmp_path, 2)
+    cluster, content, flow, want = awaited(tmp_path, 2)
     one, two = cluster.nodes
-    content = one.written(b"a", b"hello")
-    publish(one)
-    cluster.cut.add("n1")
-    flow = fetch_of(two)
-    want = tried(two, one.inode(content), flow, 2)
-    assert answer(two, want) == (wants.WANTED, 0)
     two.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", one.inode(content))
     tried(two, one.inode(content), flow, 1)
     assert answer(two, want) == (wants.FAILED, errno.ESTALE)

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import trio
-from shared_catalogs import stored
+from shared_catalogs import run_seeded, stored
 from writers_together import Cluster
 
 from ckptfs.catalog.sharing import touching
@@ -26,12 +24,28 @@ def run(root: Path, seed: int, act: Callable[[Cluster], Any], count: int = 2) ->
 
         await cluster.run(body)
 
-    scheduler = trio._core._run
-    scheduler._r.seed(seed)
-    with mock.patch.object(scheduler, "_ALLOW_DETERMINISTIC_SCHEDULING", True):
-        trio.run(main)
+    run_seeded(seed, main)
     cluster.exact()
     return cluster
+
+
+def do_anything(root: Path, seed: int, disturbance: float, *, cutting: float = 0.0, killing: float = 0.0) -> None:
+    """Two or three nodes do what they like while their write-backs are at any point; some are cut off, or their movers die, with these
+    probabilities.
+    """
+
+    async def act(cluster: Cluster) -> None:
+        cluster.disturbing = cluster.act_somewhere
+        cluster.disturbance, cluster.cutting, cluster.killing = disturbance, cutting, killing
+        for name in ("d", "e", "d/f"):
+            await cluster.nodes[0].mkdir(name)
+        for _ in range(60):
+            await cluster.act_somewhere()
+        for node in cluster.nodes:
+            if not node.store.reachable:
+                node.cut(False)
+
+    run(root, seed, act, count=2 + seed % 2)
 
 
 def test_what_two_nodes_made_is_one_tree_there(tmp_path: Path) -> None:
@@ -90,34 +104,14 @@ def test_what_an_island_wrote_too_is_there_beside_the_other(tmp_path: Path, late
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_anything_ends_as_what_is_shared(tmp_path: Path, seed: int) -> None:
-    """Two or three nodes do what they like while their write-backs are at any point."""
-
-    async def act(cluster: Cluster) -> None:
-        cluster.disturbing = cluster.act_somewhere
-        cluster.disturbance = 0.06
-        for name in ("d", "e", "d/f"):
-            await cluster.nodes[0].mkdir(name)
-        for _ in range(60):
-            await cluster.act_somewhere()
-
-    run(tmp_path, seed, act, count=2 + seed % 2)
+    """P6."""
+    do_anything(tmp_path, seed, 0.06)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 98])
 def test_with_islands_it_ends_as_what_is_shared_too(tmp_path: Path, seed: int) -> None:
     """P1, P6: what an island has put beside others' files, and what it had to take back, are on the PFS as well."""
-
-    async def act(cluster: Cluster) -> None:
-        cluster.disturbing = cluster.act_somewhere
-        cluster.disturbance, cluster.cutting = 0.06, 0.08
-        for name in ("d", "e", "d/f"):
-            await cluster.nodes[0].mkdir(name)
-        for _ in range(60):
-            await cluster.act_somewhere()
-        for node in cluster.nodes:
-            node.cut(False)
-
-    run(tmp_path, seed, act, count=2 + seed % 2)
+    do_anything(tmp_path, seed, 0.06, cutting=0.08)
 
 
 def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) -> None:
@@ -213,13 +207,4 @@ def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, labe
 @pytest.mark.parametrize("seed", range(6))
 def test_movers_die_at_any_operation(tmp_path: Path, seed: int) -> None:
     """P8 on several nodes at once."""
-
-    async def act(cluster: Cluster) -> None:
-        cluster.disturbing = cluster.act_somewhere
-        cluster.disturbance, cluster.killing = 0.04, 0.02
-        for name in ("d", "e", "d/f"):
-            await cluster.nodes[0].mkdir(name)
-        for _ in range(60):
-            await cluster.act_somewhere()
-
-    run(tmp_path, seed, act, count=2 + seed % 2)
+    do_anything(tmp_path, seed, 0.04, killing=0.02)
