@@ -12,10 +12,27 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOTS = [REPOSITORY / "ckptfs", REPOSITORY / "daemon" / "ckptfs_daemon", REPOSITORY / "client" / "ckptfs_client"]
 MODULES = sorted(path for root in ROOTS for path in root.rglob("*.py") if "_pb2" not in path.name)
 TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
-MODULE_LINES_MAX = 400
+MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 60
 SHORT_LINES = 10
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+# The only code that may import a library, or a package of ours; a move edits one line here.
+LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
+    "sqlite3": ("ckptfs/catalog/",),
+    "pyfuse3": ("daemon/ckptfs_daemon/",),
+    "grpc": (
+        "ckptfs/protocol/",
+        "ckptfs/catalog/etcd/",
+        "daemon/ckptfs_daemon/control",
+        "daemon/ckptfs_daemon/peer_",
+        "client/ckptfs_client/",
+    ),
+    "torch": (),
+    "ckptfs_daemon": ("daemon/ckptfs_daemon/",),
+    "ckptfs_client": ("client/ckptfs_client/",),
+}
+# The only code that may hold SQL.
+SQL_HOMES = ("ckptfs/catalog/",)
 # Each has another word here, or none (DESIGN, section "Words").
 FORBIDDEN_WORDS = {"blob", "replica", "replicas", "backup", "heal", "finalize", "finalise", "flush"}
 # The name that FUSE demands of a handler.
@@ -92,26 +109,7 @@ def imports(tree: ast.Module) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("package", "homes"),
-    [
-        ("sqlite3", ("ckptfs/catalog/",)),
-        ("pyfuse3", ("daemon/ckptfs_daemon/",)),
-        (
-            "grpc",
-            (
-                "ckptfs/protocol/",
-                "ckptfs/catalog/etcd/",
-                "daemon/ckptfs_daemon/control",
-                "daemon/ckptfs_daemon/peer_",
-                "client/ckptfs_client/",
-            ),
-        ),
-        ("torch", ()),
-        ("ckptfs_daemon", ("daemon/ckptfs_daemon/",)),
-        ("ckptfs_client", ("client/ckptfs_client/",)),
-    ],
-)
+@pytest.mark.parametrize(("package", "homes"), LIBRARY_HOMES.items())
 def test_a_library_stays_at_home(package: str, homes: tuple[str, ...]) -> None:
     users = [short(path) for path, tree in trees(MODULES) if package in imports(tree)]
     assert [user for user in users if not user.startswith(homes or ("none",))] == []
@@ -121,7 +119,7 @@ def test_sql_stays_in_the_catalog() -> None:
     kinds = (r"SELECT\s.+\sFROM", r"INSERT\s+(OR\s+\w+\s+)?INTO", r"UPDATE\s+\w+\s+SET", r"DELETE\s+FROM", r"CREATE\s+TABLE", r"PRAGMA\s")
     statement = re.compile(rf"^\s*({'|'.join(kinds)})", re.DOTALL)
     found = []
-    for path, tree in trees([path for path in MODULES if "catalog" not in path.parts]):
+    for path, tree in trees([path for path in MODULES if not short(path).startswith(SQL_HOMES)]):
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and statement.match(node.value):
                 found.append(f"{short(path)}:{node.lineno}")
