@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests", "daemon", "client", ".")]
 
-from ckptfs_client.client import Client, at  # noqa: E402 - found by the line above
+from ckptfs_client.client import Client, open_client  # noqa: E402 - found by the line above
 from ckptfs_client.lab import namespaces, network  # noqa: E402
 from ckptfs_client.mounts import find  # noqa: E402
 from cluster_lab import ClusterUnderTest, NodeUnderTest  # noqa: E402
@@ -106,7 +106,7 @@ def write(path: Path, data: memoryview, pace: float = float("inf")) -> None:
 
 def await_clique(path: Path) -> None:
     """Wait until a file, or all below a directory, has the level `clique`, as `ckptfs wait` does."""
-    client, inode = at(path)
+    client, inode = open_client(path)
     with client:
         for _ in client.wait(inode, "clique", WAIT_S):
             pass
@@ -140,8 +140,8 @@ def held(*nodes: NodeUnderTest) -> Iterator[None]:
 
 def sent_bytes(node: NodeUnderTest) -> int:
     """What has left this node over its card."""
-    place = network.place(node._node.plan, node.name)
-    lines = namespaces.inside(place, lambda: Path("/proc/thread-self/net/dev").read_text()).splitlines()
+    place = network.get_namespace_path(node._node.plan, node.name)
+    lines = namespaces.run_in_namespace(place, lambda: Path("/proc/thread-self/net/dev").read_text()).splitlines()
     return int(next(line for line in lines if line.strip().startswith(network.CARD)).split(":")[1].split()[8])
 
 

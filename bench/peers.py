@@ -45,17 +45,17 @@ def serve(directory: Path, keyring: Path | None) -> None:
     from ckptfs.catalog import identity
     from ckptfs.catalog.database import Database
     from ckptfs.clique import membership
-    from ckptfs.clique.surroundings import Surroundings
+    from ckptfs.clique.surroundings import Cluster
     from ckptfs.flow.hold import Hold
     from ckptfs.tiers.place import Places
 
     node = Node(directory)
     db = Database(node.root / "state" / "catalog.db", journalled=False, clustered=True)
-    identity.take_number(db, 2)
+    identity.set_node_number(db, 2)
     places = Places.adopt(replace(node.config, pfs=None, nvme=None, ram_bytes=limits.GIB * 64))
-    world = membership.world(membership.Node(number, f"node{number}", f"node{number}:7420", number, f"node{number}") for number in (1, 2))
+    world = membership.build_view(membership.Node(number, f"node{number}", f"node{number}:7420", number, f"node{number}") for number in (1, 2))
     nobody: Any = None
-    hold = Hold(db, places, 0.9, node.told, Surroundings(2, 2, 1, nobody, nobody, lambda: world))
+    hold = Hold(db, places, 0.9, node.told, Cluster(2, 2, 1, nobody, nobody, lambda: world))
     server = PeerServer(hold, "127.0.0.1:0", CLUSTER, keys.load(keyring / "node2") if keyring else None)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_raw_server, args=(raw, directory), daemon=True).start()
@@ -143,8 +143,8 @@ class Source:
         blocks = bytearray()
         for offset in range(0, self.size, limits.BLOCK_BYTES):
             os.pwrite(self.fd, os.urandom(16), offset)
-            blocks += digest.block(os.pread(self.fd, limits.BLOCK_BYTES, offset))
-        return Offer(CONTENT, CONTENT, 1, self.size, digest.whole(bytes(blocks), self.size), bytes(blocks))
+            blocks += digest.hash_block(os.pread(self.fd, limits.BLOCK_BYTES, offset))
+        return Offer(CONTENT, CONTENT, 1, self.size, digest.hash_content(bytes(blocks), self.size), bytes(blocks))
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -159,7 +159,7 @@ def replicate_once(there: Other, peers: PeerClient, source: Source, root: Path, 
     offer = source.renewed()
 
     def ours() -> None:
-        assert peers.send(there, offer, source.fd).verified
+        assert peers.send(there, offer, source.fd).is_verified
 
     def raw() -> None:
         with socket.create_connection(("127.0.0.1", there.raw_port)) as connected:
@@ -181,7 +181,7 @@ def fetch_once(there: Other, peers: PeerClient, source: Source, root: Path, numb
     target = root / "target"
 
     def ours() -> None:
-        record = peers.record(there, offer.content, offer.digest)
+        record = peers.get_manifest(there, offer.content, offer.digest)
         with open(target, "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, source.size)
             assert peers.fetch([there], record, range(-(-source.size // limits.BLOCK_BYTES)), file.fileno()) == source.size

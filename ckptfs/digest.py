@@ -15,71 +15,71 @@ ZERO_RUN_BLOCKS = 64 * limits.KIB
 ZERO_RUN = ZERO_BLOCK * ZERO_RUN_BLOCKS
 
 
-def block(data: bytes | memoryview) -> bytes:
+def hash_block(data: bytes | memoryview) -> bytes:
     """The digest of one block: 16 bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
-def whole(blocks: bytes, size: int) -> bytes:
+def hash_content(block_digests: bytes, size: int) -> bytes:
     """The digest of a content of `size` bytes whose blocks' digests, joined, are `blocks`: 16 bytes."""
-    return xxhash.xxh3_128_digest(blocks + size.to_bytes(8, "little"))
+    return xxhash.xxh3_128_digest(block_digests + size.to_bytes(8, "little"))
 
 
-def split(blocks: bytes) -> list[bytes]:
+def split_digests(block_digests: bytes) -> list[bytes]:
     """The digests that are joined in `blocks`."""
-    return [blocks[start : start + BLOCK_DIGEST_BYTES] for start in range(0, len(blocks), BLOCK_DIGEST_BYTES)]
+    return [block_digests[start : start + BLOCK_DIGEST_BYTES] for start in range(0, len(block_digests), BLOCK_DIGEST_BYTES)]
 
 
-class Running:
+class RunningDigest:
     """Digests of bytes that pass by in order, in pieces of any length."""
 
     def __init__(self) -> None:
         self.size = 0
-        self._blocks = bytearray()
-        self._whole = xxhash.xxh3_128()
+        self._block_digests = bytearray()
+        self._total = xxhash.xxh3_128()
         self._current = xxhash.xxh3_128()
-        self._filled = 0
+        self._filled_bytes = 0
 
     def update(self, data: bytes | memoryview) -> None:
         """Take the next piece."""
         view = memoryview(data)
         self.size += len(view)
         while view:
-            piece = view[: limits.BLOCK_BYTES - self._filled]
+            piece = view[: limits.BLOCK_BYTES - self._filled_bytes]
             self._current.update(piece)
-            self._filled += len(piece)
+            self._filled_bytes += len(piece)
             view = view[len(piece) :]
-            if self._filled == limits.BLOCK_BYTES:
-                self._end_block()
+            if self._filled_bytes == limits.BLOCK_BYTES:
+                self._finish_block()
 
-    def zeros(self, count: int) -> None:
+    def update_zeros(self, count: int) -> None:
         """Take `count` zero bytes: a hole. Whole blocks of it cost nothing but their known digest."""
         while count:
-            if not self._filled and count >= limits.BLOCK_BYTES:
+            if not self._filled_bytes and count >= limits.BLOCK_BYTES:
                 whole_blocks = min(count // limits.BLOCK_BYTES, ZERO_RUN_BLOCKS)
-                self._take(ZERO_RUN[: whole_blocks * BLOCK_DIGEST_BYTES])
+                self._append_digests(ZERO_RUN[: whole_blocks * BLOCK_DIGEST_BYTES])
                 self.size += whole_blocks * limits.BLOCK_BYTES
                 count -= whole_blocks * limits.BLOCK_BYTES
                 continue
-            piece = min(count, limits.BLOCK_BYTES - self._filled, len(ZEROS))
+            piece = min(count, limits.BLOCK_BYTES - self._filled_bytes, len(ZEROS))
             self.update(ZEROS[:piece])
             count -= piece
 
-    def _end_block(self) -> None:
-        self._take(self._current.digest())
+    def _finish_block(self) -> None:
+        self._append_digests(self._current.digest())
         self._current = xxhash.xxh3_128()
-        self._filled = 0
+        self._filled_bytes = 0
 
-    def _take(self, digests: bytes) -> None:
+    def _append_digests(self, digests: bytes) -> None:
         """The next blocks' digests."""
-        self._whole.update(digests)
-        if len(self._blocks) <= limits.BLOCK_DIGESTS_MAX * BLOCK_DIGEST_BYTES:
-            self._blocks += digests
+        self._total.update(digests)
+        if len(self._block_digests) <= limits.BLOCK_DIGESTS_MAX * BLOCK_DIGEST_BYTES:
+            self._block_digests += digests
 
     def finish(self) -> tuple[bytes, bytes]:
         """(digest over all, the blocks' digests joined: empty where there are too many)."""
-        if self._filled:
-            self._end_block()
-        self._whole.update(self.size.to_bytes(8, "little"))
-        few = len(self._blocks) <= limits.BLOCK_DIGESTS_MAX * BLOCK_DIGEST_BYTES
-        return self._whole.digest(), bytes(self._blocks) if few else b""
+        if self._filled_bytes:
+            self._finish_block()
+        self._total.update(self.size.to_bytes(8, "little"))
+        few = len(self._block_digests) <= limits.BLOCK_DIGESTS_MAX * BLOCK_DIGEST_BYTES
+        return self._total.digest(), bytes(self._block_digests) if few else b""

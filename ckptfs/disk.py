@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-HANG_LOOK_S = 0.02
+HANG_POLL_S = 0.02
 LABELS: set[str] = set()
 _calls: Counter[str] = Counter()
 _fault = os.environ.get("CKPTFS_FAULT", "")
 
 
-def labels(*names: str) -> None:
+def declare_labels(*names: str) -> None:
     """Declare the labels a module uses; a call with an undeclared label is an error."""
     LABELS.update(names)
 
@@ -33,10 +33,10 @@ def act(label: str, call: Callable[..., Result], *values: Any, **named: Any) -> 
     """Run `call(*values, **named)` under `label`, or the fault that a test asked for."""
     if not _fault:
         return call(*values, **named)
-    action = _asked(label)
+    action = _count_call(label)
     while action == "hang":
-        time.sleep(HANG_LOOK_S)
-        action = _named(label)
+        time.sleep(HANG_POLL_S)
+        action = _get_action(label)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if action and action != "kill-after":
@@ -56,14 +56,14 @@ def closing(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _asked(label: str) -> str:
+def _count_call(label: str) -> str:
     """The action that the fault specification asks for at this call of `label`; empty for none."""
     assert label in LABELS, f"undeclared disk label {label}"
     _calls[label] += 1
-    return _named(label)
+    return _get_action(label)
 
 
-def _named(label: str) -> str:
+def _get_action(label: str) -> str:
     text = _fault
     if text.startswith("@"):
         try:

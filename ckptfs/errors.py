@@ -18,13 +18,13 @@ class CkptfsError(Exception):
         self.remedy = remedy
 
 
-class Refused(CkptfsError):
+class InvalidArgument(CkptfsError):
     """Bad input: names what was wrong and what is accepted (P11)."""
 
     errno = errno.EINVAL
 
 
-class ConfigError(Refused):
+class ConfigError(InvalidArgument):
     """A configuration key, value or option that cannot be used."""
 
 
@@ -50,7 +50,7 @@ class Busy(CkptfsError):
     errno = errno.EBUSY
 
 
-class NoRoom(CkptfsError):
+class NoSpace(CkptfsError):
     """Every tier is full (P10)."""
 
     errno = errno.ENOSPC
@@ -66,11 +66,11 @@ class TierUnavailable(CkptfsError):
     """A tier does not answer, or answers with an error. The act is retried with backoff."""
 
 
-class Unreachable(CkptfsError):
+class StoreUnreachable(CkptfsError):
     """The store that the cluster shares does not answer, or takes no changes now. The act is tried again later."""
 
 
-class StoreLost(Unreachable):
+class StoreLost(StoreUnreachable):
     """The store that answers is not the one that this node knows: it has lost data, or was set back. It counts as not answering."""
 
 
@@ -86,6 +86,6 @@ class Compacted(StoreRefused):
     """The shared store no longer has the revision asked for: read again what is there now."""
 
 
-def refused(code: int, what: str = "") -> OSError:
+def posix_error(code: int, message: str = "") -> OSError:
     """The OSError for `code`: how a POSIX refusal (ENOENT, EEXIST, ...) travels inside the catalog and the mount."""
-    return OSError(code, what or os.strerror(code))
+    return OSError(code, message or os.strerror(code))

@@ -67,7 +67,7 @@ class CopyState(IntEnum):
     FILLING = 0
     GOOD = 1
     QUARANTINED = 2
-    OLDER = 3
+    STALE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Inode:
     content: int | None
     generation: int
     parent: int
-    complete: bool
-    blocks: int | None = None
+    is_imported: bool
+    allocated_blocks: int | None = None
     """Files: 512-byte units allocated (st_blocks), where a backing file told; None: as many as the size needs."""
 
     @property
@@ -121,9 +121,9 @@ class Content:
     state: ContentState
     size: int
     digest: bytes | None
-    blocks: bytes | None
+    block_digests: bytes | None
     change: int
-    peer: bool = False
+    is_remote: bool = False
     """Another node wrote this generation."""
 
 
@@ -145,13 +145,13 @@ class Handle:
     id: int
     inode: int
     content: int | None
-    writer: bool
-    backing: int
+    is_writer: bool
+    backing_id: int
     generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PfsEntryStat:
     """What a listing of a PFS directory shows under one name: lstat, a symlink's target and the user's xattrs.
 
     `target` and `xattrs` are filled in only where they are needed: for what the catalog does not know yet.
@@ -180,17 +180,17 @@ class Seen:
         return stat.S_ISREG(self.mode)
 
 
-class Notify(Protocol):
+class Notifier(Protocol):
     """What a step of the mover tells the others, after its change is committed. Each is a hint that may be lost; none waits."""
 
-    def entry(self, parent: int, name: bytes) -> None:
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
         """The mount's kernel must forget what it knows of this name, also that it is absent."""
 
-    def inode(self, inode: int) -> None:
+    def invalidate_inode(self, inode: int) -> None:
         """The mount's kernel must forget this inode's attributes and pages."""
 
-    def wants(self) -> None:
+    def notify_replies(self) -> None:
         """Some wants were answered."""
 
-    def work(self, at_once: str = "") -> None:
+    def wake_lanes(self, urgent_lane: str = "") -> None:
         """The other lanes may have something to do; the one named `at_once` shall not wait for company."""

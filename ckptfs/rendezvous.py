@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 
-def directory(uid: int | None = None) -> Path:
+def get_path(uid: int | None = None) -> Path:
     """The runtime directory of `uid` (default: ours). `CKPTFS_RUNTIME_DIR` overrides it, for tests."""
     if override := os.environ.get("CKPTFS_RUNTIME_DIR"):
         return Path(override)
@@ -19,34 +19,34 @@ def directory(uid: int | None = None) -> Path:
     if uid == 0:
         return Path("/run/ckptfs")
     session = Path((os.environ.get("XDG_RUNTIME_DIR") if uid == ours else None) or f"/run/user/{uid}")
-    return session / "ckptfs" if _owner(session) == uid else Path(f"/tmp/ckptfs-{uid}")
+    return session / "ckptfs" if _get_owner_uid(session) == uid else Path(f"/tmp/ckptfs-{uid}")
 
 
-def make_directory() -> Path:
+def create() -> Path:
     """Our runtime directory, made if it is missing. Raises PermissionError if somebody else owns it."""
-    path = directory()
+    path = get_path()
     path.mkdir(mode=0o755, exist_ok=True, parents=True)
-    if _owner(path) != os.geteuid():
+    if _get_owner_uid(path) != os.geteuid():
         raise PermissionError(f"{path} belongs to another user")
     return path
 
 
 def registry_path(name: str, uid: int | None = None) -> Path:
     """The registry file of the mount `name`."""
-    return directory(uid) / f"{name}.json"
+    return get_path(uid) / f"{name}.json"
 
 
 def socket_path(name: str, uid: int | None = None) -> Path:
     """Where questions are answered, for anyone."""
-    return directory(uid) / f"{name}.sock"
+    return get_path(uid) / f"{name}.sock"
 
 
 def admin_socket_path(name: str, uid: int | None = None) -> Path:
     """Where orders are taken, from the mount's owner."""
-    return directory(uid) / f"{name}.admin.sock"
+    return get_path(uid) / f"{name}.admin.sock"
 
 
-def _owner(path: Path) -> int:
+def _get_owner_uid(path: Path) -> int:
     """The uid that owns `path`; -1 when it is not there. A symlink is not followed: whoever made it could point anywhere."""
     try:
         found = os.lstat(path)

@@ -1,7 +1,7 @@
 """Paths in a catalog, for tests that have no mount to walk through."""
 
 from ckptfs.catalog.database import Database
-from ckptfs.errors import refused
+from ckptfs.errors import posix_error
 from ckptfs.model import ROOT
 
 
@@ -11,6 +11,6 @@ def resolve(db: Database, path: bytes) -> int:
     for name in filter(None, path.split(b"/")):
         child = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", found, name)
         if child is None:
-            raise refused(2)
+            raise posix_error(2)
         found = int(child)
     return found

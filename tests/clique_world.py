@@ -18,14 +18,14 @@ from memory_store import MemoryEtcd, MemoryStore
 from ckptfs import digest, limits
 from ckptfs.catalog import contents, holding, identity, report, settling, wants
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import Heard
+from ckptfs.catalog.holding import RemoteState
 from ckptfs.catalog.store import Put
 from ckptfs.clique import membership
-from ckptfs.clique.membership import World
-from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Reachable, Record, Sent, Speed
+from ckptfs.clique.membership import ClusterView
+from ckptfs.clique.peers import ContentManifest, PeerAddress, PeerCorrupt, PeerFailed, PeerRefused, PeerStats, SendResult
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
-from ckptfs.clique.surroundings import Surroundings
-from ckptfs.errors import CkptfsError, Unreachable
+from ckptfs.clique.surroundings import Cluster
+from ckptfs.errors import CkptfsError, StoreUnreachable
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.hold import Hold
 from ckptfs.flow.repair import Repair
@@ -41,28 +41,28 @@ MIB = limits.MIB
 class Node(LocalNode):
     """One node of the clique."""
 
-    def __init__(self, root: Path, number: int, cluster: "Cluster", *, domain: str = "", nvme: bool = False) -> None:
+    def __init__(self, root: Path, number: int, cluster: "LocalCluster", *, domain: str = "", nvme: bool = False) -> None:
         super().__init__(root)
         self.number = number
         self.cluster = cluster
         self.member = membership.Node(number, root.name, f"{root.name}:7420", number, domain or root.name)
         self.config = replace(self.config, pfs=None, nvme=self.config.nvme if nvme else None, ram_bytes=512 * MIB)
         self.db = Database(root / "state" / "catalog.db", journalled=False, clustered=True)
-        identity.take_number(self.db, number)
+        identity.set_node_number(self.db, number)
         self.places = Places.adopt(self.config)
         self.store = MemoryStore(cluster.etcd)
-        self.peers = PeersHere(cluster, self)
+        self.peers = LocalPeers(cluster, self)
         self.hold_anew()
         self.alive = True
-        self.repair = Repair(self.db, self.told, around(self))
+        self.repair = Repair(self.db, self.told, cluster_of(self))
 
     def hold_anew(self) -> None:
         """With the tiers as they are now."""
-        self.hold = Hold(self.db, self.places, 0.5, self.told, around(self))
+        self.hold = Hold(self.db, self.places, 0.5, self.told, cluster_of(self))
 
     @property
-    def world(self) -> World:
-        return self.cluster.world
+    def view(self) -> ClusterView:
+        return self.cluster.view
 
     def written(self, name: bytes, data: bytes) -> int:
         """A file that was written and closed here, known everywhere; its content, sealed."""
@@ -73,16 +73,16 @@ class Node(LocalNode):
 
     def rewrite(self, content: int, change: Callable[[bytearray], None]) -> None:
         """Open a content for writing in place, change it, close and seal it."""
-        tier = settling.copies(self.db, content)[0].tier
-        with self.db.change():
-            contents.reopen(self.db, self.inode(content), content, tier)
+        tier = settling.list_copies(self.db, content)[0].tier
+        with self.db.transaction():
+            contents.mark_open(self.db, self.inode(content), content, tier)
         data = bytearray(self.data(content, tier))
         change(data)
         fd = self.places[tier].open(content, os.O_RDWR)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
-        with self.db.change():
-            contents.close(self.db, self.inode(content), content, len(data), 1, 2)
+        with self.db.transaction():
+            contents.mark_closed(self.db, self.inode(content), content, len(data), 1, 2)
         self.seal()
         self.publish_shared(content)
 
@@ -93,7 +93,7 @@ class Node(LocalNode):
 
     def publish_shared(self, content: int) -> None:
         """What `ckptfs.catalog.sharing` does for a content and its file."""
-        row = settling.content(self.db, content)
+        row = settling.get_content(self.db, content)
         assert row is not None
         value = {
             "node": self.number, "inode": row.inode, "generation": row.generation, "state": int(row.state), "size": row.size,
@@ -105,12 +105,12 @@ class Node(LocalNode):
         for other in self.cluster.nodes:
             if other is not self and name is not None:
                 other.learn(row.inode, name, content, row.size)
-                heard = Heard(content, row.inode, row.generation, row.size, row.digest, open=row.state is ContentState.OPEN)
-                holding.hear(other.db, heard)
+                heard = RemoteState(content, row.inode, row.generation, row.size, row.digest, is_open=row.state is ContentState.OPEN)
+                holding.record_remote(other.db, heard)
 
     def learn(self, inode: int, name: bytes, content: int, size: int) -> None:
         """A file that another node made."""
-        with self.db.change():
+        with self.db.transaction():
             self.db.run("INSERT OR IGNORE INTO entry (parent, name, child) VALUES (?, ?, ?)", ROOT, name, inode)
             self.db.run(
                 "INSERT OR REPLACE INTO inode"
@@ -139,7 +139,7 @@ class Node(LocalNode):
         self.cluster.changed()
 
 
-class Cluster:
+class LocalCluster:
     """The nodes, what they share, and faults: `cut` holds names of nodes that nobody reaches although they live."""
 
     def __init__(self, root: Path, count: int, *, domains: Sequence[str] = (), nvme: bool = False, factor: int = 2) -> None:
@@ -148,17 +148,17 @@ class Cluster:
         self.cut: set[str] = set()
         self.nodes: list[Node] = []
         self.store = MemoryStore(self.etcd)
-        self.world = World()
+        self.view = ClusterView()
         for number in range(1, count + 1):
             self.nodes.append(Node(root / f"n{number}", number, self, domain=domains[number - 1] if domains else "", nvme=nvme))
         self.changed()
 
     def changed(self) -> None:
         """Every node that lives sees who lives."""
-        self.world = membership.world(node.member for node in self.nodes if node.alive)
+        self.view = membership.build_view(node.member for node in self.nodes if node.alive)
         for node in self.nodes:
             if node.alive:
-                with contextlib.suppress(Unreachable):
+                with contextlib.suppress(StoreUnreachable):
                     node.repair.step()
 
     def put(self, key: str, value: object) -> None:
@@ -168,10 +168,10 @@ class Cluster:
         return next(node for node in self.nodes if node.member.name == name)
 
 
-class PeersHere:
+class LocalPeers:
     """`Peers` that call the other nodes' shelves. `fault(act, node)` may raise, or change what is sent."""
 
-    def __init__(self, cluster: Cluster, here: Node) -> None:
+    def __init__(self, cluster: LocalCluster, here: Node) -> None:
         self._cluster = cluster
         self._here = here
         self.sent: list[tuple[str, int, int]] = []
@@ -180,7 +180,7 @@ class PeersHere:
         self.spoil: set[str] = set()
         self.asked: list[tuple[str, str]] = []
 
-    def _shelf(self, act: str, node: Reachable) -> Hold:
+    def _host_of(self, act: str, node: PeerAddress) -> Hold:
         self.asked.append((act, node.name))
         self.fault(act, node.name)
         there = self._cluster.node(node.name)
@@ -188,62 +188,62 @@ class PeersHere:
             raise PeerFailed(f"{node.name} does not answer")
         return there.hold
 
-    def send(self, node: Reachable, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> Sent:
-        shelf = self._shelf("send", node)
+    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
+        shelf = self._host_of("send", node)
         try:
-            reception = shelf.receive(replace(offer, sender=self._here.member.name))
+            reception = shelf.begin_reception(replace(offer, sender=self._here.member.name))
         except (CkptfsError, OSError) as failure:
             raise PeerRefused(str(failure), failure.errno or 5) from failure
         moved = 0
-        for number in reception.lacking:
+        for number in reception.missing_blocks:
             data = os.pread(source_fd, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)[: offer.size - number * limits.BLOCK_BYTES]
-            if not wanted() or digest.block(data) != offer.blocks[16 * number : 16 * number + 16]:
-                shelf.abandon(reception.token)
-                raise PeerLied("these are not the bytes that were offered")
+            if not wanted() or digest.hash_block(data) != offer.blocks[16 * number : 16 * number + 16]:
+                shelf.abort_reception(reception.token)
+                raise PeerCorrupt("these are not the bytes that were offered")
             try:
                 self.fault("block", node.name)
             except PeerFailed:
-                shelf.abandon(reception.token)
+                shelf.abort_reception(reception.token)
                 raise
             os.pwrite(reception.fd, data, number * limits.BLOCK_BYTES)
             moved += len(data)
-        verified = shelf.received(reception.token) and not offer.early
+        verified = shelf.finish_reception(reception.token) and not offer.is_early
         self.sent.append((node.name, offer.content, moved))
-        return Sent(len(reception.lacking), moved, verified)
+        return SendResult(len(reception.missing_blocks), moved, verified)
 
-    def send_many(self, node: Reachable, offers: Sequence[tuple[Offer, int]]) -> list[Sent | PeerFailed]:
+    def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list[SendResult | PeerFailed]:
         self.fault("many", node.name)
         assert 1 < len(offers) <= limits.PEER_MANY_MAX and sum(offer.size for offer, _ in offers) <= limits.PEER_MANY_BYTES_MAX
-        found: list[Sent | PeerFailed] = []
+        found: list[SendResult | PeerFailed] = []
         for offer, fd in offers:
             try:
                 found.append(self.send(node, offer, fd))
-            except (PeerRefused, PeerLied) as failure:
+            except (PeerRefused, PeerCorrupt) as failure:
                 found.append(failure)
         self.together.append(len(offers))
         return found
 
     def fetch(
-        self, sources: Sequence[Reachable], record: Record, wanted: Sequence[int], target_fd: int,
-        on_block: Callable[[int], None] = lambda number: None, asked: Callable[[], Sequence[int]] = tuple,
+        self, sources: Sequence[PeerAddress], manifest: ContentManifest, blocks: Sequence[int], target_fd: int,
+        on_block: Callable[[int], None] = lambda number: None, urgent_blocks: Callable[[], Sequence[int]] = tuple,
     ) -> int:  # fmt: skip
-        left, moved = list(wanted), 0
+        left, moved = list(blocks), 0
         failure: Exception = PeerFailed("no source")
         for node in sources:
             try:
-                loan = self._shelf("fetch", node).lend(record.content, record.digest)
+                loan = self._host_of("fetch", node).open_copy(manifest.content, manifest.digest)
             except CkptfsError as refusal:
                 failure = refusal if isinstance(refusal, PeerFailed) else PeerRefused(str(refusal), refusal.errno)
                 continue
             try:
                 while left:
-                    first = asked()
+                    first = urgent_blocks()
                     left.sort(key=lambda number: number not in first)
                     data = bytearray(os.pread(loan.fd, limits.BLOCK_BYTES, left[0] * limits.BLOCK_BYTES))
                     if node.name in self.spoil and data:
                         data[0] ^= 1
-                    if digest.block(data) != record.blocks[16 * left[0] : 16 * left[0] + 16]:
-                        failure = PeerLied(f"{node.name} lies")
+                    if digest.hash_block(data) != manifest.blocks[16 * left[0] : 16 * left[0] + 16]:
+                        failure = PeerCorrupt(f"{node.name} lies")
                         break
                     os.pwrite(target_fd, data, left[0] * limits.BLOCK_BYTES)
                     moved += len(data)
@@ -256,38 +256,38 @@ class PeersHere:
             raise failure
         return moved
 
-    def record(self, node: Reachable, content: int, wanted: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> Record:
+    def get_manifest(self, node: PeerAddress, content: int, digest_wanted: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> ContentManifest:
         try:
-            loan = self._shelf("record", node).lend(content, wanted)
+            loan = self._host_of("record", node).open_copy(content, digest_wanted)
         except CkptfsError as refusal:
             raise refusal if isinstance(refusal, PeerFailed) else PeerRefused(str(refusal), refusal.errno) from refusal
         os.close(loan.fd)
-        return Record(loan.content, loan.inode, loan.generation, loan.size, loan.digest, loan.blocks)
+        return ContentManifest(loan.content, loan.inode, loan.generation, loan.size, loan.digest, loan.blocks)
 
-    def seal_soon(self, node: Reachable, content: int, timeout_s: float) -> Record | None:
+    def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
         there = self._cluster.node(node.name)
-        shelf = self._shelf("seal_soon", node)
+        shelf = self._host_of("seal_soon", node)
         there.seal()
-        loan = shelf.seal_soon(content, min(timeout_s, 0.1))
+        loan = shelf.seal_and_open(content, min(timeout_s, 0.1))
         if loan is None:
             return None
         os.close(loan.fd)
-        return Record(loan.content, loan.inode, loan.generation, loan.size, loan.digest, loan.blocks)
+        return ContentManifest(loan.content, loan.inode, loan.generation, loan.size, loan.digest, loan.blocks)
 
-    def forget(self, node: Reachable, contents_: Sequence[int]) -> None:
-        self._shelf("forget", node).forget(contents_)
+    def release_copies(self, node: PeerAddress, contents_: Sequence[int]) -> None:
+        self._host_of("forget", node).release_copies(contents_)
 
-    def ping(self, node: Reachable) -> Speed:
-        self._shelf("ping", node)
-        return Speed(0.001, None, None)
+    def ping(self, node: PeerAddress) -> PeerStats:
+        self._host_of("ping", node)
+        return PeerStats(0.001, None, None)
 
-    def speed(self, node: Reachable) -> Speed:
-        return Speed(None, None, None)
+    def get_stats(self, node: PeerAddress) -> PeerStats:
+        return PeerStats(None, None, None)
 
-    def ranked(self, nodes: Sequence[Reachable]) -> list[Reachable]:
+    def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
         return list(nodes)
 
-    def keep(self, names: Sequence[str]) -> None:
+    def close_except(self, names: Sequence[str]) -> None:
         pass
 
     def close(self) -> None:
@@ -297,24 +297,24 @@ class PeersHere:
 def early(data: bytes, content: int, inode: int, stable: int) -> Offer:
     """An early offer of the first `stable` blocks."""
     pieces = [data[start : start + limits.BLOCK_BYTES] for start in range(0, len(data), limits.BLOCK_BYTES)]
-    blocks = b"".join(digest.block(piece) if number < stable else UNKNOWN_BLOCK for number, piece in enumerate(pieces))
+    blocks = b"".join(digest.hash_block(piece) if number < stable else UNKNOWN_BLOCK for number, piece in enumerate(pieces))
     return Offer(content, inode, 1, len(data), None, blocks)
 
 
 def offer_of(node: Node, content: int) -> Offer:
     """What `node` would offer of a sealed content of its own."""
-    row = settling.content(node.db, content)
+    row = settling.get_content(node.db, content)
     assert row is not None and row.state is ContentState.SEALED and row.digest is not None
-    return Offer(content, row.inode, row.generation, row.size, row.digest, row.blocks or b"")
+    return Offer(content, row.inode, row.generation, row.size, row.digest, row.block_digests or b"")
 
 
-def around(node: Node) -> Surroundings:
+def cluster_of(node: Node) -> Cluster:
     """What the flows of a node know of the others."""
-    return Surroundings(node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.world)
+    return Cluster(node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.view)
 
 
 def replicate_of(node: Node) -> Replicate:
-    return Replicate(node.db, node.places, node.told, around(node))
+    return Replicate(node.db, node.places, node.told, cluster_of(node))
 
 
 def until(condition: Callable[[], object], step: Callable[[], object] = lambda: None) -> None:
@@ -328,21 +328,21 @@ def until(condition: Callable[[], object], step: Callable[[], object] = lambda: 
 
 def level(node: Node, content: int) -> Level:
     """The level of the file that holds a content, as `node` knows it."""
-    return report.level(node.db, node.inode(content))
+    return report.get_level(node.db, node.inode(content))
 
 
 def fetch_of(node: Node) -> Fetch:
-    return Fetch(node.db, node.places, node.config, node.told, around(node))
+    return Fetch(node.db, node.places, node.config, node.told, cluster_of(node))
 
 
-def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None) -> wants.Want:
+def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None) -> wants.MoverRequest:
     """Have a file fetched; the answered want."""
     flow = flow or fetch_of(node)
-    want = wants.ask(node.db, wants.FETCH, inode, argument)
+    want = wants.insert_request(node.db, wants.FETCH, inode, argument)
 
     def answered() -> bool:
         row = wants.get(node.db, want)
-        return row is None or row.state != wants.WANTED
+        return row is None or row.state != wants.OPEN
 
     until(answered, flow.step)
     row = wants.get(node.db, want)
@@ -350,11 +350,11 @@ def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None)
     return row
 
 
-def replicated(cluster: Cluster, name: bytes, data: bytes) -> int:
+def replicated(cluster: LocalCluster, name: bytes, data: bytes) -> int:
     """A file of node 1 that node 2 holds, and of which the store knows."""
     one, two = cluster.nodes[:2]
     content = one.written(name, data)
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     return content

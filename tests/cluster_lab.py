@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_client.client import Client, at
+from ckptfs_client.client import Client, open_client
 from ckptfs_client.failures import ClientError
 from ckptfs_client.lab import namespaces, network, nodes, processes
 from ckptfs_client.lab.laboratory import Laboratory
-from ckptfs_client.lab.plan import ETCD, Node
+from ckptfs_client.lab.plan import ETCD, LabNode
 from ckptfs_client.mounts import find
 from daemon_under_test import COMPLAINT, ENVIRONMENT, deadline, environment, eventually
 
@@ -38,7 +38,7 @@ _numbers = itertools.count(1)
 class NodeUnderTest:
     """One node: its mount, its log, its life."""
 
-    def __init__(self, cluster: "ClusterUnderTest", node: Node) -> None:
+    def __init__(self, cluster: "ClusterUnderTest", node: LabNode) -> None:
         self._cluster = cluster
         self._node = node
         self.name = node.name
@@ -77,8 +77,8 @@ class NodeUnderTest:
     def end(self) -> None:
         """SIGTERM, as a service manager does; returns when its daemon has drained and ended."""
         os.kill(self.pid("supervisor"), signal.SIGTERM)
-        there = network.place(self._node.plan, self.name)
-        eventually(lambda: not processes.named(there, nodes.DAEMON), WAIT_S, f"the daemon of {self.name} ends")
+        there = network.get_namespace_path(self._node.plan, self.name)
+        eventually(lambda: not processes.list_processes_named(there, nodes.DAEMON), WAIT_S, f"the daemon of {self.name} ends")
 
     def stand_still(self) -> None:
         """Nothing runs on it."""
@@ -100,22 +100,22 @@ class NodeUnderTest:
 
     def mend(self) -> None:
         """Its link is as before, and it lives."""
-        self._cluster.laboratory.mend(self.name)
+        self._cluster.laboratory.heal(self.name)
 
     def run(self, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
         """A program on this node, in its network."""
-        there = network.place(self._node.plan, self.name)
+        there = network.get_namespace_path(self._node.plan, self.name)
 
         def act() -> subprocess.CompletedProcess[str]:
             return subprocess.run(
                 list(map(str, command)), capture_output=True, text=True, check=False, env=environment(), **{"timeout": WAIT_S, **options}
             )
 
-        return namespaces.inside(there, act)
+        return namespaces.run_in_namespace(there, act)
 
     def begin(self, command: Sequence[str], log: Path) -> None:
         """A program on this node, which nobody waits for."""
-        processes.spawn(network.place(self._node.plan, self.name), command, log)
+        processes.spawn(network.get_namespace_path(self._node.plan, self.name), command, log)
 
     def end_programs(self, word: str) -> None:
         """kill -9 of the programs on it whose command line holds that word."""
@@ -126,7 +126,7 @@ class NodeUnderTest:
 
     def pids(self) -> list[int]:
         """The processes on it."""
-        return processes.inside(network.place(self._node.plan, self.name))
+        return processes.list_processes(network.get_namespace_path(self._node.plan, self.name))
 
     def command(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run `ckptfs ARGUMENTS`."""
@@ -140,11 +140,11 @@ class NodeUnderTest:
     def is_island(self) -> bool:
         """Whether it works by itself, and has something to tell the others."""
         with Client(find(self.path)) as client:
-            return bool(client.cluster().island)
+            return bool(client.get_cluster().island)
 
     def abort(self) -> None:
         """System calls that hang in its mount return with an error."""
-        namespaces.abort(self.path)
+        namespaces.abort_mount(self.path)
 
     @property
     def log(self) -> str:
@@ -169,7 +169,7 @@ class ClusterUnderTest:
 
     def mend(self) -> None:
         """Everything lives, reaches everything, and has told what it did alone."""
-        self.laboratory.mend()
+        self.laboratory.heal()
         eventually(lambda: not any(node.is_island() for node in self.nodes), WAIT_S, f"no node is an island\n{self.tails()}")
 
     def stop_etcd(self) -> None:
@@ -185,7 +185,7 @@ class ClusterUnderTest:
         self._signal_etcd(signal.SIGCONT)
 
     def _signal_etcd(self, number: signal.Signals) -> None:
-        for pid in processes.named(network.place(self.laboratory.plan(), network.BRIDGE), ETCD):
+        for pid in processes.list_processes_named(network.get_namespace_path(self.laboratory.load_plan(), network.BRIDGE), ETCD):
             os.kill(pid, number)
 
     @property
@@ -249,7 +249,7 @@ def _bytes(path: Path) -> bytes | int:
 
 def wait_for(path: Path, level: str, timeout: float = WAIT_S) -> None:
     """Wait until a file, or a directory with all below, has a level."""
-    client, inode = at(path)
+    client, inode = open_client(path)
     with client:
         for _ in client.wait(inode, level, timeout):
             pass
@@ -263,7 +263,7 @@ def level(path: Path) -> str:
 def living(path: Path) -> int:
     """How many nodes live, as the one with this mount sees it."""
     with Client(find(path)) as client:
-        return sum(member.alive for member in client.cluster().members)
+        return sum(member.alive for member in client.get_cluster().members)
 
 
 def limited(cluster: ClusterUnderTest, seconds: float = TEST_S) -> contextlib.AbstractContextManager[None]:

@@ -16,13 +16,13 @@ from local_node import Node
 from ckptfs.flow.seal import Seal
 
 
-class Hurried:
+class CountingScheduler:
     """Lanes that count."""
 
     def __init__(self) -> None:
         self.times = 0
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         self.times += 1
 
 
@@ -31,7 +31,7 @@ class Served:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.lanes = Hurried()
+        self.lanes = CountingScheduler()
         self.mount = Mount("test", node.config.mountpoint, os.geteuid(), 0)
         self.client = Client(self.mount, answer_s=20.0)
         self._scope = trio.CancelScope()

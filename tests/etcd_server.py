@@ -18,7 +18,7 @@ from daemon_under_test import eventually
 
 from ckptfs.catalog.etcd import EtcdStore
 from ckptfs.catalog.store import Get
-from ckptfs.errors import Unreachable
+from ckptfs.errors import StoreUnreachable
 from ckptfs.protocol import etcd_pb2 as pb
 
 STARTS_MAX = 5
@@ -168,7 +168,7 @@ def _answers(member: Member) -> bool:
     store = EtcdStore([member.address], "anyone")
     try:
         return bool(store.read([Get(b"")], timeout_s=1.0).revision)
-    except Unreachable:
+    except StoreUnreachable:
         return False
     finally:
         store.close()

@@ -4,11 +4,11 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from clique_world import Cluster, Node, around, level, replicate_of, until
+from clique_world import LocalCluster, Node, cluster_of, level, replicate_of, until
 
 from ckptfs.catalog import contents, namespace, renaming, settling, wants
 from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SharedKey
 from ckptfs.catalog.store import Delete, Put
 from ckptfs.clique import holders
 from ckptfs.flow.drop import Drop
@@ -23,27 +23,27 @@ OLD, NEW = b"old" * 3000, b"newer" * 4000
 
 def publish(node: Node) -> None:
     """All that the node's mount would have told."""
-    told = [Key(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
-    told += [Key(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0 OR former_ns > 0")]
+    told = [SharedKey(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
+    told += [SharedKey(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0 OR former_ns > 0")]
     for key in told:
-        value = kinds.pack(kinds.read(node.db, key))
-        node.cluster.store.commit([], [Delete(kinds.wire(key)) if value is None else Put(kinds.wire(key), value)])
+        value = kinds.encode_value(kinds.get_value(node.db, key))
+        node.cluster.store.commit([], [Delete(kinds.encode_key(key)) if value is None else Put(kinds.encode_key(key), value)])
 
 
 def hear(node: Node, *contents_: int) -> None:
     """The node learns what the store says of these contents, and tells of what it has."""
     holders.refresh(node.db, node.store, contents_, node.number)
-    Tell(node.db, around(node)).step()
+    Tell(node.db, cluster_of(node)).step()
 
 
-def replicated(cluster: Cluster) -> int:
+def replicated(cluster: LocalCluster) -> int:
     """A file with copies on the first two nodes; its content."""
     one, two = cluster.nodes[:2]
     content = one.make(b"file", OLD)
     one.seal()
     publish(one)
     send(one, content)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     return content
 
 
@@ -61,9 +61,9 @@ def overwrite(node: Node, content: int, how: str) -> int:
         newer = node.write(node.inode(content), NEW)
     else:
         newer = node.make(b"file.tmp", NEW)
-        with node.db.change():
+        with node.db.transaction():
             replaced = renaming.rename(node.db, ROOT, b"file.tmp", ROOT, b"file")
-            assert replaced is not None and namespace.reap(node.db, [replaced.id]) == {replaced.id: []}
+            assert replaced is not None and namespace.delete_forgotten(node.db, [replaced.id]) == {replaced.id: []}
         node.cluster.store.commit([], [Delete(b"i/%016x" % replaced.id)])
     node.seal()
     publish(node)
@@ -74,8 +74,8 @@ def overwrite(node: Node, content: int, how: str) -> int:
 def change(node: Node, content: int, act: Callable[[bytearray], None], *, stop: str = "sealed", mtime_ns: int = 3) -> None:
     """Change the file in place. `stop`: how far its writer comes: open, closed, sealed. The others are told of it."""
     inode = node.inode(content)
-    with node.db.change():
-        contents.reopen(node.db, inode, content, Tier.RAM)
+    with node.db.transaction():
+        contents.mark_open(node.db, inode, content, Tier.RAM)
     publish(node)
     data = bytearray(node.data(content))
     act(data)
@@ -83,8 +83,8 @@ def change(node: Node, content: int, act: Callable[[bytearray], None], *, stop: 
         file.write(data)
     if stop == "open":
         return
-    with node.db.change():
-        contents.close(node.db, inode, content, len(data), 1, mtime_ns)
+    with node.db.transaction():
+        contents.mark_closed(node.db, inode, content, len(data), 1, mtime_ns)
     publish(node)
     if stop == "sealed":
         node.seal()
@@ -98,24 +98,24 @@ def appended(data: bytearray) -> None:
 
 def tidy(node: Node) -> None:
     """Everything that goes, goes."""
-    flow = Reconcile(node.db, node.places, node.told, around(node), node.hold.doubted)
+    flow = Reconcile(node.db, node.places, node.told, cluster_of(node), node.hold.doubted)
     while flow.step():
         pass
     Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
 
 
 def fall_back_of(node: Node) -> FallBack:
-    return FallBack(node.db, node.places, node.told, around(node))
+    return FallBack(node.db, node.places, node.told, cluster_of(node))
 
 
 def opens(node: Node, inode: int) -> int | None:
     """Somebody opens a file for reading, on a node that has a PFS; the content that the file shows then."""
     node.config = replace(node.config, pfs=node.root / "pfs")
-    fetch, back = Fetch(node.db, node.places, node.config, node.told, around(node)), fall_back_of(node)
-    want = wants.ask(node.db, wants.FETCH, inode)
+    fetch, back = Fetch(node.db, node.places, node.config, node.told, cluster_of(node)), fall_back_of(node)
+    want = wants.insert_request(node.db, wants.FETCH, inode)
     until(lambda: not wants.is_open(node.db, want), lambda: (fetch.step(), back.step()))
     found = wants.get(node.db, want)
-    assert found is not None and found.result == wants.HERE
+    assert found is not None and found.result == wants.FETCHED
     return node.shown(inode)
 
 
@@ -126,11 +126,11 @@ def decide(node: Node) -> None:
             pass
 
 
-def file_of(cluster: Cluster, inode: int) -> holders.File:
-    return holders.files(cluster.store, [inode])[inode]
+def file_of(cluster: LocalCluster, inode: int) -> holders.SharedFile:
+    return holders.load_files(cluster.store, [inode])[inode]
 
 
-def shown(cluster: Cluster, inode: int) -> tuple[int, int, int, int]:
+def shown(cluster: LocalCluster, inode: int) -> tuple[int, int, int, int]:
     """(content, generation, size, mtime) that the store says a file has."""
     file = file_of(cluster, inode)
     return file.content or 0, file.value["generation"], file.value["size"], file.value["mtime_ns"]
@@ -139,5 +139,5 @@ def shown(cluster: Cluster, inode: int) -> tuple[int, int, int, int]:
 def held(node: Node, inode: int) -> bytes:
     """What this node has of what the file holds."""
     content = file_of(node.cluster, inode).content
-    assert content is not None and settling.content(node.db, content) is not None
+    assert content is not None and settling.get_content(node.db, content) is not None
     return node.data(content)

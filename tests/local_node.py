@@ -26,16 +26,16 @@ class Told:
         self.inodes: list[int] = []
         self.works = 0
 
-    def entry(self, parent: int, name: bytes) -> None:
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Not used here."""
 
-    def inode(self, inode: int) -> None:
+    def invalidate_inode(self, inode: int) -> None:
         self.inodes.append(inode)
 
-    def wants(self) -> None:
+    def notify_replies(self) -> None:
         """Not used here."""
 
-    def work(self, at_once: str = "") -> None:
+    def wake_lanes(self, urgent_lane: str = "") -> None:
         self.works += 1
 
 
@@ -59,30 +59,30 @@ class Node:
 
     def make(self, name: bytes, data: bytes, *, tier: Tier = Tier.RAM, closed: bool = True) -> int:
         """Create a file, write it, close it; its content."""
-        with self.db.change():
-            inode = namespace.make(self.db, ROOT, name, 0o100644, uid=0, gid=0, blind=True).id
+        with self.db.transaction():
+            inode = namespace.create(self.db, ROOT, name, 0o100644, uid=0, gid=0, allow_unimported=True).id
         return self.write(inode, data, tier=tier, closed=closed)
 
     def write(self, inode: int, data: bytes, *, tier: Tier = Tier.RAM, closed: bool = True) -> int:
         """The next content of a file."""
-        with self.db.change():
-            content = contents.begin(self.db, inode, tier)
+        with self.db.transaction():
+            content = contents.insert_content(self.db, inode, tier)
             fd = self.places[tier].create(content)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         if closed:
-            with self.db.change():
-                contents.close(self.db, inode, content, len(data), 1, 2)
+            with self.db.transaction():
+                contents.mark_closed(self.db, inode, content, len(data), 1, 2)
         return content
 
     def reopen(self, content: int, tier: Tier) -> None:
         """Open a content for writing in place."""
-        with self.db.change():
-            contents.reopen(self.db, self.inode(content), content, tier)
+        with self.db.transaction():
+            contents.mark_open(self.db, self.inode(content), content, tier)
 
     def hold(self, content: int, *, writer: bool = False) -> int:
         """An open handle."""
-        with self.db.change():
+        with self.db.transaction():
             return self.db.insert("INSERT INTO handle (inode, content, writer) VALUES (?, ?, ?)", self.inode(content), content, int(writer))
 
     # --- looking -----------------------------------------------------------------------------------------------------
@@ -95,11 +95,11 @@ class Node:
         return found
 
     def state(self, content: int) -> ContentState | None:
-        found = settling.content(self.db, content)
+        found = settling.get_content(self.db, content)
         return None if found is None else found.state
 
     def copies(self, content: int) -> dict[Tier, CopyState]:
-        return {copy.tier: copy.state for copy in settling.copies(self.db, content)}
+        return {copy.tier: copy.state for copy in settling.list_copies(self.db, content)}
 
     def data(self, content: int, tier: Tier = Tier.RAM) -> bytes:
         fd = self.places[tier].open(content)
@@ -111,13 +111,13 @@ class Node:
 
     def publish(self, content: int) -> None:
         """What write-back would have done."""
-        row = settling.content(self.db, content)
+        row = settling.get_content(self.db, content)
         assert row is not None
-        with self.db.change():
+        with self.db.transaction():
             self.db.run(
                 "INSERT OR REPLACE INTO published (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks)"
                 " VALUES (?, ?, 1, ?, 2, 77, ?, ?)",
-                row.inode, row.generation, row.size, row.digest, row.blocks,
+                row.inode, row.generation, row.size, row.digest, row.block_digests,
             )  # fmt: skip
 
     def spoil(self, content: int, tier: Tier) -> None:

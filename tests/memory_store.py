@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.catalog.store import ENDLESS, Compare, Delete, Event, Get, Item, Operation, Outcome, Put, Target, WatchEvents
-from ckptfs.errors import Compacted, LeaseGone, StoreRefused, Unreachable
+from ckptfs.catalog.store import ENDLESS, Compare, CompareTarget, Delete, Event, Get, Item, Operation, Outcome, Put, WatchEvents
+from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable
 
 WAIT_S = limits.ETCD_WAIT_S
 
@@ -168,7 +168,7 @@ class MemoryEtcd:
     def _holds(self, compare: Compare) -> bool:
         found = self._range(compare.key, compare.end, self.revision)
         if not found:
-            return compare.target is not Target.VALUE and _related(0, compare.relation, compare.value)
+            return compare.target is not CompareTarget.VALUE and _related(0, compare.relation, compare.value)
         return all(_related(_target(stored, compare.target), compare.relation, compare.value) for stored in found)
 
     def _range(self, key: bytes, end: bytes | None, revision: int) -> list[Stored]:
@@ -216,9 +216,9 @@ def _within(key: bytes, start: bytes, end: bytes | None) -> bool:
     return key == start if end is None else start <= key and (end == ENDLESS or key < end)
 
 
-def _target(stored: Stored, target: Target) -> int | bytes:
+def _target(stored: Stored, target: CompareTarget) -> int | bytes:
     item = stored.item
-    values = {Target.VERSION: stored.version, Target.CREATE: item.create_revision, Target.MOD: item.mod_revision, Target.VALUE: item.value}
+    values = {CompareTarget.VERSION: stored.version, CompareTarget.CREATE: item.create_revision, CompareTarget.MOD: item.mod_revision, CompareTarget.VALUE: item.value}
     return values[target]
 
 
@@ -289,7 +289,7 @@ class MemoryStore:
         made.reachable = self.reachable
         return [made]
 
-    def turn(self) -> None:
+    def rotate_member(self) -> None:
         pass
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class MemoryStore:
 
     def _reach(self) -> None:
         if not self.reachable:
-            raise Unreachable("the memory store is cut off")
+            raise StoreUnreachable("the memory store is cut off")
 
 
 class MemoryWatch:

@@ -13,10 +13,10 @@ from ckptfs_daemon.peer_server import PeerServer
 from ckptfs import digest, limits
 from ckptfs.clique import keys
 from ckptfs.clique.keys import Identity
-from ckptfs.clique.peers import Record
-from ckptfs.clique.revoked import Revoked
-from ckptfs.clique.shelf import UNKNOWN_BLOCK, Loan, NotHere, Offer, Reception
-from ckptfs.errors import Busy, NoRoom
+from ckptfs.clique.peers import ContentManifest
+from ckptfs.clique.revoked import RevocationList
+from ckptfs.clique.shelf import UNKNOWN_BLOCK, CopyNotFound, Offer, OpenCopy, Reception
+from ckptfs.errors import Busy, NoSpace
 
 CLUSTER = "moon"
 WIDTH = digest.BLOCK_DIGEST_BYTES
@@ -24,7 +24,7 @@ WIDTH = digest.BLOCK_DIGEST_BYTES
 
 def digests(data: bytes) -> tuple[bytes, bytes]:
     """(digest over all, blocks' digests) of a content."""
-    running = digest.Running()
+    running = digest.RunningDigest()
     running.update(data)
     return running.finish()
 
@@ -35,10 +35,10 @@ def offer_of(data: bytes, content: int = 7, generation: int = 1, *, early: bool 
     return Offer(content, content + 1, generation, len(data), None if early else whole, blocks)
 
 
-def record_of(offer: Offer) -> Record:
+def record_of(offer: Offer) -> ContentManifest:
     """The record of a sealed offer."""
     assert offer.digest is not None
-    return Record(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)
+    return ContentManifest(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class There:
     address: str
 
 
-class MemoryShelf:
+class MemoryContentHost:
     """The simplest `Shelf`: a file for each content, no catalog."""
 
     def __init__(self, directory: Path, room: int = 1 << 40) -> None:
@@ -68,12 +68,12 @@ class MemoryShelf:
     def path(self, content: int) -> Path:
         return self.directory / f"{content:016x}"
 
-    def receive(self, offer: Offer) -> Reception:
+    def begin_reception(self, offer: Offer) -> Reception:
         with self._lock:
             if any(other.content == offer.content for other, _ in self._arriving.values()):
                 raise Busy("it is arriving already")
             if offer.size > self.room_bytes:
-                raise NoRoom("the share for peers is full")
+                raise NoSpace("the share for peers is full")
             self._tokens += 1
             token = self._tokens
             fd = os.open(self.path(offer.content), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -85,39 +85,39 @@ class MemoryShelf:
         lacking = [number for number, one in enumerate(wanted) if one != UNKNOWN_BLOCK and self._block(fd, offer, number) != one]
         return Reception(token, fd, lacking)
 
-    def received(self, token: int) -> bool:
+    def finish_reception(self, token: int) -> bool:
         with self._lock:
             offer, fd = self._arriving.pop(token)
         with os.fdopen(fd, "rb") as file:
-            right = offer.early or digests(file.read()) == (offer.digest, offer.blocks)
-        if right and not offer.early:
+            right = offer.is_early or digests(file.read()) == (offer.digest, offer.blocks)
+        if right and not offer.is_early:
             self.held[offer.content] = offer
         return right
 
-    def abandon(self, token: int, *, keep: bool = True) -> None:
+    def abort_reception(self, token: int, *, keep_blocks: bool = True) -> None:
         with self._lock:
             _, fd = self._arriving.pop(token)
             self.abandoned += 1
-            self.kept += keep
+            self.kept += keep_blocks
         os.close(fd)
 
-    def lend(self, content: int, digest: bytes | None) -> Loan:
+    def open_copy(self, content: int, digest: bytes | None) -> OpenCopy:
         offer = self.held.get(content)
         if offer is None or offer.digest is None or digest not in (None, offer.digest):
-            raise NotHere("no such copy")
+            raise CopyNotFound("no such copy")
         fd = os.open(self.path(content), os.O_RDONLY | os.O_CLOEXEC)
-        return Loan(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks, fd)
+        return OpenCopy(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks, fd)
 
-    def seal_soon(self, content: int, timeout_s: float) -> Loan | None:
+    def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
         self.sealed_soon.append((content, timeout_s))
-        with suppress(NotHere):
-            return self.lend(content, None)
+        with suppress(CopyNotFound):
+            return self.open_copy(content, None)
         return None
 
-    def forget(self, contents: Sequence[int]) -> None:
+    def release_copies(self, contents: Sequence[int]) -> None:
         self.forgotten += contents
 
-    def room(self) -> int:
+    def get_free_bytes(self) -> int:
         return self.room_bytes
 
     def arriving(self) -> int:
@@ -132,7 +132,7 @@ class MemoryShelf:
 
     @staticmethod
     def _block(fd: int, offer: Offer, number: int) -> bytes:
-        return digest.block(os.pread(fd, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES))
+        return digest.hash_block(os.pread(fd, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES))
 
 
 class Keyring:
@@ -152,9 +152,9 @@ class PeerNode:
 
     def __init__(
         self, directory: Path, name: str, identity: Identity | None, *, bulk: bool = True, room: int = 1 << 40,
-        revoked: Revoked | None = None,
+        revoked: RevocationList | None = None,
     ) -> None:  # fmt: skip
-        self.shelf = MemoryShelf(directory / name, room)
+        self.shelf = MemoryContentHost(directory / name, room)
         self.server = PeerServer(self.shelf, "127.0.0.1:0", CLUSTER, identity, bulk=bulk, revoked=revoked)
         self.there = There(name, f"127.0.0.1:{self.server.port}")
 
@@ -163,7 +163,7 @@ class PeerNode:
 
 
 def client(
-    name: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None, revoked: Revoked | None = None
+    name: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None, revoked: RevocationList | None = None
 ) -> PeerClient:
     """A client that calls itself `name`."""
     return PeerClient(name, CLUSTER, identity, bulk=bulk, streams=streams, revoked=revoked)

@@ -31,16 +31,16 @@ class Told:
     entries: list[tuple[int, bytes]] = field(default_factory=list)
     inodes: list[int] = field(default_factory=list)
 
-    def entry(self, parent: int, name: bytes) -> None:
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
         self.entries.append((parent, name))
 
-    def inode(self, inode: int) -> None:
+    def invalidate_inode(self, inode: int) -> None:
         self.inodes.append(inode)
 
-    def wants(self) -> None:
+    def notify_replies(self) -> None:
         pass
 
-    def work(self, at_once: str = "") -> None:
+    def wake_lanes(self, urgent_lane: str = "") -> None:
         pass
 
 
@@ -65,22 +65,22 @@ class World:
         self.visit.prepare()
         self.fetch.prepare()
 
-    def look(self, path: str = "", *, again: bool = True, tree: bool = False) -> wants.Want:
+    def look(self, path: str = "", *, again: bool = True, tree: bool = False) -> wants.MoverRequest:
         """Have a directory visited; the answered want."""
-        want = wants.ask(self.db, wants.VISIT, self.inode(path), wants.TREE if tree else wants.AGAIN if again else "")
+        want = wants.insert_request(self.db, wants.SCAN, self.inode(path), wants.TREE if tree else wants.COMPARE_AGAIN if again else "")
         return self.run(self.visit, want)
 
-    def bring(self, path: str, argument: str = "") -> wants.Want:
+    def bring(self, path: str, argument: str = "") -> wants.MoverRequest:
         """Have a file fetched; the answered want."""
-        return self.run(self.fetch, wants.ask(self.db, wants.FETCH, self.inode(path), argument))
+        return self.run(self.fetch, wants.insert_request(self.db, wants.FETCH, self.inode(path), argument))
 
-    def run(self, flow: Visit | Fetch, want: int) -> wants.Want:
+    def run(self, flow: Visit | Fetch, want: int) -> wants.MoverRequest:
         """Steps until a want is answered."""
         pause, end = threading.Event(), time.monotonic() + 60
         while time.monotonic() < end:
             row = wants.get(self.db, want)
             assert row is not None, "nobody answered in time"
-            if row.state != wants.WANTED:
+            if row.state != wants.OPEN:
                 return row
             try:
                 self.visit.step()
@@ -146,7 +146,7 @@ class World:
 def bytes_here(world: World, path: str) -> tuple[Tier, bytes]:
     """What a tier holds of a file."""
     content = int(str(world.column(path, "content")))
-    (copy,) = settling.copies(world.db, content)
+    (copy,) = settling.list_copies(world.db, content)
     assert copy.state == 1 and copy.verified_ns > 0
     with os.fdopen(world.places[copy.tier].open(content), "rb") as file:
         return copy.tier, file.read()
@@ -155,8 +155,8 @@ def bytes_here(world: World, path: str) -> tuple[Tier, bytes]:
 def lose_copies(world: World, path: str) -> None:
     """As eviction does."""
     content = int(str(world.column(path, "content")))
-    for copy in settling.copies(world.db, content):
-        settling.forget_copy(world.db, content, copy.tier)
+    for copy in settling.list_copies(world.db, content):
+        settling.delete_copy(world.db, content, copy.tier)
         world.places[copy.tier].remove(content)
 
 

@@ -23,9 +23,9 @@ from ckptfs.catalog import attributes, database, directories, identity, namespac
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds
 from ckptfs.catalog.sharing.kinds import INODE, NAME
-from ckptfs.catalog.sharing.touching import Touching
+from ckptfs.catalog.sharing.touching import DirtyKeyTracker
 from ckptfs.catalog.store import Compare, Get, Operation, Outcome
-from ckptfs.errors import Unreachable
+from ckptfs.errors import StoreUnreachable
 from ckptfs.model import ROOT, Inode
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class Slow(MemoryStore):
                 await trio.sleep(self._dice.uniform(0, self._delay_s))
                 try:
                     outcome = act()
-                except Unreachable:
+                except StoreUnreachable:
                     break
                 await trio.sleep(self._dice.uniform(0, self._delay_s))
                 lost = commits and self._losing > 0
@@ -92,7 +92,7 @@ class Slow(MemoryStore):
                 if self._reachable and not lost and self._dice.random() >= self._loss:
                     future.set_result(outcome)
                     return
-            future.set_exception(Unreachable("no answer"))
+            future.set_exception(StoreUnreachable("no answer"))
 
         trio.lowlevel.spawn_system_task(run)
         return future
@@ -105,11 +105,11 @@ class Node:
         directory.mkdir(parents=True, exist_ok=True)
         database.create(directory / "catalog.db")
         self.store, self.number = store, number
-        self.touching = touching = Touching()
-        self.db = Database(directory / "catalog.db", journalled=journalled, clustered=True, shared=touching)
-        identity.take_number(self.db, number)
+        self.touching = touching = DirtyKeyTracker()
+        self.db = Database(directory / "catalog.db", journalled=journalled, clustered=True, hooks=touching)
+        identity.set_node_number(self.db, number)
         self.sharing = Sharing(self.db, store, f"n{number}", lambda _: False, lambda _content, _other: True)
-        touching.on_touched = self.sharing.touched
+        touching.on_dirty = self.sharing.touched
 
     def cut(self, off: bool) -> None:
         self.store.reachable = not off
@@ -130,7 +130,7 @@ class Node:
 
     async def make(self, path: str, mode: int = stat.S_IFREG | 0o644) -> Inode:
         parent, name = await self.parent(path)
-        return await self._agreed(lambda db: namespace.make(db, parent, name, mode, uid=0, gid=0), [(parent, name)])
+        return await self._agreed(lambda db: namespace.create(db, parent, name, mode, uid=0, gid=0), [(parent, name)])
 
     async def mkdir(self, path: str) -> Inode:
         return await self.make(path, stat.S_IFDIR | 0o755)
@@ -177,11 +177,11 @@ class Node:
     async def names(self, path: str = "") -> list[bytes]:
         inode = (await self.stat(path)).id if path else ROOT
         await self.sharing.fresh_directory(inode)
-        return sorted(entry.name for entry, _ in directories.read(self.db, inode))
+        return sorted(entry.name for entry, _ in directories.iterate_entries(self.db, inode))
 
     async def _agreed(self, change: Callable[[Database], T], names: Sequence[tuple[int, bytes]], inodes: Sequence[int] = ()) -> T:
         async def act() -> T:
-            with self.db.change() as db:
+            with self.db.transaction() as db:
                 return change(db)
 
         async def fresh() -> None:
@@ -198,7 +198,7 @@ class Node:
         while todo:
             path, directory = todo.pop()
             await self.sharing.fresh_directory(directory)
-            for entry, _ in list(directories.read(self.db, directory)):
+            for entry, _ in list(directories.iterate_entries(self.db, directory)):
                 await self.sharing.fresh_inode(entry.child)
                 inode = namespace.get(self.db, entry.child)
                 found[path + b"/" + entry.name] = (inode.id, inode.mode, inode.nlink, 0 if inode.is_directory else inode.size)
@@ -207,15 +207,15 @@ class Node:
         return found
 
 
-def stored(etcd: MemoryEtcd) -> dict[kinds.Key, kinds.Value]:
+def stored(etcd: MemoryEtcd) -> dict[kinds.SharedKey, kinds.Value]:
     """Every shared value of the store."""
     found = {}
     for item in MemoryStore(etcd).read([Get(b"", b"\0")]).results[0]:
         if item.key.split(b"/")[0].decode() not in kinds.KINDS:
             continue
-        value = kinds.unpack(item.value)
+        value = kinds.decode_value(item.value)
         assert value is not None
-        found[kinds.parse(item.key)] = value
+        found[kinds.decode_key(item.key)] = value
     return found
 
 

@@ -23,14 +23,14 @@ from shared_catalogs import Slow
 
 from ckptfs import limits
 from ckptfs.catalog import belonging, contents, settling
-from ckptfs.catalog.etcd.wire import Wire
+from ckptfs.catalog.etcd.wire import EtcdCodec
 from ckptfs.catalog.store import Compare, Delete, Get, Item, Operation, Outcome, Put
 from ckptfs.clique import holders
-from ckptfs.clique.joining import join
-from ckptfs.clique.membership import NODES, NODES_END, Node, from_value, node_key, read_nodes, to_value
-from ckptfs.clique.placement import peers_of
-from ckptfs.clique.presence import Presence
-from ckptfs.clique.roster import Roster
+from ckptfs.clique.joining import register
+from ckptfs.clique.membership import NODES_END, NODES_PREFIX, Node, decode_node, encode_node, load_nodes, node_key
+from ckptfs.clique.placement import choose_peers
+from ckptfs.clique.presence import NodeLease
+from ckptfs.clique.roster import MemberTable
 from ckptfs.model import ROOT, Tier
 
 WHOLE = 3
@@ -61,7 +61,7 @@ class Metered(Slow):
     def __init__(self, etcd: MemoryEtcd, dice: random.Random) -> None:
         super().__init__(etcd, dice, WAY_S)
         self.bill = Bill()
-        self._wire = Wire("c")
+        self._wire = EtcdCodec("c")
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
         outcome = super().read(gets, timeout_s=timeout_s)
@@ -93,10 +93,10 @@ class Metered(Slow):
 
     def _note(self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get], outcome: Outcome) -> None:
         answer = ITEM_BYTES + sum(self._length(item.key, item) for items in outcome.results for item in items)
-        self.bill.note(2, self._wire.transaction(compares, changes, otherwise).ByteSize() + answer + PUT_COST * len(changes))
+        self.bill.note(2, self._wire.encode_transaction(compares, changes, otherwise).ByteSize() + answer + PUT_COST * len(changes))
 
     def _length(self, key: bytes, item: Item | None) -> int:
-        return ITEM_BYTES + len(self._wire.key(key)) + (len(item.value) if item is not None else 0)
+        return ITEM_BYTES + len(self._wire.encode_key(key)) + (len(item.value) if item is not None else 0)
 
 
 class Whole(Station):
@@ -106,27 +106,27 @@ class Whole(Station):
 
     def __init__(self, place: Path, etcd: MemoryEtcd, name: str, number: int, dice: random.Random) -> None:
         super().__init__(place / name, number, Metered(etcd, dice))
-        catalog = belonging.catalog_id(self.db)
-        assert join(self.store, name, catalog, number) == number
+        catalog = belonging.get_catalog_id(self.db)
+        assert register(self.store, name, catalog, number) == number
         self.node = node(self.number, name)
-        self.presence = Presence(self.store, self.node, catalog, trio.current_time)
-        self.roster = Roster(self.node)
+        self.node_lease = NodeLease(self.store, self.node, catalog, trio.current_time)
+        self.members = MemberTable(self.node)
         self.deaths = 0
 
     async def live(self) -> None:
         """Beat and follow, as `ckptfs_daemon.member` does."""
-        nodes, revision = read_nodes(self.store)
-        self.roster.read(nodes, trio.current_time())
-        watch = self.store.watch(NODES, NODES_END, revision + 1)
+        nodes, revision = load_nodes(self.store)
+        self.members.replace_nodes(nodes, trio.current_time())
+        watch = self.store.watch(NODES_PREFIX, NODES_END, revision + 1)
         while True:
-            self.presence.beat()
-            self.roster.answered(trio.current_time())
+            self.node_lease.renew()
+            self.members.mark_connected(trio.current_time())
             for key, item in self.store.told(watch):
-                found = from_value(item.value) if item is not None else None
+                found = decode_node(item.value) if item is not None else None
                 if found is not None:
-                    self.roster.lives(found)
+                    self.members.mark_alive(found)
                 else:
-                    self.roster.gone(int(key[len(NODES) :], 16), trio.current_time())
+                    self.members.mark_gone(int(key[len(NODES_PREFIX) :], 16), trio.current_time())
                     self.deaths += 1
             await trio.sleep(limits.NODE_BEAT_S)
 
@@ -145,29 +145,29 @@ class Whole(Station):
         """Create, write, close; its content."""
         self.store.bill.purpose = "names"
         made = await self.make(path)
-        with self.db.change():
-            content = contents.begin(self.db, made.id, Tier.RAM)
-        with self.db.change():
-            contents.close(self.db, made.id, content, size, 1, 2)
+        with self.db.transaction():
+            content = contents.insert_content(self.db, made.id, Tier.RAM)
+        with self.db.transaction():
+            contents.mark_closed(self.db, made.id, content, size, 1, 2)
         await self.sharing.published()
         return content
 
     async def seal(self, content: int) -> None:
         """The mover has computed the digest."""
         self.store.bill.purpose = "copies"
-        with self.db.change():
+        with self.db.transaction():
             self.db.run("UPDATE content SET state = 2, digest = ? WHERE id = ?", bytes(16), content)
         await self.sharing.published()
 
     def peers(self, factor: int) -> list[int]:
-        return [peer.number for peer in peers_of(self.roster.world(), self.number, factor, 1)]
+        return [peer.number for peer in choose_peers(self.members.build_view(), self.number, factor, 1)]
 
     def hold(self, other: "Whole", content: int) -> None:
         """A copy came from another node."""
-        found, bill = settling.content(other.db, content), self.store.bill
+        found, bill = settling.get_content(other.db, content), self.store.bill
         assert found is not None
         now, bill.purpose = bill.purpose, "copies"
-        holders.tell(self.store, self.number, [(found, True)])
+        holders.announce(self.store, self.number, [(found, True)])
         bill.purpose = now
 
 
@@ -215,7 +215,7 @@ class Cluster:
         self.whole = [Whole(self.place, self.etcd, f"n{number:05}", number, self.dice) for number in numbers]
 
     def put(self, one: Node) -> None:
-        self.others.commit([], [Put(node_key(one.number), to_value(one))])
+        self.others.commit([], [Put(node_key(one.number), encode_node(one))])
 
     async def churn(self, hours_between: float, hours: float) -> None:
         """Each plain node dies once in so many hours, at a random time, and is back a minute later."""
@@ -256,7 +256,7 @@ async def _measure(cluster: Cluster, *, steps: int, factor: int, hours: float, h
             nursery.start_soon(one.live)
             nursery.start_soon(one.sharing.run)
         await trio.sleep(10)
-        before = len(cluster.whole[0].roster.world())
+        before = len(cluster.whole[0].members.build_view())
         joined = _mean(bills, lambda bill: (bill.messages["join"], bill.bytes["join"]))
         for bill in bills:
             bill.messages.clear()
@@ -266,7 +266,7 @@ async def _measure(cluster: Cluster, *, steps: int, factor: int, hours: float, h
         for step in range(steps):
             await cluster.checkpoint(step, factor)
             await trio.sleep(5)
-        assert before == cluster.count == len(cluster.whole[0].roster.world())
+        assert before == cluster.count == len(cluster.whole[0].members.build_view())
         nursery.cancel_scope.cancel()
     kinds = ("names", "copies")
     return Costs(

@@ -13,7 +13,7 @@ from local_node import Node
 
 from ckptfs import disk
 from ckptfs.catalog import attributes, contents, namespace, renaming, report, settling
-from ckptfs.digest import Running
+from ckptfs.digest import RunningDigest
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import ROOT, ContentState, Tier
 
@@ -46,23 +46,23 @@ class Mount(Node):
         return catalog_names.resolve(self.db, path)
 
     def mkdir(self, path: bytes, mode: int = 0o755) -> None:
-        with self.db.change():
-            namespace.make(self.db, *self.at(path), stat.S_IFDIR | mode, uid=0, gid=0)
+        with self.db.transaction():
+            namespace.create(self.db, *self.at(path), stat.S_IFDIR | mode, uid=0, gid=0)
 
     def symlink(self, path: bytes, target: bytes) -> None:
-        with self.db.change():
-            namespace.make(self.db, *self.at(path), stat.S_IFLNK | 0o777, uid=0, gid=0, target=target)
+        with self.db.transaction():
+            namespace.create(self.db, *self.at(path), stat.S_IFLNK | 0o777, uid=0, gid=0, target=target)
 
     def mknod(self, path: bytes, mode: int, rdev: int = 0) -> None:
-        with self.db.change():
-            namespace.make(self.db, *self.at(path), mode, uid=0, gid=0, rdev=rdev)
+        with self.db.transaction():
+            namespace.create(self.db, *self.at(path), mode, uid=0, gid=0, rdev=rdev)
 
     def put(self, path: bytes, data: bytes, *, closed: bool = True, tier: Tier = Tier.RAM) -> int:
         """creat, write, close; the content."""
-        with self.db.change():
-            found = namespace.find(self.db, *self.at(path))
-            inode = namespace.make(self.db, *self.at(path), 0o100644, uid=0, gid=0).id if found is None else found.id
-            content = contents.begin(self.db, inode, tier)
+        with self.db.transaction():
+            found = namespace.find_child(self.db, *self.at(path))
+            inode = namespace.create(self.db, *self.at(path), 0o100644, uid=0, gid=0).id if found is None else found.id
+            content = contents.insert_content(self.db, inode, tier)
             with os.fdopen(self.places[tier].create(content), "wb") as file:
                 file.write(data)
         if closed:
@@ -73,8 +73,8 @@ class Mount(Node):
         """Open in place, write at the end, close; the content."""
         content = self.shown(self.number(path))
         assert content is not None
-        with self.db.change():
-            contents.reopen(self.db, self.inode(content), content, Tier.RAM)
+        with self.db.transaction():
+            contents.mark_open(self.db, self.inode(content), content, Tier.RAM)
         with os.fdopen(self.places[Tier.RAM].open(content, os.O_RDWR), "r+b") as file:
             file.seek(0, os.SEEK_END)
             file.write(data)
@@ -85,64 +85,64 @@ class Mount(Node):
 
     def close(self, content: int, size: int) -> None:
         found = os.stat(self.places[Tier.RAM].root / "contents" / f"{content:016x}") if self.copies(content).get(Tier.RAM) else None
-        with self.db.change():
+        with self.db.transaction():
             when = 1 if found is None else found.st_mtime_ns
-            contents.close(self.db, self.inode(content), content, size, when, when)
+            contents.mark_closed(self.db, self.inode(content), content, size, when, when)
         if self.seal_at_once:
             self.seal(content)
 
     def seal(self, content: int) -> None:
-        row = settling.content(self.db, content)
+        row = settling.get_content(self.db, content)
         assert row is not None
         tier = next(iter(self.copies(content)))
-        running = Running()
+        running = RunningDigest()
         running.update(self.data(content, tier))
         whole, blocks = running.finish()
-        with self.db.change():
-            settling.seal(self.db, [settling.Seal(content, row.inode, row.change, tier, running.size, whole, blocks)])
+        with self.db.transaction():
+            settling.mark_sealed(self.db, [settling.SealResult(content, row.inode, row.change, tier, running.size, whole, blocks)])
 
     def synced(self, content: int) -> None:
         """fsync while open."""
         size = len(self.data(content))
-        with self.db.change():
-            contents.synced(self.db, self.inode(content), content, size, 5, 5)
+        with self.db.transaction():
+            contents.record_fsync(self.db, self.inode(content), content, size, 5, 5)
 
     def link(self, old: bytes, new: bytes) -> None:
-        with self.db.change():
+        with self.db.transaction():
             namespace.link(self.db, self.number(old), *self.at(new))
 
     def rename(self, old: bytes, new: bytes, flags: int = 0) -> None:
-        with self.db.change():
+        with self.db.transaction():
             replaced = renaming.rename(self.db, *self.at(old), *self.at(new), flags)
             self._reap(None if replaced is None else replaced.id)
 
     def unlink(self, path: bytes) -> None:
-        with self.db.change():
+        with self.db.transaction():
             self._reap(namespace.unlink(self.db, *self.at(path)).id)
 
     def rmdir(self, path: bytes) -> None:
-        with self.db.change():
+        with self.db.transaction():
             self._reap(namespace.rmdir(self.db, *self.at(path)).id)
 
     def chmod(self, path: bytes, mode: int) -> None:
-        with self.db.change():
+        with self.db.transaction():
             attributes.set_attributes(self.db, self.number(path), mode=mode)
 
     def chown(self, path: bytes, uid: int) -> None:
-        with self.db.change():
+        with self.db.transaction():
             attributes.set_attributes(self.db, self.number(path), uid=uid)
 
     def utime(self, path: bytes, mtime_ns: int) -> None:
-        with self.db.change():
+        with self.db.transaction():
             attributes.set_attributes(self.db, self.number(path), atime_ns=mtime_ns, mtime_ns=mtime_ns)
 
     def setxattr(self, path: bytes, name: bytes, value: bytes) -> None:
-        with self.db.change():
+        with self.db.transaction():
             attributes.set_xattr(self.db, self.number(path), name, value)
 
     def _reap(self, inode: int | None) -> None:
         if inode is not None:
-            for content in namespace.reap(self.db, [inode]).get(inode, []):
+            for content in namespace.delete_forgotten(self.db, [inode]).get(inode, []):
                 self.places[Tier.RAM].remove(content)
 
     # --- trees --------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Mount(Node):
             assert (found.st_size, found.st_mtime_ns, found.st_ino) == (size, mtime_ns, pfs_inode)
 
     def _path(self, parent: int, name: bytes) -> bytes:
-        above = report.path_of(self.db, parent)
+        above = report.get_path(self.db, parent)
         return above + b"/" + name if above else name
 
 

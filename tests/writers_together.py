@@ -22,17 +22,17 @@ from write_back_world import Killed, Tree, intercepted, pfs_tree
 
 from ckptfs import limits
 from ckptfs.catalog import belonging, contents, holding, namespace, peers, renaming, settling
-from ckptfs.catalog.holding import Heard
+from ckptfs.catalog.holding import RemoteState
 from ckptfs.catalog.sharing.kinds import INODE
 from ckptfs.catalog.store import Put
 from ckptfs.clique import membership
-from ckptfs.clique.claims import Claims
-from ckptfs.clique.joining import Bound, name_key
-from ckptfs.clique.membership import World
-from ckptfs.clique.presence import Presence
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.claims import ClusterLocks
+from ckptfs.clique.joining import NodeBinding, name_key
+from ckptfs.clique.membership import ClusterView
+from ckptfs.clique.presence import NodeLease
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.config import Config
-from ckptfs.digest import Running
+from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
@@ -55,31 +55,31 @@ class Writer(Node):
         self.told = Told()
         self.bytes: dict[int, bytes] = {}
         self.member = membership.Node(number, f"n{number}", f"n{number}:7420", number, f"n{number}")
-        catalog = belonging.catalog_id(self.db)
-        self.store.commit([], [Put(name_key(self.member.name), Bound(number, catalog).value())])
+        catalog = belonging.get_catalog_id(self.db)
+        self.store.commit([], [Put(name_key(self.member.name), NodeBinding(number, catalog).encode())])
         self.clock_s = 0.0
-        self.presence = Presence(self.store, self.member, catalog, lambda: self.clock_s)
+        self.presence = NodeLease(self.store, self.member, catalog, lambda: self.clock_s)
         self.live()
         self.others: list[Writer] = []
         nobody: Any = None
-        claims = Claims(self.store, self.presence)
-        self.around = Surroundings(number, 2, 1, nobody, self.store, self.see, claims, lambda: self.presence.lease)
-        self.take_over = TakeOver(self.db, self.told, self.around)
+        claims = ClusterLocks(self.store, self.presence)
+        self.cluster = Cluster(number, 2, 1, nobody, self.store, self.see, claims, lambda: self.presence.lease_id)
+        self.take_over = TakeOver(self.db, self.told, self.cluster)
         self.busy = False
         self.revive()
 
-    def see(self) -> World:
+    def see(self) -> ClusterView:
         """Who lives."""
-        return membership.world(node.member for node in self.others if node.alive)
+        return membership.build_view(node.member for node in self.others if node.alive)
 
     def live(self) -> None:
         """It holds a lease."""
-        self.presence.beat()
+        self.presence.renew()
         self.alive = True
 
     def die(self) -> None:
         """Its lease runs out."""
-        self.store.revoke(self.presence.lease)
+        self.store.revoke(self.presence.lease_id)
         self.clock_s += 2 * limits.NODE_LEASE_S
         self.alive = False
 
@@ -87,39 +87,39 @@ class Writer(Node):
         """What replication does: a verified copy of another node's content."""
         with os.fdopen(self.places[Tier.RAM].create(content), "wb") as file:
             file.write(other.bytes[content])
-        row = settling.content(other.db, content)
+        row = settling.get_content(other.db, content)
         assert row is not None
-        with self.db.change():
-            holding.hear(self.db, Heard(content, row.inode, row.generation, row.size, row.digest, row.blocks))
+        with self.db.transaction():
+            holding.record_remote(self.db, RemoteState(content, row.inode, row.generation, row.size, row.digest, row.block_digests))
             self.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'ram', 1, 1)", content)
 
     def revive(self) -> None:
         """Another mover."""
-        self.write_back = WriteBack(self.db, self.places, self.config, self.told, self.around)
+        self.write_back = WriteBack(self.db, self.places, self.config, self.told, self.cluster)
 
     async def put(self, path: str, data: bytes) -> int:
         """creat, write, close; the content."""
         parent, name = await self.parent(path)
         await self.sharing.fresh_name(parent, name)
-        found = namespace.find(self.db, parent, name)
+        found = namespace.find_child(self.db, parent, name)
         inode = (await self.make(path)).id if found is None else found.id
         if found is not None and not found.is_file:
             raise IsADirectoryError(errno.EISDIR, path)
-        with self.db.change():
-            content = contents.begin(self.db, inode, Tier.RAM)
+        with self.db.transaction():
+            content = contents.insert_content(self.db, inode, Tier.RAM)
             with os.fdopen(self.places[Tier.RAM].create(content), "wb") as file:
                 file.write(data)
         self.bytes[content] = data
-        running_digest = Running()
+        running_digest = RunningDigest()
         running_digest.update(data)
         whole, blocks = running_digest.finish()
-        with self.db.change():
-            contents.close(self.db, inode, content, len(data), 5, 5)
+        with self.db.transaction():
+            contents.mark_closed(self.db, inode, content, len(data), 5, 5)
         await self.sharing.published()
-        row = settling.content(self.db, content)
+        row = settling.get_content(self.db, content)
         if row is not None and row.state is ContentState.CLOSED:
-            with self.db.change():
-                settling.seal(self.db, [settling.Seal(content, inode, row.change, Tier.RAM, len(data), whole, blocks)])
+            with self.db.transaction():
+                settling.mark_sealed(self.db, [settling.SealResult(content, inode, row.change, Tier.RAM, len(data), whole, blocks)])
         await self.sharing.published()
         return content
 
@@ -127,7 +127,7 @@ class Writer(Node):
         await self.rename(path, new, renaming.EXCHANGE)
 
 
-class Cluster:
+class WriterCluster:
     """Some nodes, one PFS, and dice."""
 
     def __init__(self, root: Path, count: int, seed: int) -> None:
@@ -137,8 +137,8 @@ class Cluster:
         self.nodes = [Writer(root / f"n{number}", number, self.etcd, self.pfs) for number in range(1, count + 1)]
         for node in self.nodes:
             node.others = self.nodes
-            known = [peers.Known(other.number, other.member.name, other.member.domain) for other in self.nodes]
-            peers.set_world(node.db, node.number, 2, known)
+            known = [peers.KnownNode(other.number, other.member.name, other.member.domain) for other in self.nodes]
+            peers.set_live_nodes(node.db, node.number, 2, known)
         self.dice = random.Random(seed)
         self.disturbing: Callable[[], Any] = self.step_somewhere
         self.disturbance = 0.0
@@ -153,7 +153,7 @@ class Cluster:
     async def run(self, act: Callable[[], Any]) -> Any:
         token = trio.lowlevel.current_trio_token()
         for node in self.nodes:
-            node.touching.on_touched = lambda node=node: token.run_sync_soon(node.sharing.touched)
+            node.touching.on_dirty = lambda node=node: token.run_sync_soon(node.sharing.touched)
         with intercepted(self._at_operation):
             return await running(self.nodes, act)
 

@@ -18,12 +18,12 @@ UNIDENTIFIED = "unidentified"
 """The uuid of a PFS on which we may not make a work area; once we may, it is the same one."""
 
 
-def instance(db: Database) -> str:
+def get_instance_id(db: Database) -> str:
     """What tells this catalog's temporary names from those of all others on the same PFS: 8 hex digits."""
     return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))[:8]
 
 
-def demand_none(db: Database, state: Path) -> None:
+def require_no_pfs(db: Database, state: Path) -> None:
     """Refuse to go on without the PFS that this catalog, in the directory `state`, belongs to. Raises ConfigError."""
     if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None:
         raise ConfigError(
@@ -32,7 +32,7 @@ def demand_none(db: Database, state: Path) -> None:
         )
 
 
-def adopt(db: Database, uuid: str) -> bool:
+def set_pfs(db: Database, uuid: str) -> bool:
     """Belong to the PFS `uuid` from now on; whether that is news. Raises ConfigError when files would be lost by it."""
     known = db.value("SELECT value FROM meta WHERE key = 'pfs'")
     if uuid in (known, UNIDENTIFIED) and known is not None:
@@ -40,62 +40,62 @@ def adopt(db: Database, uuid: str) -> bool:
     if known == UNIDENTIFIED:
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs', ?)", uuid)
         return False
-    with db.change():
-        if known is not None and db.clustered:
+    with db.transaction():
+        if known is not None and db.is_clustered:
             raise ConfigError(
                 "the PFS that is configured is not that of the cluster",
                 remedy="configure the same directory on all nodes, or another cluster",
             )
-        if known is None and (db.clustered or not _untold(db)):
+        if known is None and (db.is_clustered or not _has_unrecorded(db)):
             db.run("INSERT INTO meta (key, value) VALUES ('pfs', ?)", uuid)
             return False
-        only_there = db.value(
+        lost_files = db.value(
             "SELECT count(*) FROM published p JOIN inode i ON i.id = p.inode WHERE i.nlink > 0"
             " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = i.content AND c.state = 1)"
         )
-        if only_there:
+        if lost_files:
             raise ConfigError(
-                f"{only_there} files of this catalog lie only on another PFS than the one that is configured",
+                f"{lost_files} files of this catalog lie only on another PFS than the one that is configured",
                 remedy="configure the former PFS again and read these files once, or use another state directory",
             )
         for table in ("journal", "pfs_entry", "pfs_pending", "pfs_batch", "pfs_times", "published"):
             db.run(f"DELETE FROM {table}")
-        again(db, ROOT)
+        insert_rows_for_tree(db, ROOT)
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs', ?)", uuid)
     return True
 
 
-def _untold(db: Database) -> bool:
+def _has_unrecorded(db: Database) -> bool:
     """Whether anything exists that neither the journal nor the PFS knows: it was made while there was no PFS."""
-    untold = (
+    query = (
         "SELECT 1 FROM inode i WHERE i.id <> ? AND i.nlink > 0 AND NOT EXISTS (SELECT 1 FROM pfs_entry WHERE inode = i.id)"
         " AND NOT EXISTS (SELECT 1 FROM journal WHERE inode = i.id AND op = 'make') LIMIT 1"
     )
-    return db.value(untold, ROOT) is not None
+    return db.value(query, ROOT) is not None
 
 
-def again(db: Database, inode: int) -> int:
+def insert_rows_for_tree(db: Database, inode: int) -> int:
     """Tell the PFS anew of `inode` and all below it, as they now are, and forget that it showed them; how many rows that took.
 
     Files whose bytes are not on this node are left as they are: there is nothing to tell, and a visit finds out what became of them.
     """
-    told: set[int] = set()
+    recorded: set[int] = set()
     count = 0
     for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie", inode):
-        count += _tell(db, parent, name, inode, told)
+        count += _insert_rows_for_name(db, parent, name, inode, recorded)
     todo = deque([inode])
     while todo:
         directory = todo.popleft()
         for name, child, mode in db.rows(
             "SELECT e.name, e.child, i.mode FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? ORDER BY e.cookie", directory
         ):
-            count += _tell(db, directory, name, child, told)
+            count += _insert_rows_for_name(db, directory, name, child, recorded)
             if stat.S_ISDIR(mode):
                 todo.append(child)
     return count
 
 
-def can_tell(db: Database, inode: int) -> bool:
+def can_recreate(db: Database, inode: int) -> bool:
     """Whether this node has what it takes to make `inode` on a PFS again."""
     row = db.row("SELECT mode, content FROM inode WHERE id = ? AND nlink > 0", inode)
     if row is None:
@@ -104,18 +104,18 @@ def can_tell(db: Database, inode: int) -> bool:
         return True
     if row[1] is None:
         return db.value("SELECT 1 FROM published WHERE inode = ?", inode) is None
-    held = "SELECT 1 FROM content k JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.id = ? AND k.state IN (0, 1, 2) LIMIT 1"
-    return db.value(held, row[1]) is not None
+    query = "SELECT 1 FROM content k JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.id = ? AND k.state IN (0, 1, 2) LIMIT 1"
+    return db.value(query, row[1]) is not None
 
 
-def _tell(db: Database, parent: int, name: bytes, inode: int, told: set[int]) -> int:
+def _insert_rows_for_name(db: Database, parent: int, name: bytes, inode: int, recorded: set[int]) -> int:
     """The rows for one name: it is made, or linked when the inode has been told already."""
-    if inode in told:
+    if inode in recorded:
         journal.append(db, "link", inode, parent=parent, name=name)
         return 1
-    if not can_tell(db, inode):
+    if not can_recreate(db, inode):
         return 0
-    told.add(inode)
+    recorded.add(inode)
     for table in ("pfs_entry", "pfs_pending", "published"):
         db.run(f"DELETE FROM {table} WHERE inode = ?", inode)
     journal.append(db, "make", inode, parent=parent, name=name)

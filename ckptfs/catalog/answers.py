@@ -11,17 +11,17 @@ from ckptfs.catalog.database import Database
 _SLOT_MASK = limits.ANSWERS_KEPT - 1
 
 
-def keep(db: Database, number: int, body: bytes = b"") -> None:
+def record_reply(db: Database, request: int, body: bytes = b"") -> None:
     """Remember the answer to request `number` (even, as the kernel's are). Call it inside the change's own transaction."""
-    db.run("INSERT OR REPLACE INTO answer (slot, request, body) VALUES (?,?,?)", number >> 1 & _SLOT_MASK, number, body)
+    db.run("INSERT OR REPLACE INTO answer (slot, request, body) VALUES (?,?,?)", request >> 1 & _SLOT_MASK, request, body)
 
 
-def told(db: Database, number: int) -> bytes | None:
+def get_reply(db: Database, request: int) -> bytes | None:
     """The answer that request `number` already got; None when it was never answered."""
-    body: bytes | None = db.value("SELECT body FROM answer WHERE slot=? AND request=?", number >> 1 & _SLOT_MASK, number)
+    body: bytes | None = db.value("SELECT body FROM answer WHERE slot=? AND request=?", request >> 1 & _SLOT_MASK, request)
     return body
 
 
-def forget_all(db: Database) -> None:
+def delete_replies(db: Database) -> None:
     """A new FUSE connection begins: its requests are numbered from the start again."""
     db.run("DELETE FROM answer")

@@ -12,7 +12,7 @@ import time
 from ckptfs import limits
 from ckptfs.catalog import journal, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.errors import refused
+from ckptfs.errors import posix_error
 from ckptfs.model import Inode
 
 XATTR_CREATE = 1
@@ -27,7 +27,7 @@ def set_attributes(
     row = namespace.get(db, inode)
     new_mode = row.mode if mode is None else stat.S_IFMT(row.mode) | stat.S_IMODE(mode)
     if kill_set_id and mode is None:
-        new_mode = without_set_id(new_mode)
+        new_mode = strip_set_id(new_mode)
     values = (
         new_mode,
         row.uid if uid is None else uid,
@@ -41,7 +41,7 @@ def set_attributes(
     return namespace.get(db, inode)
 
 
-def without_set_id(mode: int) -> int:
+def strip_set_id(mode: int) -> int:
     """`mode` after somebody without CAP_FSETID changed the file: no S_ISUID, no S_ISGID (which means locking without group execute)."""
     if stat.S_ISDIR(mode):
         return mode
@@ -52,7 +52,7 @@ def get_xattr(db: Database, inode: int, name: bytes) -> bytes:
     """The value of an extended attribute. Raises ENODATA."""
     value: bytes | None = db.value("SELECT value FROM xattr WHERE inode=? AND name=?", inode, name)
     if value is None:
-        raise refused(errno.ENODATA)
+        raise posix_error(errno.ENODATA)
     return value
 
 
@@ -64,34 +64,34 @@ def list_xattrs(db: Database, inode: int) -> list[bytes]:
 def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 0) -> None:
     """Set an extended attribute. `flags` as of setxattr(2): EEXIST, ENODATA. Raises ERANGE, E2BIG, ENOSPC past the limits."""
     if len(name) > limits.NAME_BYTES_MAX:
-        raise refused(errno.ERANGE)
+        raise posix_error(errno.ERANGE)
     if len(value) > limits.XATTR_VALUE_BYTES_MAX:
-        raise refused(errno.E2BIG)
+        raise posix_error(errno.E2BIG)
     names = list_xattrs(db, inode)
     if flags & XATTR_CREATE and name in names:
-        raise refused(errno.EEXIST)
+        raise posix_error(errno.EEXIST)
     if flags & XATTR_REPLACE and name not in names:
-        raise refused(errno.ENODATA)
+        raise posix_error(errno.ENODATA)
     if name not in names and sum(map(len, names)) + len(names) + len(name) + 1 > limits.XATTR_LIST_BYTES_MAX:
-        raise refused(errno.ENOSPC)
-    if db.clustered and _xattr_bytes(db, inode, name) + len(name) + len(value) > limits.XATTR_SHARED_BYTES_MAX:
-        raise refused(errno.ENOSPC)
+        raise posix_error(errno.ENOSPC)
+    if db.is_clustered and _count_xattr_bytes(db, inode, name) + len(name) + len(value) > limits.XATTR_SHARED_BYTES_MAX:
+        raise posix_error(errno.ENOSPC)
     db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
-    _changed(db, inode)
+    _record_attribute_change(db, inode)
 
 
-def _xattr_bytes(db: Database, inode: int, without: bytes) -> int:
+def _count_xattr_bytes(db: Database, inode: int, excluded: bytes) -> int:
     """What the extended attributes of an inode take, but for one of them."""
-    return int(db.value("SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?", inode, without))
+    return int(db.value("SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?", inode, excluded))
 
 
 def remove_xattr(db: Database, inode: int, name: bytes) -> None:
     """Remove an extended attribute. Raises ENODATA."""
     if db.run("DELETE FROM xattr WHERE inode=? AND name=?", inode, name) == 0:
-        raise refused(errno.ENODATA)
-    _changed(db, inode)
+        raise posix_error(errno.ENODATA)
+    _record_attribute_change(db, inode)
 
 
-def _changed(db: Database, inode: int) -> None:
+def _record_attribute_change(db: Database, inode: int) -> None:
     db.run("UPDATE inode SET ctime_ns=? WHERE id=?", time.time_ns(), inode)
     journal.append(db, "attributes", inode)

@@ -14,20 +14,20 @@ from ckptfs.errors import ConfigError
 from ckptfs.model import ROOT
 
 
-def catalog_id(db: Database) -> str:
+def get_catalog_id(db: Database) -> str:
     """The uuid of this catalog, which no other one has: 32 hex digits."""
     return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))
 
 
-def cluster(db: Database) -> str | None:
+def get_cluster(db: Database) -> str | None:
     """The cluster that this catalog belongs to."""
     found: str | None = db.value("SELECT value FROM meta WHERE key = 'cluster'")
     return found
 
 
-def demand(db: Database, wanted: str | None, state: Path) -> None:
+def require_cluster(db: Database, wanted: str | None, state: Path) -> None:
     """Refuse a cluster, or none, that this catalog in the directory `state` cannot belong to. Raises ConfigError."""
-    known = cluster(db)
+    known = get_cluster(db)
     if known == wanted:
         return
     if known is not None:
@@ -44,25 +44,25 @@ def demand(db: Database, wanted: str | None, state: Path) -> None:
         )
 
 
-def belong(db: Database, name: str) -> None:
+def set_cluster(db: Database, name: str) -> None:
     """This catalog belongs to the cluster `name` from now on."""
     db.run("INSERT OR IGNORE INTO meta (key, value) VALUES ('cluster', ?)", name)
 
 
-def begin(db: Database) -> int:
+def record_start(db: Database) -> int:
     """Another start of this node's mover: how many there were."""
-    with db.change():
+    with db.transaction():
         db.run("INSERT INTO meta (key, value) VALUES ('starts', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
         return int(db.value("SELECT value FROM meta WHERE key = 'starts'"))
 
 
-def keep_world(db: Database, records: Iterable[bytes]) -> None:
+def record_last_members(db: Database, records: Iterable[bytes]) -> None:
     """Remember who lives, by their records: a mover that starts while the store is away begins with them."""
-    with db.change():
+    with db.transaction():
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('world', ?)", json.dumps([record.decode() for record in records]))
 
 
-def last_world(db: Database) -> list[bytes]:
+def list_last_members(db: Database) -> list[bytes]:
     """What was remembered."""
     text = db.value("SELECT value FROM meta WHERE key = 'world'")
     return [] if text is None else [record.encode() for record in json.loads(text)]

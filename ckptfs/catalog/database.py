@@ -30,7 +30,7 @@ PAGE_BYTES = 1024
 """A create touches some 18 pages of as many tables and indices, which all go to the log: small ones halve a commit (31 against 60 us)."""
 
 
-class _Held:
+class _ThreadConnection:
     """A thread's hold on its connection: closed when the thread ends, without waiting for a garbage collection."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -40,20 +40,20 @@ class _Held:
         self.connection.close()
 
 
-class Shared(Protocol):
+class ConnectionHooks(Protocol):
     """What is done with each connection of a catalog that is shared with other nodes."""
 
     @property
-    def factory(self) -> type[sqlite3.Connection]:
+    def connection_class(self) -> type[sqlite3.Connection]:
         """The class of the connections."""
 
-    def prepare(self, connection: sqlite3.Connection) -> None:
+    def on_open(self, connection: sqlite3.Connection) -> None:
         """It was opened."""
 
-    def began(self, connection: sqlite3.Connection) -> None:
+    def on_begin(self, connection: sqlite3.Connection) -> None:
         """A change begins."""
 
-    def committed(self, connection: sqlite3.Connection) -> None:
+    def on_commit(self, connection: sqlite3.Connection) -> None:
         """The change was committed."""
 
 
@@ -61,7 +61,7 @@ class Database:
     """One catalog file. Methods may be called from any thread; a transaction stays in the thread that began it."""
 
     def __init__(
-        self, path: Path, *, journalled: bool, patient: bool = False, clustered: bool = False, shared: Shared | None = None
+        self, path: Path, *, journalled: bool, defer_checkpoints: bool = False, clustered: bool = False, hooks: ConnectionHooks | None = None
     ) -> None:
         """Open `path`, which `create` made. Raises CatalogDamaged or CatalogTooNew, and then has changed nothing.
 
@@ -70,48 +70,48 @@ class Database:
         `shared`: marks what other nodes must learn.
         """
         self.path = path
-        self.journalled = journalled
-        self.clustered = clustered
-        self._shared = shared
-        self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_PATIENCE if patient else 1)
+        self.is_journalled = journalled
+        self.is_clustered = clustered
+        self._hooks = hooks
+        self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_PATIENCE if defer_checkpoints else 1)
         self._local = threading.local()
         # Worker threads come and go, and their connections with them: nothing here may keep those open.
-        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
+        self._connections: weakref.WeakSet[_ThreadConnection] = weakref.WeakSet()
         self._lock = threading.Lock()
-        check(path)
+        check_file(path)
 
     @property
     def connection(self) -> sqlite3.Connection:
         """This thread's connection."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = _connect(self.path, self._log_pages, self._shared)
-            held = self._local.held = _Held(connection)
+            connection = self._local.connection = _connect(self.path, self._log_pages, self._hooks)
+            held = self._local.held = _ThreadConnection(connection)
             with self._lock:
-                self._held.add(held)
+                self._connections.add(held)
         return connection
 
     @contextlib.contextmanager
-    def change(self) -> Iterator["Database"]:
+    def transaction(self) -> Iterator["Database"]:
         """A transaction that may write. Inside another one of the same thread it simply joins it."""
         connection = self.connection
         if connection.in_transaction:
             yield self
             return
         connection.execute("BEGIN IMMEDIATE")
-        if self._shared is not None:
-            self._shared.began(connection)
+        if self._hooks is not None:
+            self._hooks.on_begin(connection)
         try:
             yield self
         except BaseException:
             connection.execute("ROLLBACK")
             raise
         connection.execute("COMMIT")
-        if self._shared is not None:
-            self._shared.committed(connection)
+        if self._hooks is not None:
+            self._hooks.on_commit(connection)
 
     @contextlib.contextmanager
-    def snapshot(self) -> Iterator["Database"]:
+    def read_transaction(self) -> Iterator["Database"]:
         """A read transaction: every query inside sees the same state."""
         connection = self.connection
         if connection.in_transaction:
@@ -164,7 +164,7 @@ class Database:
     def close(self) -> None:
         """Close every thread's connection. The last process to close checkpoints the log."""
         with self._lock:
-            every, self._held = list(self._held), weakref.WeakSet()
+            every, self._connections = list(self._connections), weakref.WeakSet()
         for held in every:
             held.connection.close()
         self._local = threading.local()
@@ -196,7 +196,7 @@ def create(path: Path) -> None:
     os.rename(temporary, path)
 
 
-def check(path: Path) -> None:
+def check_file(path: Path) -> None:
     """Refuse a file that is not a whole catalog of a version we know. Raises CatalogDamaged or CatalogTooNew."""
     remedy = f"nothing was changed; move {path} away to start with an empty catalog, or restore it from a backup"
     try:
@@ -221,7 +221,7 @@ def check(path: Path) -> None:
         connection.close()
 
 
-def _connect(path: Path, log_pages: int, shared: Shared | None) -> sqlite3.Connection:
+def _connect(path: Path, log_pages: int, hooks: ConnectionHooks | None) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{path}?mode=rw",
         uri=True,
@@ -229,11 +229,11 @@ def _connect(path: Path, log_pages: int, shared: Shared | None) -> sqlite3.Conne
         timeout=limits.CATALOG_BUSY_S,
         cached_statements=512,
         check_same_thread=False,
-        factory=sqlite3.Connection if shared is None else shared.factory,
+        factory=sqlite3.Connection if hooks is None else hooks.connection_class,
     )
     checkpoint = f"wal_autocheckpoint={log_pages}"
     for pragma in ("synchronous=NORMAL", "cache_size=-16384", "temp_store=MEMORY", "mmap_size=268435456", checkpoint):
         connection.execute(f"PRAGMA {pragma}")
-    if shared is not None:
-        shared.prepare(connection)
+    if hooks is not None:
+        hooks.on_open(connection)
     return connection

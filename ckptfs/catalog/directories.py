@@ -10,17 +10,17 @@ import errno
 from collections.abc import Iterator
 
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, inode_of
-from ckptfs.errors import CkptfsError, refused
+from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, build_inode
+from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import Entry, Inode
 
-_BATCH = (
+_SELECT_ENTRIES = (
     f"SELECT entry.cookie, entry.name, {INODE_COLUMNS_JOINED} FROM entry INDEXED BY entry_order JOIN inode ON inode.id = entry.child"
     " WHERE entry.parent=? AND entry.cookie>? ORDER BY entry.cookie"
 )
 
 
-class Unvisited(CkptfsError):
+class NotImported(CkptfsError):
     """The answer stands on the PFS: `directory` lies there and was not imported yet. Ask for a visit, then try again."""
 
     def __init__(self, directory: int) -> None:
@@ -28,20 +28,20 @@ class Unvisited(CkptfsError):
         self.directory = directory
 
 
-def read(db: Database, directory: int, after: int = 0) -> Iterator[tuple[Entry, Inode]]:
+def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tuple[Entry, Inode]]:
     """The entries whose cookies are greater than `after`, with their inodes, in order. Stop early as you like; do not await in between."""
-    with contextlib.closing(db.connection.execute(_BATCH, (directory, after))) as rows:
+    with contextlib.closing(db.connection.execute(_SELECT_ENTRIES, (directory, after))) as rows:
         for row in rows:
-            inode = inode_of(row[2:])
+            inode = build_inode(row[2:])
             yield Entry(row[0], directory, row[1], inode.id), inode
 
 
-def demand_empty(db: Database, directory: int, *, complete: bool) -> None:
+def require_empty(db: Database, directory: int, *, is_imported: bool) -> None:
     """Raise ENOTEMPTY when `directory` holds anything, Unvisited when that cannot be known yet."""
     if db.row("SELECT 1 FROM entry WHERE parent=? LIMIT 1", directory) is not None:
-        raise refused(errno.ENOTEMPTY)
-    if not complete:
-        raise Unvisited(directory)
+        raise posix_error(errno.ENOTEMPTY)
+    if not is_imported:
+        raise NotImported(directory)
 
 
 def is_inside(db: Database, directory: int, ancestor: int) -> bool:

@@ -11,19 +11,19 @@ from ckptfs.model import Handle
 _COLUMNS = "id, inode, content, writer, backing, generation"
 
 
-def add(db: Database, inode: int, content: int | None, *, writer: bool, backing: int, generation: int = 0) -> int:
+def insert(db: Database, inode: int, content: int | None, *, is_writer: bool, backing_id: int, generation: int = 0) -> int:
     """Record that a file was opened; the handle's id."""
     return db.insert(
-        "INSERT INTO handle (inode, content, writer, backing, generation) VALUES (?,?,?,?,?)", inode, content, writer, backing, generation
+        "INSERT INTO handle (inode, content, writer, backing, generation) VALUES (?,?,?,?,?)", inode, content, is_writer, backing_id, generation
     )
 
 
-def remove(db: Database, handle: int) -> bool:
+def delete(db: Database, handle: int) -> bool:
     """Forget a handle. False when it was not known: a release that is told twice."""
     return db.run("DELETE FROM handle WHERE id=?", handle) > 0
 
 
-def every(db: Database) -> list[Handle]:
+def list_all(db: Database) -> list[Handle]:
     """All open handles, in the order in which they were opened."""
     return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
 
@@ -33,17 +33,17 @@ def is_open(db: Database, inode: int) -> bool:
     return db.value("SELECT 1 FROM handle WHERE inode = ? LIMIT 1", inode) is not None
 
 
-def is_written(db: Database, inode: int) -> bool:
+def has_writer(db: Database, inode: int) -> bool:
     """Whether somebody here has the file open for writing."""
     return db.value("SELECT 1 FROM handle WHERE inode = ? AND writer = 1 LIMIT 1", inode) is not None
 
 
-def point(db: Database, inode: int, content: int) -> None:
+def set_content(db: Database, inode: int, content: int) -> None:
     """All handles of `inode` now lead to `content`."""
     db.run("UPDATE handle SET content=? WHERE inode=?", content, inode)
 
 
-def clear(db: Database) -> int:
+def delete_all(db: Database) -> int:
     """A new FUSE connection begins: nothing is open, and ids, of which the kernel keeps 32 bits, start anew. How many were left."""
     db.run("DELETE FROM sqlite_sequence WHERE name = 'handle'")
     return db.run("DELETE FROM handle")

@@ -19,7 +19,7 @@ from ckptfs.model import Content, ContentState, CopyState, Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class RemoteState:
     """What is said of a content that another node wrote. `digest` is None while it is closed and not sealed."""
 
     content: int
@@ -27,8 +27,8 @@ class Heard:
     generation: int
     size: int
     digest: bytes | None
-    blocks: bytes | None = None
-    open: bool = False
+    block_digests: bytes | None = None
+    is_open: bool = False
     """Somebody writes it just now: what was closed before is still what everybody else reads."""
 
     @property
@@ -36,25 +36,25 @@ class Heard:
         return ContentState.CLOSED if self.digest is None else ContentState.SEALED
 
 
-GOOD = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
-OLDER = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL"
+HAS_GOOD_COPY = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
+HAS_STALE_COPY_UNCLOSED = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL"
 """SQL about a row of `content`: an older generation lies here of which it is known what it is. The parenthesis is left open."""
-_DISOWNED = "told = CASE WHEN peer = 0 AND told > 0 THEN 2 ELSE told END, peer = 1"
+_SET_REMOTE = "told = CASE WHEN peer = 0 AND told > 0 THEN 2 ELSE told END, peer = 1"
 """SQL: another node has written it; what the store was told of this node's own copy is looked at again."""
 
 
-def held_after(db: Database, after: int, at_most: int) -> list[Content]:
+def list_hosted(db: Database, after: int, at_most: int) -> list[Content]:
     """Other nodes' contents of which a copy that counts lies here, in the order of their ids."""
     rows = db.rows(
         "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.peer = 1 AND k.id > ?"
         " AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
-    return [content_of_row(row) for row in rows]
+    return [build_content(row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class HeldCopy:
     """What lies here of a content: the newest generation of it, which need not be what was heard of it last."""
 
     content: Content
@@ -63,12 +63,12 @@ class Kept:
     digest: bytes
 
     @property
-    def current(self) -> bool:
+    def is_current(self) -> bool:
         """Whether it is what the content's row says."""
         return (self.generation, self.digest) == (self.content.generation, self.content.digest)
 
 
-_KEPT = (
+_SELECT_HELD_COPIES = (
     "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer, c.tier,"
     " CASE c.state WHEN 1 THEN k.generation ELSE c.generation END, CASE c.state WHEN 1 THEN k.digest ELSE c.digest END"
     " FROM content k JOIN copy c ON c.content = k.id AND c.tier <> 'pfs'"
@@ -76,23 +76,23 @@ _KEPT = (
 )
 
 
-def kept_after(db: Database, after: int, at_most: int) -> list[Kept]:
+def list_held_copies(db: Database, after: int, at_most: int) -> list[HeldCopy]:
     """What lies here whole, of contents of any node, in the order of their ids: of each the newest."""
-    rows = db.rows(f"{_KEPT} WHERE k.id > ? ORDER BY k.id, 11 LIMIT ?", after, 2 * at_most)
-    return list({row[0]: _kept(row) for row in rows}.values())[:at_most]
+    rows = db.rows(f"{_SELECT_HELD_COPIES} WHERE k.id > ? ORDER BY k.id, 11 LIMIT ?", after, 2 * at_most)
+    return list({row[0]: _build_held_copy(row) for row in rows}.values())[:at_most]
 
 
-def kept(db: Database, content: int) -> Kept | None:
+def find_held_copy(db: Database, content: int) -> HeldCopy | None:
     """What lies here whole of a content."""
-    rows = db.rows(f"{_KEPT} WHERE k.id = ? ORDER BY 11", content)
-    return _kept(rows[-1]) if rows else None
+    rows = db.rows(f"{_SELECT_HELD_COPIES} WHERE k.id = ? ORDER BY 11", content)
+    return _build_held_copy(rows[-1]) if rows else None
 
 
-def _kept(row: tuple[Any, ...]) -> Kept:
-    return Kept(content_of_row(row[:9]), Tier(row[9]), row[10], row[11])
+def _build_held_copy(row: tuple[Any, ...]) -> HeldCopy:
+    return HeldCopy(build_content(row[:9]), Tier(row[9]), row[10], row[11])
 
 
-def held(db: Database) -> tuple[int, int]:
+def count_hosted(db: Database) -> tuple[int, int]:
     """(files, bytes) of other nodes' contents of which a verified copy lies here."""
     files, size = db.row(
         "SELECT count(*), coalesce(sum(size), 0) FROM content k WHERE k.peer = 1 AND k.state = 2"
@@ -104,97 +104,97 @@ def held(db: Database) -> tuple[int, int]:
 # --- contents of others ----------------------------------------------------------------------------------------------
 
 
-def hear(db: Database, heard: Heard) -> bool:
+def record_remote(db: Database, remote: RemoteState) -> bool:
     """Learn of a content that another node wrote. False, and nothing changed, when what is known here is newer or somebody writes it here.
 
     Copies of another generation than the one that is heard of become OLDER.
     """
-    with db.change():
-        known = db.row("SELECT generation, state, digest, peer, blocks FROM content WHERE id = ?", heard.content)
+    with db.transaction():
+        known = db.row("SELECT generation, state, digest, peer, blocks FROM content WHERE id = ?", remote.content)
         if known is None:
-            _add(db, heard)
+            _insert_remote(db, remote)
             return True
         generation, state, digest, peer, blocks = known
-        if state == ContentState.OPEN or generation > heard.generation or (state == ContentState.DOOMED):
+        if state == ContentState.OPEN or generation > remote.generation or (state == ContentState.DOOMED):
             return False
-        if heard.open and (digest is not None or peer):
-            if digest is None or heard.generation <= generation + 1:
+        if remote.is_open and (digest is not None or peer):
+            if digest is None or remote.generation <= generation + 1:
                 return bool(peer)
             # It was closed in between, or another node has asked what it holds: its writer knows more than lies here.
-            heard = Heard(heard.content, heard.inode, generation + 1, heard.size, None)
-        same = generation == heard.generation
-        if same and not peer and (state == ContentState.CLOSED or digest == heard.digest or heard.digest is None):
+            remote = RemoteState(remote.content, remote.inode, generation + 1, remote.size, None)
+        is_same_generation = generation == remote.generation
+        if is_same_generation and not peer and (state == ContentState.CLOSED or digest == remote.digest or remote.digest is None):
             return True
-        if same and peer and (heard.digest is None or (digest == heard.digest and (blocks is not None or heard.blocks is None))):
+        if is_same_generation and peer and (remote.digest is None or (digest == remote.digest and (blocks is not None or remote.block_digests is None))):
             return True
-        if digest is None or digest != heard.digest:
-            _outdate(db, heard.content)
+        if digest is None or digest != remote.digest:
+            _set_copies_stale(db, remote.content)
             blocks = None
         db.run(
             "UPDATE content SET inode = ?, generation = ?, state = ?, size = ?, digest = ?, blocks = ?, lacking = 0,"
-            f" {_DISOWNED}, change = change + 1 WHERE id = ?",
-            heard.inode, heard.generation, heard.state, heard.size, heard.digest, heard.blocks or blocks, heard.content,
+            f" {_SET_REMOTE}, change = change + 1 WHERE id = ?",
+            remote.inode, remote.generation, remote.state, remote.size, remote.digest, remote.block_digests or blocks, remote.content,
         )  # fmt: skip
         return True
 
 
-def fall_back(db: Database, seen: Content, to: Heard, tier: Tier | None) -> bool:
+def restore_verified(db: Database, seen: Content, to: RemoteState, tier: Tier | None) -> bool:
     """The writer of what is closed and not sealed is gone, and nobody can have it: the file holds what was verified of it last. `tier`
     has that here, as an OLDER copy. False, and nothing changed, when the content has moved on.
     """
-    with db.change():
-        if not seen.peer or db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change):
+    with db.transaction():
+        if not seen.is_remote or db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change):
             return False
         db.run(
             "UPDATE content SET generation = ?, state = 2, size = ?, digest = ?, blocks = ?, change = change + 1 WHERE id = ?",
-            to.generation, to.size, to.digest, to.blocks, seen.id,
+            to.generation, to.size, to.digest, to.block_digests, seen.id,
         )  # fmt: skip
         if tier is not None:
             db.run(
                 "UPDATE copy SET state = 1, verified_ns = ?, generation = NULL, digest = NULL WHERE content = ? AND tier = ? AND state = 3",
                 time.time_ns(), seen.id, tier,
             )  # fmt: skip
-            tell_again(db, seen.id)
+            mark_unannounced(db, seen.id)
         return True
 
 
-def withdraw(db: Database, kept: Kept) -> bool:
+def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
     """What is kept of a content does not count any more: another generation of it is said to be lost. False when it has moved on."""
-    seen = kept.content
-    with db.change():
-        if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change) or is_untold(db, seen.id):
+    seen = held_copy.content
+    with db.transaction():
+        if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change) or is_own_unpublished(db, seen.id):
             return False
-        _outdate(db, seen.id)
-        db.run(f"UPDATE content SET {_DISOWNED}, lacking = 0 WHERE id = ?", seen.id)
+        _set_copies_stale(db, seen.id)
+        db.run(f"UPDATE content SET {_SET_REMOTE}, lacking = 0 WHERE id = ?", seen.id)
         return True
 
 
-def give_way(db: Database, content: int, generation: int) -> None:
+def yield_to_remote(db: Database, content: int, generation: int) -> None:
     """Another node wrote this generation after what this one wrote of its content, and did not tell: what lies here is an older state."""
-    with db.change():
+    with db.transaction():
         known = db.row("SELECT generation FROM content WHERE id = ? AND peer = 0 AND state IN (1, 2)", content)
         if known is not None and known[0] <= generation:
-            _outdate(db, content)
+            _set_copies_stale(db, content)
             db.run(
-                f"UPDATE content SET state = 1, digest = NULL, blocks = NULL, lacking = 0, {_DISOWNED}, change = change + 1 WHERE id = ?",
+                f"UPDATE content SET state = 1, digest = NULL, blocks = NULL, lacking = 0, {_SET_REMOTE}, change = change + 1 WHERE id = ?",
                 content,
             )
 
 
-def apart(db: Database, kept: Kept, number: int, inode: int, size: int, blocks: bytes) -> Content:
+def insert_split_content(db: Database, held_copy: HeldCopy, content: int, inode: int, size: int, block_digests: bytes) -> Content:
     """What was made under the reserved id `number` is a content now, and was a generation of another one. The store is told next."""
     now = time.time_ns()
-    with db.change():
+    with db.transaction():
         db.run(
             "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, peer, former_ns)"
             " VALUES (?, ?, ?, 2, ?, ?, ?, 1, ?, 1, 0)",
-            number, inode, kept.generation, size, kept.digest, blocks, now,
+            content, inode, held_copy.generation, size, held_copy.digest, block_digests, now,
         )  # fmt: skip
-        db.run("UPDATE copy SET state = 1, verified_ns = ?1, used_ns = ?1 WHERE content = ?2 AND tier = ?3", now, number, kept.tier)
-    return Content(number, inode, kept.generation, ContentState.SEALED, size, kept.digest, blocks, 1, True)
+        db.run("UPDATE copy SET state = 1, verified_ns = ?1, used_ns = ?1 WHERE content = ?2 AND tier = ?3", now, content, held_copy.tier)
+    return Content(content, inode, held_copy.generation, ContentState.SEALED, size, held_copy.digest, block_digests, 1, True)
 
 
-def is_untold(db: Database, content: int) -> bool:
+def is_own_unpublished(db: Database, content: int) -> bool:
     """Whether this node wrote a content and the others do not know yet: whoever has it from elsewhere is in conflict with us, and it is
     for the mount to settle that, with both of them still there.
     """
@@ -202,12 +202,12 @@ def is_untold(db: Database, content: int) -> bool:
     return db.value(f"SELECT 1 FROM content WHERE id = ? AND peer = 0 AND EXISTS ({touched})", content) is not None
 
 
-def _add(db: Database, heard: Heard) -> None:
+def _insert_remote(db: Database, remote: RemoteState) -> None:
     """A row with another node's id must not make this node count on from there. Of an open content any state that is heard of is newer."""
     last = db.value("SELECT seq FROM sqlite_sequence WHERE name = 'content'")
     db.run(
         "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, peer) VALUES (?,?,?,?,?,?,?,1,?,1)",
-        heard.content, heard.inode, 0 if heard.open else heard.generation, heard.state, heard.size, heard.digest, heard.blocks,
+        remote.content, remote.inode, 0 if remote.is_open else remote.generation, remote.state, remote.size, remote.digest, remote.block_digests,
         time.time_ns(),
     )  # fmt: skip
     if last is None:
@@ -216,45 +216,45 @@ def _add(db: Database, heard: Heard) -> None:
         db.run("UPDATE sqlite_sequence SET seq = ? WHERE name = 'content'", last)
 
 
-def _outdate(db: Database, content: int) -> None:
+def _set_copies_stale(db: Database, content: int) -> None:
     """What lies here of this content is of another generation from now on. Other nodes shall know which."""
     known = db.row("SELECT state, generation, digest FROM content WHERE id = ?", content)
     generation, digest = known[1:] if known is not None and known[0] == ContentState.SEALED else (None, None)
     db.run(
         "UPDATE copy SET generation = CASE state WHEN 1 THEN ?1 END, digest = CASE state WHEN 1 THEN ?2 END, state = ?3, verified_ns = 0,"
         " used_ns = ?4 WHERE content = ?5 AND state IN (1, 2)",
-        generation, digest, CopyState.OLDER, time.time_ns(), content,
+        generation, digest, CopyState.STALE, time.time_ns(), content,
     )  # fmt: skip
     db.run("UPDATE content SET told = 2 WHERE id = ? AND told = 0", content)
 
 
-def begin_replacing(db: Database, content: int) -> None:
+def mark_copies_stale(db: Database, content: int) -> None:
     """The file of this content is about to be another one: what was there does not count from here on."""
-    with db.change():
-        _outdate(db, content)
+    with db.transaction():
+        _set_copies_stale(db, content)
 
 
-def arrived(db: Database, heard: Heard, number: int, tier: Tier) -> bool:
+def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int, tier: Tier) -> bool:
     """What arrived under the reserved id `number` is a verified copy of `heard` now, under the content's own id; False when it is not
     wanted any more. The caller has given the file its name.
     """
-    with db.change():
-        if not hear(db, heard):
+    with db.transaction():
+        if not record_remote(db, remote):
             return False
         now = time.time_ns()
-        db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
-        db.run("UPDATE content SET blocks = coalesce(blocks, ?), told = 2 WHERE id = ? AND peer = 1", heard.blocks, heard.content)
-        not_away(db, heard.content)
+        db.run("DELETE FROM copy WHERE content = ? AND tier = ?", reserved_content, tier)
+        db.run("UPDATE content SET blocks = coalesce(blocks, ?), told = 2 WHERE id = ? AND peer = 1", remote.block_digests, remote.content)
+        mark_copy_present(db, remote.content)
         db.run(
             "INSERT OR REPLACE INTO copy (content, tier, state, verified_ns, used_ns) VALUES (?, ?, 1, ?, ?)",
-            heard.content, tier, now, now,
+            remote.content, tier, now, now,
         )  # fmt: skip
         return True
 
 
-def came(db: Database, seen: Content, tier: Tier, blocks: bytes) -> bool:
+def record_fetched_copy(db: Database, seen: Content, tier: Tier, block_digests: bytes) -> bool:
     """A copy that was announced in `tier` came from other nodes and is right. False, and nothing changed, when the content has moved on."""
-    with db.change():
+    with db.transaction():
         if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change):
             return False
         now = time.time_ns()
@@ -262,34 +262,34 @@ def came(db: Database, seen: Content, tier: Tier, blocks: bytes) -> bool:
                       now, seen.id, tier):  # fmt: skip
             return False
         db.run(
-            "UPDATE content SET blocks = coalesce(blocks, ?), told = CASE WHEN peer = 1 THEN 2 ELSE told END WHERE id = ?", blocks, seen.id
+            "UPDATE content SET blocks = coalesce(blocks, ?), told = CASE WHEN peer = 1 THEN 2 ELSE told END WHERE id = ?", block_digests, seen.id
         )
-        not_away(db, seen.id)
+        mark_copy_present(db, seen.id)
         return True
 
 
-def tell_again(db: Database, content: int) -> None:
+def mark_unannounced(db: Database, content: int) -> None:
     """The store shall be told of the copy here once more."""
-    with db.change():
+    with db.transaction():
         db.run("UPDATE content SET told = 2 WHERE id = ? AND peer = 1", content)
 
 
-def not_away(db: Database, content: int) -> None:
+def mark_copy_present(db: Database, content: int) -> None:
     """A copy of this node's own content is here."""
-    with db.change():
+    with db.transaction():
         db.run("UPDATE content SET told = 3 WHERE id = ? AND peer = 0 AND told > 0", content)
 
 
-def was_shared(db: Database, inode: int) -> bool:
+def was_in_store(db: Database, inode: int) -> bool:
     """Whether the store had this inode when it was last asked, and nothing about it waits to be told: if it is gone there, it is gone."""
     touched = "SELECT 1 FROM touched_key WHERE kind = 'i' AND number = ? LIMIT 1"
     seen = "SELECT 1 FROM seen_key WHERE kind = 'i' AND number = ? LIMIT 1"
     return db.value(touched, inode) is None and db.value(seen, inode) is not None
 
 
-def disown(db: Database, content: Content) -> bool:
+def mark_remote(db: Database, content: Content) -> bool:
     """Another node has what this one took for its own, word for word. False when it has moved on."""
-    with db.change():
+    with db.transaction():
         return bool(
             db.run(
                 "UPDATE content SET told = 2, peer = 1, lacking = 0, change = change + 1 WHERE id = ? AND change = ? AND state = 2",
@@ -298,7 +298,7 @@ def disown(db: Database, content: Content) -> bool:
         )  # fmt: skip
 
 
-def older(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
+def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
     """Contents of which a former generation lies in `tier` that nobody has open, and that became one before `before_ns`, as far as what
     came after it is on two other nodes, here or on the PFS: until then it may be all that is left (P5).
     """
@@ -306,14 +306,14 @@ def older(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
         "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.used_ns < ?"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = c.content) AND (k.state IS NULL OR k.state = 3 OR (k.state = 2"
         " AND (EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1)"
-        f" OR (SELECT count(*) FROM {peers.ELSEWHERE.format('k')}) > 1"
+        f" OR (SELECT count(*) FROM {peers.HOLDERS.format('k')}) > 1"
         " OR EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation >= k.generation)))) LIMIT ?",
         tier, before_ns, at_most,
     )  # fmt: skip
     return [row[0] for row in rows]
 
 
-def former_after(db: Database, after: int, at_most: int) -> list[Content]:
+def list_only_stale(db: Database, after: int, at_most: int) -> list[Content]:
     """Contents of which only a former generation lies here, in the order of their ids."""
     rows = db.rows(
         "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.id > ?"
@@ -321,37 +321,37 @@ def former_after(db: Database, after: int, at_most: int) -> list[Content]:
         " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
-    return [content_of_row(row) for row in rows]
+    return [build_content(row) for row in rows]
 
 
-def unused_since(db: Database, content: int) -> int:
+def get_last_used_ns(db: Database, content: int) -> int:
     """When any copy here of a content was used or made last, in ns since the epoch."""
     return int(db.value("SELECT coalesce(max(max(used_ns, verified_ns)), 0) FROM copy WHERE content = ?", content))
 
 
-def owned_after(db: Database, after: int, before_ns: int, at_most: int) -> list[Content]:
+def list_own(db: Database, after: int, before_ns: int, at_most: int) -> list[Content]:
     """This node's own contents, sealed or lost, that were closed before `before_ns`, in the order of their ids."""
     rows = db.rows(
         "SELECT id, inode, generation, state, size, digest, NULL, change, peer FROM content"
         " WHERE peer = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ? ORDER BY id LIMIT ?",
         after, before_ns, at_most,
     )  # fmt: skip
-    return [content_of_row(row) for row in rows]
+    return [build_content(row) for row in rows]
 
 
-def owned_of(db: Database, contents: Iterable[int], at_most: int) -> list[Content]:
+def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) -> list[Content]:
     """This node's own contents, sealed or lost, of the files to which these belong: what those hold, and what they held before."""
     rows = db.rows(
         "SELECT id, inode, generation, state, size, digest, NULL, change, peer FROM content WHERE peer = 0 AND state IN (2, 4)"
         " AND inode IN (SELECT k.inode FROM content k WHERE k.id IN (SELECT value FROM json_each(?))) ORDER BY id LIMIT ?",
         json.dumps([*contents]), at_most,
     )  # fmt: skip
-    return [content_of_row(row) for row in rows]
+    return [build_content(row) for row in rows]
 
 
-def settle_fate(db: Database, content: Content, *, gone: bool) -> bool:
+def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:
     """Nobody needs a content any more (`gone`), or not here. False, and nothing changed, when it moved on or somebody has it open."""
-    with db.change():
+    with db.transaction():
         if db.row("SELECT state, change FROM content WHERE id = ?", content.id) != (content.state, content.change):
             return False
         if db.value("SELECT 1 FROM handle WHERE content = ? LIMIT 1", content.id) is not None:
@@ -364,7 +364,7 @@ def settle_fate(db: Database, content: Content, *, gone: bool) -> bool:
         return True
 
 
-def held_bytes(db: Database, tier: Tier | None = None) -> int:
+def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
     """Bytes in copies of other nodes' contents here."""
     return int(
         db.value(
@@ -375,7 +375,7 @@ def held_bytes(db: Database, tier: Tier | None = None) -> int:
     )
 
 
-def recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, Tier, bytes]]:
+def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, Tier, bytes]]:
     """(content, tier, blocks' digests) of contents of at least `size_min` bytes that came last, whose blocks the next one may have."""
     rows = db.rows(
         "SELECT k.id, c.tier, k.blocks FROM copy c JOIN content k ON k.id = c.content WHERE c.state = 1 AND k.state = 2"
@@ -385,5 +385,5 @@ def recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, 
     return [(row[0], Tier(row[1]), row[2]) for row in rows]
 
 
-def content_of_row(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
+def build_content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
     return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))

@@ -6,39 +6,39 @@ If we die here: a counter is bumped in the transaction that uses the id.
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
-from ckptfs.errors import Refused
+from ckptfs.errors import InvalidArgument
 
-COUNTED = ("inode", "content")
+COUNTED_TABLES = ("inode", "content")
 
 
-def number(db: Database) -> int:
+def get_node_number(db: Database) -> int:
     """This node's number in its cluster; 0 when it was never given one."""
     return int(db.value("SELECT value FROM meta WHERE key = 'number'") or 0)
 
 
-def take_number(db: Database, given: int) -> None:
+def set_node_number(db: Database, new_number: int) -> None:
     """From now on new ids carry this number, which is above 0 and never changes. Raises Refused."""
-    known = number(db)
-    if known == given:
+    known = get_node_number(db)
+    if known == new_number:
         return
-    if known or not 0 < given < 1 << limits.NODE_NUMBER_BITS:
-        raise Refused(
-            f"this node's number is {known}, and it cannot become {given}", remedy="give it another state directory, or its former name"
+    if known or not 0 < new_number < 1 << limits.NODE_NUMBER_BITS:
+        raise InvalidArgument(
+            f"this node's number is {known}, and it cannot become {new_number}", remedy="give it another state directory, or its former name"
         )
-    with db.change():
-        db.run("INSERT INTO meta (key, value) VALUES ('number', ?)", given)
-        for table in COUNTED:
-            db.run("INSERT INTO meta (key, value) VALUES (?, ?)", f"last {table}", given << limits.ID_COUNTER_BITS)
+    with db.transaction():
+        db.run("INSERT INTO meta (key, value) VALUES ('number', ?)", new_number)
+        for table in COUNTED_TABLES:
+            db.run("INSERT INTO meta (key, value) VALUES (?, ?)", f"last {table}", new_number << limits.ID_COUNTER_BITS)
 
 
-def fresh(db: Database, table: str) -> int | None:
+def allocate_id(db: Database, table: str) -> int | None:
     """The id for a new row of `table`; None: SQLite's own. Joins the caller's transaction."""
-    if not db.clustered:
+    if not db.is_clustered:
         return None
     given: int | None = db.value("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", f"last {table}")
     return given
 
 
-def home(identity: int) -> int:
+def get_origin_node(identity: int) -> int:
     """The number of the node that gave this id; 0: some node gave it before it had a number, or it is the root."""
     return identity >> limits.ID_COUNTER_BITS

@@ -20,7 +20,7 @@ _COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, a
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class JournalRow:
     """One change. `mode` is the inode's st_mode when it happened, 0 if it was gone even then; `origin` the dead node whose row it was."""
 
     seq: int
@@ -48,7 +48,7 @@ def append(
     content: int | None = None,
 ) -> None:
     """Record a change for the PFS. Call it inside the change's own transaction; without a PFS it does nothing."""
-    if not db.journalled:
+    if not db.is_journalled:
         return
     db.run(
         "INSERT INTO journal (op, inode, parent, name, new_parent, new_name, content, at_ns, mode)"
@@ -57,35 +57,35 @@ def append(
     )  # fmt: skip
 
 
-def last(db: Database, inode: int) -> int:
+def get_last_seq(db: Database, inode: int) -> int:
     """The last row about `inode`; 0 when the PFS has been told everything."""
     return int(db.value("SELECT max(seq) FROM journal WHERE inode = ?", inode) or 0)
 
 
-def waiting(db: Database, inode: int, up_to: int | None = None) -> bool:
+def has_pending(db: Database, inode: int, up_to: int | None = None) -> bool:
     """Whether something about `inode` is still to be told to the PFS, up to the row `up_to`; None: anything at all."""
     bound = 2**63 - 1 if up_to is None else up_to
     return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq <= ? LIMIT 1", inode, bound) is not None
 
 
-def last_in(db: Database, directory: int) -> tuple[int, int]:
+def find_last_in_directory(db: Database, directory: int) -> tuple[int, int]:
     """(row, inode that it is about) of the last row about a name in `directory`; zeros when the PFS has been told everything."""
     found = db.row("SELECT seq, inode FROM journal WHERE parent = ?1 OR new_parent = ?1 ORDER BY seq DESC LIMIT 1", directory)
     return (0, 0) if found is None else (found[0], found[1])
 
 
-def head(db: Database, at_most: int, after: int = 0) -> list[Row]:
+def list_oldest(db: Database, at_most: int, after: int = 0) -> list[JournalRow]:
     """The oldest rows after the row `after`, in order."""
-    return [Row(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal WHERE seq > ? ORDER BY seq LIMIT ?", after, at_most)]
+    return [JournalRow(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal WHERE seq > ? ORDER BY seq LIMIT ?", after, at_most)]
 
 
-def get(db: Database, seq: int) -> Row | None:
+def get(db: Database, seq: int) -> JournalRow | None:
     """One row."""
     row = db.row(f"SELECT {_COLUMNS} FROM journal WHERE seq = ?", seq)
-    return None if row is None else Row(*row)
+    return None if row is None else JournalRow(*row)
 
 
-def take(db: Database, rows: Iterable[Row]) -> list[Row]:
+def insert_taken_over(db: Database, rows: Iterable[JournalRow]) -> list[JournalRow]:
     """Append rows of another node, which is dead; they as they are here. Joins the caller's transaction."""
     taken = []
     for row in rows:
@@ -97,16 +97,16 @@ def take(db: Database, rows: Iterable[Row]) -> list[Row]:
     return taken
 
 
-def drop(db: Database, rows: Iterable[Row]) -> None:
+def delete_rows(db: Database, rows: Iterable[JournalRow]) -> None:
     """Other nodes have these in hand now, or nobody needs them."""
-    with db.change():
+    with db.transaction():
         for row in rows:
             db.run("DELETE FROM journal WHERE seq = ?", row.seq)
 
 
-def tell_of_left_out(db: Database, at_most: int) -> int:
+def insert_missing(db: Database, at_most: int) -> int:
     """A row for each sealed content of this node that its file holds, the PFS does not show, and no row is about; how many."""
-    with db.change():
+    with db.transaction():
         found = db.rows(
             "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
             " WHERE c.peer = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
@@ -119,21 +119,21 @@ def tell_of_left_out(db: Database, at_most: int) -> int:
     return len(found)
 
 
-def never_was(db: Database, instance: str, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
+def delete_reverted(db: Database, instance: str, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
     """Changes were taken back before other nodes were told of them: removals of these names, and all that was done to these inodes, which
     nobody else ever knew.
     """
-    untold = (
+    uncommitted = (
         " AND EXISTS (SELECT 1 FROM touched_key t WHERE t.kind = 'j' AND t.number = (SELECT value FROM meta WHERE key = 'number')"
         " AND t.name = CAST(? || printf('-%016x', seq) AS BLOB))"
     )
     for parent, name in names:
-        db.run(f"DELETE FROM journal WHERE op IN ('unlink', 'rmdir') AND parent = ? AND name = ?{untold}", parent, name, instance)
+        db.run(f"DELETE FROM journal WHERE op IN ('unlink', 'rmdir') AND parent = ? AND name = ?{uncommitted}", parent, name, instance)
     for inode in inodes:
-        db.run(f"DELETE FROM journal WHERE inode = ?{untold}", inode, instance)
+        db.run(f"DELETE FROM journal WHERE inode = ?{uncommitted}", inode, instance)
 
 
-def leaves_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
+def is_unlinked_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:
     """Whether a later row of this journal takes that name away from the same inode."""
     later = (
         "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN ('unlink', 'rmdir', 'rename', 'exchange')"
@@ -142,7 +142,7 @@ def leaves_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
     return db.value(later, row.inode, row.seq, *name, *name) is not None
 
 
-def names_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
+def is_named_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:
     """Whether a later row of this journal gives the same inode that name."""
     later = (
         "SELECT 1 FROM journal WHERE inode = ? AND seq > ?"
@@ -151,17 +151,17 @@ def names_later(db: Database, row: Row, name: tuple[int, bytes]) -> bool:
     return db.value(later, row.inode, row.seq, *name, *name) is not None
 
 
-def goes_on(db: Database, inode: int, after: int) -> bool:
+def has_later_row(db: Database, inode: int, after: int) -> bool:
     """Whether a row after that one is about this inode."""
     return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq > ? LIMIT 1", inode, after) is not None
 
 
-def is_here(db: Database, content: int) -> bool:
+def has_local_copy(db: Database, content: int) -> bool:
     """Whether a good copy of a content lies on this node."""
     return db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1 LIMIT 1", content) is not None
 
 
-def repeated(db: Database, row: Row) -> bool:
+def is_repeated_later(db: Database, row: JournalRow) -> bool:
     """Whether a later row says the same or more: the same content closed or fsynced again, the same inode's attributes."""
     if row.op == "attributes":
         later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op = 'attributes' LIMIT 1"
@@ -171,13 +171,13 @@ def repeated(db: Database, row: Row) -> bool:
     return db.value(later, row.inode, row.seq, row.content) is not None
 
 
-def waited_s(db: Database, row: Row) -> tuple[float, bool]:
+def get_seal_wait(db: Database, row: JournalRow) -> tuple[float, bool]:
     """How long a row 'content' has been waiting for its seal; and whether it has been put at the journal's end for that before."""
     closed_ns: int = db.value("SELECT closed_ns FROM content WHERE id = ?", row.content) or 0
     return (time.time_ns() - max(closed_ns, row.at_ns)) / 1e9, row.at_ns - closed_ns > 1_000_000_000
 
 
-def applied(db: Database, after: int, up_to: int, kept: Iterable[int] = ()) -> None:
+def delete_applied(db: Database, after: int, up_to: int, kept: Iterable[int] = ()) -> None:
     """The PFS was told everything after the row `after`, up to this one, but for the rows `kept`. Joins the caller's transaction."""
     done = "DELETE FROM journal WHERE seq > ? AND seq <= ? AND seq NOT IN (SELECT value FROM json_each(?))"
     db.run(done, after, up_to, json.dumps([*kept]))

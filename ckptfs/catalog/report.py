@@ -12,22 +12,22 @@ from dataclasses import dataclass, replace
 from ckptfs import lifecycle, limits
 from ckptfs.catalog import journal, peers
 from ckptfs.catalog.database import Database
-from ckptfs.lifecycle import Published, Record
+from ckptfs.lifecycle import FileRecord, PublishedState
 from ckptfs.model import ROOT, Content, ContentState, Copy, CopyState, Level, Tier
 
 _REGULAR = f"(i.mode & {0o170000}) = {stat.S_IFREG}"
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedFile:
     """What `ckptfs ls` shows of one inode. `waiting`: the PFS has not been told everything about it."""
 
     inode: int
     mode: int
     size: int
     generation: int
-    record: Record
-    waiting: bool
+    record: FileRecord
+    has_pending_changes: bool
 
     @property
     def level(self) -> Level:
@@ -46,7 +46,7 @@ class WriteBackFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class FileCounts:
     """How much there is, and files by level."""
 
     files: int
@@ -60,75 +60,75 @@ class Counts:
 # --- one file --------------------------------------------------------------------------------------------------------
 
 
-def record(db: Database, inode: int) -> Record:
+def load_file_record(db: Database, inode: int) -> FileRecord:
     """All that is known of the regular file `inode`; block digests are left out."""
-    with db.snapshot():
+    with db.read_transaction():
         row = db.row(
             "SELECT c.id, c.inode, c.generation, c.state, c.size, c.digest, c.change, c.peer"
             " FROM inode i JOIN content c ON c.id = i.content WHERE i.id = ?",
             inode,
         )
         content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6], bool(row[7]))
-        copies = () if content is None else tuple(copies_of(db, content.id))
+        copies = () if content is None else tuple(list_copies(db, content.id))
         handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ?", inode))
-        clique = peers.clique_of(db, content, inode)
-        return Record(content, copies, _published(db, inode), handles, clique)
+        clique = peers.load_clique_copies(db, content, inode)
+        return FileRecord(content, copies, _get_published(db, inode), handles, clique)
 
 
-def copies_of(db: Database, content: int) -> list[Copy]:
+def list_copies(db: Database, content: int) -> list[Copy]:
     """Where a content lies, whatever the state of the copy."""
     rows = db.rows("SELECT content, tier, state, verified_ns, used_ns FROM copy WHERE content = ? ORDER BY tier DESC", content)
     return [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3], row[4]) for row in rows]
 
 
-def _published(db: Database, inode: int) -> Published | None:
+def _get_published(db: Database, inode: int) -> PublishedState | None:
     row = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", inode)
-    return None if row is None else Published(row[0], bool(row[1]), row[2])
+    return None if row is None else PublishedState(row[0], bool(row[1]), row[2])
 
 
-def level(db: Database, inode: int) -> Level:
+def get_level(db: Database, inode: int) -> Level:
     """What the regular file `inode` survives now."""
-    return lifecycle.level(record(db, inode))
+    return lifecycle.level(load_file_record(db, inode))
 
 
-def digest(db: Database, inode: int) -> bytes | None:
+def get_digest(db: Database, inode: int) -> bytes | None:
     """The digest of what a reader of the file gets: of the sealed content, or of what the PFS shows; None while it is not known."""
-    found = record(db, inode)
+    found = load_file_record(db, inode)
     if found.content is not None:
         return found.content.digest if found.content.state is ContentState.SEALED else None
     return found.published.digest if found.published is not None else None
 
 
-def places(db: Database, inode: int, found: Record) -> list[tuple[str, str, int]]:
+def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[str, str, int]]:
     """(tier or name of another node, state, when its digest was last found right here in ns, 0 for never) of every copy, what the PFS
     shows included.
     """
-    words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.OLDER: "older"}
+    words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.STALE: "older"}
     rows = [(copy.tier.value, words[copy.state], copy.verified_ns) for copy in found.copies]
-    rows += [(name, words[CopyState.GOOD], 0) for name, _ in (found.clique.elsewhere if found.clique is not None else ())]
+    rows += [(name, words[CopyState.GOOD], 0) for name, _ in (found.clique.holders if found.clique is not None else ())]
     if found.published is not None:
         checked = db.value("SELECT checked_ns FROM published WHERE inode = ?", inode) or 0
-        rows.append((Tier.PFS.value, "published" if lifecycle.published_whole(found) else "earlier", int(checked)))
+        rows.append((Tier.PFS.value, "published" if lifecycle.is_on_pfs(found) else "earlier", int(checked)))
     return rows
 
 
-def listed(db: Database, inode: int) -> Listed | None:
+def get_listed_file(db: Database, inode: int) -> ListedFile | None:
     """What `ls` shows; None when there is no such inode."""
-    with db.snapshot():
+    with db.read_transaction():
         row = db.row("SELECT id, mode, size, generation FROM inode WHERE id = ? AND nlink > 0", inode)
         if row is None:
             return None
-        found = record(db, inode) if stat.S_ISREG(row[1]) else Record(None)
+        found = load_file_record(db, inode) if stat.S_ISREG(row[1]) else FileRecord(None)
         size = row[2]
         if found.content is not None and found.content.state is ContentState.SEALED:
             size = found.content.size
-        return Listed(row[0], row[1], size, row[3], found, journal.waiting(db, inode))
+        return ListedFile(row[0], row[1], size, row[3], found, journal.has_pending(db, inode))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def path_of(db: Database, inode: int) -> bytes:
+def get_path(db: Database, inode: int) -> bytes:
     """A path of `inode` below the mount, for messages: of several names the oldest; b"?" while it has none."""
     names: list[bytes] = []
     length = 0
@@ -142,11 +142,11 @@ def path_of(db: Database, inode: int) -> bytes:
     return b"/".join(reversed(names))
 
 
-def inodes_below(db: Database, inode: int) -> set[int]:
+def list_inodes_below(db: Database, inode: int) -> set[int]:
     """The inodes at and below `inode`, as they now are."""
     found: set[int] = set()
     todo = [inode]
-    with db.snapshot():
+    with db.read_transaction():
         while todo:
             current = todo.pop()
             if current not in found:
@@ -155,18 +155,18 @@ def inodes_below(db: Database, inode: int) -> set[int]:
     return found
 
 
-def files_below(db: Database, inode: int) -> list[int]:
+def list_files_below(db: Database, inode: int) -> list[int]:
     """The regular files among them, in the order of their ids."""
-    modes = ((found, db.value("SELECT mode FROM inode WHERE id = ?", found)) for found in sorted(inodes_below(db, inode)))
+    modes = ((found, db.value("SELECT mode FROM inode WHERE id = ?", found)) for found in sorted(list_inodes_below(db, inode)))
     return [found for found, mode in modes if mode is not None and stat.S_ISREG(mode)]
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def write_back_figures(db: Database) -> WriteBackFigures:
+def load_write_back_figures(db: Database) -> WriteBackFigures:
     """How far the PFS is behind."""
-    with db.snapshot():
+    with db.read_transaction():
         dirty_files, dirty_bytes = db.row(
             "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
             " AND id IN (SELECT content FROM journal WHERE op = 'content')"
@@ -178,54 +178,54 @@ def write_back_figures(db: Database) -> WriteBackFigures:
     return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, int(unsealed))
 
 
-def counts(db: Database) -> Counts:
+def load_counts(db: Database) -> FileCounts:
     """Everything counted. Files are grouped by what their level depends on, and each group is judged once."""
     by_level: Counter[Level] = Counter()
     lost = 0
-    with db.snapshot():
-        clique = peers.clique_of(db, None)
-        domains, untold = ("0", "0") if clique is None else (peers.DOMAINS, peers.UNTOLD.format("c.id", "i.id"))
+    with db.read_transaction():
+        clique = peers.load_clique_copies(db, None)
+        domains, uncommitted = ("0", "0") if clique is None else (peers.COUNT_OTHER_DOMAINS, peers.IS_UNCOMMITTED.format("c.id", "i.id"))
         directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
         handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
         groups = db.rows(
             "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
-            f" coalesce(c.peer, 0), {domains}, {untold}, count(*)"
+            f" coalesce(c.peer, 0), {domains}, {uncommitted}, count(*)"
             " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN published p ON p.inode = i.id"
             f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4, 5, 6, 7"
         )
-    for state, held, shown, same, peer, others, is_untold, count in groups:
-        typical = _typical(state, held, shown, same, bool(peer))
+    for state, has_copy, is_published, is_current, peer, others, is_uncommitted, count in groups:
+        typical = _build_typical_record(state, has_copy, is_published, is_current, bool(peer))
         if clique is not None:
             elsewhere = tuple(("", f"/{number}") for number in range(others))
-            typical = replace(typical, clique=replace(clique, elsewhere=elsewhere, told=not is_untold))
-            if peer and not (held or elsewhere or same):
+            typical = replace(typical, clique=replace(clique, holders=elsewhere, is_committed=not is_uncommitted))
+            if peer and not (has_copy or elsewhere or is_current):
                 continue  # Who has what another node wrote is asked for one by one.
         by_level[lifecycle.level(typical)] += count
-        lost += count if state == ContentState.LOST and not same else 0
-    return Counts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
+        lost += count if state == ContentState.LOST and not is_current else 0
+    return FileCounts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
 
 
-def _typical(state: int | None, held: bool, shown: bool, same: bool, peer: bool) -> Record:
+def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:
     """A record that stands for all files of a group: `shown` on the PFS, and `same` as the content that is here."""
-    published = Published(1 if same else 0, bool(same), b"d") if shown else None
+    published = PublishedState(1 if is_current else 0, bool(is_current), b"d") if is_published else None
     if state is None:
-        return Record(None, (), published)
-    content = Content(1, 1, 1, ContentState(state), 0, b"d", None, 0, peer)
-    return Record(content, (Copy(1, Tier.RAM, CopyState.GOOD, 1, 0),) if held else (), published)
+        return FileRecord(None, (), published)
+    content = Content(1, 1, 1, ContentState(state), 0, b"d", None, 0, is_remote)
+    return FileRecord(content, (Copy(1, Tier.RAM, CopyState.GOOD, 1, 0),) if has_copy else (), published)
 
 
-def copies_by_tier(db: Database) -> dict[Tier, int]:
+def count_copies_by_tier(db: Database) -> dict[Tier, int]:
     """How many good copies lie in each tier."""
     return {Tier(tier): count for tier, count in db.rows("SELECT tier, count(*) FROM copy WHERE state = 1 GROUP BY tier")}
 
 
-def journal_end(db: Database) -> int:
+def get_journal_end(db: Database) -> int:
     """The last row of the journal as it now is: what lies beyond it was changed later."""
     return int(db.value("SELECT coalesce(max(seq), 0) FROM journal"))
 
 
-def journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
+def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
     """(files, bytes, other changes) that the PFS lacks up to the row `up_to`."""
     files, size = db.row(
         "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
@@ -236,23 +236,23 @@ def journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
     return int(files), int(size), max(0, int(rows) - int(files))
 
 
-def reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
+def list_reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
     """(key, JSON, when in ns) of what the processes report, of keys that begin with `prefix`."""
     rows = db.rows("SELECT key, value, at_ns FROM report WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
     return [(row[0], row[1], row[2]) for row in rows]
 
 
-def bytes_in(db: Database, tier: Tier) -> int:
+def count_bytes_in_tier(db: Database, tier: Tier) -> int:
     """The bytes of the contents that lie in a tier, as far as their sizes are known."""
     return int(db.value("SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?", tier.value))
 
 
-def unsealed(db: Database) -> int:
+def count_unsealed(db: Database) -> int:
     """How many contents are closed and await their seal."""
     return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND peer = 0"))
 
 
-def leaving_bytes(db: Database, tier: Tier) -> int:
+def count_leaving_bytes(db: Database, tier: Tier) -> int:
     """The bytes of this node's own contents that lie in a tier and can leave it at once: the PFS shows them, and nobody has them open."""
     return int(
         db.value(

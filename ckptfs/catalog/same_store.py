@@ -11,110 +11,110 @@ from concurrent.futures import Future
 
 from ckptfs.catalog import epoch
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.store import WAIT_S, Compare, Get, Item, Operation, Outcome, Store, Target, Watch
+from ckptfs.catalog.store import WAIT_S, Compare, CompareTarget, Get, Item, Operation, Outcome, Store, Watch
 from ckptfs.errors import StoreLost
 
-Check = Callable[[Outcome], Outcome]
+OutcomeCheck = Callable[[Outcome], Outcome]
 
 
-class SameStore:
+class EpochCheckedStore:
     """A `Store`; leases and watches go as they are. `plain` is the store without any of this."""
 
     def __init__(self, store: Store, db: Database) -> None:
-        self.plain = store
+        self.inner = store
         self._db = db
         self._lock = threading.Lock()
-        self._known: tuple[bytes | None, int] = (None, 0)
+        self._epoch_and_revision: tuple[bytes | None, int] = (None, 0)
 
     @property
-    def reached(self) -> tuple[bytes | None, int]:
+    def epoch_and_revision(self) -> tuple[bytes | None, int]:
         """(the epoch that was known when something was asked last, the highest revision that was answered since it was met)."""
-        return self._known
+        return self._epoch_and_revision
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
-        more, check = self._reading()
-        return check(self.plain.read([*more, *gets], timeout_s=timeout_s))
+        epoch_gets, check = self._prepare_read()
+        return check(self.inner.read([*epoch_gets, *gets], timeout_s=timeout_s))
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> "Future[Outcome]":
-        more, check = self._reading()
-        return _checked(self.plain.read_soon([*more, *gets], timeout_s=timeout_s), check)
+        epoch_gets, check = self._prepare_read()
+        return _check_when_done(self.inner.read_soon([*epoch_gets, *gets], timeout_s=timeout_s), check)
 
     def commit(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> Outcome:
-        same, more, check = self._changing()
-        return check(self.plain.commit([*same, *compares], changes, [*more, *otherwise], timeout_s=timeout_s))
+        same, epoch_gets, check = self._prepare_commit()
+        return check(self.inner.commit([*same, *compares], changes, [*epoch_gets, *otherwise], timeout_s=timeout_s))
 
     def commit_soon(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> "Future[Outcome]":
-        same, more, check = self._changing()
-        return _checked(self.plain.commit_soon([*same, *compares], changes, [*more, *otherwise], timeout_s=timeout_s), check)
+        same, epoch_gets, check = self._prepare_commit()
+        return _check_when_done(self.inner.commit_soon([*same, *compares], changes, [*epoch_gets, *otherwise], timeout_s=timeout_s), check)
 
     def grant(self, ttl_s: int, *, timeout_s: float = WAIT_S) -> int:
-        return self.plain.grant(ttl_s, timeout_s=timeout_s)
+        return self.inner.grant(ttl_s, timeout_s=timeout_s)
 
     def keep_alive(self, lease: int, *, timeout_s: float = WAIT_S) -> float:
-        return self.plain.keep_alive(lease, timeout_s=timeout_s)
+        return self.inner.keep_alive(lease, timeout_s=timeout_s)
 
     def revoke(self, lease: int, *, timeout_s: float = WAIT_S) -> None:
-        self.plain.revoke(lease, timeout_s=timeout_s)
+        self.inner.revoke(lease, timeout_s=timeout_s)
 
     def watch(self, key: bytes, end: bytes | None, from_revision: int) -> Watch:
-        return self.plain.watch(key, end, from_revision)
+        return self.inner.watch(key, end, from_revision)
 
     def members(self) -> Sequence[Store]:
-        return self.plain.members()
+        return self.inner.members()
 
-    def turn(self) -> None:
-        self.plain.turn()
+    def rotate_member(self) -> None:
+        self.inner.rotate_member()
 
     def close(self) -> None:
-        self.plain.close()
+        self.inner.close()
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
-    def _expected(self) -> tuple[bytes | None, int]:
+    def _load_expected(self) -> tuple[bytes | None, int]:
         """The epoch that the catalog knows, and the revision at which the store surely is."""
-        value = epoch.known(self._db)
+        value = epoch.get_epoch(self._db)
         with self._lock:
-            if value != self._known[0]:
-                self._known = value, epoch.revision(self._db)
-            return self._known
+            if value != self._epoch_and_revision[0]:
+                self._epoch_and_revision = value, epoch.get_highest_revision(self._db)
+            return self._epoch_and_revision
 
-    def _reading(self) -> tuple[list[Get], Check]:
-        value, least = self._expected()
+    def _prepare_read(self) -> tuple[list[Get], OutcomeCheck]:
+        value, revision_min = self._load_expected()
         if value is None:
             return [], lambda outcome: outcome
-        return [Get(epoch.EPOCH)], lambda outcome: self._checked(outcome, value, least, asked=True)
+        return [Get(epoch.EPOCH_KEY)], lambda outcome: self._check_outcome(outcome, value, revision_min, has_epoch=True)
 
-    def _changing(self) -> tuple[list[Compare], list[Get], Check]:
-        value, least = self._expected()
+    def _prepare_commit(self) -> tuple[list[Compare], list[Get], OutcomeCheck]:
+        value, revision_min = self._load_expected()
         if value is None:
             return [], [], lambda outcome: outcome
-        same = Compare(epoch.EPOCH, Target.VALUE, "=", value)
-        return [same], [Get(epoch.EPOCH)], lambda outcome: self._checked(outcome, value, least, asked=not outcome.succeeded)
+        same = Compare(epoch.EPOCH_KEY, CompareTarget.VALUE, "=", value)
+        return [same], [Get(epoch.EPOCH_KEY)], lambda outcome: self._check_outcome(outcome, value, revision_min, has_epoch=not outcome.succeeded)
 
-    def _checked(self, outcome: Outcome, value: bytes, least: int, *, asked: bool) -> Outcome:
+    def _check_outcome(self, outcome: Outcome, value: bytes, revision_min: int, *, has_epoch: bool) -> Outcome:
         """The answer, without what was asked on top; `asked`: it begins with the epoch."""
-        found: tuple[Item, ...] = outcome.results[0] if asked else ()
+        found: tuple[Item, ...] = outcome.results[0] if has_epoch else ()
         trouble = ""
-        if asked and not found:
+        if has_epoch and not found:
             trouble = "the store of the cluster has lost its data"
-        elif asked and found[0].value != value:
+        elif has_epoch and found[0].value != value:
             trouble = "the store of the cluster is another one than before: it has lost data"
-        elif outcome.revision < least:
-            trouble = f"the store of the cluster was set back from revision {least} to {outcome.revision}"
+        elif outcome.revision < revision_min:
+            trouble = f"the store of the cluster was set back from revision {revision_min} to {outcome.revision}"
         if trouble:
-            self.plain.turn()  # Perhaps it is only this member that is not one of them any more.
+            self.inner.rotate_member()  # Perhaps it is only this member that is not one of them any more.
             raise StoreLost(trouble)
         with self._lock:
-            if self._known[0] == value:
-                self._known = value, max(self._known[1], outcome.revision)
-        return Outcome(outcome.succeeded, outcome.revision, outcome.results[1:] if asked else outcome.results)
+            if self._epoch_and_revision[0] == value:
+                self._epoch_and_revision = value, max(self._epoch_and_revision[1], outcome.revision)
+        return Outcome(outcome.succeeded, outcome.revision, outcome.results[1:] if has_epoch else outcome.results)
 
 
-def _checked(future: "Future[Outcome]", check: Check) -> "Future[Outcome]":
+def _check_when_done(future: "Future[Outcome]", check: OutcomeCheck) -> "Future[Outcome]":
     """A future of what `check` makes of the answer."""
     checked: Future[Outcome] = Future()
     checked.set_running_or_notify_cancel()

@@ -19,7 +19,7 @@ from ckptfs.errors import Compacted as Compacted
 from ckptfs.errors import LeaseGone as LeaseGone
 from ckptfs.errors import StoreLost as StoreLost
 from ckptfs.errors import StoreRefused as StoreRefused
-from ckptfs.errors import Unreachable as Unreachable
+from ckptfs.errors import StoreUnreachable as StoreUnreachable
 
 # As the end of a range: no end.
 ENDLESS = b"\0"
@@ -73,7 +73,7 @@ class Delete:
 Operation = Get | Put | Delete
 
 
-class Target(IntEnum):
+class CompareTarget(IntEnum):
     """What a Compare looks at. A key that does not exist has 0 for all but the value, and fails every comparison of values."""
 
     VERSION = 0
@@ -90,7 +90,7 @@ class Compare:
     """
 
     key: bytes
-    target: Target
+    target: CompareTarget
     relation: Literal["=", "!=", "<", ">"]
     value: int | bytes
     end: bytes | None = None
@@ -173,14 +173,14 @@ class Store(Protocol):
     def members(self) -> Sequence["Store"]:
         """This store at each of its addresses alone, without help of the others; whoever asked closes them."""
 
-    def turn(self) -> None:
+    def rotate_member(self) -> None:
         """Ask another member first from now on."""
 
     def close(self) -> None:
         """Give up connections; watches end, calls that wait fail with Unreachable."""
 
 
-def scan(store: Store, key: bytes, end: bytes, *, keys_only: bool = False, timeout_s: float = WAIT_S) -> Iterator[tuple[int, Item]]:
+def iter_range(store: Store, key: bytes, end: bytes, *, keys_only: bool = False, timeout_s: float = WAIT_S) -> Iterator[tuple[int, Item]]:
     """Every item of a range that may be long, page by page, each with the revision that all of it is of. Compacted: begin again."""
     revision = 0
     while True:

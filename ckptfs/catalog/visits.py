@@ -19,14 +19,14 @@ from enum import Enum, auto
 
 from ckptfs.catalog import handles, identity
 from ckptfs.catalog.database import Database
-from ckptfs.lifecycle import same_file
-from ckptfs.model import ROOT, Seen
+from ckptfs.lifecycle import is_same_file
+from ckptfs.model import ROOT, PfsEntryStat
 
 _ADOPTED = -1
 """`visited_ns` of a directory of ours that turned out to be on the PFS too: the kernel may know absent names in it."""
 
 
-class Verdict(Enum):
+class ScanVerdict(Enum):
     """What a visit does about one name."""
 
     SAME = auto()
@@ -40,19 +40,19 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownName:
     """What the catalog knows of one name: `child` in the mount, `inode` on the PFS, how that was last seen and published."""
 
     child: int | None
     child_mode: int
     inode: int | None
     mode: int
-    seen: tuple[int, int, int, int] | None
+    last_stat: tuple[int, int, int, int] | None
     published: tuple[int, int, int] | None
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingChanges:
     """The names in one directory, and the inodes anywhere, of which the PFS was not told everything when the visit began, or that it was
     told of since. Only grows during a visit.
     """
@@ -74,7 +74,7 @@ class Pending:
                 self.names.add(bytes(new_name))
         self.names.update(bytes(row[0]) for row in db.rows("SELECT name FROM touched WHERE directory = ?", self.directory))
 
-    def has(self, name: bytes, *inodes: int | None) -> bool:
+    def is_pending(self, name: bytes, *inodes: int | None) -> bool:
         """Whether this name must be left alone: by itself, or for one of the inodes it leads to. `update` in the same transaction."""
         return name in self.names or not self.inodes.isdisjoint(inodes)
 
@@ -82,11 +82,11 @@ class Pending:
 # --- the frame of a visit --------------------------------------------------------------------------------------------
 
 
-def prepare(db: Database, pfs: str) -> None:
+def reset_scans(db: Database, pfs: str) -> None:
     """Before anything else when a mover starts with a PFS known as `pfs`: forget visits that died. With a PFS that this catalog meets
     for the first time, the mount's root awaits its import. Asks nothing of the PFS.
     """
-    with db.change():
+    with db.transaction():
         db.run("DELETE FROM visiting")
         db.run("DELETE FROM touched")
         if db.value("SELECT value FROM meta WHERE key = 'pfs_root'") != pfs:
@@ -94,54 +94,54 @@ def prepare(db: Database, pfs: str) -> None:
             db.run("UPDATE inode SET complete = 0, visited_ns = 0 WHERE id = ?", ROOT)
 
 
-def root_attributes(db: Database, pending: Pending, seen: Seen) -> bool:
+def set_root_attributes(db: Database, pending: PendingChanges, observed: PfsEntryStat) -> bool:
     """At its first visit the mount's root takes the mode and owner of the PFS's root; whether it did."""
-    if pending.has(b"", ROOT) or db.row("SELECT complete, visited_ns FROM inode WHERE id = ?", ROOT) != (0, 0):
+    if pending.is_pending(b"", ROOT) or db.row("SELECT complete, visited_ns FROM inode WHERE id = ?", ROOT) != (0, 0):
         return False
-    values = (seen.mode, seen.uid, seen.gid, seen.mtime_ns, seen.ctime_ns, ROOT)
+    values = (observed.mode, observed.uid, observed.gid, observed.mtime_ns, observed.ctime_ns, ROOT)
     db.run("UPDATE inode SET mode = ?, uid = ?, gid = ?, mtime_ns = max(mtime_ns, ?), ctime_ns = max(ctime_ns, ?) WHERE id = ?", *values)
     return True
 
 
-def begin(db: Database, directory: int) -> Pending:
+def record_scan_begin(db: Database, directory: int) -> PendingChanges:
     """Start a visit, before the directory is listed: from now on what write-back changes in it is noted."""
-    with db.change():
+    with db.transaction():
         db.run("INSERT OR REPLACE INTO visiting (directory) VALUES (?)", directory)
         db.run("DELETE FROM touched WHERE directory = ?", directory)
-    pending = Pending(directory)
+    pending = PendingChanges(directory)
     pending.update(db)
     return pending
 
 
 @contextlib.contextmanager
-def importing(db: Database, directory: int) -> Iterator[None]:
+def import_transaction(db: Database, directory: int) -> Iterator[None]:
     """A transaction whose changes to `pfs_entry` and `published` are the visit's own."""
-    with db.change():
+    with db.transaction():
         db.run("UPDATE visiting SET importing = 1")
         yield
         db.run("UPDATE visiting SET importing = 0")
 
 
-def end(db: Database, directory: int, *, whole: bool) -> None:
+def record_scan_end(db: Database, directory: int, *, whole: bool) -> None:
     """The visit is over; `whole`: everything was compared, so the catalog knows all names of this directory."""
-    with db.change():
+    with db.transaction():
         db.run("DELETE FROM visiting WHERE directory = ?", directory)
         db.run("DELETE FROM touched WHERE directory = ?", directory)
         if whole:
             db.run("UPDATE inode SET complete = 1, visited_ns = ? WHERE id = ?", time.time_ns(), directory)
 
 
-def complete(db: Database, directory: int) -> bool:
+def is_imported(db: Database, directory: int) -> bool:
     """Whether the catalog knows all names of a directory, and so may say of a name that it is not there."""
     return bool(db.value("SELECT complete FROM inode WHERE id = ?", directory))
 
 
-def cached(db: Database, directory: int) -> bool:
+def can_cache_absent_names(db: Database, directory: int) -> bool:
     """Whether the mount's kernel may believe that a name is absent here."""
     return db.row("SELECT 1 FROM inode WHERE id = ? AND (complete = 1 OR visited_ns = ?)", directory, _ADOPTED) is not None
 
 
-def names_of(db: Database, inode: int) -> list[tuple[int, bytes]]:
+def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
     """(parent, name) of every name that leads to `inode`."""
     return [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
 
@@ -151,7 +151,7 @@ def is_directory(db: Database, inode: int | None) -> bool:
     return stat.S_ISDIR(int(db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0))
 
 
-def due(db: Database, before_ns: int) -> int | None:
+def find_due_directory(db: Database, before_ns: int) -> int | None:
     """The complete directory on the PFS that was compared longest ago, if neither that nor its making was after `before_ns`."""
     directory: int | None = db.value(
         "SELECT id FROM inode WHERE mode & 61440 = 16384 AND visited_ns < ? AND birth_ns < ? AND complete = 1 AND nlink > 0"
@@ -161,13 +161,13 @@ def due(db: Database, before_ns: int) -> int | None:
     return directory
 
 
-def postpone(db: Database, directory: int) -> None:
+def record_postponed(db: Database, directory: int) -> None:
     """A directory could not be compared now: its next turn comes after all others'."""
-    with db.change():
+    with db.transaction():
         db.run("UPDATE inode SET visited_ns = ? WHERE id = ?", time.time_ns(), directory)
 
 
-def directories_in(db: Database, directory: int) -> list[int]:
+def list_scanned_directories(db: Database, directory: int) -> list[int]:
     """The directories in `directory` that were visited before."""
     below = "SELECT id FROM inode WHERE id IN (SELECT child FROM entry WHERE parent = ?) AND mode & 61440 = 16384 AND complete = 1"
     return [row[0] for row in db.rows(below, directory)]
@@ -176,7 +176,7 @@ def directories_in(db: Database, directory: int) -> list[int]:
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
-def known(db: Database, directory: int, name: bytes) -> Known:
+def get_known_name(db: Database, directory: int, name: bytes) -> KnownName:
     """What the catalog knows of a name."""
     row = db.row(
         "SELECT e.child, coalesce(c.mode, 0), p.inode, coalesce(i.mode, 0), p.seen_ino, p.seen_mode, p.seen_uid, p.seen_gid,"
@@ -187,30 +187,30 @@ def known(db: Database, directory: int, name: bytes) -> Known:
         directory, name,
     )  # fmt: skip
     assert row is not None
-    seen = None if row[4] is None else (row[4], row[5], row[6], row[7])
-    return Known(row[0], row[1], row[2], row[3], seen, None if row[8] is None else (row[8], row[9], row[10]))
+    last_stat = None if row[4] is None else (row[4], row[5], row[6], row[7])
+    return KnownName(row[0], row[1], row[2], row[3], last_stat, None if row[8] is None else (row[8], row[9], row[10]))
 
 
-def verdict(found: Seen, what: Known) -> Verdict:
+def choose_verdict(observed: PfsEntryStat, known: KnownName) -> ScanVerdict:
     """What the difference between the listing and the catalog means, if nothing is pending. Pure."""
-    if what.inode is None or (what.child is None and what.mode == 0):
-        if what.child is None:
-            return Verdict.NEW
-        return Verdict.ADOPT if found.is_directory and stat.S_ISDIR(what.child_mode) else Verdict.LEAVE
-    if what.child != what.inode:
-        return Verdict.LEAVE
-    if stat.S_IFMT(found.mode) != stat.S_IFMT(what.mode):
-        return Verdict.REPLACED
-    if found.is_file and not (what.published and same_file(what.published, (found.size, found.mtime_ns, found.ino))):
-        return Verdict.CONTENT
-    if what.seen is None:
-        return Verdict.NOTE
-    if what.seen[0] != found.ino and not found.is_file:
-        return Verdict.NOTE if found.is_directory else Verdict.REPLACED
-    return Verdict.SAME if what.seen[1:] == (found.mode, found.uid, found.gid) else Verdict.ATTRIBUTES
+    if known.inode is None or (known.child is None and known.mode == 0):
+        if known.child is None:
+            return ScanVerdict.NEW
+        return ScanVerdict.ADOPT if observed.is_directory and stat.S_ISDIR(known.child_mode) else ScanVerdict.LEAVE
+    if known.child != known.inode:
+        return ScanVerdict.LEAVE
+    if stat.S_IFMT(observed.mode) != stat.S_IFMT(known.mode):
+        return ScanVerdict.REPLACED
+    if observed.is_file and not (known.published and is_same_file(known.published, (observed.size, observed.mtime_ns, observed.ino))):
+        return ScanVerdict.CONTENT
+    if known.last_stat is None:
+        return ScanVerdict.NOTE
+    if known.last_stat[0] != observed.ino and not observed.is_file:
+        return ScanVerdict.NOTE if observed.is_directory else ScanVerdict.REPLACED
+    return ScanVerdict.SAME if known.last_stat[1:] == (observed.mode, observed.uid, observed.gid) else ScanVerdict.ATTRIBUTES
 
 
-def settled(db: Database, inode: int) -> bool:
+def can_take_external_change(db: Database, inode: int) -> bool:
     """Whether the PFS has all that this file holds and nobody has it open: then a stranger's change there may be taken over."""
     row = db.row(
         "SELECT k.state, u.complete, u.generation = k.generation FROM inode i LEFT JOIN content k ON k.id = i.content"
@@ -226,152 +226,152 @@ def settled(db: Database, inode: int) -> bool:
 # --- changing --------------------------------------------------------------------------------------------------------
 
 
-def apply(db: Database, pending: Pending, found: Seen) -> tuple[Verdict, int | None]:
+def import_entry(db: Database, pending: PendingChanges, observed: PfsEntryStat) -> tuple[ScanVerdict, int | None]:
     """Take over what the PFS shows under one name; what was done (SAME and LEAVE: nothing), and the inode that the name leads to now.
 
     A directory that was replaced by something else is only reported: its tree has to be removed first.
     """
     directory = pending.directory
-    what = known(db, directory, found.name)
-    judged = verdict(found, what)
-    if judged in {Verdict.SAME, Verdict.LEAVE} or pending.has(found.name, what.child, what.inode):
-        return judged if judged is Verdict.SAME else Verdict.LEAVE, what.child
-    if judged is Verdict.NEW:
-        return judged, _new(db, directory, found)
-    inode = what.child
+    known = get_known_name(db, directory, observed.name)
+    verdict = choose_verdict(observed, known)
+    if verdict in {ScanVerdict.SAME, ScanVerdict.LEAVE} or pending.is_pending(observed.name, known.child, known.inode):
+        return verdict if verdict is ScanVerdict.SAME else ScanVerdict.LEAVE, known.child
+    if verdict is ScanVerdict.NEW:
+        return verdict, _import_new(db, directory, observed)
+    inode = known.child
     assert inode is not None
-    if judged is Verdict.REPLACED:
-        return _replaced(db, directory, found, what, inode)
-    if judged is Verdict.CONTENT and not settled(db, inode):
-        return Verdict.LEAVE, inode
-    if judged is Verdict.ADOPT:
+    if verdict is ScanVerdict.REPLACED:
+        return _import_replacement(db, directory, observed, known, inode)
+    if verdict is ScanVerdict.CONTENT and not can_take_external_change(db, inode):
+        return ScanVerdict.LEAVE, inode
+    if verdict is ScanVerdict.ADOPT:
         db.run("UPDATE inode SET complete = 0, visited_ns = ? WHERE id = ?", _ADOPTED, inode)
-    if judged is Verdict.CONTENT:
-        _changed(db, inode, found)
-    if judged in {Verdict.CONTENT, Verdict.ATTRIBUTES} and what.seen is not None:
-        _attributes(db, inode, what.seen, found)
-    _believe(db, directory, found, inode)
-    return judged, inode
+    if verdict is ScanVerdict.CONTENT:
+        _record_external_write(db, inode, observed)
+    if verdict in {ScanVerdict.CONTENT, ScanVerdict.ATTRIBUTES} and known.last_stat is not None:
+        _record_external_attributes(db, inode, known.last_stat, observed)
+    _record_expected(db, directory, observed, inode)
+    return verdict, inode
 
 
-def _replaced(db: Database, directory: int, found: Seen, what: Known, inode: int) -> tuple[Verdict, int]:
-    if stat.S_ISDIR(what.mode):
-        return Verdict.REPLACED, inode
-    if not settled(db, inode):
-        return Verdict.LEAVE, inode
-    _drop_name(db, directory, found.name, inode)
-    return Verdict.REPLACED, _new(db, directory, found)
+def _import_replacement(db: Database, directory: int, observed: PfsEntryStat, known: KnownName, inode: int) -> tuple[ScanVerdict, int]:
+    if stat.S_ISDIR(known.mode):
+        return ScanVerdict.REPLACED, inode
+    if not can_take_external_change(db, inode):
+        return ScanVerdict.LEAVE, inode
+    _delete_name(db, directory, observed.name, inode)
+    return ScanVerdict.REPLACED, _import_new(db, directory, observed)
 
 
-def _new(db: Database, directory: int, found: Seen) -> int:
+def _import_new(db: Database, directory: int, observed: PfsEntryStat) -> int:
     """A name that the catalog does not have: a new inode, or another name for a file that it knows. The inode."""
-    inode = _same_file(db, found)
+    inode = _find_linked_inode(db, observed)
     if inode is None:
-        inode = _insert(db, directory, found)
+        inode = _insert_inode(db, directory, observed)
     else:
         db.run("UPDATE inode SET nlink = nlink + 1 WHERE id = ?", inode)
-    db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", directory, found.name, inode)
-    _believe(db, directory, found, inode)
+    db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", directory, observed.name, inode)
+    _record_expected(db, directory, observed, inode)
     return inode
 
 
-def _insert(db: Database, directory: int, found: Seen) -> int:
-    links, home, size = (2, directory, 0) if found.is_directory else (1, 0, found.size)
+def _insert_inode(db: Database, directory: int, observed: PfsEntryStat) -> int:
+    links, home, size = (2, directory, 0) if observed.is_directory else (1, 0, observed.size)
     inode = db.insert(
         "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
         " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        identity.fresh(db, "inode"),
-        found.mode, found.uid, found.gid, found.rdev, links, size, found.atime_ns, found.mtime_ns, found.ctime_ns, found.ctime_ns,
-        found.target, home, not found.is_directory,
+        identity.allocate_id(db, "inode"),
+        observed.mode, observed.uid, observed.gid, observed.rdev, links, size, observed.atime_ns, observed.mtime_ns, observed.ctime_ns, observed.ctime_ns,
+        observed.target, home, not observed.is_directory,
     )  # fmt: skip
-    for name, value in found.xattrs:
+    for name, value in observed.xattrs:
         db.run("INSERT INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
-    if found.is_directory:
+    if observed.is_directory:
         db.run("UPDATE inode SET nlink = nlink + 1 WHERE id = ?", directory)
-    if found.is_file:
-        _publish(db, inode, 0, found)
+    if observed.is_file:
+        _record_published(db, inode, 0, observed)
     return inode
 
 
-def _same_file(db: Database, found: Seen) -> int | None:
+def _find_linked_inode(db: Database, observed: PfsEntryStat) -> int | None:
     """The inode of which `found` is a further name: a hard link on the PFS."""
-    if found.nlink < 2 or not found.is_file:
+    if observed.nlink < 2 or not observed.is_file:
         return None
     inode: int | None = db.value(
         "SELECT u.inode FROM published u JOIN inode i ON i.id = u.inode WHERE u.pfs_inode = ? AND u.size = ? AND u.mtime_ns = ?"
         " AND i.nlink > 0 AND EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = u.inode)",
-        found.ino, found.size, found.mtime_ns,
+        observed.ino, observed.size, observed.mtime_ns,
     )  # fmt: skip
     return inode
 
 
-def _publish(db: Database, inode: int, generation: int, found: Seen) -> None:
+def _record_published(db: Database, inode: int, generation: int, observed: PfsEntryStat) -> None:
     db.run(
         "INSERT OR REPLACE INTO published (inode, generation, complete, size, mtime_ns, pfs_inode) VALUES (?,?,1,?,?,?)",
-        inode, generation, found.size, found.mtime_ns, found.ino,
+        inode, generation, observed.size, observed.mtime_ns, observed.ino,
     )  # fmt: skip
 
 
-def _believe(db: Database, directory: int, found: Seen, inode: int) -> None:
+def _record_expected(db: Database, directory: int, observed: PfsEntryStat, inode: int) -> None:
     """Remember what the PFS shows under this name."""
     db.run(
         "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
-        directory, found.name, inode, found.ino, found.mode, found.uid, found.gid,
+        directory, observed.name, inode, observed.ino, observed.mode, observed.uid, observed.gid,
     )  # fmt: skip
 
 
-def _changed(db: Database, inode: int, found: Seen) -> None:
+def _record_external_write(db: Database, inode: int, observed: PfsEntryStat) -> None:
     """A stranger has written this file on the PFS: its next generation lies there only."""
     newest = "SELECT max(i.generation, coalesce(u.generation, 0)) FROM inode i LEFT JOIN published u ON u.inode = i.id WHERE i.id = ?"
     generation = 1 + int(db.value(newest, inode))
     db.run("UPDATE content SET state = 3 WHERE inode = ? AND state <> 3", inode)
     db.run(
         "UPDATE inode SET content = NULL, generation = ?, size = ?, mtime_ns = ?, ctime_ns = ? WHERE id = ?",
-        generation, found.size, found.mtime_ns, found.ctime_ns, inode,
+        generation, observed.size, observed.mtime_ns, observed.ctime_ns, inode,
     )  # fmt: skip
-    _publish(db, inode, generation, found)
+    _record_published(db, inode, generation, observed)
 
 
-def _attributes(db: Database, inode: int, before: tuple[int, int, int, int], found: Seen) -> None:
+def _record_external_attributes(db: Database, inode: int, last_stat: tuple[int, int, int, int], observed: PfsEntryStat) -> None:
     """Take over the mode and the owner where a stranger changed them."""
-    for column, old, new in zip(("mode", "uid", "gid"), before[1:], (found.mode, found.uid, found.gid), strict=True):
+    for column, old, new in zip(("mode", "uid", "gid"), last_stat[1:], (observed.mode, observed.uid, observed.gid), strict=True):
         if old != new:
-            db.run(f"UPDATE inode SET {column} = ?, ctime_ns = max(ctime_ns, ?) WHERE id = ?", new, found.ctime_ns, inode)
+            db.run(f"UPDATE inode SET {column} = ?, ctime_ns = max(ctime_ns, ?) WHERE id = ?", new, observed.ctime_ns, inode)
 
 
-def stranger_was_here(db: Database, directory: int, seen: Seen) -> None:
+def record_external_change(db: Database, directory: int, observed: PfsEntryStat) -> None:
     """Names in `directory` were changed on the PFS: so were its times."""
     times = "UPDATE inode SET mtime_ns = max(mtime_ns, ?), ctime_ns = max(ctime_ns, ?) WHERE id = ?"
-    db.run(times, seen.mtime_ns, seen.ctime_ns, directory)
+    db.run(times, observed.mtime_ns, observed.ctime_ns, directory)
 
 
 # --- what vanished ---------------------------------------------------------------------------------------------------
 
 
-def believed(db: Database, directory: int) -> list[tuple[bytes, int, int]]:
+def list_expected(db: Database, directory: int) -> list[tuple[bytes, int, int]]:
     """(name, inode, its mode) of all that we believe to be in this directory on the PFS."""
     shown = "SELECT p.name, p.inode, coalesce(i.mode, 0) FROM pfs_entry p LEFT JOIN inode i ON i.id = p.inode WHERE p.parent = ?"
     rows = db.rows(shown, directory)
     return [(bytes(row[0]), row[1], row[2]) for row in rows]
 
 
-def vanish(db: Database, pending: Pending, name: bytes) -> bool:
+def record_vanished(db: Database, pending: PendingChanges, name: bytes) -> bool:
     """A name is gone from the PFS. Forget it, unless ours is newer or a directory that still holds something; whether it is gone."""
-    what = known(db, pending.directory, name)
-    if what.inode is None or pending.has(name, what.child, what.inode):
+    known = get_known_name(db, pending.directory, name)
+    if known.inode is None or pending.is_pending(name, known.child, known.inode):
         return False
-    if what.child == what.inode:
-        if stat.S_ISDIR(what.mode):
-            if db.value("SELECT 1 FROM entry WHERE parent = ? LIMIT 1", what.inode) is not None:
+    if known.child == known.inode:
+        if stat.S_ISDIR(known.mode):
+            if db.value("SELECT 1 FROM entry WHERE parent = ? LIMIT 1", known.inode) is not None:
                 return False
-        elif not settled(db, what.inode):
+        elif not can_take_external_change(db, known.inode):
             return False
-        _drop_name(db, pending.directory, name, what.inode)
+        _delete_name(db, pending.directory, name, known.inode)
     db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", pending.directory, name)
     return True
 
 
-def tree(db: Database, inode: int) -> list[tuple[int, list[bytes]]]:
+def list_tree(db: Database, inode: int) -> list[tuple[int, list[bytes]]]:
     """(directory, its names) of everything below `inode`, the deepest first; empty when it is no directory."""
     found: list[tuple[int, list[bytes]]] = []
     level = [inode] if is_directory(db, inode) else []
@@ -385,7 +385,7 @@ def tree(db: Database, inode: int) -> list[tuple[int, list[bytes]]]:
     return found[::-1]
 
 
-def _drop_name(db: Database, directory: int, name: bytes, inode: int) -> None:
+def _delete_name(db: Database, directory: int, name: bytes, inode: int) -> None:
     """Remove a name and, with its last one, what it led to. Nothing is recorded for the PFS: it is the PFS that says so."""
     db.run("DELETE FROM entry WHERE parent = ? AND name = ? AND child = ?", directory, name, inode)
     db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", directory, name)

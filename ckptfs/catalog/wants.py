@@ -16,34 +16,34 @@ from dataclasses import dataclass
 from ckptfs import limits
 from ckptfs.catalog.database import Database
 
-VISIT = "visit"
+SCAN = "visit"
 FETCH = "fetch"
-SETTLE = "settle"
-SECURE = "secure"
-COPY = "copy"
-LEFT = "left"
+WAIT_LEVEL = "settle"
+REPLICATE_NOW = "secure"
+REPLICATE_LATER = "copy"
+SALVAGE = "left"
 
-LANES = {VISIT: VISIT, FETCH: FETCH, SECURE: SECURE, COPY: COPY, LEFT: "fall-back"}
+LANE_BY_KIND = {SCAN: SCAN, FETCH: FETCH, REPLICATE_NOW: REPLICATE_NOW, REPLICATE_LATER: REPLICATE_LATER, SALVAGE: "fall-back"}
 """Kind -> the beginning of the names of the lanes that answer it alone. What else is wanted needs all of them."""
 
-WANTED, DONE, FAILED = 0, 1, 2
+OPEN, DONE, FAILED = 0, 1, 2
 
 FOR_WRITING = "write"
 """Argument of 'fetch': the file will be written, so the PFS's own file will not do."""
-AGAIN = "again"
+COMPARE_AGAIN = "again"
 TREE = "tree"
 """Arguments of 'visit'."""
-HERE = "here"
+FETCHED = "here"
 DIRECT = "direct"
 """Results of 'fetch'."""
-BEGUN = "begun"
+READABLE = "begun"
 """What a 'fetch' that is still open has for a result when its blocks may be read as they come (`ckptfs.tiers.arrival`)."""
 
 _COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns, at_ns"
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class MoverRequest:
     """One row: `error` is an errno when the want failed, `result` what the answerer has to say otherwise."""
 
     id: int
@@ -58,11 +58,11 @@ class Want:
     """When it was asked, then when it was answered."""
 
 
-def ask(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.VISIT_WAIT_S) -> int:
+def insert_request(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.VISIT_WAIT_S) -> int:
     """Want something for at most `wait_s`; the id of the row, which may be an older one that asks the same."""
     now = time.time_ns()
     until = now + int(wait_s * 1e9)
-    with db.change():
+    with db.transaction():
         found = db.row("SELECT id FROM want WHERE state = 0 AND kind = ? AND inode = ? AND argument = ?", kind, inode, argument)
         if found is None:
             return db.insert(
@@ -72,60 +72,60 @@ def ask(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: floa
         return int(found[0])
 
 
-def get(db: Database, want: int) -> Want | None:
+def get(db: Database, request: int) -> MoverRequest | None:
     """A want as it now is; None when it was swept."""
-    found = db.row(f"SELECT {_COLUMNS} FROM want WHERE id = ?", want)
-    return None if found is None else Want(*found)
+    found = db.row(f"SELECT {_COLUMNS} FROM want WHERE id = ?", request)
+    return None if found is None else MoverRequest(*found)
 
 
-def is_open(db: Database, want: int) -> bool:
+def is_open(db: Database, request: int) -> bool:
     """Whether somebody still waits for an answer."""
-    return db.value("SELECT 1 FROM want WHERE id = ? AND state = 0 AND until_ns >= ?", want, time.time_ns()) is not None
+    return db.value("SELECT 1 FROM want WHERE id = ? AND state = 0 AND until_ns >= ?", request, time.time_ns()) is not None
 
 
-def wanted(db: Database, kind: str, *, at_most: int = limits.CHANGE_ROWS_MAX) -> list[Want]:
+def list_open(db: Database, kind: str, *, at_most: int = limits.CHANGE_ROWS_MAX) -> list[MoverRequest]:
     """The open wants of one kind for which somebody still waits, oldest first."""
     sql = f"SELECT {_COLUMNS} FROM want WHERE state = 0 AND kind = ? AND until_ns >= ? ORDER BY id LIMIT ?"
-    return [Want(*row) for row in db.rows(sql, kind, time.time_ns(), at_most)]
+    return [MoverRequest(*row) for row in db.rows(sql, kind, time.time_ns(), at_most)]
 
 
-def done(db: Database, want: int, result: str = "") -> None:
+def mark_done(db: Database, request: int, result: str = "") -> None:
     """Answer a want. Call `notify.wants()` once it is committed."""
-    with db.change():
-        db.run("UPDATE want SET state = 1, result = ?, at_ns = ? WHERE id = ? AND state = 0", result, time.time_ns(), want)
+    with db.transaction():
+        db.run("UPDATE want SET state = 1, result = ?, at_ns = ? WHERE id = ? AND state = 0", result, time.time_ns(), request)
 
 
-def failed(db: Database, want: int, error: int) -> None:
+def mark_failed(db: Database, request: int, error: int) -> None:
     """Answer a want with an errno. Call `notify.wants()` once it is committed."""
-    with db.change():
-        db.run("UPDATE want SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0", error, time.time_ns(), want)
+    with db.transaction():
+        db.run("UPDATE want SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0", error, time.time_ns(), request)
 
 
-def progress(db: Database, want: int, *, wait_s: float = limits.FETCH_STALL_S) -> None:
+def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_STALL_S) -> None:
     """Say that a want is being answered: its askers wait up to `wait_s` from now on."""
     now = time.time_ns()
-    with db.change():
-        values = (now, now + int(wait_s * 1e9), want)
+    with db.transaction():
+        values = (now, now + int(wait_s * 1e9), request)
         db.run("UPDATE want SET progress_ns = ?, until_ns = max(until_ns, ?) WHERE id = ? AND state = 0", *values)
 
 
-def begun(db: Database, want: int) -> None:
+def mark_readable(db: Database, request: int) -> None:
     """A fetch has come so far that its blocks may be read as they come. Call `notify.wants()` once it is committed."""
-    with db.change():
-        db.run("UPDATE want SET result = ? WHERE id = ? AND state = 0", BEGUN, want)
+    with db.transaction():
+        db.run("UPDATE want SET result = ? WHERE id = ? AND state = 0", READABLE, request)
 
 
-def until_told(row: int) -> str:
+def build_journal_argument(row: int) -> str:
     """The argument of a 'settle' that waits until the PFS was told of everything about its inode up to this row of the journal."""
     return f"journal:{row}"
 
 
-def sweep(db: Database) -> int:
+def delete_stale(db: Database) -> int:
     """Forget open wants for which nobody waits any more, and answers that are old enough to have been read. How many went."""
     now = time.time_ns()
     stale = "(state = 0 AND until_ns < ?) OR (state != 0 AND at_ns < ?)"
     values = (now, now - int(limits.WANT_KEPT_S * 1e9))
     if db.value(f"SELECT 1 FROM want WHERE {stale} LIMIT 1", *values) is None:
         return 0
-    with db.change():
+    with db.transaction():
         return db.run(f"DELETE FROM want WHERE {stale}", *values)

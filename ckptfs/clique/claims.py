@@ -7,67 +7,67 @@ If we die here: the lease runs out, and another node claims what was left undone
 
 from dataclasses import dataclass
 
-from ckptfs.catalog.store import Compare, Delete, Get, Item, Put, Store, Target
-from ckptfs.clique.presence import Presence
+from ckptfs.catalog.store import Compare, CompareTarget, Delete, Get, Item, Put, Store
+from ckptfs.clique.presence import NodeLease
 from ckptfs.errors import LeaseGone
 
-CLAIMS = b"claim/"
+LOCKS_PREFIX = b"claim/"
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClusterLock:
     """What is claimed; `revision` created it and tells it from every other claim of the same."""
 
-    what: str
+    name: str
     lease: int
     revision: int
 
-    def guard(self) -> Compare:
+    def build_guard(self) -> Compare:
         """Holds as long as the claim does."""
-        return Compare(_key(self.what), Target.CREATE, "=", self.revision)
+        return Compare(_build_key(self.name), CompareTarget.CREATE, "=", self.revision)
 
 
-class Claims:
+class ClusterLocks:
     """This node's. Any thread may use it."""
 
-    def __init__(self, store: Store, presence: Presence) -> None:
+    def __init__(self, store: Store, node_lease: NodeLease) -> None:
         self._store = store
-        self._presence = presence
+        self._node_lease = node_lease
 
-    def take(self, what: str) -> Claim | None:
+    def try_acquire(self, name: str) -> ClusterLock | None:
         """The claim, also when this node has it already; None while another node has it, or this one has no lease. Raises Unreachable."""
-        lease = self._presence.lease
+        lease = self._node_lease.lease_id
         if not lease:
             return None
-        key, value = _key(what), _value(self._presence.node.number, lease)
+        key, value = _build_key(name), _encode_value(self._node_lease.node.number, lease)
         try:
-            taken = self._store.commit([Compare(key, Target.VERSION, "=", 0)], [Put(key, value, lease), Get(key)], [Get(key)])
+            taken = self._store.commit([Compare(key, CompareTarget.VERSION, "=", 0)], [Put(key, value, lease), Get(key)], [Get(key)])
         except LeaseGone:
             return None
-        item = _only(taken.results[0])
-        return Claim(what, lease, item.create_revision) if item is not None and item.value == value else None
+        item = _get_first(taken.results[0])
+        return ClusterLock(name, lease, item.create_revision) if item is not None and item.value == value else None
 
-    def good(self, claim: Claim) -> bool:
+    def is_held(self, lock: ClusterLock) -> bool:
         """Whether it surely still holds."""
-        return self._presence.lease == claim.lease
+        return self._node_lease.lease_id == lock.lease
 
-    def release(self, claim: Claim) -> None:
+    def release(self, lock: ClusterLock) -> None:
         """Let another node have it. Raises Unreachable; then it ends with the lease."""
-        self._store.commit([claim.guard()], [Delete(_key(claim.what))])
+        self._store.commit([lock.build_guard()], [Delete(_build_key(lock.name))])
 
-    def holder(self, what: str) -> int | None:
+    def find_holder(self, name: str) -> int | None:
         """The number of the node that has it."""
-        item = _only(self._store.read([Get(_key(what))]).results[0])
+        item = _get_first(self._store.read([Get(_build_key(name))]).results[0])
         return None if item is None else int(item.value.split(b" ")[0])
 
 
-def _key(what: str) -> bytes:
-    return CLAIMS + what.encode()
+def _build_key(name: str) -> bytes:
+    return LOCKS_PREFIX + name.encode()
 
 
-def _value(number: int, lease: int) -> bytes:
+def _encode_value(number: int, lease: int) -> bytes:
     return b"%d %d" % (number, lease)
 
 
-def _only(items: tuple[Item, ...]) -> Item | None:
+def _get_first(items: tuple[Item, ...]) -> Item | None:
     return items[0] if items else None

@@ -14,50 +14,50 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptfs import limits
-from ckptfs.catalog.store import Compare, Get, Item, Operation, Put, Store, Target
-from ckptfs.clique.membership import Node, from_value, node_key
-from ckptfs.errors import Refused
+from ckptfs.catalog.store import Compare, CompareTarget, Get, Item, Operation, Put, Store
+from ckptfs.clique.membership import Node, decode_node, node_key
+from ckptfs.errors import InvalidArgument
 
-NAMES = b"number/"
-TAKEN = b"taken/"
-LOOK_S = 0.5
+NAMES_PREFIX = b"number/"
+TAKEN_PREFIX = b"taken/"
+NAME_POLL_S = 0.5
 GUESSES_MAX = 1000
-FIRST_RANGE = 1024
+FIRST_NUMBER_RANGE = 1024
 """Where numbers begin to be guessed: far from those of nodes that a store which lost its data does not know yet."""
 
 
-class NameTaken(Refused):
+class NameTaken(InvalidArgument):
     """Another daemon that lives has this node's name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class NodeBinding:
     """What a name stands for: this number, and the catalog (its uuid) that has it."""
 
     number: int
     catalog: str
 
-    def value(self) -> bytes:
+    def encode(self) -> bytes:
         return json.dumps([self.number, self.catalog], separators=(",", ":")).encode()
 
 
 def name_key(name: str) -> bytes:
     """Where it stands whose a name is."""
-    return NAMES + name.encode()
+    return NAMES_PREFIX + name.encode()
 
 
 def taken_key(number: int) -> bytes:
     """Exists for every number that was ever given."""
-    return TAKEN + b"%08x" % number
+    return TAKEN_PREFIX + b"%08x" % number
 
 
-def join(
+def register(
     store: Store,
     name: str,
     catalog: str,
-    known: int = 0,
+    known_number: int = 0,
     *,
-    dice: random.Random | None = None,
+    rng: random.Random | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
@@ -65,72 +65,72 @@ def join(
 
     Raises NameTaken while another catalog lives under that name, and Unreachable.
     """
-    dice = dice or random.Random()
+    rng = rng or random.Random()
     deadline_s = clock() + limits.NAME_WAIT_S
     for attempt in range(GUESSES_MAX):
-        item, bound = _bound(store, name)
+        item, bound = _find_binding(store, name)
         if bound is not None and bound.catalog == catalog:
             return bound.number
-        while bound is not None and (living := _living(store, bound)) is not None:
+        while bound is not None and (living := _find_live_node(store, bound)) is not None:
             if clock() >= deadline_s:
-                raise _taken(name, living)
-            sleep(LOOK_S)
-        if known and (other := _other_with(store, known, catalog)):
-            raise _doubled(name, known, other)
-        number = known or dice.randint(1, min(FIRST_RANGE << attempt, limits.NODE_NUMBER_MAX))
-        if _bind(store, name, item, Bound(number, catalog), known):
+                raise _build_taken_error(name, living)
+            sleep(NAME_POLL_S)
+        if known_number and (other := _find_other_owner(store, known_number, catalog)):
+            raise _build_duplicate_error(name, known_number, other)
+        number = known_number or rng.randint(1, min(FIRST_NUMBER_RANGE << attempt, limits.NODE_NUMBER_MAX))
+        if _bind_name(store, name, item, NodeBinding(number, catalog), known_number):
             return number
-    raise Refused(f"no number could be found for the node {name}", remedy="start it again")
+    raise InvalidArgument(f"no number could be found for the node {name}", remedy="start it again")
 
 
-def _bound(store: Store, name: str) -> tuple[Item | None, Bound | None]:
+def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | None]:
     found = store.read([Get(name_key(name))]).results[0]
     if not found:
         return None, None
     number, catalog = json.loads(found[0].value)
-    return found[0], Bound(int(number), str(catalog))
+    return found[0], NodeBinding(int(number), str(catalog))
 
 
-def again(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
+def build_reregistration(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
     """What is put into a store that has lost its data, in transactions: who has this number, and that others are `taken`, as far as it
     does not say so.
     """
     there = {item.key for item in taken}
     lacking = [Put(taken_key(other), b"") for other in sorted({*others} - {number}) if taken_key(other) not in there]
-    own = [Put(name_key(name), Bound(number, catalog).value()), Put(taken_key(number), name.encode())]
+    own = [Put(name_key(name), NodeBinding(number, catalog).encode()), Put(taken_key(number), name.encode())]
     changes = [*own, *lacking]
     return [list(changes[start : start + limits.ETCD_OPERATIONS_MAX]) for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX)]
 
 
-def _other_with(store: Store, number: int, catalog: str) -> str:
+def _find_other_owner(store: Store, number: int, catalog: str) -> str:
     """The name of a node with another catalog that has this number, too."""
     (taken,) = store.read([Get(taken_key(number))]).results
-    _, bound = _bound(store, taken[0].value.decode()) if taken and taken[0].value else (None, None)
+    _, bound = _find_binding(store, taken[0].value.decode()) if taken and taken[0].value else (None, None)
     return taken[0].value.decode() if bound is not None and (bound.number == number and bound.catalog != catalog) else ""
 
 
-def _living(store: Store, bound: Bound) -> Node | None:
+def _find_live_node(store: Store, bound: NodeBinding) -> Node | None:
     """Who lives under this number."""
     found = store.read([Get(node_key(bound.number))]).results[0]
-    return from_value(found[0].value) if found else None
+    return decode_node(found[0].value) if found else None
 
 
-def _bind(store: Store, name: str, was: Item | None, bound: Bound, known: int) -> bool:
+def _bind_name(store: Store, name: str, previous: Item | None, bound: NodeBinding, known_number: int) -> bool:
     """Give the name and the number to the catalog, if nobody was faster."""
-    compares = [Compare(name_key(name), Target.MOD, "=", was.mod_revision if was is not None else 0)]
-    if not known:
-        compares.append(Compare(taken_key(bound.number), Target.VERSION, "=", 0))
-    return store.commit(compares, [Put(name_key(name), bound.value()), Put(taken_key(bound.number), name.encode())]).succeeded
+    compares = [Compare(name_key(name), CompareTarget.MOD, "=", previous.mod_revision if previous is not None else 0)]
+    if not known_number:
+        compares.append(Compare(taken_key(bound.number), CompareTarget.VERSION, "=", 0))
+    return store.commit(compares, [Put(name_key(name), bound.encode()), Put(taken_key(bound.number), name.encode())]).succeeded
 
 
-def _doubled(name: str, number: int, other: str) -> Refused:
-    return Refused(
+def _build_duplicate_error(name: str, number: int, other: str) -> InvalidArgument:
+    return InvalidArgument(
         f"the number {number} of the node {name} was given to the node {other}, which joined while etcd had lost its data",
         remedy=f"stop {other}, give it an empty state directory, and start {name} first",
     )
 
 
-def _taken(name: str, living: Node) -> NameTaken:
+def _build_taken_error(name: str, living: Node) -> NameTaken:
     return NameTaken(
         f"another daemon is in the cluster as node {name}, at {living.address}",
         remedy="give node=ANOTHER-NAME; two mounts of one machine are two nodes",

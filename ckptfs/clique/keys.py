@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptfs.clique import revoked
-from ckptfs.errors import ConfigError, Refused
+from ckptfs.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -30,7 +30,7 @@ CA_CERTIFICATE, CA_KEY = "ca.pem", "ca.key"
 NODE_CERTIFICATE, NODE_KEY = "node.pem", "node.key"
 CA_DAYS, NODE_DAYS = 3650, 1825
 SKEW = datetime.timedelta(days=1)
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def init(directory: Path, cluster: str) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(cluster, f"{cluster} CA")
-    certificate = _builder(name, name, key, CA_DAYS, authority=True).sign(key, _hash())
-    _write(directory / CA_KEY, _key_pem(key), 0o600)
-    _write(directory / CA_CERTIFICATE, _pem(certificate), 0o644)
+    certificate = _build_certificate(name, name, key, CA_DAYS, authority=True).sign(key, _hash())
+    _write_new_file(directory / CA_KEY, _key_pem(key), 0o600)
+    _write_new_file(directory / CA_CERTIFICATE, _pem(certificate), 0o644)
 
 
 def issue(directory: Path, node: str, addresses: Sequence[str] = ()) -> Path:
@@ -76,23 +76,23 @@ def issue(directory: Path, node: str, addresses: Sequence[str] = ()) -> Path:
         ca = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
         ca_key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), None)
     except FileNotFoundError as failure:
-        raise Refused(f"{directory} has no keys of a cluster", remedy="ckptfs keys init makes them") from failure
+        raise InvalidArgument(f"{directory} has no keys of a cluster", remedy="ckptfs keys init makes them") from failure
     assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
     target = directory / node
     _demand_absent(*(target / name for name in (CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY)))
     key = ec.generate_private_key(ec.SECP256R1())
     cluster = _organization(ca)
-    known = revoked.read(directory)
+    known = revoked.read_revocations(directory)
     own = [x509.DNSName(target_name(cluster, node, count)) for count in range(known.get(node, 0) + 1)]
     names = x509.SubjectAlternativeName([*own, *map(_address, addresses)])
-    builder = _builder(_name(cluster, node), ca.subject, key, NODE_DAYS, authority=False).add_extension(names, critical=False)
+    builder = _build_certificate(_name(cluster, node), ca.subject, key, NODE_DAYS, authority=False).add_extension(names, critical=False)
     certificate = builder.sign(ca_key, _hash())
     target.mkdir(mode=0o700, exist_ok=True)
-    _write(target / NODE_KEY, _key_pem(key), 0o600)
-    _write(target / CA_CERTIFICATE, _pem(ca), 0o644)
-    _write(target / NODE_CERTIFICATE, _pem(certificate), 0o644)
+    _write_new_file(target / NODE_KEY, _key_pem(key), 0o600)
+    _write_new_file(target / CA_CERTIFICATE, _pem(ca), 0o644)
+    _write_new_file(target / NODE_CERTIFICATE, _pem(certificate), 0o644)
     if known:
-        revoked.write(target, known)
+        revoked.write_revocations(target, known)
     return target
 
 
@@ -103,15 +103,15 @@ def revoke(directory: Path, node: str) -> list[Path]:
     """
     _demand_name(node, "node")
     if not (directory / CA_KEY).exists():
-        raise Refused(f"{directory} has no keys of a cluster", remedy="name the directory where `ckptfs keys init` made them")
-    known = revoked.read(directory)
+        raise InvalidArgument(f"{directory} has no keys of a cluster", remedy="name the directory where `ckptfs keys init` made them")
+    known = revoked.read_revocations(directory)
     known[node] = known.get(node, 0) + 1
-    places = [directory, *sorted(path.parent for path in directory.glob(f"[!.]*/{NODE_CERTIFICATE}"))]
-    for place in places:
-        revoked.write(place, known)
+    directories = [directory, *sorted(path.parent for path in directory.glob(f"[!.]*/{NODE_CERTIFICATE}"))]
+    for place in directories:
+        revoked.write_revocations(place, known)
     if (directory / node).exists():
         os.rename(directory / node, directory / f".{node}.revoked-{known[node]}")
-    return [place / revoked.FILE for place in places if place.name != node]
+    return [place / revoked.REVOKED_FILE for place in directories if place.name != node]
 
 
 def load(directory: Path) -> Identity:
@@ -134,7 +134,7 @@ def load(directory: Path) -> Identity:
     if expires <= datetime.datetime.now(datetime.UTC):
         raise ConfigError(f"the certificate in {directory} expired on {expires:%Y-%m-%d}", remedy="issue a new one with ckptfs keys issue")
     _demand_key_fits(directory)
-    if not is_good(certificate, revoked.read(directory)):
+    if not is_current(certificate, revoked.read_revocations(directory)):
         remedy = "issue new ones with ckptfs keys issue, where they were revoked"
         raise ConfigError(f"the keys in {directory} were revoked", remedy=remedy)
     return Identity(_common_name(parsed), _organization(parsed), ca, certificate, key, expires)
@@ -151,7 +151,7 @@ def load_for(directory: Path, node: str, cluster: str) -> Identity:
 
 
 @functools.lru_cache(maxsize=1024)
-def subject(pem: bytes) -> tuple[str, str]:
+def get_subject(pem: bytes) -> tuple[str, str]:
     """(node, cluster) that a certificate names; empty where it names none. TLS has checked its signature."""
     from cryptography import x509
 
@@ -160,7 +160,7 @@ def subject(pem: bytes) -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(pem: bytes) -> frozenset[str]:
+def _get_dns_names(pem: bytes) -> frozenset[str]:
     """The DNS names in a certificate."""
     from cryptography import x509
 
@@ -171,25 +171,25 @@ def _names(pem: bytes) -> frozenset[str]:
     return frozenset(extension.value.get_values_for_type(x509.DNSName))
 
 
-def is_good(pem: bytes, revocations: Mapping[str, int]) -> bool:
+def is_current(pem: bytes, revocations: Mapping[str, int]) -> bool:
     """Whether a certificate was issued after the last revocation of its node's keys."""
-    node, cluster = subject(pem)
+    node, cluster = get_subject(pem)
     count = revocations.get(node, 0)
-    return not count or target_name(cluster, node, count) in _names(pem)
+    return not count or target_name(cluster, node, count) in _get_dns_names(pem)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def _demand_name(name: str, what: str) -> None:
-    if not NAME.fullmatch(name):
-        raise Refused(f"{name!r} cannot name a {what}; accepted: up to 63 letters, digits, '.', '_' and '-', a letter or digit first")
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidArgument(f"{name!r} cannot name a {what}; accepted: up to 63 letters, digits, '.', '_' and '-', a letter or digit first")
 
 
 def _demand_absent(*paths: Path) -> None:
     for path in paths:
         if path.exists():
-            raise Refused(f"{path} exists, and keys are never overwritten", remedy="remove it first if it is of no use any more")
+            raise InvalidArgument(f"{path} exists, and keys are never overwritten", remedy="remove it first if it is of no use any more")
 
 
 def _demand_key_fits(directory: Path) -> None:
@@ -233,11 +233,11 @@ def _address(text: str) -> "x509.GeneralName":
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text):
-            raise Refused(f"{text!r} is no host name and no IP address") from None
+            raise InvalidArgument(f"{text!r} is no host name and no IP address") from None
         return x509.DNSName(text)
 
 
-def _builder(
+def _build_certificate(
     name: "x509.Name", issuer: "x509.Name", key: "ec.EllipticCurvePrivateKey", days: int, *, authority: bool
 ) -> "x509.CertificateBuilder":
     from cryptography import x509
@@ -269,7 +269,7 @@ def _key_pem(key: "ec.EllipticCurvePrivateKey") -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _write(path: Path, data: bytes, mode: int) -> None:
+def _write_new_file(path: Path, data: bytes, mode: int) -> None:
     """A new file, whole or absent; never an old one's place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -279,7 +279,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
         os.fsync(fd)
         os.link(temporary, path)
     except FileExistsError as failure:
-        raise Refused(f"{path} exists, and keys are never overwritten") from failure
+        raise InvalidArgument(f"{path} exists, and keys are never overwritten") from failure
     finally:
         os.close(fd)
         os.unlink(temporary)

@@ -26,21 +26,21 @@ class Node:
     incarnation: str = ""
 
     @property
-    def order(self) -> tuple[int, str]:
+    def sort_key(self) -> tuple[int, str]:
         """Its place among all nodes."""
         return self.rank, self.name
 
 
 @dataclass(frozen=True)
-class World:
+class ClusterView:
     """The nodes that live, in the order of their ranks, then names: a snapshot. `memo` is for placement, which is asked the same often."""
 
     nodes: tuple[Node, ...] = ()
     by_number: Mapping[int, Node] = field(init=False, compare=False, repr=False)
-    memo: dict[Any, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
+    placement_cache: dict[Any, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.order)))
+        object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.sort_key)))
         object.__setattr__(self, "by_number", {node.number: node for node in self.nodes})
 
     def __contains__(self, number: object) -> bool:
@@ -51,69 +51,69 @@ class World:
         return len(self.nodes)
 
 
-def world(nodes: Iterable[Node]) -> World:
+def build_view(nodes: Iterable[Node]) -> ClusterView:
     """The World of these nodes."""
-    return World(tuple(nodes))
+    return ClusterView(tuple(nodes))
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ViewChange:
     """One World followed by another. `returned`: nodes that live in both, and were started anew meanwhile."""
 
-    before: World
-    after: World
+    before: ClusterView
+    after: ClusterView
 
     @property
-    def died(self) -> tuple[Node, ...]:
+    def dead_nodes(self) -> tuple[Node, ...]:
         return tuple(node for node in self.before.nodes if node.number not in self.after)
 
     @property
-    def joined(self) -> tuple[Node, ...]:
+    def joined_nodes(self) -> tuple[Node, ...]:
         return tuple(node for node in self.after.nodes if node.number not in self.before)
 
     @property
-    def returned(self) -> tuple[Node, ...]:
+    def restarted_nodes(self) -> tuple[Node, ...]:
         both = (node for node in self.after.nodes if node.number in self.before)
         return tuple(node for node in both if node.incarnation != self.before.by_number[node.number].incarnation)
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
 
-NODES = b"n/"
-NODES_END = prefix_end(NODES)
+NODES_PREFIX = b"n/"
+NODES_END = prefix_end(NODES_PREFIX)
 
 
 def node_key(number: int) -> bytes:
     """Where the record of a living node is."""
-    return NODES + b"%08x" % number
+    return NODES_PREFIX + b"%08x" % number
 
 
-def read_nodes(store: Store) -> tuple[list[Node], int]:
+def load_nodes(store: Store) -> tuple[list[Node], int]:
     """(everybody who has a record, the revision at which that was so). Raises Compacted: begin again."""
     nodes: list[Node] = []
-    revision, key = 0, NODES
+    revision, key = 0, NODES_PREFIX
     while True:
         outcome = store.read([Get(key, NODES_END, limit=limits.ETCD_PAGE_ITEMS, revision=revision)])
         revision = revision or outcome.revision
         items = outcome.results[0]
-        nodes += (node for item in items if (node := from_value(item.value)) is not None)
+        nodes += (node for item in items if (node := decode_node(item.value)) is not None)
         if len(items) < limits.ETCD_PAGE_ITEMS:
             return nodes, revision
         key = items[-1].key + b"\0"
 
 
-def living(store: Store, numbers: Sequence[int]) -> set[int]:
+def list_live(store: Store, numbers: Sequence[int]) -> set[int]:
     """Those of these nodes that hold their leases, as the store says now."""
     results = store.read([Get(node_key(number)) for number in numbers]).results if numbers else ()
     return {number for number, items in zip(numbers, results, strict=True) if items}
 
 
-def to_value(node: Node) -> bytes:
+def encode_node(node: Node) -> bytes:
     """A record, as it is stored. Every node reads every record, so it is short: fields have no names."""
     return json.dumps(astuple(node), separators=(",", ":")).encode()
 
 
-def from_value(value: bytes) -> Node | None:
+def decode_node(value: bytes) -> Node | None:
     """The node of a record; None for what is none, which a newer or broken node may have written."""
     try:
         number, name, address, rank, domain, capacity_bytes, incarnation, *_ = json.loads(value)

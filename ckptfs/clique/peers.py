@@ -29,11 +29,11 @@ class PeerRefused(PeerFailed):
         self.code = code
 
 
-class PeerLied(PeerFailed):
+class PeerCorrupt(PeerFailed):
     """A peer sent bytes that do not have the digest they should have; nothing of them was kept."""
 
 
-class Reachable(Protocol):
+class PeerAddress(Protocol):
     """What is needed of a node to reach it."""
 
     @property
@@ -43,16 +43,16 @@ class Reachable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SendResult:
     """How a content came to a peer. `verified`: its copy counts there (never for an early offer)."""
 
-    blocks_lacking: int
+    blocks_missing: int
     bytes_moved: int
-    verified: bool
+    is_verified: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ContentManifest:
     """What a peer says about a content that it has sealed; `blocks` was checked against `digest`."""
 
     content: int
@@ -64,32 +64,32 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class PeerStats:
     """What was measured of a peer, exponentially averaged; None: not yet."""
 
     rtt_s: float | None
     bytes_per_s: float | None
-    room_bytes: int | None
-    clock_s: float | None = None
+    free_bytes: int | None
+    clock_offset_s: float | None = None
     """How far its clock is before ours, as far as the round trip lets one say."""
 
 
 OnBlock = Callable[[int], None]
 """Told in a worker thread: this block was written into the target and is right."""
-Asked = Callable[[], Sequence[int]]
+UrgentBlocks = Callable[[], Sequence[int]]
 """Which blocks somebody waits for just now; asked often, by any thread."""
 
 
-class Peers(Protocol):
+class PeerApi(Protocol):
     """The other nodes, as far as bytes are concerned."""
 
-    def send(self, node: Reachable, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> Sent:
+    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
         """Offer a content and send what the peer lacks of it. `wanted` is asked now and then; False ends the call with PeerFailed.
 
         A source that no longer has the offered digests (it is written again) makes the peer refuse: PeerLied.
         """
 
-    def send_many(self, node: Reachable, offers: Sequence[tuple[Offer, int]]) -> list["Sent | PeerFailed"]:
+    def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list["SendResult | PeerFailed"]:
         """Small sealed contents in one message, each with a descriptor to read it from; what became of each, in order.
 
         At most `limits.PEER_MANY_MAX`, together `limits.PEER_MANY_BYTES_MAX`, each `limits.PEER_WHOLE_BYTES_MAX`. Raises what ends all.
@@ -97,12 +97,12 @@ class Peers(Protocol):
 
     def fetch(
         self,
-        sources: Sequence[Reachable],
-        record: Record,
-        wanted: Sequence[int],
+        sources: Sequence[PeerAddress],
+        manifest: ContentManifest,
+        blocks: Sequence[int],
         target_fd: int,
         on_block: OnBlock = lambda number: None,
-        asked: Asked = tuple,
+        urgent_blocks: UrgentBlocks = tuple,
     ) -> int:
         """Write the blocks `wanted` of a content into `target_fd`, from several sources at once; how many bytes came. Those that are
         `asked` come before all others, then what follows them.
@@ -111,25 +111,25 @@ class Peers(Protocol):
         are asked of the others; raises the last failure when none is left. `sources` in order of preference.
         """
 
-    def record(self, node: Reachable, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> Record:
+    def get_manifest(self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> ContentManifest:
         """Size, generation and blocks' digests of a content that the peer has; PeerRefused with ENOENT when it has none."""
 
-    def seal_soon(self, node: Reachable, content: int, timeout_s: float) -> Record | None:
+    def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
         """Ask the node that wrote a content to seal it; None when it could not in time (it has writers)."""
 
-    def forget(self, node: Reachable, contents: Sequence[int]) -> None:
+    def release_copies(self, node: PeerAddress, contents: Sequence[int]) -> None:
         """These contents need not be held there any more."""
 
-    def ping(self, node: Reachable) -> Speed:
+    def ping(self, node: PeerAddress) -> PeerStats:
         """Measure the round trip and the room."""
 
-    def speed(self, node: Reachable) -> Speed:
+    def get_stats(self, node: PeerAddress) -> PeerStats:
         """What is known, without asking."""
 
-    def ranked(self, nodes: Sequence[Reachable]) -> list[Reachable]:
+    def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
         """The fastest first; unknown ones before those that failed lately."""
 
-    def keep(self, names: Sequence[str]) -> None:
+    def close_except(self, names: Sequence[str]) -> None:
         """Connections to all other nodes are closed: they have left."""
 
     def close(self) -> None:

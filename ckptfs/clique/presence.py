@@ -11,79 +11,79 @@ import time
 from collections.abc import Callable
 
 from ckptfs import limits
-from ckptfs.catalog.store import Compare, Put, Store, Target
-from ckptfs.clique.joining import Bound, NameTaken, name_key
-from ckptfs.clique.membership import Node, node_key, to_value
+from ckptfs.catalog.store import Compare, CompareTarget, Put, Store
+from ckptfs.clique.joining import NameTaken, NodeBinding, name_key
+from ckptfs.clique.membership import Node, encode_node, node_key
 
 
-def since_boot_s() -> float:
+def get_boot_clock_s() -> float:
     """A clock that goes on while the machine sleeps, as the store's does."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Presence:
+class NodeLease:
     """One node's. One thread calls `beat`; any thread may look."""
 
-    def __init__(self, store: Store, node: Node, catalog: str, clock: Callable[[], float] = since_boot_s) -> None:
+    def __init__(self, store: Store, node: Node, catalog: str, clock: Callable[[], float] = get_boot_clock_s) -> None:
         self.node = node
         self._store = store
-        self._bound = Bound(node.number, catalog).value()
+        self._binding_value = NodeBinding(node.number, catalog).encode()
         self._clock = clock
-        self._held = (0, 0.0)
+        self._lease = (0, 0.0)
         self._revision = 0
-        self._displaced = False
+        self._is_displaced = False
 
     @property
-    def lease(self) -> int:
+    def lease_id(self) -> int:
         """The lease, while it surely holds; 0 otherwise."""
-        lease, until_s = self._held
+        lease, until_s = self._lease
         return lease if self._clock() < until_s else 0
 
     @property
-    def until_s(self) -> float:
+    def valid_until_s(self) -> float:
         """Until when it surely holds."""
-        return self._held[1]
+        return self._lease[1]
 
-    def beat(self) -> bool:
+    def renew(self) -> bool:
         """Live on; whether that needed a new lease. Raises NameTaken when another catalog has the name now, and what the store raises."""
-        if self._displaced:
+        if self._is_displaced:
             raise NameTaken(
                 f"another daemon runs with a copy of the catalog of node {self.node.name}",
                 remedy="stop one of them for good, and give it an empty state directory; both make the same ids",
             )
-        lease = self._held[0]
-        if lease and self._kept(lease):
+        lease = self._lease[0]
+        if lease and self._keep_alive(lease):
             return False
-        self._held = (0, 0.0)
+        self._lease = (0, 0.0)
         began_s = self._clock()
         lease = self._store.grant(limits.NODE_LEASE_S)
         try:
-            self._put(lease)
+            self._put_record(lease)
         except BaseException:
             with contextlib.suppress(Exception):
                 self._store.revoke(lease)
             raise
-        self._held = (lease, began_s + limits.NODE_LEASE_S)
+        self._lease = (lease, began_s + limits.NODE_LEASE_S)
         return True
 
-    def seen(self, node: Node, revision: int) -> None:
+    def record_seen_node(self, node: Node, revision: int) -> None:
         """A record was put in that revision. Another one under our number, after ours, is that of a second daemon with our catalog."""
         if node.number == self.node.number and node.incarnation != self.node.incarnation and 0 < self._revision < revision:
-            self._displaced = True
-            self._held = (0, 0.0)
+            self._is_displaced = True
+            self._lease = (0, 0.0)
 
-    def _kept(self, lease: int) -> bool:
+    def _keep_alive(self, lease: int) -> bool:
         # Counted from before we asked: the store begins the time later than that, never earlier.
         began_s = self._clock()
         left_s = self._store.keep_alive(lease)
         if left_s > 0:
-            self._held = (lease, began_s + min(left_s, limits.NODE_LEASE_S))
+            self._lease = (lease, began_s + min(left_s, limits.NODE_LEASE_S))
         return left_s > 0
 
-    def _put(self, lease: int) -> None:
+    def _put_record(self, lease: int) -> None:
         name = name_key(self.node.name)
-        record = Put(node_key(self.node.number), to_value(self.node), lease)
-        outcome = self._store.commit([Compare(name, Target.VALUE, "=", self._bound)], [record])
+        record = Put(node_key(self.node.number), encode_node(self.node), lease)
+        outcome = self._store.commit([Compare(name, CompareTarget.VALUE, "=", self._binding_value)], [record])
         if not outcome.succeeded:
             raise NameTaken(
                 f"another daemon has joined the cluster as node {self.node.name}",

@@ -18,13 +18,13 @@ UNKNOWN_BLOCK = bytes(BLOCK_DIGEST_BYTES)
 """In an early offer: a block that may still change, and is not offered yet."""
 
 
-class NotHere(CkptfsError):
+class CopyNotFound(CkptfsError):
     """This node has no verified copy of that content (or not with that digest)."""
 
     errno = errno.ENOENT
 
 
-class NotNow(NotHere):
+class CopyUnavailable(CopyNotFound):
     """This node cannot lend that content now. But it is its own, and a copy that another node has of it may be the last one."""
 
     errno = errno.EBUSY
@@ -48,7 +48,7 @@ class Offer:
     sender: str = ""
 
     @property
-    def early(self) -> bool:
+    def is_early(self) -> bool:
         return self.digest is None
 
 
@@ -62,11 +62,11 @@ class Reception:
 
     token: int
     fd: int
-    lacking: Sequence[int]
+    missing_blocks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class OpenCopy:
     """A sealed, verified copy to read from. `fd` belongs to whoever borrowed it, who closes it; the file's removal does not disturb it."""
 
     content: int
@@ -78,35 +78,35 @@ class Loan:
     fd: int
 
 
-class Shelf(Protocol):
+class ContentHost(Protocol):
     """Whatever raises may raise `ckptfs.errors`: Refused, NoRoom, Busy, NotHere..., or OSError; the caller is told which."""
 
-    def receive(self, offer: Offer) -> Reception:
+    def begin_reception(self, offer: Offer) -> Reception:
         """Prepare for the blocks of `offer`. Raises NoRoom when the peers' share is full, Refused, Busy when it is arriving already.
 
         An older generation of the content goes; a newer one, or the same with another digest, is refused.
         """
 
-    def received(self, token: int) -> bool:
+    def finish_reception(self, token: int) -> bool:
         """Every lacking block was written, and its digest was right as it arrived.
 
         Checks what else there is to check (the blocks that were in place, the digest over all) and makes the copy count: True.
         False: something is wrong, and was thrown away. An early reception is kept for the next offer: True, but it does not count.
         """
 
-    def abandon(self, token: int, *, keep: bool = True) -> None:
+    def abort_reception(self, token: int, *, keep_blocks: bool = True) -> None:
         """The transfer ended early. Whole blocks may be kept for the next offer: their digests are checked again then. Not `keep`: no block
         has come, so that its room is given back at once unless it has some of an earlier offer.
         """
 
-    def lend(self, content: int, digest: bytes | None) -> Loan:
+    def open_copy(self, content: int, digest: bytes | None) -> OpenCopy:
         """A copy to read from, the one with `digest` where that is given; raises NotHere."""
 
-    def seal_soon(self, content: int, timeout_s: float) -> Loan | None:
+    def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
         """Seal a content that is closed here, and lend it; None when it was not sealed in time. Raises NotHere."""
 
-    def forget(self, contents: Sequence[int]) -> None:
+    def release_copies(self, contents: Sequence[int]) -> None:
         """The asking node no longer wants these held for it. What is this node's own is never touched."""
 
-    def room(self) -> int:
+    def get_free_bytes(self) -> int:
         """How many more bytes this node would hold for its peers."""

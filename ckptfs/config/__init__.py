@@ -14,14 +14,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ckptfs.config.checks import checked
-from ckptfs.config.table import BY_NAME, KEYS, Config
-from ckptfs.config.values import host_of, is_loopback, parse_addresses, parse_bool, parse_path, parse_seconds, parse_size
+from ckptfs.config.checks import resolve_config
+from ckptfs.config.table import SETTINGS, SETTINGS_BY_NAME, Config
+from ckptfs.config.values import is_loopback, parse_addresses, parse_bool, parse_host, parse_path, parse_seconds, parse_size
 from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 __all__ = [
-    "KEYS", "Config", "from_json", "host_of", "is_known", "is_loopback", "load", "parse_options", "parse_seconds", "parse_size", "sample",
+    "SETTINGS",
+    "Config",
+    "build_sample",
+    "from_json",
+    "is_known_option",
+    "is_loopback",
+    "load",
+    "parse_host",
+    "parse_options",
+    "parse_seconds",
+    "parse_size",
     "to_json",
 ]  # fmt: skip
 
@@ -33,7 +43,7 @@ MOUNT_FLAGS: dict[str, tuple[int, int]] = {
     "strictatime": (1 << 24, 0), "nostrictatime": (0, 1 << 24), "lazytime": (1 << 25, 0), "nolazytime": (0, 1 << 25),
 }  # fmt: skip
 # What mount(8), fstab and systemd pass for themselves; it means nothing to us.
-IGNORED = frozenset((
+IGNORED_OPTIONS = frozenset((
     "rw", "defaults", "auto", "noauto", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "nofail",
     "_netdev", "comment", "default_permissions",
 ))  # fmt: skip
@@ -53,9 +63,9 @@ def parse_options(text: str) -> dict[str, str]:
     return options
 
 
-def is_known(option: str) -> bool:
+def is_known_option(option: str) -> bool:
     """Whether `load` accepts an option of this name."""
-    return option in BY_NAME or option in MOUNT_FLAGS or option in IGNORED or option == "config" or option.lower().startswith("x-")
+    return option in SETTINGS_BY_NAME or option in MOUNT_FLAGS or option in IGNORED_OPTIONS or option == "config" or option.lower().startswith("x-")
 
 
 def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Config:
@@ -66,24 +76,24 @@ def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Conf
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise ConfigError(f"{name!r} cannot name a mount; accepted: up to 64 letters, digits, '.', '_' and '-', a letter or digit first")
     rest = dict(options)
-    values = _from_file(parse_path(rest.pop("config"))) if "config" in rest else {}
+    values = _load_file(parse_path(rest.pop("config"))) if "config" in rest else {}
     flags = 0
     for option, text in rest.items():
         if option in MOUNT_FLAGS and not text:
             to_set, to_clear = MOUNT_FLAGS[option]
             flags = (flags | to_set) & ~to_clear
-        elif option in BY_NAME or not is_known(option):
-            values.update(_value(option, text, "option"))
+        elif option in SETTINGS_BY_NAME or not is_known_option(option):
+            values.update(_parse_setting(option, text, "option"))
     if mountpoint is not None:
         values["mountpoint"] = parse_path(os.path.abspath(mountpoint))
     if "mountpoint" not in values:
         raise ConfigError("no mountpoint was given", remedy="name it on the command line, or as mountpoint in the configuration file")
-    values.setdefault("state", default_state(name))
+    values.setdefault("state", get_default_state(name))
     values.setdefault("allow_other", os.geteuid() == 0)
-    return checked(Config(name=name, mount_flags=flags, **values))
+    return resolve_config(Config(name=name, mount_flags=flags, **values))
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _load_file(path: Path) -> dict[str, Any]:
     """The values in a TOML file, checked one by one."""
     try:
         with open(path, "rb") as file:
@@ -95,13 +105,13 @@ def _from_file(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in found.items():
         try:
-            values.update(_value(key, value, "key"))
+            values.update(_parse_setting(key, value, "key"))
         except ConfigError as failure:
             raise ConfigError(f"{path}: {failure}", remedy=failure.remedy) from failure
     return values
 
 
-def _value(name: str, text: Any, kind: str) -> dict[str, Any]:
+def _parse_setting(name: str, text: Any, kind: str) -> dict[str, Any]:
     """{field: value} of one setting."""
     if name in ("ro", "remount"):
         why = {
@@ -109,12 +119,12 @@ def _value(name: str, text: Any, kind: str) -> dict[str, Any]:
             "remount": "the options of a mounted ckptfs cannot be changed; unmount it and mount it again",
         }
         raise ConfigError(f"{name}: {why[name]}")
-    key = BY_NAME.get(name)
+    key = SETTINGS_BY_NAME.get(name)
     if key is None:
         flags = " ".join(sorted(MOUNT_FLAGS)) if kind == "option" else ""
         also = f", config, and the mount options {flags}" if flags else ""
         remedy = "several addresses are joined by '+', as in etcd=e1:2379+e2:2379" if re.fullmatch(r"[\w.\[\]:-]+:\d+", name) else ""
-        raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(BY_NAME)}{also}", remedy=remedy)
+        raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(SETTINGS_BY_NAME)}{also}", remedy=remedy)
     if key.parse is parse_addresses and isinstance(text, list) and all(isinstance(word, str) for word in text):
         text = "+".join(text)
     if isinstance(text, (dict, list)) or (isinstance(text, bool) and key.parse is not parse_bool):
@@ -125,7 +135,7 @@ def _value(name: str, text: Any, kind: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: {failure}", remedy=failure.remedy) from failure
 
 
-def default_state(name: str) -> Path:
+def get_default_state(name: str) -> Path:
     """Where the catalog lies when nothing else was said."""
     if os.geteuid() == 0:
         return Path("/var/lib/ckptfs") / name
@@ -141,7 +151,7 @@ def to_json(config: Config) -> str:
 def from_json(text: str) -> Config:
     """The inverse of `to_json`."""
     values: dict[str, Any] = json.loads(text)
-    for key in KEYS:
+    for key in SETTINGS:
         if key.parse is parse_path and values[key.field] is not None:
             values[key.field] = Path(values[key.field])
     words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"]),
@@ -149,15 +159,15 @@ def from_json(text: str) -> Config:
     return Config(**(values | words | {"etcd": tuple(values["etcd"])}))
 
 
-def sample() -> str:
+def build_sample() -> str:
     """The annotated configuration file: every key with its words; those with a default show it, commented out."""
     parts = [
         "# The configuration of one ckptfs mount. For the unit ckptfs@NAME.service: /etc/ckptfs/NAME.toml.\n"
         "# Options given with -o win over this file; what is commented out shows the default.\n"
         "# Sizes: 512M, 6G (powers of 1024). Durations: 500ms, 60s, 5m, 2h. Unknown keys are refused.\n"
     ]
-    for key in KEYS:
-        words = "".join(f"# {line}\n" for line in key.words.split("\n"))
+    for key in SETTINGS:
+        words = "".join(f"# {line}\n" for line in key.description.split("\n"))
         value = key.example if key.default is None else json.dumps(key.default)
         parts.append(f"{words}# {key.name} = {value}\n")
     return "\n".join(parts)

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from ckptfs import limits
-from ckptfs.config.table import CLUSTER_KEYS, Config
+from ckptfs.config.table import CLUSTER_SETTINGS, Config
 from ckptfs.config.values import is_loopback, is_wildcard, parse_label
 from ckptfs.errors import ConfigError
 from ckptfs.model import Level
@@ -22,7 +22,7 @@ from ckptfs.model import Level
 KEY_FILES = ("ca.pem", "node.pem", "node.key")
 
 
-def checked(config: Config) -> Config:
+def resolve_config(config: Config) -> Config:
     """`config` with its paths resolved and its cluster's names filled in, if its values fit one another. Raises ConfigError."""
     if config.ram_low >= config.ram_high:
         raise ConfigError(f"ram_low ({config.ram_low:.0%}) must be below ram_high ({config.ram_high:.0%})")
@@ -30,25 +30,25 @@ def checked(config: Config) -> Config:
         raise ConfigError("fsync=pfs needs a PFS", remedy="give pfs=DIRECTORY, or fsync=local")
     if config.nvme_bytes is not None and config.nvme is None:
         raise ConfigError("nvme_size was given without nvme", remedy="give nvme=DIRECTORY")
-    config = _in_cluster(config) if config.cluster is not None else _alone(config)
+    config = _resolve_cluster(config) if config.cluster is not None else _check_standalone(config)
     # A mountpoint left by a crash answers "not connected"; its parent still does, so only that is resolved.
     mountpoint = Path(os.path.realpath(config.mountpoint.parent)) / config.mountpoint.name
-    if not _has_ckptfs(mountpoint):
+    if not _is_mounted(mountpoint):
         _check_directory("the mountpoint", mountpoint)
     resolved: dict[str, Path | None] = {"mountpoint": mountpoint, "state": Path(os.path.realpath(config.state))}
-    resolved["nvme"] = _directory("nvme", config.nvme)
-    resolved["pfs"] = _directory("pfs", config.pfs)
-    _check_apart({key: path for key, path in resolved.items() if path is not None})
+    resolved["nvme"] = _resolve_directory("nvme", config.nvme)
+    resolved["pfs"] = _resolve_directory("pfs", config.pfs)
+    _check_disjoint({key: path for key, path in resolved.items() if path is not None})
     return replace(config, **resolved)  # type: ignore[arg-type]
 
 
 # --- the cluster -----------------------------------------------------------------------------------------------------
 
 
-def _alone(config: Config) -> Config:
+def _check_standalone(config: Config) -> Config:
     """A node without a cluster has no use for a cluster's settings: whoever gave one believes something that is not so."""
     unset = {field.name: field.default for field in fields(Config)}
-    given = [key.name for key in CLUSTER_KEYS if getattr(config, key.field) != unset[key.field]]
+    given = [key.name for key in CLUSTER_SETTINGS if getattr(config, key.field) != unset[key.field]]
     if given:
         raise ConfigError(f"{given[0]} was given without cluster", remedy=f"give cluster=NAME, or leave out {', '.join(given)}")
     if config.fsync is Level.CLIQUE:
@@ -56,7 +56,7 @@ def _alone(config: Config) -> Config:
     return config
 
 
-def _in_cluster(config: Config) -> Config:
+def _resolve_cluster(config: Config) -> Config:
     if not config.etcd:
         raise ConfigError(
             "cluster was given without etcd, through which its nodes find one another", remedy="give etcd=HOST:PORT+HOST:PORT"
@@ -123,13 +123,13 @@ def _check_files(key: str, *paths: Path, remedy: str = "") -> None:
 # --- directories -----------------------------------------------------------------------------------------------------
 
 
-def _directory(key: str, path: Path | None) -> Path | None:
+def _resolve_directory(key: str, path: Path | None) -> Path | None:
     """`path` resolved, if it is a directory. One that does not answer in time is taken as it was given: its tier reports the trouble."""
     if path is None:
         return None
     found: list[Path | ConfigError] = []
 
-    def look() -> None:
+    def resolve() -> None:
         try:
             real = Path(os.path.realpath(path))
             _check_directory(key, real)
@@ -138,7 +138,7 @@ def _directory(key: str, path: Path | None) -> Path | None:
             found.append(failure)
 
     # A hanging PFS must not keep the mount from coming up (P1), so nobody waits for this thread to the end.
-    thread = threading.Thread(target=look, name=f"look at {key}", daemon=True)
+    thread = threading.Thread(target=resolve, name=f"look at {key}", daemon=True)
     thread.start()
     thread.join(limits.PFS_ACT_WAIT_S)
     if not found:
@@ -160,14 +160,14 @@ def _check_directory(key: str, path: Path) -> None:
         raise ConfigError(f"{key} {path} is not a directory", remedy="name a directory")
 
 
-def _has_ckptfs(mountpoint: Path) -> bool:
+def _is_mounted(mountpoint: Path) -> bool:
     """Whether a ckptfs is mounted there: then it is a directory, and asking it would wait for a daemon that may not run yet."""
     escaped = "".join(f"\\{ord(letter):03o}" if letter in " \t\n\\" else letter for letter in str(mountpoint))
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         return any(line.split(" ", 5)[4] == escaped and " - fuse.ckptfs " in line for line in file)
 
 
-def _check_apart(paths: Mapping[str, Path]) -> None:
+def _check_disjoint(paths: Mapping[str, Path]) -> None:
     """Refuse directories that lie inside one another where that would make one tier swallow another."""
     for inner, outer in (
         ("state", "mountpoint"), ("nvme", "mountpoint"), ("pfs", "mountpoint"),

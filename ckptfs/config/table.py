@@ -11,7 +11,8 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.config.values import (
-    one_of,
+    build_choice_parser,
+    build_integer_parser,
     parse_address,
     parse_addresses,
     parse_bool,
@@ -25,7 +26,6 @@ from ckptfs.config.values import (
     parse_path,
     parse_ratio,
     parse_seconds,
-    whole_number,
 )  # fmt: skip
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
@@ -75,92 +75,92 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class Setting:
     """One setting: its name in TOML and in -o, the field of Config it fills, how it is read, its default as written, and its words."""
 
     name: str
     field: str
     parse: Callable[[Any], Any]
     default: str | bool | float | None
-    words: str
+    description: str
     example: str = ""
 
 
-KEYS: tuple[Key, ...] = (
-    Key("mountpoint", "mountpoint", parse_path, None,
+SETTINGS: tuple[Setting, ...] = (
+    Setting("mountpoint", "mountpoint", parse_path, None,
         "Where the filesystem appears, when the command line or fstab does not say it.", '"/ckpt"'),
-    Key("state", "state", parse_path, None,
+    Setting("state", "state", parse_path, None,
         "The catalog and the RAM tier's mountpoint. A local directory that survives a reboot; made when it is missing.\n"
         "Without it: /var/lib/ckptfs/NAME, for ordinary users ~/.local/state/ckptfs/NAME.", '"/var/lib/ckptfs/NAME"'),
-    Key("ram", "ram_bytes", parse_memory, "auto",
+    Setting("ram", "ram_bytes", parse_memory, "auto",
         "The RAM tier: a size, a percentage of the memory, or auto (half of the memory). A given size is never exceeded."),
-    Key("nvme", "nvme", parse_path, None,
+    Setting("nvme", "nvme", parse_path, None,
         "The NVMe tier: a directory on a local disk. Without it there is none.", '"/nvme/ckptfs"'),
-    Key("nvme_size", "nvme_bytes", parse_optional_size, "auto",
+    Setting("nvme_size", "nvme_bytes", parse_optional_size, "auto",
         "How much of that disk may be used, or auto (what its filesystem has)."),
-    Key("pfs", "pfs", parse_path, None,
+    Setting("pfs", "pfs", parse_path, None,
         "The directory on the parallel filesystem that this mount mirrors. Without it nothing is written back.", '"/lustre/project/ckpt"'),
-    Key("fsync", "fsync", parse_level, "local",
+    Setting("fsync", "fsync", parse_level, "local",
         "What fsync(2) waits for: local (survives the death of every ckptfs process), clique (survives the loss of this node;\n"
         "needs a cluster) or pfs (is on the PFS)."),
-    Key("data_path", "data_path", parse_data_path, "auto",
+    Setting("data_path", "data_path", parse_data_path, "auto",
         "How bytes travel: passthrough (by the kernel, Linux 6.9 and later), buffered (through the daemon), or auto (the\n"
         "fastest there is)."),
-    Key("ram_high", "ram_high", parse_ratio, "80%",
+    Setting("ram_high", "ram_high", parse_ratio, "80%",
         "Above this share of the RAM tier new files go to NVMe, and what is safe elsewhere leaves the RAM."),
-    Key("ram_low", "ram_low", parse_ratio, "60%",
+    Setting("ram_low", "ram_low", parse_ratio, "60%",
         "Making room ends here."),
-    Key("synced_interval", "synced_interval_s", parse_seconds, "60s",
+    Setting("synced_interval", "synced_interval_s", parse_seconds, "60s",
         "A file that stays open and is fsynced is written back at most this often."),
-    Key("refresh_interval", "refresh_interval_s", parse_seconds, "5m",
+    Setting("refresh_interval", "refresh_interval_s", parse_seconds, "5m",
         "How often directories on the PFS are compared again, for what others changed there."),
-    Key("drain_deadline", "drain_deadline_s", parse_seconds, "60s",
+    Setting("drain_deadline", "drain_deadline_s", parse_seconds, "60s",
         "How long unmounting and stopping wait for the write-back. What is not finished goes on at the next mount."),
-    Key("log_level", "log_level", one_of(LOG_LEVELS), "info",
+    Setting("log_level", "log_level", build_choice_parser(LOG_LEVELS), "info",
         "What is logged: debug, info, warning or error."),
-    Key("allow_other", "allow_other", parse_bool, True,
+    Setting("allow_other", "allow_other", parse_bool, True,
         "Whether other users may use the mount; permissions are checked in any case. Off for ordinary users unless given,\n"
         "because it needs user_allow_other in /etc/fuse.conf then."),
-    Key("cluster", "cluster", parse_label, None,
+    Setting("cluster", "cluster", parse_label, None,
         "The cluster that this node belongs to: its nodes share one tree, and keep copies for one another. Without it the node\n"
         "is alone, and none of the keys below may be given.", '"training"'),
-    Key("etcd", "etcd", parse_addresses, None,
+    Setting("etcd", "etcd", parse_addresses, None,
         "The etcd servers through which the nodes of the cluster find one another, joined by '+'.", '"etcd1:2379+etcd2:2379+etcd3:2379"'),
-    Key("node", "node", parse_label, None,
+    Setting("node", "node", parse_label, None,
         "This node's name in the cluster, without it the name of the machine. No two nodes have the same one.", '"node7"'),
-    Key("rank", "rank", whole_number(0, limits.RANK_MAX), None,
+    Setting("rank", "rank", build_integer_parser(0, limits.RANK_MAX), None,
         "The node's place in the order from which cliques are made, without it the order of first joining.", "7"),
-    Key("failure_domain", "failure_domain", parse_label, None,
+    Setting("failure_domain", "failure_domain", parse_label, None,
         "What fails together with this node: a rack, a switch. Copies go to other failure domains where there are any. Without\n"
         "it each node fails alone.", '"rack3"'),
-    Key("listen", "listen", parse_address, limits.PEER_LISTEN,
+    Setting("listen", "listen", parse_address, limits.PEER_LISTEN,
         "Where this node listens for its peers."),
-    Key("address", "address", parse_address, None,
+    Setting("address", "address", parse_address, None,
         "Where the others reach it, without it the name of the machine and the port of listen.", '"node7:7420"'),
-    Key("keys", "keys", parse_path, None,
+    Setting("keys", "keys", parse_path, None,
         "The directory with ca.pem, node.pem and node.key, by which nodes recognise one another (`ckptfs keys` makes them).",
         '"/etc/ckptfs/keys"'),
-    Key("insecure", "insecure", parse_bool, False,
+    Setting("insecure", "insecure", parse_bool, False,
         "No keys at all: accepted on loopback addresses only, for trying a cluster on one machine."),
-    Key("bulk", "bulk", parse_bulk, "socket",
+    Setting("bulk", "bulk", parse_bulk, "socket",
         "How blocks travel between nodes: socket (connections of their own, sealed with keys from gRPC, to the port after that\n"
         "of listen) or grpc (everything through one port, at about half the speed). A port that cannot be reached means grpc."),
-    Key("replication_factor", "replication_factor", whole_number(1, limits.REPLICATION_FACTOR_MAX), limits.REPLICATION_FACTOR,
+    Setting("replication_factor", "replication_factor", build_integer_parser(1, limits.REPLICATION_FACTOR_MAX), limits.REPLICATION_FACTOR,
         "How many nodes hold each file, this one included. 1: no copies on peers."),
-    Key("replication_jump", "replication_jump", whole_number(1, limits.REPLICATION_JUMP_MAX), 1,
+    Setting("replication_jump", "replication_jump", build_integer_parser(1, limits.REPLICATION_JUMP_MAX), 1,
         "How far apart in the order of ranks the nodes of a clique are."),
-    Key("peer_share", "peer_share", parse_ratio, "50%",
+    Setting("peer_share", "peer_share", parse_ratio, "50%",
         "The share of RAM and NVMe that may hold copies for peers."),
-    Key("clique_wait", "clique_wait_s", parse_seconds, "30s",
+    Setting("clique_wait", "clique_wait_s", parse_seconds, "30s",
         "How long fsync=clique waits for peers."),
-    Key("clique_lost", "clique_lost", parse_clique_lost, "error",
+    Setting("clique_lost", "clique_lost", parse_clique_lost, "error",
         "What fsync=clique does when no peer is left: error (EIO) or local (succeed as fsync=local does)."),
-    Key("etcd_ca", "etcd_ca", parse_path, None,
+    Setting("etcd_ca", "etcd_ca", parse_path, None,
         "For etcd with TLS: the certificate of its authority.", '"/etc/ckptfs/etcd/ca.pem"'),
-    Key("etcd_cert", "etcd_cert", parse_path, None,
+    Setting("etcd_cert", "etcd_cert", parse_path, None,
         "And, where etcd asks for them: the client's certificate", '"/etc/ckptfs/etcd/client.pem"'),
-    Key("etcd_key", "etcd_key", parse_path, None,
+    Setting("etcd_key", "etcd_key", parse_path, None,
         "and its key.", '"/etc/ckptfs/etcd/client.key"'),
 )  # fmt: skip
-BY_NAME = {key.name: key for key in KEYS}
-CLUSTER_KEYS = KEYS[KEYS.index(BY_NAME["cluster"]) + 1 :]
+SETTINGS_BY_NAME = {key.name: key for key in SETTINGS}
+CLUSTER_SETTINGS = SETTINGS[SETTINGS.index(SETTINGS_BY_NAME["cluster"]) + 1 :]

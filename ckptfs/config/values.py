@@ -14,8 +14,8 @@ from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 RAM_BYTES_MIN = 16 * limits.MIB
-UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "P": 1024**5}
-SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "P": 1024**5}
+DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(text: str | int) -> int:
@@ -23,7 +23,7 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{text!r} is not a size; accepted: a number with K, M, G, T or P, as in 512M or 6G")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
 
 
 def parse_memory(text: str | int) -> int | None:
@@ -56,7 +56,7 @@ def parse_seconds(text: str | float) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)", str(text).strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a duration; accepted: a number with ms, s, m, h or d, as in 60s or 5m")
-    return float(match[1]) * SECONDS[match[2]]
+    return float(match[1]) * DURATION_UNITS[match[2]]
 
 
 def parse_ratio(text: str | float) -> float:
@@ -93,7 +93,7 @@ def parse_path(text: str) -> Path:
     return Path(os.path.normpath(text))
 
 
-def one_of(accepted: tuple[str, ...]) -> Callable[[str], str]:
+def build_choice_parser(accepted: tuple[str, ...]) -> Callable[[str], str]:
     """A parser of these words."""
 
     def parse(text: str) -> str:
@@ -106,17 +106,17 @@ def one_of(accepted: tuple[str, ...]) -> Callable[[str], str]:
 
 def parse_data_path(text: str) -> DataPath:
     """How bytes travel. Raises ConfigError."""
-    return DataPath(one_of(tuple(DataPath))(text))
+    return DataPath(build_choice_parser(tuple(DataPath))(text))
 
 
 def parse_bulk(text: str) -> Bulk:
     """How blocks travel between nodes. Raises ConfigError."""
-    return Bulk(one_of(tuple(Bulk))(text))
+    return Bulk(build_choice_parser(tuple(Bulk))(text))
 
 
 def parse_clique_lost(text: str) -> CliqueLost:
     """What fsync=clique does without peers. Raises ConfigError."""
-    return CliqueLost(one_of(tuple(CliqueLost))(text))
+    return CliqueLost(build_choice_parser(tuple(CliqueLost))(text))
 
 
 # --- the cluster -----------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def parse_label(text: str) -> str:
     return text
 
 
-def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
+def build_integer_parser(lowest: int, highest: int) -> Callable[[str], int]:
     """A parser of the whole numbers from `lowest` to `highest`."""
 
     def parse(text: str) -> int:
@@ -159,20 +159,20 @@ def parse_addresses(text: str) -> tuple[str, ...]:
     return found
 
 
-def host_of(address: str) -> str:
+def parse_host(address: str) -> str:
     """The host in HOST:PORT, without brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def is_loopback(address: str) -> bool:
     """Whether HOST:PORT can be reached from this machine only."""
-    host = host_of(address)
+    host = parse_host(address)
     return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_wildcard(address: str) -> bool:
     """Whether HOST:PORT means every address of this machine."""
-    host = host_of(address)
+    host = parse_host(address)
     return _is_ip(host) and ipaddress.ip_address(host).is_unspecified
 
 

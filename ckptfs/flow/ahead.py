@@ -19,15 +19,15 @@ from ckptfs.catalog import peers
 from ckptfs.catalog.database import Database
 from ckptfs.clique import placement
 from ckptfs.clique.membership import Node
-from ckptfs.clique.peers import PeerFailed, PeerLied
+from ckptfs.clique.peers import PeerCorrupt, PeerFailed
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.model import Content, Tier
 from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
 
-disk.labels("ahead:read")
+disk.declare_labels("ahead:read")
 
 BLOCK = limits.BLOCK_BYTES
 NICE = 15
@@ -61,7 +61,7 @@ class _Growing:
 class Ahead:
     """Looks at what is being written, a piece at a time."""
 
-    def __init__(self, db: Database, places: Places, around: Surroundings) -> None:
+    def __init__(self, db: Database, places: Places, around: Cluster) -> None:
         self._db = db
         self._places = places
         self._around = around
@@ -74,10 +74,10 @@ class Ahead:
             return self._step()
 
     def _step(self) -> bool:
-        if len(self._around.see()) < 2 or self._around.factor < 2:
+        if len(self._around.view()) < 2 or self._around.factor < 2:
             self._growing = {}
             return False
-        written = peers.being_written(self._db, limits.AHEAD_FILES_MAX)
+        written = peers.list_being_written(self._db, limits.AHEAD_FILES_MAX)
         self._growing = {content.id: self._growing.get(content.id, _Growing(content)) for content, _ in written}
         more = False
         for content, tier in written:
@@ -89,7 +89,7 @@ class Ahead:
                 log.debug("content %d cannot be read while it is written: %s", content.id, failure)
         return more
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Soon while somebody writes; now and then else: that a file was opened is a hint, which may be lost."""
         return limits.AHEAD_LOOK_S if self._growing else limits.AHEAD_IDLE_S
 
@@ -114,7 +114,7 @@ class Ahead:
         for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.AHEAD_BLOCKS_MAX)):
             if disk.act("ahead:read", os.preadv, fd, [self._block], number * BLOCK) < BLOCK:
                 return
-            growing.blocks.append(digest.block(self._block))
+            growing.blocks.append(digest.hash_block(self._block))
 
     def _send(self, growing: _Growing, fd: int) -> bool:
         """Send what was read and not sent yet; whether everybody took it."""
@@ -125,7 +125,7 @@ class Ahead:
         digests = [UNKNOWN_BLOCK if one == digest.ZERO_BLOCK else one for one in known]
         blocks = b"".join(digests) + UNKNOWN_BLOCK * (count - len(digests))
         offer = Offer(content.id, content.inode, content.generation, growing.size, None, blocks)
-        nodes = placement.peers_of(around.see(), around.number, around.factor, around.jump)
+        nodes = placement.choose_peers(around.view(), around.node_number, around.factor, around.jump)
         taken = [self._send_to(node, offer, growing, fd) for node in nodes]
         growing.sent = len(growing.blocks)
         return all(taken)
@@ -135,7 +135,7 @@ class Ahead:
             sent = self._around.peers.send(node, offer, fd)
             log.debug("%d bytes of content %d went ahead to %s", sent.bytes_moved, offer.content, node.name)
             return True
-        except PeerLied:
+        except PeerCorrupt:
             growing.blocks = []  # It is written here and there: what was read is not what is there now.
         except PeerFailed as failure:
             log.debug("%s does not take blocks of content %d ahead: %s", node.name, offer.content, failure)

@@ -12,20 +12,20 @@ import time
 from ckptfs import limits
 from ckptfs.catalog import epoch, peers
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.store import Compare, Delete, Get, Item, Target, prefix_end
+from ckptfs.catalog.store import Compare, CompareTarget, Delete, Get, Item, prefix_end
 from ckptfs.clique import holders, membership
-from ckptfs.clique.holders import File, Shared
-from ckptfs.clique.membership import World
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.holders import ContentLocations, SharedFile
+from ckptfs.clique.membership import ClusterView
+from ckptfs.clique.surroundings import Cluster
 
-BATCH_CONTENTS = holders.LOOKED_AT_MAX // 2
+BATCH_CONTENTS = holders.LOAD_CONTENTS_MAX // 2
 CONTENTS = b"c/"
 
 
 class Bury:
     """Reads all that is said of contents now and then, a batch a step."""
 
-    def __init__(self, db: Database, around: Surroundings) -> None:
+    def __init__(self, db: Database, around: Cluster) -> None:
         self._db = db
         self._around = around
         self._next_s = time.monotonic() + limits.BURY_FIRST_S
@@ -42,54 +42,54 @@ class Bury:
             self._after = CONTENTS
         get = Get(self._after, prefix_end(CONTENTS), limit=BATCH_CONTENTS)
         items = self._around.store.read([get]).results[0]
-        self._look_at(items, self._around.see())
+        self._look_at(items, self._around.view())
         self._after = items[-1].key + b"\0" if len(items) == BATCH_CONTENTS else None
         return self._after is not None
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until the next look."""
         return max(0.0, self._next_s - time.monotonic())
 
     def _is_ours_to_do(self) -> bool:
         """Who claims it keeps it for as long as it lives, so that it is done once for all."""
-        gone = peers.names(self._db).keys() - self._around.see().by_number.keys() - {self._around.number}
+        gone = peers.list_node_names(self._db).keys() - self._around.view().by_number.keys() - {self._around.node_number}
         # A store that has lost its data does not say what nobody told it again.
-        if not gone or epoch.lost_s(self._db) < limits.UNTOLD_KEPT_S or not self._around.lease():
+        if not gone or epoch.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S or not self._around.lease():
             return False
-        return self._around.claims is None or self._around.claims.take("bury") is not None
+        return self._around.claims is None or self._around.claims.try_acquire("bury") is not None
 
-    def _look_at(self, items: tuple[Item, ...], world: World) -> None:
+    def _look_at(self, items: tuple[Item, ...], world: ClusterView) -> None:
         numbers = [number for item in items if (number := _said_by_the_dead(item, world)) is not None]
-        told = holders.read(self._around.store, numbers)
+        told = holders.load(self._around.store, numbers)
         left = {number: one for number, one in told.items() if not any(copy.node in world for copy in one.copies)}
-        files = holders.files(self._around.store, sorted({one.heard.inode for one in left.values() if one.heard is not None}))
+        files = holders.load_files(self._around.store, sorted({one.state.inode for one in left.values() if one.state is not None}))
         for number, one in left.items():
-            if one.heard is None or one.writer is None or one.writer in world:
+            if one.state is None or one.writer is None or one.writer in world:
                 continue
-            file = files.get(one.heard.inode)
+            file = files.get(one.state.inode)
             if file is None or self._is_over(number, file, world):
                 self._bury(number, one, one.writer, file)
 
-    def _is_over(self, number: int, file: File, world: World) -> bool:
+    def _is_over(self, number: int, file: SharedFile, world: ClusterView) -> bool:
         """Whether the file holds another content, and nobody misses this one."""
-        if file.content in {None, number} or (file.missed or {}).get("content") == number:
+        if file.content in {None, number} or (file.salvaged or {}).get("content") == number:
             return False
         assert file.content is not None
-        now = holders.read(self._around.store, [file.content])[file.content]
+        now = holders.load(self._around.store, [file.content])[file.content]
         return any(node in world for node in now.holders if node != now.writer or self._around.factor < 2)
 
-    def _bury(self, number: int, one: Shared, writer: int, file: File | None) -> None:
-        heard = one.heard
+    def _bury(self, number: int, one: ContentLocations, writer: int, file: SharedFile | None) -> None:
+        heard = one.state
         assert heard is not None
-        compares = [Compare(item.key, Target.MOD, "=", item.mod_revision) for item in one.items]
-        compares.append(Compare(membership.node_key(writer), Target.VERSION, "=", 0))
-        key = holders.inode_key(heard.inode) if file is None else file.item.key
-        compares.append(Compare(key, Target.MOD, "=", 0 if file is None else file.item.mod_revision))
-        copies = holders.copies_key(number)
-        self._around.store.commit(compares, [Delete(holders.content_key(number)), Delete(copies, prefix_end(copies))])
+        compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in one.items]
+        compares.append(Compare(membership.node_key(writer), CompareTarget.VERSION, "=", 0))
+        key = holders.build_inode_key(heard.inode) if file is None else file.item.key
+        compares.append(Compare(key, CompareTarget.MOD, "=", 0 if file is None else file.item.mod_revision))
+        copies = holders.build_copies_prefix(number)
+        self._around.store.commit(compares, [Delete(holders.build_content_key(number)), Delete(copies, prefix_end(copies))])
 
 
-def _said_by_the_dead(item: Item, world: World) -> int | None:
+def _said_by_the_dead(item: Item, world: ClusterView) -> int | None:
     """The content, when a node said this that does not live."""
     try:
         value = json.loads(item.value)

@@ -14,13 +14,13 @@ from ckptfs import disk, lifecycle
 from ckptfs.catalog import settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.model import CopyState, Notify, Tier
+from ckptfs.model import CopyState, Notifier, Tier
 from ckptfs.tiers import removal
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
 
-disk.labels("drop:forget", "drop:quarantined", "drop:leftover")
+disk.declare_labels("drop:forget", "drop:quarantined", "drop:leftover")
 
 BATCH_CONTENTS = 128
 LEFTOVER_AGE_S = 60.0
@@ -30,7 +30,7 @@ SWEEP_S = 3600.0
 class Drop:
     """Drops what lies in some of the tiers. One for each group of tiers that may hang on its own."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, tiers: Iterable[Tier] = Tier) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, tiers: Iterable[Tier] = Tier) -> None:
         self._db = db
         self._every = places
         self._notify = notify
@@ -46,15 +46,15 @@ class Drop:
 
     def step(self) -> bool:
         """Drop one batch of doomed contents, or sweep when that is due. True: there may be more at once."""
-        batch = settling.doomed(self._db, self._tiers, self._after, BATCH_CONTENTS)
+        batch = settling.list_doomed(self._db, self._tiers, self._after, BATCH_CONTENTS)
         places = self._places
         for number, tier in batch:
             if tier in places:
                 places[tier].remove(number)
         if batch:
-            disk.act("drop:forget", settling.forget, self._db, batch)
-            if self._db.clustered:
-                self._notify.work()  # Other nodes may have copies, and hear now that they may forget them.
+            disk.act("drop:forget", settling.delete_doomed, self._db, batch)
+            if self._db.is_clustered:
+                self._notify.wake_lanes()  # Other nodes may have copies, and hear now that they may forget them.
         more = len(batch) == BATCH_CONTENTS
         self._after = batch[-1][0] if more else 0
         if not more and time.monotonic() >= self._sweep_s:
@@ -62,7 +62,7 @@ class Drop:
             self._sweep()
         return more
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until the next sweep."""
         return max(0.0, self._sweep_s - time.monotonic())
 
@@ -74,11 +74,11 @@ class Drop:
                 log.info("removed %d files (%d bytes) from %s that belong to nothing", count, size, tier)
 
     def _drop_quarantined(self, tier: Tier, place: Place) -> None:
-        for number, _ in settling.by_state(self._db, CopyState.QUARANTINED, tier):
-            with self._db.change():
-                if not lifecycle.may_drop(settling.record(self._db, number), tier):
+        for number, _ in settling.list_copies_in_state(self._db, CopyState.QUARANTINED, tier):
+            with self._db.transaction():
+                if not lifecycle.can_drop(settling.get_file_record(self._db, number), tier):
                     continue
-                settling.forget_copy(self._db, number, tier)
+                settling.delete_copy(self._db, number, tier)
             disk.act("drop:quarantined", removal.remove_forgotten, self._db, place, number)
 
     def _drop_leftovers(self, tier: Tier, place: Place) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class Drop:
         now is seen.
         """
         files = set(place.contents())
-        unknown = sorted(files - settling.copies_in(self._db, tier).keys())
+        unknown = sorted(files - settling.list_copies_in_tier(self._db, tier).keys())
         sizes = [size for number in unknown if (size := self._drop_leftover(tier, place, number)) is not None]
         return len(sizes), sum(sizes)
 
@@ -99,8 +99,8 @@ class Drop:
         found = place.stat(number)
         if found is None or time.time() - max(found.st_mtime, found.st_ctime) < LEFTOVER_AGE_S:
             return None
-        with contextlib.nullcontext() if tier is Tier.PFS else self._db.change():
-            if settling.known(self._db, number, tier):
+        with contextlib.nullcontext() if tier is Tier.PFS else self._db.transaction():
+            if settling.has_copy(self._db, number, tier):
                 return None
             disk.act("drop:leftover", place.remove, number)
         return found.st_size

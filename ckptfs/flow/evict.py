@@ -15,14 +15,14 @@ from ckptfs.catalog import holding, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy, DigestMismatch
-from ckptfs.model import Content, Notify, Tier
+from ckptfs.model import Content, Notifier, Tier
 from ckptfs.tiers import duplicate, health, ram_limit, removal, space
 from ckptfs.tiers.place import Place, Places
 from ckptfs.tiers.space import Room
 
 log = logging.getLogger(__name__)
 
-disk.labels("evict:forgotten")
+disk.declare_labels("evict:forgotten")
 
 BATCH_CONTENTS = 64
 TROUBLE = "trouble:moving to nvme"
@@ -38,7 +38,7 @@ LOOK_LAST_S = 5.0
 class Evict:
     """Keeps RAM and NVMe below their watermarks."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier) -> None:
         self._db = db
         self._places = places
         self._config = config
@@ -58,9 +58,9 @@ class Evict:
         more = [self._relieve(tier) for tier in self._marks if tier in self._places]
         return any(more)
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until the room is looked at again: soon while it shrinks, now and then while somebody writes, else for what was put off."""
-        if not settling.writers(self._db) and not self._stuck:
+        if not settling.count_writers(self._db) and not self._stuck:
             self._look_s, self._free = LOOK_FIRST_S, -1
             return min((max(0.0, self._idle_until_s[tier] - time.monotonic()) for tier in self._put_off), default=None)
         free = self._places[Tier.RAM].room().free
@@ -68,7 +68,7 @@ class Evict:
         self._free = free
         return self._look_s
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         """What could not leave a moment ago may do so now."""
         self._idle_until_s, self._put_off = {}, set()
         self._demote_at_s = 0.0
@@ -114,7 +114,7 @@ class Evict:
     def _had_better_leave(self, room: Room) -> int:
         """Bytes in RAM without which the next content would fit: a checkpoint comes again at nearly the same size."""
         high, low = self._marks[Tier.RAM]
-        return space.excess_for(room, settling.recent_size(self._db, RECENT_CONTENTS), high, low)
+        return space.excess_for(room, settling.get_largest_recent_size(self._db, RECENT_CONTENTS), high, low)
 
     def _is_well(self, tier: Tier) -> None:
         self._relieving.discard(tier)
@@ -124,16 +124,16 @@ class Evict:
 
     def _drop_older(self, place: Place) -> int:
         """Drop former generations of other nodes' contents; how many went."""
-        older = holding.older(self._db, place.tier, time.time_ns(), BATCH_CONTENTS)
+        older = holding.list_stale(self._db, place.tier, time.time_ns(), BATCH_CONTENTS)
         for number in older:
-            settling.forget_copy(self._db, number, place.tier)
+            settling.delete_copy(self._db, number, place.tier)
             removal.remove_forgotten(self._db, place, number)
         return len(older)
 
     def _drop_spare(self, place: Place, excess: int) -> int:
         """Drop copies of contents that are whole elsewhere, up to `excess` bytes; how many went."""
         gone = []
-        for content in settling.spare(self._db, place.tier, elsewhere=True, at_most=BATCH_CONTENTS):
+        for content in settling.list_evictable(self._db, place.tier, elsewhere=True, at_most=BATCH_CONTENTS):
             if excess <= 0:
                 break
             gone.append(content)
@@ -142,10 +142,10 @@ class Evict:
 
     def _drop(self, place: Place, contents: list[Content]) -> int:
         """Drop these copies, after a last look in the transaction that forgets them: somebody may have opened one."""
-        with self._db.change():
-            gone = [content for content in contents if lifecycle.may_drop(settling.record(self._db, content.id), place.tier)]
+        with self._db.transaction():
+            gone = [content for content in contents if lifecycle.can_drop(settling.get_file_record(self._db, content.id), place.tier)]
             for content in gone:
-                settling.forget_copy(self._db, content.id, place.tier)
+                settling.delete_copy(self._db, content.id, place.tier)
         disk.act("evict:forgotten", lambda: None)
         self._remove(place, gone)
         if gone:
@@ -158,9 +158,9 @@ class Evict:
         """
         detached: list[int] = []
         try:
-            with self._db.change():
+            with self._db.transaction():
                 for content in gone:
-                    if not settling.known(self._db, content.id, place.tier):
+                    if not settling.has_copy(self._db, content.id, place.tier):
                         detached.append(place.detach(content.id))
         finally:
             for fd in detached:
@@ -175,7 +175,7 @@ class Evict:
         if nvme is None or time.monotonic() < self._demote_at_s:
             return False
         room = nvme.room()
-        candidates = settling.spare(self._db, Tier.RAM, elsewhere=False, at_most=BATCH_CONTENTS)
+        candidates = settling.list_evictable(self._db, Tier.RAM, elsewhere=False, at_most=BATCH_CONTENTS)
         fitting = next((content for content in candidates if space.fits(room, content.size, NVME_HIGH)), None)
         return fitting is not None and self._demote(fitting)
 
@@ -186,12 +186,12 @@ class Evict:
             log.debug("%s is not moved to nvme now: %s", self._name(content), reason)
             return True
         except (OSError, DigestMismatch) as failure:
-            if isinstance(failure, OSError) and not settling.unchanged(self._db, content):
+            if isinstance(failure, OSError) and not settling.is_unchanged(self._db, content):
                 return True  # It was deleted while we reached for it.
             self._demote_wait_s = min(max(2 * self._demote_wait_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
             self._demote_at_s = time.monotonic() + self._demote_wait_s
             self._tell(content, failure)
-            if settling.lose(self._db, content):
+            if settling.mark_lost(self._db, content):
                 log.error("%s is lost: its only copy is not what was sealed; it gives EIO", self._name(content))
             return False
         self._untell()
@@ -201,24 +201,24 @@ class Evict:
     def _tell(self, content: Content, failure: OSError | DigestMismatch) -> None:
         why = health.describe(failure) if isinstance(failure, OSError) else str(failure)
         value = {"what": f"cannot be moved from ram to nvme: {why}", "path": self._name(content), "remedy": health.remedy(failure.errno)}
-        settling.report(self._db, TROUBLE, value)
+        settling.set_report(self._db, TROUBLE, value)
         log.warning("%s %s; again in %.1f s", value["path"], value["what"], self._demote_wait_s)
 
     def _untell(self) -> None:
         """What hindered a move is over, or there is nothing to move any more."""
         if self._demote_wait_s:
-            settling.report(self._db, TROUBLE, None)
+            settling.set_report(self._db, TROUBLE, None)
             self._demote_wait_s = 0.0
 
     def _name(self, content: Content) -> str:
-        return os.fsdecode(report.path_of(self._db, content.inode))
+        return os.fsdecode(report.get_path(self._db, content.inode))
 
     # --- the limit of the tmpfs --------------------------------------------------------------------------------------
 
     def _raise_limit(self) -> None:
         """Enlarge the RAM tier while somebody writes and it is nearly full, as far as the configuration and the memory allow."""
         root = self._places[Tier.RAM].root
-        if os.geteuid() != 0 or not os.path.ismount(root) or not settling.writers(self._db):
+        if os.geteuid() != 0 or not os.path.ismount(root) or not settling.count_writers(self._db):
             return
         total, used = ram_limit.size(root)
         memory, available = ram_limit.memory()

@@ -5,7 +5,7 @@ If we die here: nothing was changed, the decision is taken again.
 
 from enum import Enum
 
-from ckptfs.catalog.contents import Held
+from ckptfs.catalog.contents import FileContent
 from ckptfs.model import ContentState
 
 
@@ -18,16 +18,16 @@ class Way(Enum):
     LOST = "lost"
 
 
-def way(held: Held) -> Way:
+def way(held: FileContent) -> Way:
     """How to open `held` for reading."""
     if held.tiers and (held.state is not ContentState.DOOMED or _has_just_gone(held)):
         return Way.HERE
     if held.content is None:
-        return Way.FETCH if held.published else Way.EMPTY
-    elsewhere = held.state in (None, ContentState.SEALED) or (held.peer and held.state is ContentState.CLOSED)
+        return Way.FETCH if held.is_on_pfs else Way.EMPTY
+    elsewhere = held.state in (None, ContentState.SEALED) or (held.is_remote and held.state is ContentState.CLOSED)
     return Way.FETCH if elsewhere else Way.LOST
 
 
-def _has_just_gone(held: Held) -> bool:
+def _has_just_gone(held: FileContent) -> bool:
     """Whether another node took the last name of the file away since it was looked up: it can be opened as long as its bytes are here."""
     return held.inode.nlink == 0 and held.generation == held.inode.generation

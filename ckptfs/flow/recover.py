@@ -12,13 +12,13 @@ from ckptfs import disk, lifecycle
 from ckptfs.catalog import peers, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
+from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import adoption, aside
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
 
-disk.labels("recover:filling", "recover:adopt", "recover:missing", "recover:fate")
+disk.declare_labels("recover:filling", "recover:adopt", "recover:missing", "recover:fate")
 
 NAMES_LOGGED_MAX = 100
 WITH_SIZE = {ContentState.CLOSED, ContentState.SEALED}
@@ -27,7 +27,7 @@ WITH_SIZE = {ContentState.CLOSED, ContentState.SEALED}
 class Recover:
     """Runs once, before the mover says that it is ready."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier) -> None:
         self._db = db
         self._places = places
         self._notify = notify
@@ -41,11 +41,11 @@ class Recover:
                 self._unreachable(tier)
             elif tier is not Tier.PFS:
                 self._look_through(self._places[tier])
-        for content in settling.without_copy(self._db):
+        for content in settling.list_without_copy(self._db):
             self._decide(content)
         return False
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Never again."""
         return None
 
@@ -53,7 +53,7 @@ class Recover:
 
     def _unreachable(self, tier: Tier) -> None:
         """A tier that the configuration no longer names, or that was left out: what is there waits for it to come back."""
-        unreachable = len(settling.copies_in(self._db, tier))
+        unreachable = len(settling.list_copies_in_tier(self._db, tier))
         if unreachable:
             log.warning("%d contents in %s cannot be reached: there is no such tier now", unreachable, tier)
 
@@ -66,17 +66,17 @@ class Recover:
             log.error("%s cannot be looked through (%s); what the catalog says of it is believed", place.root, failure)
 
     def _remove_unfinished(self, place: Place) -> None:
-        for number, _ in settling.by_state(self._db, CopyState.FILLING, place.tier):
+        for number, _ in settling.list_copies_in_state(self._db, CopyState.FILLING, place.tier):
             place.remove(number)
-            disk.act("recover:filling", settling.forget_copy, self._db, number, place.tier)
+            disk.act("recover:filling", settling.delete_copy, self._db, number, place.tier)
         aside.put_all_back(self._db, place)
 
     def _forget_missing(self, place: Place) -> None:
         """Forget copies whose file is gone; quarantine those that a power cut made shorter or longer than they were."""
         files = set(place.contents())
-        for number, (copy, state, size) in settling.copies_in(self._db, place.tier).items():
+        for number, (copy, state, size) in settling.list_copies_in_tier(self._db, place.tier).items():
             if number not in files and not place.exists(number):
-                disk.act("recover:missing", settling.forget_copy, self._db, number, place.tier)
+                disk.act("recover:missing", settling.delete_copy, self._db, number, place.tier)
             elif copy is CopyState.GOOD and state in WITH_SIZE and self._wrong_size(place, number, size):
                 disk.act("recover:missing", self._quarantine_wrong_size, place, number)
 
@@ -86,31 +86,31 @@ class Recover:
 
     def _quarantine_wrong_size(self, place: Place, number: int) -> None:
         """The same look again, in a transaction: the mount may have opened the content for writing since the rows were read."""
-        with self._db.change():
-            content = settling.content(self._db, number)
+        with self._db.transaction():
+            content = settling.get_content(self._db, number)
             if content is not None and content.state in WITH_SIZE and self._wrong_size(place, number, content.size):
                 log.error("%s has not its %d bytes in %s: this copy does not count", self._name(content), content.size, place.tier)
-                settling.mark(self._db, number, place.tier, CopyState.QUARANTINED)
+                settling.set_copy_state(self._db, number, place.tier, CopyState.QUARANTINED)
 
     # --- contents without a copy -------------------------------------------------------------------------------------
 
     def _decide(self, content: Content) -> None:
         """A content that no tier has: it is on the PFS, or an earlier state of the file takes its place, or it is lost."""
         disk.act("recover:fate", lambda: None)
-        with self._db.change():
-            record = settling.record(self._db, content.id)
-            if record.content != content or lifecycle.published_whole(record) or any(map(lifecycle.good, record.copies)):
+        with self._db.transaction():
+            record = settling.get_file_record(self._db, content.id)
+            if record.content != content or lifecycle.is_on_pfs(record) or any(map(lifecycle.is_good, record.copies)):
                 return
-            if content.state is ContentState.SEALED and peers.elsewhere(self._db, content):
+            if content.state is ContentState.SEALED and peers.list_holders(self._db, content):
                 return  # A peer has it: it comes back when somebody opens it, or when copies are repaired.
-            if not settling.is_current(self._db, content):
+            if not settling.is_shown(self._db, content):
                 settling.set_state(self._db, content.id, ContentState.DOOMED)
                 return
-            unfinished = content.state is ContentState.OPEN or settling.was_synced(self._db, content)
-            fallback = settling.fall_back(self._db, content) if unfinished else ""
+            unfinished = content.state is ContentState.OPEN or settling.is_fsynced_on_pfs(self._db, content)
+            fallback = settling.restore_previous(self._db, content) if unfinished else ""
             if not fallback:
                 settling.set_state(self._db, content.id, ContentState.LOST)
-        self._notify.inode(content.inode)
+        self._notify.invalidate_inode(content.inode)
         if fallback:
             how = "still open" if content.state is ContentState.OPEN else "not sealed yet"
             self._say(logging.WARNING, "%s was %s when its tier was lost; it shows %s again", self._name(content), how, fallback)
@@ -126,4 +126,4 @@ class Recover:
             log.log(level, "more files were lost; `ckptfs status` counts them")
 
     def _name(self, content: Content) -> str:
-        return os.fsdecode(report.path_of(self._db, content.inode))
+        return os.fsdecode(report.get_path(self._db, content.inode))

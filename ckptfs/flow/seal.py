@@ -18,14 +18,14 @@ from ckptfs.catalog import report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy
-from ckptfs.model import Content, ContentState, Notify, Tier
+from ckptfs.model import Content, ContentState, Notifier, Tier
 from ckptfs.tiers import lease, transfer
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
 
 transfer.labels("seal")
-disk.labels("seal:fdatasync", "seal:directory", "seal:persist", "seal:commit")
+disk.declare_labels("seal:fdatasync", "seal:directory", "seal:persist", "seal:commit")
 
 LEASE_REFUSED_S = 5.0
 LEFT_S = 0.5
@@ -44,7 +44,7 @@ class _Wait:
 class Seal:
     """Seals what lies in some of the tiers. One for each group of tiers that may hang on its own."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, tiers: Iterable[Tier] = Tier) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, tiers: Iterable[Tier] = Tier) -> None:
         self._db = db
         self._places = places
         self._notify = notify
@@ -58,9 +58,9 @@ class Seal:
         present = [tier for tier in self._tiers if tier in self._places]
         # A step that fails leaves the next one to begin with the first content.
         after, self._after = self._after, 0
-        batch = settling.closed(self._db, present, after, BATCH_CONTENTS)
+        batch = settling.list_closed(self._db, present, after, BATCH_CONTENTS)
         now = time.monotonic()
-        seals: list[settling.Seal] = []
+        seals: list[settling.SealResult] = []
         taken_bytes = 0
         for content, tier in batch:
             after = content.id
@@ -81,14 +81,14 @@ class Seal:
             self._forget_gone(batch)
         return more
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until the first content that somebody still held open is tried again, or another look: a hint of what is closed may be lost."""
         if not self._waiting:
             present = [tier for tier in self._tiers if tier in self._places]
-            return LEFT_S if settling.writers(self._db) or settling.closed(self._db, present, 0, 1) else None
+            return LEFT_S if settling.count_writers(self._db) or settling.list_closed(self._db, present, 0, 1) else None
         return max(0.0, min(wait.until_s for wait in self._waiting.values()) - time.monotonic())
 
-    def _try(self, content: Content, tier: Tier) -> settling.Seal | None:
+    def _try(self, content: Content, tier: Tier) -> settling.SealResult | None:
         try:
             sealed = self._read(content, tier, self._places[tier])
         except Busy as reason:
@@ -101,34 +101,34 @@ class Seal:
         self._waiting.pop(content.id, None)
         return sealed
 
-    def _read(self, content: Content, tier: Tier, place: Place) -> settling.Seal:
+    def _read(self, content: Content, tier: Tier, place: Place) -> settling.SealResult:
         with disk.closing(place.open(content.id)) as fd, lease.reading(fd, insist=self._insists(content, tier)) as check:
             size, digest, blocks = transfer.read_together(fd, label="seal", before_block=check)
             if tier is not Tier.RAM:
                 disk.act("seal:fdatasync", os.fdatasync, fd)
             check()
-        return settling.Seal(content.id, content.inode, content.change, tier, size, digest, blocks)
+        return settling.SealResult(content.id, content.inode, content.change, tier, size, digest, blocks)
 
     def _insists(self, content: Content, tier: Tier) -> bool:
         """A PFS may refuse every lease: what was refused for a while is then read without one, and its times compared."""
         wait = self._waiting.get(content.id)
         return tier is not Tier.PFS or wait is None or wait.delay_s < LEASE_REFUSED_S
 
-    def _commit(self, seals: list[settling.Seal]) -> None:
+    def _commit(self, seals: list[settling.SealResult]) -> None:
         if not seals:
             return
         on_disk = {one.tier for one in seals} - {Tier.RAM}
         for tier in on_disk:
             disk.act("seal:directory", self._places[tier].persist_names)
-        with self._db.change():
-            done = settling.seal(self._db, seals)
+        with self._db.transaction():
+            done = settling.mark_sealed(self._db, seals)
             disk.act("seal:commit", lambda: None)
         if on_disk:
             disk.act("seal:persist", self._db.persist)
         if done:
             log.debug("sealed %d contents, %d bytes", len(done), sum(one.size for one in done))
             large = any(one.size >= limits.LARGE_BYTES_MIN for one in done)
-            self._notify.work("replicate" if large else "")
+            self._notify.wake_lanes("replicate" if large else "")
 
     def _trouble(self, content: Content, tier: Tier, failure: OSError) -> None:
         """The tier does not give the bytes. A file that is not there any more is lost; everything else may pass."""
@@ -142,11 +142,11 @@ class Seal:
 
     def _lost(self, content: Content, tier: Tier) -> bool:
         """Forget a copy whose file is gone; whether that was the last one. The content may also have been reopened or deleted meanwhile."""
-        with self._db.change():
-            if not settling.unchanged(self._db, content):
+        with self._db.transaction():
+            if not settling.is_unchanged(self._db, content):
                 return False
-            settling.forget_copy(self._db, content.id, tier)
-            return settling.lose(self._db, content)
+            settling.delete_copy(self._db, content.id, tier)
+            return settling.mark_lost(self._db, content)
 
     def _later(self, number: int) -> float:
         """Try this content again after a while, each time a longer one."""
@@ -162,8 +162,8 @@ class Seal:
                 del self._waiting[number]
 
     def _state(self, number: int) -> ContentState | None:
-        found = settling.content(self._db, number)
+        found = settling.get_content(self._db, number)
         return None if found is None else found.state
 
     def _name(self, content: Content) -> str:
-        return os.fsdecode(report.path_of(self._db, content.inode))
+        return os.fsdecode(report.get_path(self._db, content.inode))

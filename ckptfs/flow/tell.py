@@ -6,7 +6,7 @@ If we die here: what was not marked as told is told again, which changes nothing
 from ckptfs.catalog import telling
 from ckptfs.catalog.database import Database
 from ckptfs.clique import holders
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.surroundings import Cluster
 
 BATCH_CONTENTS = 256
 
@@ -14,22 +14,22 @@ BATCH_CONTENTS = 256
 class Tell:
     """One batch a step. Raises Unreachable while the store is."""
 
-    def __init__(self, db: Database, around: Surroundings) -> None:
+    def __init__(self, db: Database, around: Cluster) -> None:
         self._db = db
         self._around = around
 
     def prepare(self) -> None:
         """Once, before the first step: a tier may have been lost, with copies that the store was told of."""
-        telling.take_back(self._db)
+        telling.mark_dropped_unannounced(self._db)
 
     def step(self) -> bool:
         """Tell of one batch. True: there may be more at once."""
-        news = telling.untold(self._db, BATCH_CONTENTS)
+        news = telling.list_unannounced(self._db, BATCH_CONTENTS)
         if news:
-            holders.tell(self._around.store, self._around.number, news, own_are_away=True)
-            telling.told(self._db, news)
+            holders.announce(self._around.store, self._around.node_number, news, is_own_away=True)
+            telling.mark_announced(self._db, news)
         return len(news) == BATCH_CONTENTS
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Only when something came or went."""
         return None

@@ -18,7 +18,7 @@ from ckptfs.tiers.place import Places
 log = logging.getLogger(__name__)
 
 transfer.labels("verify")
-disk.labels("verify:quarantined", "verify:repaired")
+disk.declare_labels("verify:quarantined", "verify:repaired")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +36,31 @@ def verify(db: Database, places: Places, number: int) -> list[Checked]:
 
     Empty for a content that is not sealed: there is nothing to compare it with yet. Raises Busy when it is opened for writing meanwhile.
     """
-    content = settling.content(db, number)
+    content = settling.get_content(db, number)
     if content is None or content.state not in {ContentState.SEALED, ContentState.LOST}:
         return []
-    copies = [copy for copy in settling.copies(db, number) if copy.state is not CopyState.FILLING]
+    copies = [copy for copy in settling.list_copies(db, number) if copy.state is not CopyState.FILLING]
     found = [_check(db, places, content, copy) for copy in copies]
     good = [checked.tier for checked in found if checked.ok]
     if not good:
-        if found and content.state is ContentState.SEALED and settling.lose(db, content):
+        if found and content.state is ContentState.SEALED and settling.mark_lost(db, content):
             log.error("%s is lost: no copy is what was sealed; it gives EIO", _name(db, content))
         return found
     if content.state is ContentState.LOST:
         settling.set_state(db, number, ContentState.SEALED)
-        content = settling.content(db, number) or content
+        content = settling.get_content(db, number) or content
     return [checked if checked.ok else _repair(db, places, content, good[0], checked) for checked in found]
 
 
 def _check(db: Database, places: Places, content: Content, copy: Copy) -> Checked:
     problem = _problem(db, places, content, copy.tier)
-    if not settling.unchanged(db, content):
+    if not settling.is_unchanged(db, content):
         raise Busy("the file is opened for writing")
     if not problem:
-        settling.mark(db, content.id, copy.tier, CopyState.GOOD)
+        settling.set_copy_state(db, content.id, copy.tier, CopyState.GOOD)
         return Checked(copy.tier, True)
     if copy.state is not CopyState.QUARANTINED:
-        settling.mark(db, content.id, copy.tier, CopyState.QUARANTINED)
+        settling.set_copy_state(db, content.id, copy.tier, CopyState.QUARANTINED)
         disk.act("verify:quarantined", lambda: None)
         log.error("the copy of %s in %s is bad and does not count any more: %s", _name(db, content), copy.tier, problem)
     return Checked(copy.tier, False, problem)
@@ -70,7 +70,7 @@ def _problem(db: Database, places: Places, content: Content, tier: Tier) -> str:
     """What is wrong with the copy in `tier`; empty when it is as it was sealed. A tier that fails to answer is no proof: OSError."""
 
     def check() -> None:
-        if not settling.unchanged(db, content):
+        if not settling.is_unchanged(db, content):
             raise Busy("the file is opened for writing")
 
     place = places.get(tier)
@@ -87,7 +87,7 @@ def _problem(db: Database, places: Places, content: Content, tier: Tier) -> str:
     if size != content.size:
         return f"it has {size} bytes instead of {content.size}"
     if digest != content.digest:
-        return f"its digest differs{_first_difference(content.blocks or b'', blocks)}"
+        return f"its digest differs{_first_difference(content.block_digests or b'', blocks)}"
     return ""
 
 
@@ -101,7 +101,7 @@ def _first_difference(expected: bytes, found: bytes) -> str:
 def _repair(db: Database, places: Places, content: Content, source: Tier, bad: Checked) -> Checked:
     """Remake a bad copy from a good one. What cannot be remade now stays quarantined, and the answer says so."""
     if bad.tier not in places:
-        settling.forget_copy(db, content.id, bad.tier)
+        settling.delete_copy(db, content.id, bad.tier)
         return bad
     try:
         duplicate.make(db, places, content, source, bad.tier)
@@ -114,4 +114,4 @@ def _repair(db: Database, places: Places, content: Content, source: Tier, bad: C
 
 
 def _name(db: Database, content: Content) -> str:
-    return os.fsdecode(report.path_of(db, content.inode))
+    return os.fsdecode(report.get_path(db, content.inode))

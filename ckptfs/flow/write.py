@@ -9,7 +9,7 @@ Everything else is written in place: the same content opens again as the next ge
 import re
 from enum import Enum
 
-from ckptfs.catalog.contents import Held
+from ckptfs.catalog.contents import FileContent
 from ckptfs.model import ContentState
 
 _DIGITS = re.compile(rb"\d+")
@@ -24,13 +24,13 @@ class Way(Enum):
     LOST = "lost"
 
 
-def way(held: Held, *, truncate: bool, shared: bool) -> Way:
+def way(held: FileContent, *, truncate: bool, shared: bool) -> Way:
     """How to open `held` for writing. `truncate`: to nothing at all; `shared`: somebody has it open already."""
     if held.tiers and (shared or not truncate) and held.state is not ContentState.DOOMED:
         return Way.IN_PLACE
-    if truncate or (held.content is None and not held.published):
+    if truncate or (held.content is None and not held.is_on_pfs):
         return Way.NEW
-    if held.peer and held.state in {ContentState.CLOSED, ContentState.SEALED}:
+    if held.is_remote and held.state in {ContentState.CLOSED, ContentState.SEALED}:
         return Way.FETCH
     if held.state in {ContentState.LOST, ContentState.DOOMED, ContentState.OPEN, ContentState.CLOSED}:
         # Without a copy, only a sealed content can be somewhere else.

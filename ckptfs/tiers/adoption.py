@@ -27,16 +27,16 @@ def adopt(db: Database, places: Places) -> None:
         if tier is Tier.NVME and (needed := _needed(db, places[tier])):
             _leave_out(db, places, needed)
             continue
-        lost = settling.adopt(db, tier, places[tier].uuid)
+        lost = settling.set_tier_uuid(db, tier, places[tier].uuid)
         if lost:
             log.warning("what was in %s is gone, this is another one than before; it held %d contents", tier, lost)
 
 
 def _needed(db: Database, place: Place) -> int:
     """How many files would be lost by taking this directory for the tier's new one."""
-    if settling.tier_uuid(db, place.tier) in (None, place.uuid) or (place.root / GIVEN_UP).exists():
+    if settling.get_tier_uuid(db, place.tier) in (None, place.uuid) or (place.root / GIVEN_UP).exists():
         return 0
-    return settling.only_in(db, place.tier)
+    return settling.count_only_copies(db, place.tier)
 
 
 def _leave_out(db: Database, places: Places, needed: int) -> None:
@@ -44,5 +44,5 @@ def _leave_out(db: Database, places: Places, needed: int) -> None:
     error = f"{root} is not the directory that this catalog knows, and {needed} files lie only there"
     remedy = f"mount the device that belongs at {root} and start again; if it will never come back, make the file {root / GIVEN_UP}"
     log.error("%s; going on without it (%s)", error, remedy)
-    settling.report(db, f"trouble:{Tier.NVME}", {"what": error, "path": str(root), "remedy": remedy})
+    settling.set_report(db, f"trouble:{Tier.NVME}", {"what": error, "path": str(root), "remedy": remedy})
     places.leave_out(Tier.NVME)

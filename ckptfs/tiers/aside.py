@@ -13,12 +13,12 @@ from ckptfs.tiers.place import Place
 
 def put(db: Database, place: Place, content: int) -> int | None:
     """Put what is kept of a content aside, in the caller's transaction; its id until then, None where there is nothing to keep."""
-    number = aside.put(db, content, place.tier)
+    number = aside.stash_copy(db, content, place.tier)
     if number is not None:
         try:
             place.rename(content, number)
         except FileNotFoundError:
-            aside.forget(db, number, place.tier)
+            aside.delete_stashed(db, number, place.tier)
             return None
     return number
 
@@ -27,8 +27,8 @@ def put_back(db: Database, place: Place, number: int | None) -> None:
     """The fetch failed, or died: what was put aside is what lies here again, unless there is something newer by now."""
     if number is None:
         return
-    with db.change():
-        content = aside.put_back(db, number, place.tier)
+    with db.transaction():
+        content = aside.restore_stashed(db, number, place.tier)
         if content is None:
             place.remove(number)
         else:
@@ -39,12 +39,12 @@ def put_back(db: Database, place: Place, number: int | None) -> None:
 def forget(db: Database, place: Place, number: int | None) -> None:
     """What came after it is here."""
     if number is not None:
-        with db.change():
-            aside.forget(db, number, place.tier)
+        with db.transaction():
+            aside.delete_stashed(db, number, place.tier)
         place.remove(number)
 
 
 def put_all_back(db: Database, place: Place) -> None:
     """A former mover died while it fetched."""
-    for number in aside.every(db, place.tier):
+    for number in aside.list_stashed(db, place.tier):
         put_back(db, place, number)

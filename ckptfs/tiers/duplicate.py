@@ -18,7 +18,7 @@ from ckptfs.tiers.place import Places
 
 transfer.labels("duplicate")
 transfer.labels("duplicate:check")
-disk.labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
+disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
 
 
 def make(db: Database, places: Places, content: Content, source: Tier, target: Tier) -> None:
@@ -27,12 +27,12 @@ def make(db: Database, places: Places, content: Content, source: Tier, target: T
     Raises Busy when the content was opened for writing meanwhile, DigestMismatch when the bytes of `source` are not what was sealed (its
     copy is quarantined then) and OSError from either tier. Whatever is raised, no trace of the new copy is left.
     """
-    if not settling.fill(db, content, target):
+    if not settling.insert_filling_copy(db, content, target):
         raise Busy("the content moved on")
     disk.act("duplicate:announced", lambda: None)
     try:
         _copy(db, places, content, source, target)
-        if not settling.filled(db, content, target):
+        if not settling.mark_copy_good(db, content, target):
             raise Busy("the content moved on")
     except BaseException:
         _tidy(db, places, content, target)
@@ -44,7 +44,7 @@ def make(db: Database, places: Places, content: Content, source: Tier, target: T
 
 def _copy(db: Database, places: Places, content: Content, source: Tier, target: Tier) -> None:
     def check() -> None:
-        if not settling.unchanged(db, content):
+        if not settling.is_unchanged(db, content):
             raise Busy("the content is opened for writing")
 
     places[target].remove(content.id)
@@ -66,7 +66,7 @@ def _compare(db: Database, content: Content, source: Tier, found: tuple[int, byt
     if found == (content.size, content.digest):
         return
     check()
-    settling.mark(db, content.id, source, CopyState.QUARANTINED)
+    settling.set_copy_state(db, content.id, source, CopyState.QUARANTINED)
     raise DigestMismatch(f"the copy of content {content.id} in {source} does not have the digest that it was sealed with")
 
 
@@ -74,6 +74,6 @@ def _tidy(db: Database, places: Places, content: Content, target: Tier) -> None:
     """Take the unfinished copy back, as far as the tier lets us; what stays is a leftover for the drop flow."""
     with contextlib.suppress(OSError):
         places[target].remove(content.id)
-    with db.change():
-        if any(copy.tier is target and copy.state is CopyState.FILLING for copy in settling.copies(db, content.id)):
-            settling.forget_copy(db, content.id, target)
+    with db.transaction():
+        if any(copy.tier is target and copy.state is CopyState.FILLING for copy in settling.list_copies(db, content.id)):
+            settling.delete_copy(db, content.id, target)

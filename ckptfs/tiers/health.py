@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptfs import disk
 
-disk.labels("health:probe")
+disk.declare_labels("health:probe")
 
 FAILURES_DOWN = 3
 SUSPECT_S = 5.0

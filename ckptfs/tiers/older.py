@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ckptfs import disk
 from ckptfs.catalog import fetching, holding, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import Kept
+from ckptfs.catalog.holding import HeldCopy
 from ckptfs.errors import DigestMismatch
 from ckptfs.model import Content, CopyState, Tier
 from ckptfs.tiers import removal, transfer
@@ -32,8 +32,8 @@ class Older:
 
 def find(db: Database, places: Places, content: int, wanted: bytes) -> Older | None:
     """What lies here of a content in the state that has the digest `wanted`."""
-    for copy in settling.copies(db, content):
-        if copy.state is CopyState.OLDER and copy.tier in places and copy.tier is not Tier.PFS:
+    for copy in settling.list_copies(db, content):
+        if copy.state is CopyState.STALE and copy.tier in places and copy.tier is not Tier.PFS:
             with suppress(FileNotFoundError):
                 fd = places[copy.tier].open(content)
                 try:
@@ -47,28 +47,28 @@ def find(db: Database, places: Places, content: int, wanted: bytes) -> Older | N
     return None
 
 
-def apart(db: Database, places: Places, kept: Kept, inode: int) -> Content | None:
+def apart(db: Database, places: Places, kept: HeldCopy, inode: int) -> Content | None:
     """What is kept of a content as one of its own, of the file `inode`, of which nobody was told yet. None when it has moved on.
 
     Raises DigestMismatch, and then it is gone; OSError from the tier.
     """
     place = places[kept.tier]
-    with db.change():
-        if not holding.withdraw(db, kept):
+    with db.transaction():
+        if not holding.mark_held_copy_stale(db, kept):
             return None
-        number, opened = fetching.reserve(db, place.tier), settling.record(db, kept.content.id).handles
+        number, opened = fetching.insert_reserved_copy(db, place.tier), settling.get_file_record(db, kept.content.id).open_handles
     try:
         size, whole, blocks = _named(place, kept.content.id, number, shared=bool(opened))
         if whole != kept.digest:
-            settling.forget_copy(db, kept.content.id, place.tier)
+            settling.delete_copy(db, kept.content.id, place.tier)
             removal.remove_forgotten(db, place, kept.content.id)
             raise DigestMismatch(f"generation {kept.generation} of content {kept.content.id} is not what it was in {place.tier}")
         if place.tier is not Tier.RAM:
             place.persist_names()
-        return holding.apart(db, kept, number, inode, size, blocks)
+        return holding.insert_split_content(db, kept, number, inode, size, blocks)
     except BaseException:
         place.remove(number)
-        fetching.give_up(db, number, place.tier)
+        fetching.delete_filling_copy(db, number, place.tier)
         raise
 
 

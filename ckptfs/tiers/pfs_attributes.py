@@ -16,7 +16,7 @@ from ckptfs.model import Inode
 
 log = logging.getLogger(__name__)
 
-disk.labels("pfs:chown", "pfs:chmod", "pfs:utime", "pfs:xattr")
+disk.declare_labels("pfs:chown", "pfs:chmod", "pfs:utime", "pfs:xattr")
 
 _NOT_ALLOWED = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODATA}
 _NO_XATTR = _NOT_ALLOWED | {errno.ENOSPC, errno.E2BIG, errno.ERANGE, errno.EDQUOT}

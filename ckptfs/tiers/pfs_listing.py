@@ -18,10 +18,10 @@ from pathlib import Path
 
 from ckptfs import disk, limits
 from ckptfs.errors import TierUnavailable
-from ckptfs.model import Seen
+from ckptfs.model import PfsEntryStat
 from ckptfs.tiers import acting
 
-disk.labels("visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readlink", "visit:xattrs")
+disk.declare_labels("visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readlink", "visit:xattrs")
 
 WORK_DIRECTORY = b".ckptfs"
 HIDDEN_PREFIX = b".ckptfs."
@@ -84,7 +84,7 @@ def _owner(fd: int) -> acting.Owner:
     return found.st_uid, found.st_gid
 
 
-def listing(directory_fd: int, *, root: bool, foreign: Callable[[bytes], None] = lambda name: None) -> Iterator[Seen]:
+def listing(directory_fd: int, *, root: bool, foreign: Callable[[bytes], None] = lambda name: None) -> Iterator[PfsEntryStat]:
     """What the directory shows, in no order, without symlinks' targets and xattrs. A name that vanishes meanwhile is left out. `foreign`
     is told of what is hidden and somebody else's.
     """
@@ -129,7 +129,7 @@ def _foreign_in_work_area(root_fd: int) -> list[bytes]:
     return [WORK_DIRECTORY + b"/" + name for name in names if not _IN_WORK_AREA.match(name)]
 
 
-def look(directory_fd: int, name: bytes) -> Seen:
+def look(directory_fd: int, name: bytes) -> PfsEntryStat:
     """lstat of one name; as the directory's owner where root may not search it. Raises OSError."""
 
     def call() -> os.stat_result:
@@ -138,13 +138,13 @@ def look(directory_fd: int, name: bytes) -> Seen:
     return _seen(name, acting.attempt(call, lambda: [_owner(directory_fd)]))
 
 
-def look_at(fd: int, name: bytes = b"") -> Seen:
+def look_at(fd: int, name: bytes = b"") -> PfsEntryStat:
     """fstat of an open file or directory."""
     return _seen(name, os.fstat(fd))
 
 
-def _seen(name: bytes, found: os.stat_result) -> Seen:
-    return Seen(
+def _seen(name: bytes, found: os.stat_result) -> PfsEntryStat:
+    return PfsEntryStat(
         name, found.st_mode, found.st_uid, found.st_gid, found.st_rdev, found.st_nlink, found.st_size, found.st_ino,
         found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def absent(directory_fd: int, name: bytes) -> bool:
     return False
 
 
-def whole(directory_fd: int, seen: Seen) -> Seen:
+def whole(directory_fd: int, seen: PfsEntryStat) -> PfsEntryStat:
     """`seen` with its symlink's target and its xattrs of the namespace `user`. Raises FileNotFoundError when it is gone."""
     path = b"/proc/self/fd/%d/%s" % (directory_fd, seen.name)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from ckptfs import disk
 from ckptfs.catalog import fetching, pfs_paths, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.fetching import OnPfs
-from ckptfs.errors import refused
-from ckptfs.lifecycle import same_file
+from ckptfs.catalog.fetching import PublishedFile
+from ckptfs.errors import posix_error
+from ckptfs.lifecycle import is_same_file
 from ckptfs.model import Tier
 from ckptfs.tiers import acting, pfs_listing
 
-disk.labels("pfs:open")
+disk.declare_labels("pfs:open")
 
 
 def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
@@ -24,13 +24,13 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
 
     Raises ESTALE when the PFS shows another file, or another state of it, than the catalog knows: ask for a visit of its directory.
     """
-    known = fetching.look(db, inode)
-    if known is None or known.on_pfs is None:
-        raise refused(errno.ESTALE)
+    known = fetching.load_fetch_state(db, inode)
+    if known is None or known.published is None:
+        raise posix_error(errno.ESTALE)
     fd = open_named(db, pfs, inode, flags)
     try:
-        if not same(fd, known.on_pfs):
-            raise refused(errno.ESTALE, "the file on the PFS was changed by somebody else")
+        if not same(fd, known.published):
+            raise posix_error(errno.ESTALE, "the file on the PFS was changed by somebody else")
     except BaseException:
         os.close(fd)
         raise
@@ -39,10 +39,10 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
 
 def open_named(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
     """A descriptor of what the PFS shows now where `inode` was last known to be. Raises OSError and TierUnavailable."""
-    names = pfs_paths.path_on_pfs(db, inode)
+    names = pfs_paths.find_path(db, inode)
     if not names:
-        raise refused(errno.ENOENT, "the PFS shows no such file")
-    root_fd = pfs_listing.open_root(pfs, settling.tier_uuid(db, Tier.PFS))
+        raise posix_error(errno.ENOENT, "the PFS shows no such file")
+    root_fd = pfs_listing.open_root(pfs, settling.get_tier_uuid(db, Tier.PFS))
     try:
         directory_fd = pfs_listing.walk(root_fd, names[:-1])
     finally:
@@ -64,7 +64,7 @@ def _open(directory_fd: int, name: bytes, flags: int) -> int:
     return acting.attempt(lambda: disk.open_file("pfs:open", name, flags, dir_fd=directory_fd), owners)
 
 
-def same(fd: int, known: OnPfs) -> bool:
+def same(fd: int, known: PublishedFile) -> bool:
     """Whether an open file is in the state that the catalog knows."""
     found = os.fstat(fd)
-    return same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))
+    return is_same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))

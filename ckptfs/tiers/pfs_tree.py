@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 from ckptfs import disk
-from ckptfs.errors import refused
+from ckptfs.errors import posix_error
 from ckptfs.tiers import acting, pfs_listing
 
-disk.labels("pfs:walk", "pfs:exchange")
+disk.declare_labels("pfs:walk", "pfs:exchange")
 
 KEPT = 128
 KEPT_S = 1.0
@@ -140,12 +140,12 @@ def _rename2(directory: int, name: bytes, new_directory: int, new_name: bytes, f
     try:
         call = _libc.renameat2
     except AttributeError as failure:
-        raise refused(errno.ENOSYS) from failure
+        raise posix_error(errno.ENOSYS) from failure
     if call(directory, name, new_directory, new_name, ctypes.c_uint(flags)) != 0:
-        raise refused(ctypes.get_errno())
+        raise posix_error(ctypes.get_errno())
 
 
 def sync_all(fd: int) -> None:
     """syncfs(2): everything that was written to this filesystem is there to stay."""
     if _libc.syncfs(fd) != 0:
-        raise refused(ctypes.get_errno())
+        raise posix_error(ctypes.get_errno())

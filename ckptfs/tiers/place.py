@@ -16,12 +16,12 @@ from pathlib import Path
 
 from ckptfs import disk, limits
 from ckptfs.config import Config
-from ckptfs.errors import NoRoom, TierUnavailable
+from ckptfs.errors import NoSpace, TierUnavailable
 from ckptfs.model import Tier
 from ckptfs.tiers import space
 from ckptfs.tiers.space import Room
 
-disk.labels("place:create", "place:open", "place:remove", "place:rename")
+disk.declare_labels("place:create", "place:open", "place:remove", "place:rename")
 
 PFS_WORK_DIRECTORY = ".ckptfs"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -249,7 +249,7 @@ class Places(Mapping[Tier, Place]):
             rooms = rooms | _BOUNDLESS
         tier = space.choose(rooms, expected_bytes, self._ram_high)
         if tier is None:
-            raise NoRoom("every tier is full", remedy="remove files, or configure a larger tier")
+            raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
         return tier
 
     def local_rooms(self) -> dict[Tier, Room]:

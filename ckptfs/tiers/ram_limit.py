@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptfs import disk, limits
 
-disk.labels("ram:remount")
+disk.declare_labels("ram:remount")
 
 RAISE_BYTES_MIN = 64 * limits.MIB
 REMOUNT_WAIT_S = 20.0

@@ -17,7 +17,7 @@ def remove_forgotten(db: Database, place: Place, number: int) -> None:
     """Remove the file of a copy that is on record no more."""
     if place.tier is Tier.PFS:
         return
-    with db.change():
-        fd = -1 if settling.known(db, number, place.tier) else place.detach(number)
+    with db.transaction():
+        fd = -1 if settling.has_copy(db, number, place.tier) else place.detach(number)
     if fd >= 0:
         os.close(fd)

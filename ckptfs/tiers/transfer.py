@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ckptfs import digest, disk, limits
 from ckptfs.tiers.write_behind import WriteBehind
 
-disk.labels("resume:persist", "resume:read")
+disk.declare_labels("resume:persist", "resume:read")
 
 FICLONE = 0x40049409
 PIECE_BYTES = 512 * limits.KIB
@@ -30,7 +30,7 @@ Digested = tuple[int, bytes, bytes]
 
 def labels(label: str) -> None:
     """Declare the disk labels that `copy(label=label)` uses."""
-    disk.labels(f"{label}:read", f"{label}:write", f"{label}:truncate")
+    disk.declare_labels(f"{label}:read", f"{label}:write", f"{label}:truncate")
 
 
 def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> Digested:
@@ -42,7 +42,7 @@ def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[
     if size >= CLONE_BYTES_MIN and _clone(source_fd, target_fd):
         return read(target_fd, label=label, before_block=before_block)
     left = _left(source_fd, size, target_fd)
-    running = digest.Running()
+    running = digest.RunningDigest()
     behind = WriteBehind(target_fd)
     for offset, piece in _pieces(source_fd, size, label, running, before_block):
         end = offset + len(piece)
@@ -56,7 +56,7 @@ def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[
 
 def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> Digested:
     """Read all of `source_fd` for its digest, without touching its holes. Only `<label>:read` is used."""
-    running = digest.Running()
+    running = digest.RunningDigest()
     for _ in _pieces(source_fd, os.fstat(source_fd).st_size, label, running, before_block):
         pass
     return _digested(running)
@@ -88,12 +88,12 @@ def read_together(source_fd: int, *, label: str, before_block: Callable[[], None
     blocks = b"".join(found[start] for start in starts)
     if len(blocks) < len(starts) * digest.BLOCK_DIGEST_BYTES:  # The file became shorter.
         return read(source_fd, label=label, before_block=before_block)
-    return size, digest.whole(blocks, size), blocks
+    return size, digest.hash_content(blocks, size), blocks
 
 
 def _block(fd: int, start: int, end: int, label: str, buffer: memoryview) -> bytes:
     """The digest of one block; empty where the file ends before `end`."""
-    running = digest.Running()
+    running = digest.RunningDigest()
     while start < end:
         count = disk.act(f"{label}:read", os.preadv, fd, [buffer[: end - start]], start)
         if count == 0:
@@ -103,7 +103,7 @@ def _block(fd: int, start: int, end: int, label: str, buffer: memoryview) -> byt
     return running.finish()[1]
 
 
-def _digested(running: digest.Running) -> Digested:
+def _digested(running: digest.RunningDigest) -> Digested:
     whole, blocks = running.finish()
     return running.size, whole, blocks
 
@@ -125,7 +125,7 @@ def _left(source_fd: int, size: int, target_fd: int) -> int:
 
 def _holds(target_fd: int, piece: memoryview, offset: int) -> bool:
     """Whether these bytes are where they belong."""
-    return digest.block(disk.act("resume:read", os.pread, target_fd, len(piece), offset)) == digest.block(piece)
+    return digest.hash_block(disk.act("resume:read", os.pread, target_fd, len(piece), offset)) == digest.hash_block(piece)
 
 
 def _clone(source_fd: int, target_fd: int) -> bool:
@@ -139,7 +139,7 @@ def _clone(source_fd: int, target_fd: int) -> bool:
 
 
 def _pieces(
-    source_fd: int, size: int, label: str, running: digest.Running, before_block: Callable[[], None]
+    source_fd: int, size: int, label: str, running: digest.RunningDigest, before_block: Callable[[], None]
 ) -> Iterator[tuple[int, memoryview]]:
     """(offset, bytes) of all data up to `size` or an earlier end of the file; `running` has seen the holes between them as zeros."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
@@ -159,11 +159,11 @@ def _pieces(
     _zeros(running, size, before_block)
 
 
-def _zeros(running: digest.Running, end: int, before_block: Callable[[], None]) -> None:
+def _zeros(running: digest.RunningDigest, end: int, before_block: Callable[[], None]) -> None:
     """Let `running` see zeros up to `end`, in steps that still ask `before_block` now and then: a hole may be terabytes."""
     while running.size < end:
         before_block()
-        running.zeros(min(end - running.size, 1024 * limits.BLOCK_BYTES))
+        running.update_zeros(min(end - running.size, 1024 * limits.BLOCK_BYTES))
 
 
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:

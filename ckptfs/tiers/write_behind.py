@@ -13,7 +13,7 @@ import os
 
 from ckptfs import disk, limits
 
-disk.labels("behind:wait")
+disk.declare_labels("behind:wait")
 
 _WAIT, _WRITE, _WAIT_AFTER = 1, 2, 4
 _NOT_HERE = {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP}

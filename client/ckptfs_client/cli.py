@@ -15,7 +15,7 @@ import typer
 from ckptfs.config.table import LOG_LEVELS
 from ckptfs.model import Level
 from ckptfs_client import keys_commands
-from ckptfs_client.failures import EXIT_CODES, ClientError, Usage
+from ckptfs_client.failures import EXIT_CODES, ClientError, UsageError
 from ckptfs_client.lab import commands as lab_commands
 
 EPILOG = "Exit codes: " + "; ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
@@ -24,7 +24,7 @@ app = typer.Typer(
     help="Looks after ckptfs mounts: what is where, and how safe it is.",
 )  # fmt: skip
 app.add_typer(lab_commands.app, name="lab")
-app.add_typer(keys_commands.app, name="keys")
+app.add_typer(keys_commands.keys_app, name="keys")
 
 LEVELS = [Level.LOCAL.value, Level.CLIQUE.value, Level.PFS.value]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -50,7 +50,7 @@ def main() -> None:
         sys.exit(141)
 
 
-def _seconds(text: str | None) -> float | None:
+def _parse_seconds(text: str | None) -> float | None:
     """The value of a --timeout or --deadline."""
     from ckptfs import config
     from ckptfs.errors import ConfigError
@@ -58,7 +58,7 @@ def _seconds(text: str | None) -> float | None:
     try:
         return None if text is None else config.parse_seconds(text)
     except ConfigError as failure:
-        raise Usage(str(failure)) from failure
+        raise UsageError(str(failure)) from failure
 
 
 @app.command(epilog=EPILOG)
@@ -73,39 +73,39 @@ def status(
     JSON is one object for one mount, a list for several.
     """
     from ckptfs_client import mounts
-    from ckptfs_client.watching import statuses, watched
+    from ckptfs_client.watching import list_statuses, watch_status
 
     if cluster:
         if watch:
-            raise Usage("--cluster and --watch exclude each other")
-        _cluster(directory, json=json)
+            raise UsageError("--cluster and --watch exclude each other")
+        _print_cluster(directory, json=json)
         return
-    chosen = [mounts.chosen(directory)] if directory is not None else mounts.mounted() or [mounts.chosen(None)]
+    chosen = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
     if watch:
-        watched(chosen, json=json)
+        watch_status(chosen, json=json)
         return
     from ckptfs_client import show
 
-    answers = statuses(chosen)
+    answers = list_statuses(chosen)
     if json:
-        plain = [show.plain(answer) for answer in answers]
-        show.emit(plain[0] if directory is not None or len(plain) == 1 else plain)
+        plain = [show.message_to_dict(answer) for answer in answers]
+        show.print_json(plain[0] if directory is not None or len(plain) == 1 else plain)
         return
     for answer in answers:
-        show.put(show.status(answer))
+        show.print_renderable(show.status(answer))
 
 
-def _cluster(directory: Path | None, *, json: bool) -> None:
+def _print_cluster(directory: Path | None, *, json: bool) -> None:
     """Show the nodes of the cluster to which a mount belongs."""
     from ckptfs_client import mounts, show
     from ckptfs_client.client import Client
 
-    with Client(mounts.chosen(directory)) as client:
-        answer = client.cluster()
+    with Client(mounts.choose(directory)) as client:
+        answer = client.get_cluster()
     if json:
-        show.emit(show.plain(answer))
+        show.print_json(show.message_to_dict(answer))
     else:
-        show.put(show.cluster(answer))
+        show.print_renderable(show.cluster(answer))
 
 
 @app.command(epilog=EPILOG)
@@ -120,33 +120,33 @@ def df(
     from ckptfs_client import mounts, room, show
     from ckptfs_client.client import Client
 
-    size = None if checkpoint is None else _bytes(checkpoint)
-    with Client(mounts.chosen(directory)) as client:
-        found = client.room()
-        cluster = client.cluster() if found.clustered else None
-    clique = room.clique_of(found, cluster)
+    size = None if checkpoint is None else _parse_bytes(checkpoint)
+    with Client(mounts.choose(directory)) as client:
+        found = client.get_capacity()
+        cluster = client.get_cluster() if found.clustered else None
+    clique = room.list_clique(found, cluster)
     verdict = None
     if size is not None:
-        need = room.Need(size * ranks_per_node, keep, max(0, found.replication_factor - 1))
+        need = room.CapacityNeed(size * ranks_per_node, keep, max(0, found.replication_factor - 1))
         has_pfs = any(tier.name == room.PFS for tier in found.tiers)
-        verdict = room.judged(need, room.tiers_of(found), room.peers_of(found, cluster), pfs=has_pfs)
+        verdict = room.check_fit(need, room.list_tiers(found), room.list_peers(found, cluster), has_pfs=has_pfs)
     if json:
-        answer: dict[str, Any] = {**show.plain(found), "clique": [show.plain(member) for member in clique]}
+        answer: dict[str, Any] = {**show.message_to_dict(found), "clique": [show.message_to_dict(member) for member in clique]}
         if verdict is not None:
-            answer["checkpoint"] = {"fits": bool(verdict.where), "where": list(verdict.where), "sentence": verdict.sentence}
-        show.emit(answer)
+            answer["checkpoint"] = {"fits": bool(verdict.tier_names), "where": list(verdict.tier_names), "sentence": verdict.sentence}
+        show.print_json(answer)
     else:
-        show.put(room.table(found))
+        show.print_renderable(room.build_tier_table(found))
         if clique:
             print()
-            show.put(room.clique_table(clique, found.node))
+            show.print_renderable(room.build_clique_table(clique, found.node))
         if verdict is not None:
             print(verdict.sentence)
-    if verdict is not None and not verdict.where:
+    if verdict is not None and not verdict.tier_names:
         raise typer.Exit(1)
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     """The value of --checkpoint."""
     from ckptfs import config
     from ckptfs.errors import ConfigError
@@ -154,7 +154,7 @@ def _bytes(text: str) -> int:
     try:
         return config.parse_size(text)
     except ConfigError as failure:
-        raise Usage(str(failure)) from failure
+        raise UsageError(str(failure)) from failure
 
 
 @app.command("ls", epilog=EPILOG)
@@ -165,13 +165,13 @@ def list_files(
 ) -> None:
     """Files with their level, generation, digest and copies; `*` marks those that the PFS has not been told everything about."""
     from ckptfs_client import show
-    from ckptfs_client.listing import rows
+    from ckptfs_client.listing import list_rows
 
-    found = [row for path in paths for row in rows(path, itself=itself)]
+    found = [row for path in paths for row in list_rows(path, itself=itself)]
     if json:
-        show.emit(found)
+        show.print_json(found)
     elif found:
-        show.put(show.listing(found))
+        show.print_renderable(show.listing(found))
 
 
 @app.command(epilog=EPILOG)
@@ -184,17 +184,17 @@ def latest(
 
     Complete: every file is sealed and can be read, and what torch.distributed.checkpoint writes has its .metadata.
     """
-    from ckptfs_client.latest import newest
+    from ckptfs_client.latest import find_newest
 
     if level not in LEVELS:
-        raise Usage(f"{level!r} is not a level; accepted: {', '.join(LEVELS)}")
-    found = newest(series, Level(level))
+        raise UsageError(f"{level!r} is not a level; accepted: {', '.join(LEVELS)}")
+    found = find_newest(series, Level(level))
     if json:
         from ckptfs_client import show
 
         verdict = found.verdict
         figures = {"level": verdict.level.value, "size": verdict.size, "files": verdict.files}
-        show.emit({"number": found.number, "path": str(found.path), **figures})
+        show.print_json({"number": found.number, "path": str(found.path), **figures})
     else:
         # A program reads this: the name's own bytes, whatever they are.
         sys.stdout.flush()
@@ -211,16 +211,16 @@ def wait(
     """Wait until files, or directories with all below, have a level."""
     import time
 
-    from ckptfs_client.client import at
-    from ckptfs_client.watching import followed
+    from ckptfs_client.client import open_client
+    from ckptfs_client.watching import follow_progress
 
-    limit = _seconds(timeout)
+    limit = _parse_seconds(timeout)
     end = None if limit is None else time.monotonic() + limit
     for path in paths:
-        client, inode = at(path)
+        client, inode = open_client(path)
         with client:
             left = None if end is None else max(0.001, end - time.monotonic())
-            followed(client.wait(inode, level, left), f"{path} to {level}", json=json)
+            follow_progress(client.wait(inode, level, left), f"{path} to {level}", json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -232,35 +232,35 @@ def drain(
     """Bring everything that is closed up to its highest level now."""
     from ckptfs_client import mounts
     from ckptfs_client.client import Client
-    from ckptfs_client.watching import followed
+    from ckptfs_client.watching import follow_progress
 
-    with Client(mounts.chosen(directory)) as client:
-        followed(client.drain(_seconds(deadline)), f"draining {client.mount.mountpoint}", json=json)
+    with Client(mounts.choose(directory)) as client:
+        follow_progress(client.drain(_parse_seconds(deadline)), f"draining {client.mount.mountpoint}", json=json)
 
 
 @app.command(epilog=EPILOG)
 def verify(paths: Paths, json: Json = False) -> None:
     """Read every copy of files, or of all below directories, and compare digests; exit code 1 when one is bad."""
     from ckptfs_client import show
-    from ckptfs_client.client import at
-    from ckptfs_client.watching import verified
+    from ckptfs_client.client import open_client
+    from ckptfs_client.watching import follow_verification
 
     total: dict[str, Any] = {"files": 0, "bytes": 0, "findings": []}
     for path in paths:
-        client, inode = at(path)
+        client, inode = open_client(path)
         with client:
-            result = verified(client.verify(inode), str(path))
+            result = follow_verification(client.verify(inode), str(path))
         total = {key: total[key] + result[key] for key in total}
     bad = [finding for finding in total["findings"] if finding["verdict"] in ("bad", "unreadable")]
     unknown = [finding for finding in total["findings"] if finding["verdict"] == "unknown"]
     if json:
-        show.emit(total)
+        show.print_json(total)
     else:
         if bad:
-            show.put(show.findings(bad))
-        verdict = f"bad: {show.counted(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
+            show.print_renderable(show.findings(bad))
+        verdict = f"bad: {show.format_count(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
         without = f"; {len(unknown)} could not be compared: not sealed yet, or written by others" if unknown else ""
-        print(f"{show.counted(total['files'], 'file')}, {show.size(total['bytes'])} read: {verdict}{without}")
+        print(f"{show.format_count(total['files'], 'file')}, {show.format_size(total['bytes'])} read: {verdict}{without}")
     if bad:
         raise typer.Exit(1)
 
@@ -272,11 +272,11 @@ def refresh(
     timeout: Annotated[str | None, typer.Option(help="Give up waiting (exit code 4) after this time.")] = None,
 ) -> None:
     """Compare a directory with the PFS again, for what others changed there."""
-    from ckptfs_client.client import at
+    from ckptfs_client.client import open_client
 
-    client, inode = at(path if path.is_dir() else path.parent)
+    client, inode = open_client(path if path.is_dir() else path.parent)
     with client:
-        client.refresh(inode, recursive=recursive, timeout_s=_seconds(timeout))
+        client.refresh(inode, recursive=recursive, timeout_s=_parse_seconds(timeout))
 
 
 @app.command("log-level", epilog=EPILOG)
@@ -293,9 +293,9 @@ def log_level(
     given = list(words or [])
     level = given.pop() if given and given[-1] in LOG_LEVELS else ""
     if len(given) > 1 or (given and "/" not in given[0] and not os.path.lexists(given[0])):
-        raise Usage(f"{given[-1]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
-    with Client(mounts.chosen(Path(given[0]) if given else None)) as client:
-        found = client.log_level(level)
+        raise UsageError(f"{given[-1]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
+    with Client(mounts.choose(Path(given[0]) if given else None)) as client:
+        found = client.get_or_set_log_level(level)
     print(f'{{"level": "{found}"}}' if json else found)
 
 
@@ -309,7 +309,7 @@ def doctor(json: Json = False) -> None:
     if json:
         from ckptfs_client import show
 
-        show.emit([{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found])
+        show.print_json([{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found])
     else:
         for one in found:
             print(f"{one.verdict:8}{one.name:16}{one.what}" + (f"\n{'':24}-> {one.remedy}" if one.remedy else ""))

@@ -16,15 +16,15 @@ import grpc
 from ckptfs import limits
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs_client.failures import ClientError, Failed, NoMount, NotInTime, NotPermitted, Usage
+from ckptfs_client.failures import ClientError, CommandFailed, NoMount, NotInTime, NotPermitted, UsageError
 from ckptfs_client.mounts import Mount, find
 
 ANSWER_S = 15.0
 """How long a daemon may be silent before it counts as not answering."""
 ENDED_ANSWER_S = 3.0
 """The same for a daemon that has ended: systemd may start it again in a moment."""
-AGAIN_S = 0.05
-REMEDY = "ckptfs-remedy-bin"
+RETRY_S = 0.05
+REMEDY_KEY = "ckptfs-remedy-bin"
 OPTIONS = [
     ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
@@ -32,10 +32,10 @@ OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+RETRYABLE_CODES = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 Messages = Callable[..., Iterator[Any]]
 
-PROBE_S = 60.0
+PROBE_TIMEOUT_S = 60.0
 
 
 class Client:
@@ -43,7 +43,7 @@ class Client:
 
     def __init__(self, mount: Mount, *, answer_s: float = ANSWER_S) -> None:
         self.mount = mount
-        self._answer_s = min(answer_s, ENDED_ANSWER_S) if mount.ended else answer_s
+        self._answer_s = min(answer_s, ENDED_ANSWER_S) if mount.has_ended else answer_s
         self._channels: dict[Path, grpc.Channel] = {}
 
     def __enter__(self) -> "Client":
@@ -59,59 +59,59 @@ class Client:
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    def status(self) -> pb.Status:
+    def get_status(self) -> pb.Status:
         """The figures of the mount."""
-        answer: pb.Status = self._call(self._questions().GetStatus, pb.StatusRequest())
+        answer: pb.Status = self._call(self._build_query_stub().GetStatus, pb.StatusRequest())
         return answer
 
-    def cluster(self, *, probe: bool = False) -> pb.Cluster:
+    def get_cluster(self, *, probe: bool = False) -> pb.Cluster:
         """All nodes of the cluster to which the mount belongs; with `probe` they are asked themselves. Raises Usage when there is none."""
-        answer: pb.Cluster = self._call(self._questions().GetCluster, pb.ClusterRequest(probe=probe), PROBE_S if probe else None)
+        answer: pb.Cluster = self._call(self._build_query_stub().GetCluster, pb.ClusterRequest(probe=probe), PROBE_TIMEOUT_S if probe else None)
         return answer
 
-    def room(self) -> pb.Room:
+    def get_capacity(self) -> pb.Room:
         """What there is for the next checkpoint on this node."""
-        answer: pb.Room = self._call(self._questions().GetRoom, pb.RoomRequest())
+        answer: pb.Room = self._call(self._build_query_stub().GetRoom, pb.RoomRequest())
         return answer
 
-    def records(self, inodes: Iterable[int]) -> list[pb.Record]:
+    def list_records(self, inodes: Iterable[int]) -> list[pb.Record]:
         """What is known of each inode, in order."""
         numbers = list(inodes)
         found: list[pb.Record] = []
         for start in range(0, len(numbers), limits.CONTROL_LIST_MAX):
             request = pb.ListRequest(inodes=numbers[start : start + limits.CONTROL_LIST_MAX])
-            found.extend(self._call(self._questions().List, request).records)
+            found.extend(self._call(self._build_query_stub().List, request).records)
         return found
 
     def wait(self, inode: int, level: str, timeout_s: float | None = None) -> Iterator[pb.Progress]:
         """Progress until the inode, with all below, has the level. Raises NotInTime."""
-        return self._stream(lambda: self._questions().Wait, pb.WaitRequest(inode=inode, level=level), timeout_s)
+        return self._stream_until_done(lambda: self._build_query_stub().Wait, pb.WaitRequest(inode=inode, level=level), timeout_s)
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float | None = None) -> Iterator[pb.Progress]:
         """Bring everything up to its level now; progress until it is. Raises NotInTime."""
-        return self._stream(lambda: self._orders().Drain, pb.DrainRequest(deadline_s=deadline_s or 0.0), deadline_s)
+        return self._stream_until_done(lambda: self._build_admin_stub().Drain, pb.DrainRequest(deadline_s=deadline_s or 0.0), deadline_s)
 
     def verify(self, inode: int) -> Iterator[pb.VerifyProgress]:
         """Read every copy of a file, or of all below a directory, and compare digests."""
-        return self._stream(lambda: self._orders().Verify, pb.VerifyRequest(inode=inode), None)
+        return self._stream_until_done(lambda: self._build_admin_stub().Verify, pb.VerifyRequest(inode=inode), None)
 
     def refresh(self, inode: int, *, recursive: bool = False, timeout_s: float | None = None) -> None:
         """Compare a directory on the PFS again."""
-        self._call(self._orders().Refresh, pb.RefreshRequest(inode=inode, recursive=recursive), timeout_s or 3600.0)
+        self._call(self._build_admin_stub().Refresh, pb.RefreshRequest(inode=inode, recursive=recursive), timeout_s or 3600.0)
 
-    def log_level(self, level: str = "") -> str:
+    def get_or_set_log_level(self, level: str = "") -> str:
         """What all processes of the daemon log at least; set when `level` is given. Raises NotPermitted, Usage, NotInTime."""
-        answer: pb.LogLevelReply = self._call(self._orders().LogLevel, pb.LogLevelRequest(level=level), self._answer_s)
+        answer: pb.LogLevelReply = self._call(self._build_admin_stub().LogLevel, pb.LogLevelRequest(level=level), self._answer_s)
         return answer.level
 
     # --- the connection -----------------------------------------------------------------------------------------------
 
-    def _questions(self) -> Any:
+    def _build_query_stub(self) -> Any:
         return rpc.QuestionsStub(self._channel(self.mount.socket))
 
-    def _orders(self) -> Any:
+    def _build_admin_stub(self) -> Any:
         path = self.mount.admin_socket
         if path.exists() and not os.access(path, os.W_OK):
             remedy = "do it as root, or as the user who mounted it"
@@ -130,10 +130,10 @@ class Client:
             try:
                 return method(request, timeout=timeout_s or self._answer_s, wait_for_ready=True)
             except grpc.RpcError as failure:
-                if failure.code() not in GONE or time.monotonic() > until:
-                    raise self._error(failure, waited=timeout_s is not None) from failure
+                if failure.code() not in RETRYABLE_CODES or time.monotonic() > until:
+                    raise self._translate_error(failure, waited=timeout_s is not None) from failure
 
-    def _stream(self, method: Callable[[], Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
+    def _stream_until_done(self, method: Callable[[], Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
         """The messages of a stream until one says `done`; taken up again where a restart of the daemon cut it."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         silent_until = time.monotonic() + self._answer_s
@@ -148,36 +148,36 @@ class Client:
                     if message.done:
                         return
             except grpc.RpcError as failure:
-                if failure.code() not in GONE or time.monotonic() > silent_until:
-                    raise self._error(failure, waited=timeout_s is not None) from failure
-            threading.Event().wait(AGAIN_S)
+                if failure.code() not in RETRYABLE_CODES or time.monotonic() > silent_until:
+                    raise self._translate_error(failure, waited=timeout_s is not None) from failure
+            threading.Event().wait(RETRY_S)
 
-    def _silent(self) -> NoMount:
-        if self.mount.ended:
+    def _build_unanswered_error(self) -> NoMount:
+        if self.mount.has_ended:
             remedy = f"mount {self.mount.name} again as before, which takes its place over, or umount {self.mount.mountpoint}"
             return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) has ended", remedy=remedy)
         remedy = "its log says why; `ckptfs doctor` may help"
         return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) does not answer", remedy=remedy)
 
-    def _error(self, failure: Any, *, waited: bool) -> ClientError:
+    def _translate_error(self, failure: Any, *, waited: bool) -> ClientError:
         """Our error for what gRPC says; `waited`: the caller had set a time."""
         code, words = failure.code(), failure.details() or ""
-        remedy = next((value.decode() for key, value in failure.trailing_metadata() or () if key == REMEDY), "")
+        remedy = next((value.decode() for key, value in failure.trailing_metadata() or () if key == REMEDY_KEY), "")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return NotInTime("not done in time" if "Deadline" in words or not words else words, remedy=remedy) if waited else self._silent()
-        if code in GONE:
-            return self._silent()
-        kinds = {grpc.StatusCode.FAILED_PRECONDITION: Usage, grpc.StatusCode.PERMISSION_DENIED: NotPermitted}
-        return kinds.get(code, Failed)(words, remedy=remedy)
+            return NotInTime("not done in time" if "Deadline" in words or not words else words, remedy=remedy) if waited else self._build_unanswered_error()
+        if code in RETRYABLE_CODES:
+            return self._build_unanswered_error()
+        kinds = {grpc.StatusCode.FAILED_PRECONDITION: UsageError, grpc.StatusCode.PERMISSION_DENIED: NotPermitted}
+        return kinds.get(code, CommandFailed)(words, remedy=remedy)
 
 
-def at(path: str | os.PathLike[str]) -> tuple[Client, int]:
+def open_client(path: str | os.PathLike[str]) -> tuple[Client, int]:
     """The client of the mount in which `path` lies, and the inode number of `path` there. Raises NoMount, Failed."""
     mount = find(Path(path))
     try:
         found = os.lstat(path)
     except OSError as failure:
-        raise Failed(f"{path}: {os.strerror(failure.errno or 0)}") from failure
+        raise CommandFailed(f"{path}: {os.strerror(failure.errno or 0)}") from failure
     if found.st_dev != mount.device:
         raise NoMount(f"{path} lies in another filesystem, mounted below {mount.mountpoint}")
     return Client(mount), found.st_ino

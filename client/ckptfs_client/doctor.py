@@ -185,9 +185,9 @@ def _mounts() -> Iterator[Finding]:
     from ckptfs_client import doctor_cluster
     from ckptfs_client.client import Client
     from ckptfs_client.failures import ClientError
-    from ckptfs_client.mounts import mounted
+    from ckptfs_client.mounts import list_mounts
 
-    for mount in mounted():
+    for mount in list_mounts():
         name = mount.name[:15]
         if not mount.socket.exists():
             remedy = f"umount -l {mount.mountpoint}, then mount it again; the log in its state directory says why the daemon ended"
@@ -195,8 +195,8 @@ def _mounts() -> Iterator[Finding]:
             continue
         try:
             with Client(mount, answer_s=5.0) as client:
-                answer = client.status()
-                cluster = client.cluster(probe=True) if answer.HasField("clique") else None
+                answer = client.get_status()
+                cluster = client.get_cluster(probe=True) if answer.HasField("clique") else None
         except ClientError as failure:
             yield Finding(name, BAD, str(failure.args[0]), "look into its log: ckptfsd.log in its state directory, or the journal")
             continue
@@ -205,4 +205,4 @@ def _mounts() -> Iterator[Finding]:
         for trouble in answer.troubles:
             yield Finding(name, NOTE, f"{trouble.path or trouble.where}: {trouble.what}", trouble.remedy)
         if cluster is not None:
-            yield from doctor_cluster.judged(name, cluster)
+            yield from doctor_cluster.check_cluster(name, cluster)

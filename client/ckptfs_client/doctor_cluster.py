@@ -8,29 +8,29 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptfs_client.findings import BAD, GOOD, NOTE, Finding
-from ckptfs_client.show import counted, duration
+from ckptfs_client.show import format_count, format_duration
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
 
-CLOCK_S_MAX = 1.0
+CLOCK_OFFSET_S_MAX = 1.0
 EXPIRES_SOON_DAYS = 30
 NAMED_MAX = 5
 DAY_S = 86400
 
 
-def judged(name: str, cluster: "pb.Cluster") -> Iterator[Finding]:
+def check_cluster(name: str, cluster: "pb.Cluster") -> Iterator[Finding]:
     """The findings under `name`."""
-    yield _etcd(name, cluster)
+    yield _check_etcd(name, cluster)
     living = [member for member in cluster.members if member.alive]
-    yield _nodes(name, cluster, living)
-    yield from _clocks(name, living)
-    yield from _domains(name, cluster, living)
-    yield from _ranks(name, living)
-    yield from _certificate(name, cluster)
+    yield _check_nodes(name, cluster, living)
+    yield from _check_node_clocks(name, living)
+    yield from _check_failure_domains(name, cluster, living)
+    yield from _check_ranks(name, living)
+    yield from _check_certificate(name, cluster)
 
 
-def _etcd(name: str, cluster: "pb.Cluster") -> Finding:
+def _check_etcd(name: str, cluster: "pb.Cluster") -> Finding:
     if cluster.etcd_trouble:
         remedy = "see that etcd runs there and that no firewall is between; nothing is lost meanwhile"
         return Finding(name, BAD, f"etcd at {cluster.etcd}: {cluster.etcd_trouble}", remedy)
@@ -39,33 +39,33 @@ def _etcd(name: str, cluster: "pb.Cluster") -> Finding:
     return Finding(name, GOOD, f"etcd at {cluster.etcd} answers")
 
 
-def _nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Finding:
+def _check_nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Finding:
     silent = [member for member in living if member.silent]
     if silent:
         words = "; ".join(f"{member.name} at {member.address}: {member.silent}" for member in silent[:NAMED_MAX])
         remedy = "see that address= there names the host as this one reaches it, and that its port and the one after it are open"
         if any("keys" in member.silent for member in silent):
             remedy = "give each node keys of its own; where they were revoked issue new ones, and start it again"
-        return Finding(name, BAD, f"{counted(len(silent), 'node')} of {len(living)} cannot be reached: {words}", remedy)
+        return Finding(name, BAD, f"{format_count(len(silent), 'node')} of {len(living)} cannot be reached: {words}", remedy)
     if len(living) < cluster.replication_factor:
         remedy = "start more nodes, or give a smaller replication_factor"
-        return Finding(name, NOTE, f"{counted(len(living), 'node')} live, and {cluster.replication_factor} copies are wanted", remedy)
+        return Finding(name, NOTE, f"{format_count(len(living), 'node')} live, and {cluster.replication_factor} copies are wanted", remedy)
     asked = [member.rtt_s for member in living if member.probed]
     slowest = f", the slowest within {1000 * max(asked):.1f} ms" if asked else ""
-    return Finding(name, GOOD, f"{counted(len(asked), 'other node')} answer{'s' if len(asked) == 1 else ''}{slowest}")
+    return Finding(name, GOOD, f"{format_count(len(asked), 'other node')} answer{'s' if len(asked) == 1 else ''}{slowest}")
 
 
-def _clocks(name: str, living: list["pb.Member"]) -> Iterator[Finding]:
-    off = [member for member in living if member.probed and not member.silent and abs(member.clock_s) > CLOCK_S_MAX]
+def _check_node_clocks(name: str, living: list["pb.Member"]) -> Iterator[Finding]:
+    off = [member for member in living if member.probed and not member.silent and abs(member.clock_s) > CLOCK_OFFSET_S_MAX]
     if off:
         words = ", ".join(
-            f"{one.name} by {duration(abs(one.clock_s))} {'ahead' if one.clock_s > 0 else 'behind'}" for one in off[:NAMED_MAX]
+            f"{one.name} by {format_duration(abs(one.clock_s))} {'ahead' if one.clock_s > 0 else 'behind'}" for one in off[:NAMED_MAX]
         )
         remedy = "let NTP set them (timedatectl set-ntp true): of two files closed under one name the later one wins"
         yield Finding(name, NOTE, f"clocks differ from this node's: {words}", remedy)
 
 
-def _domains(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Iterator[Finding]:
+def _check_failure_domains(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Iterator[Finding]:
     domains = {member.domain for member in living}
     if len(living) > 1 and len(domains) == 1:
         words = f"all {len(living)} nodes are in the failure domain {living[0].domain}: no file gets the level clique"
@@ -75,7 +75,7 @@ def _domains(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Ite
         yield Finding(name, NOTE, words, "some copies share a domain: give more domains, or a smaller replication_factor")
 
 
-def _ranks(name: str, living: list["pb.Member"]) -> Iterator[Finding]:
+def _check_ranks(name: str, living: list["pb.Member"]) -> Iterator[Finding]:
     twice = sorted(rank for rank, count in Counter(member.rank for member in living).items() if count > 1)
     if twice:
         ranks = ", ".join(map(str, twice[:NAMED_MAX]))
@@ -83,7 +83,7 @@ def _ranks(name: str, living: list["pb.Member"]) -> Iterator[Finding]:
         yield Finding(name, NOTE, words, "give each node a rank of its own, such as rank=$SLURM_NODEID")
 
 
-def _certificate(name: str, cluster: "pb.Cluster") -> Iterator[Finding]:
+def _check_certificate(name: str, cluster: "pb.Cluster") -> Iterator[Finding]:
     if not cluster.keys:
         return
     days = cluster.keys_expire_s / DAY_S

@@ -27,11 +27,11 @@ class ClientError(Exception):
         return f"{self.args[0]}; {self.remedy}" if self.remedy else str(self.args[0])
 
 
-class Failed(ClientError):
+class CommandFailed(ClientError):
     """The daemon could not do it."""
 
 
-class Usage(ClientError):
+class UsageError(ClientError):
     """The question itself is wrong."""
 
     exit_code = 2

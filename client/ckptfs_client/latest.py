@@ -13,86 +13,86 @@ from pathlib import Path
 
 from ckptfs import series
 from ckptfs.model import Level
-from ckptfs.series import DELETED, File, Series, Verdict
-from ckptfs_client.client import Client, at
-from ckptfs_client.failures import Failed, Usage
+from ckptfs.series import DELETED, Completeness, MemberFile, Series
+from ckptfs_client.client import Client, open_client
+from ckptfs_client.failures import CommandFailed, UsageError
 
 CHOICES_MAX = 4
-REMEDY = "wait until what was written is closed and sealed: ckptfs wait PATH --level local"
+SEAL_REMEDY = "wait until what was written is closed and sealed: ckptfs wait PATH --level local"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LatestMember:
     """A complete member."""
 
     number: int
     path: Path
-    verdict: Verdict
+    verdict: Completeness
 
 
-def newest(named: Sequence[Path], wanted: Level = Level.NONE) -> Found:
+def find_newest(named: Sequence[Path], wanted: Level = Level.NONE) -> LatestMember:
     """The newest complete member, at least as safe as `wanted`, of the series so named. Raises Failed when there is none."""
-    directory, one = meant(named)
-    members = one.newest_first(_names(directory))
+    directory, one = find_series(named)
+    members = one.sort_newest_first(_list_names(directory))
     why = "there is no member"
-    client, _ = at(directory)
+    client, _ = open_client(directory)
     with client:
         for name in members:
             path = directory / os.fsdecode(name)
-            verdict = series.judged(_files(client, path))
-            if verdict.has(wanted):
-                return Found(one.number(name) or 0, path, verdict)
+            verdict = series.judge_completeness(_list_files(client, path))
+            if verdict.has_level(wanted):
+                return LatestMember(one.parse_number(name) or 0, path, verdict)
             if name == members[0]:
-                why = f"of {path.name}, {verdict.lacks}" if verdict.lacks else f"{path.name} has the level {verdict.level.value} only"
+                why = f"of {path.name}, {verdict.incomplete_reason}" if verdict.incomplete_reason else f"{path.name} has the level {verdict.level.value} only"
     level = "" if wanted is Level.NONE else f" at the level {wanted.value}"
-    raise Failed(f"{directory / os.fsdecode(one.name)}: no complete checkpoint{level}: {why}", remedy=REMEDY if members else "")
+    raise CommandFailed(f"{directory / os.fsdecode(one.name)}: no complete checkpoint{level}: {why}", remedy=SEAL_REMEDY if members else "")
 
 
-def meant(named: Sequence[Path]) -> tuple[Path, Series]:
+def find_series(named: Sequence[Path]) -> tuple[Path, Series]:
     """The directory and the series that a person names: with `*` for the number, by its directory, or by members. Raises Usage, Failed."""
     where = named[0]
     if len(named) > 1:
         # What a shell makes of a * without quotes.
         names = [os.fsencode(one.name) for one in named]
-        expanded = [one for one in series.among(names) if all(one.number(name) is not None for name in names)]
+        expanded = [one for one in series.list_series(names) if all(one.parse_number(name) is not None for name in names)]
         if len(expanded) != 1 or len({one.parent for one in named}) > 1:
-            raise Usage("these names are not members of one series", remedy="put it in quotes: 'run1/step_*'")
+            raise UsageError("these names are not members of one series", remedy="put it in quotes: 'run1/step_*'")
         return where.parent, expanded[0]
     if "*" in str(where):
-        found = series.parsed(os.fsencode(where.name))
+        found = series.parse(os.fsencode(where.name))
         if found is None or "*" in str(where.parent):
-            raise Usage(f"{where}: one * is accepted, in the last part of the path, for the number", remedy="such as 'run1/step_*'")
+            raise UsageError(f"{where}: one * is accepted, in the last part of the path, for the number", remedy="such as 'run1/step_*'")
         return where.parent, found
-    own = _of_member(where)
-    inside = series.among(_names(where)) if where.is_dir() else []
+    own = _find_series_of_member(where)
+    inside = series.list_series(_list_names(where)) if where.is_dir() else []
     # Of run1/step_100 both names have a number: the one that counts steps is meant.
-    if own is not None and inside and any(one.counts_steps for one in inside) != own.counts_steps:
-        inside, own = ([], own) if own.counts_steps else (inside, None)
+    if own is not None and inside and any(one.is_step_count for one in inside) != own.is_step_count:
+        inside, own = ([], own) if own.is_step_count else (inside, None)
     readings = [(where, one) for one in inside] + ([(where.parent, own)] if own else [])
     if not readings:
-        raise Failed(f"{where}: there is no series: no name there has a number", remedy="name one with * for the number: 'run1/step_*'")
+        raise CommandFailed(f"{where}: there is no series: no name there has a number", remedy="name one with * for the number: 'run1/step_*'")
     if len(readings) > 1:
         choice = " or ".join(f"'{directory / os.fsdecode(one.name)}'" for directory, one in readings[:CHOICES_MAX])
-        raise Usage(f"{where} may mean several series", remedy=f"say which, in quotes: {choice}")
+        raise UsageError(f"{where} may mean several series", remedy=f"say which, in quotes: {choice}")
     return readings[0]
 
 
-def _of_member(where: Path) -> Series | None:
+def _find_series_of_member(where: Path) -> Series | None:
     """The series to which a path belongs by its own name; a mount's top belongs to none."""
-    client, _ = at(where)
+    client, _ = open_client(where)
     with client:
         top = os.path.realpath(where) == os.path.realpath(client.mount.mountpoint)
-    return None if top else series.of(os.fsencode(where.name), _names(where.parent))
+    return None if top else series.find_series(os.fsencode(where.name), _list_names(where.parent))
 
 
-def _names(directory: Path) -> list[bytes]:
+def _list_names(directory: Path) -> list[bytes]:
     try:
         return [os.fsencode(name) for name in os.listdir(directory)]
     except OSError as failure:
-        raise Failed(f"{directory}: {os.strerror(failure.errno or 0)}") from failure
+        raise CommandFailed(f"{directory}: {os.strerror(failure.errno or 0)}") from failure
 
 
-def _files(client: Client, member: Path) -> dict[bytes, File]:
+def _list_files(client: Client, member: Path) -> dict[bytes, MemberFile]:
     """The regular files of a member by their paths below it; a member that is a file has one, b""."""
     inodes: dict[bytes, int] = {}
     todo = [(b"", os.fsencode(member))]
@@ -108,6 +108,6 @@ def _files(client: Client, member: Path) -> dict[bytes, File]:
         except FileNotFoundError:
             gone[below] = DELETED
         except OSError as failure:
-            raise Failed(f"{os.fsdecode(path)}: {os.strerror(failure.errno or 0)}") from failure
-    known = zip(inodes, client.records(inodes.values()), strict=True)
-    return gone | {below: File(one.size, Level(one.level), one.lacks) if one.known else DELETED for below, one in known}
+            raise CommandFailed(f"{os.fsdecode(path)}: {os.strerror(failure.errno or 0)}") from failure
+    known = zip(inodes, client.list_records(inodes.values()), strict=True)
+    return gone | {below: MemberFile(one.size, Level(one.level), one.lacks) if one.known else DELETED for below, one in known}

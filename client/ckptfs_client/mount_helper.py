@@ -21,31 +21,31 @@ from ckptfs import config, limits
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
 from ckptfs_client import launching
-from ckptfs_client.mounts import mounted
+from ckptfs_client.mounts import list_mounts
 
 USAGE, SYSTEM, FAILED = 1, 2, 32
 LOG = "ckptfsd.log"
 LOG_BYTES_MAX = 16 * limits.MIB
-LOOK_S = 0.1
+LOCK_POLL_S = 0.1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def mount_main(arguments: Sequence[str] | None = None) -> int:
     """The entry point of mount.ckptfs and mount.fuse.ckptfs; the exit code."""
     asked = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         options = config.parse_options(",".join(asked.options))
         if asked.sloppy:
-            options = _known(options)
+            options = _drop_unknown_options(options)
         configured = config.load(asked.name, Path(asked.directory), options)
     except ConfigError as failure:
-        return _complain(failure.args[0], failure.remedy, USAGE)
+        return _print_error(failure.args[0], failure.remedy, USAGE)
     if asked.fake:
         return 0
     try:
-        _let_predecessor_end(configured)
-        return _mount(configured, options, verbose=asked.verbose)
+        _wait_for_previous_daemon(configured)
+        return _start_daemon(configured, options, verbose=asked.verbose)
     except OSError as failure:
-        return _complain(f"the daemon cannot be started: {failure}", "", SYSTEM)
+        return _print_error(f"the daemon cannot be started: {failure}", "", SYSTEM)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -61,34 +61,34 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         return parser.parse_args(arguments)
     except argparse.ArgumentError as failure:
-        sys.exit(_complain(str(failure), "", USAGE))
+        sys.exit(_print_error(str(failure), "", USAGE))
     except SystemExit as end:
         sys.exit(USAGE if end.code else 0)
 
 
-def _known(options: dict[str, str]) -> dict[str, str]:
+def _drop_unknown_options(options: dict[str, str]) -> dict[str, str]:
     """The options that a mount accepts."""
-    return {key: value for key, value in options.items() if config.is_known(key)}
+    return {key: value for key, value in options.items() if config.is_known_option(key)}
 
 
-def _let_predecessor_end(configured: Config) -> None:
+def _wait_for_previous_daemon(configured: Config) -> None:
     """Wait while a daemon that was unmounted a moment ago still drains; for a mounted one the daemon's own refusal is the answer."""
-    until = time.monotonic() + launching.ANSWER_S
-    while time.monotonic() < until and _locked(configured.state / "lock"):
-        theirs = {configured.mountpoint, _last_mountpoint(configured.state)}
-        if any(mount.mountpoint in theirs or mount.name == configured.name for mount in mounted()):
+    until = time.monotonic() + launching.DAEMON_READY_WAIT_S
+    while time.monotonic() < until and _is_locked(configured.state / "lock"):
+        theirs = {configured.mountpoint, _get_last_mountpoint(configured.state)}
+        if any(mount.mountpoint in theirs or mount.name == configured.name for mount in list_mounts()):
             return
-        threading.Event().wait(LOOK_S)
+        threading.Event().wait(LOCK_POLL_S)
 
 
-def _last_mountpoint(state: Path) -> Path | None:
+def _get_last_mountpoint(state: Path) -> Path | None:
     """Where the daemon that uses a state directory says that it is mounted."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Path(json.loads((state / "processes.json").read_bytes())["mountpoint"])
     return None
 
 
-def _locked(path: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     """Whether somebody has the lock of a state directory."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -103,31 +103,31 @@ def _locked(path: Path) -> bool:
     return False
 
 
-def _mount(configured: Config, options: dict[str, str], *, verbose: bool) -> int:
+def _start_daemon(configured: Config, options: dict[str, str], *, verbose: bool) -> int:
     """Start the daemon and wait for its word."""
-    ready, theirs = os.pipe()
-    command = launching.command(configured.name, configured.mountpoint, launching.joined(options), theirs)
+    ready_fd, daemon_fd = os.pipe()
+    command = launching.build_daemon_command(configured.name, configured.mountpoint, launching.format_options(options), daemon_fd)
     try:
-        with _log(configured) as log:
+        with _open_log(configured) as log:
             daemon = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True, pass_fds=[theirs],
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True, pass_fds=[daemon_fd],
             )  # fmt: skip
     finally:
-        os.close(theirs)
-    answer = launching.answer(ready)
+        os.close(daemon_fd)
+    answer = launching.read_ready_line(ready_fd)
     if answer == "ok":
         if verbose:
             print(f"mount.ckptfs: {configured.name} mounted on {configured.mountpoint} by process {daemon.pid}")
         return 0
     if answer.startswith("error: "):
-        return _complain(answer.removeprefix("error: "), "", FAILED)
+        return _print_error(answer.removeprefix("error: "), "", FAILED)
     with contextlib.suppress(ProcessLookupError):
         daemon.terminate()
-    what = "ended without a word" if daemon.poll() is not None else f"did not answer within {launching.ANSWER_S:.0f} s"
-    return _complain(f"the daemon {what}", f"see {configured.state / LOG}, or the journal", FAILED)
+    what = "ended without a word" if daemon.poll() is not None else f"did not answer within {launching.DAEMON_READY_WAIT_S:.0f} s"
+    return _print_error(f"the daemon {what}", f"see {configured.state / LOG}, or the journal", FAILED)
 
 
-def _journalled() -> bool:
+def _is_logging_to_journal() -> bool:
     """Whether our stderr is the stream to the journal that systemd named."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     found = os.fstat(2)
@@ -135,9 +135,9 @@ def _journalled() -> bool:
 
 
 @contextlib.contextmanager
-def _log(configured: Config) -> Iterator[IO[Any]]:
+def _open_log(configured: Config) -> Iterator[IO[Any]]:
     """Where the daemon's words go: the journal, when that is where ours go, or a file in its state directory."""
-    if _journalled():
+    if _is_logging_to_journal():
         yield sys.stderr
         return
     configured.state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,11 +149,11 @@ def _log(configured: Config) -> Iterator[IO[Any]]:
         yield log
 
 
-def _complain(what: str, remedy: str, code: int) -> int:
+def _print_error(what: str, remedy: str, code: int) -> int:
     """Say what failed on stderr; the exit code."""
     print(f"mount.ckptfs: {what}" + (f"; {remedy}" if remedy else ""), file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(mount_main())

@@ -35,16 +35,16 @@ class Mount:
         return rendezvous.admin_socket_path(self.name, self.uid)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the daemon that served it is known to run no more."""
         try:
             pid = int(json.loads(rendezvous.registry_path(self.name, self.uid).read_bytes())["pid"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        return not runs(pid)
+        return not is_running(pid)
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether the process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -52,7 +52,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def mounted(table: str = "/proc/self/mountinfo") -> list[Mount]:
+def list_mounts(table: str = "/proc/self/mountinfo") -> list[Mount]:
     """Every ckptfs that is mounted, in the order of mounting."""
     with open(table, encoding="utf-8", errors="surrogateescape") as file:
         lines = [line.split(" - ", 1) for line in file]
@@ -63,22 +63,22 @@ def mounted(table: str = "/proc/self/mountinfo") -> list[Mount]:
             fields = left.split()
             major, minor = map(int, fields[2].split(":"))
             uid = re.search(r"(?:^|,)user_id=(\d+)", options)
-            found.append(Mount(_plain(source), Path(_plain(fields[4])), int(uid[1]) if uid else 0, os.makedev(major, minor)))
+            found.append(Mount(_unescape(source), Path(_unescape(fields[4])), int(uid[1]) if uid else 0, os.makedev(major, minor)))
     return found
 
 
-def below(directory: Path, table: str = "/proc/self/mountinfo") -> list[Path]:
+def list_mountpoints_below(directory: Path, table: str = "/proc/self/mountinfo") -> list[Path]:
     """The places of all mounts of any kind below a directory, deepest and latest first; a place with several is named as often."""
     with open(table, encoding="utf-8", errors="surrogateescape") as file:
-        points = [Path(_plain(line.split(" ", 5)[4])) for line in file]
+        points = [Path(_unescape(line.split(" ", 5)[4])) for line in file]
     found = [point for point in reversed(points) if point.is_relative_to(directory) and point != directory]
     return sorted(found, key=lambda point: len(point.parts), reverse=True)
 
 
 def find(path: Path) -> Mount:
     """The mount in which `path` lies. The path itself is touched only where its words alone do not lead there. Raises NoMount."""
-    found = mounted()
-    holding = _holding(found, Path(os.path.abspath(path))) or _holding(found, Path(os.path.realpath(path)))
+    found = list_mounts()
+    holding = _list_containing(found, Path(os.path.abspath(path))) or _list_containing(found, Path(os.path.realpath(path)))
     if holding:
         return holding[-1]
     where = ", ".join(str(mount.mountpoint) for mount in found)
@@ -86,17 +86,17 @@ def find(path: Path) -> Mount:
     raise NoMount(f"{path} does not lie in a ckptfs mount", remedy=remedy)
 
 
-def _holding(found: list[Mount], place: Path) -> list[Mount]:
+def _list_containing(found: list[Mount], path: Path) -> list[Mount]:
     """The mounts that hold `place`, the one that it is seen in last: the deepest, and of several at one place the latest."""
-    holding = [mount for mount in found if place.is_relative_to(mount.mountpoint)]
+    holding = [mount for mount in found if path.is_relative_to(mount.mountpoint)]
     return sorted(holding, key=lambda mount: len(mount.mountpoint.parts))
 
 
-def chosen(directory: Path | None) -> Mount:
+def choose(directory: Path | None) -> Mount:
     """The mount of `directory`; without one, the only mount there is. Raises NoMount."""
     if directory is not None:
         return find(directory)
-    found = mounted()
+    found = list_mounts()
     if not found:
         raise NoMount("no ckptfs is mounted here", remedy="mount -t ckptfs NAME DIR mounts one")
     if len(found) > 1:
@@ -104,6 +104,6 @@ def chosen(directory: Path | None) -> Mount:
     return found[0]
 
 
-def _plain(text: str) -> str:
+def _unescape(text: str) -> str:
     """A field of mountinfo without its octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -17,7 +17,7 @@ STYLES = {
 }  # fmt: skip
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """Bytes for people: "1.5 GiB"."""
     unit = 0
     while count >= 1024 and unit < len(UNITS) - 1:
@@ -25,12 +25,12 @@ def size(count: float) -> str:
     return f"{count:.0f} {UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.1f} {UNITS[unit]}"
 
 
-def counted(count: int, noun: str, plural: str = "") -> str:
+def format_count(count: int, noun: str, plural: str = "") -> str:
     """A number and its noun: "1 file", "3 files"."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds for people: "3.2 s", "5 min", "2 h 10 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def plain(message: Any) -> Any:
+def message_to_dict(message: Any) -> Any:
     """A message of control.proto as dicts and lists: every field is there, numbers stay numbers. A message that is absent is None."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -49,11 +49,11 @@ def plain(message: Any) -> Any:
             values[field.name] = dict(value)
         else:
             absent = not field.is_repeated and not message.HasField(field.name)
-            values[field.name] = [plain(one) for one in value] if field.is_repeated else None if absent else plain(value)
+            values[field.name] = [message_to_dict(one) for one in value] if field.is_repeated else None if absent else message_to_dict(value)
     return values
 
 
-def emit(value: Any, *, lines: bool = False) -> None:
+def print_json(value: Any, *, lines: bool = False) -> None:
     """Print JSON: indented for a terminal, on one line otherwise, and when many such `lines` follow one another."""
     print(json.dumps(value, indent=2 if sys.stdout.isatty() and not lines else None), flush=True)
 
@@ -65,7 +65,7 @@ def console() -> "Console":
     return Console(width=None if sys.stdout.isatty() else 4096, highlight=False)
 
 
-def put(what: "RenderableType") -> None:
+def print_renderable(what: "RenderableType") -> None:
     """Print a table, without the blanks with which it is filled up to its right edge."""
     screen = console()
     with screen.capture() as captured:
@@ -73,20 +73,20 @@ def put(what: "RenderableType") -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
-def printable(name: str) -> str:
+def escape_unprintable(name: str) -> str:
     """A name on one line: what is no text, and what would move the cursor, as escapes."""
     text = os.fsencode(name).decode(errors="backslashreplace")
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def _shown(name: str) -> str:
+def _escape_name(name: str) -> str:
     """A name as rich shall print it."""
     from rich.markup import escape
 
-    return escape(printable(name))
+    return escape(escape_unprintable(name))
 
 
-def _styled(word: str) -> str:
+def _style_word(word: str) -> str:
     return f"[{STYLES[word]}]{word}[/]" if word in STYLES else word
 
 
@@ -98,60 +98,60 @@ def status(answer: "pb.Status") -> "RenderableType":
 
     counts, behind = answer.counts, answer.write_back
     levels = ", ".join(f"{count} {level}" for level, count in sorted(counts.by_level.items()))
-    heard = "   (of other nodes' files as far as this one has heard; `ckptfs ls` asks)" if answer.HasField("clique") else ""
-    directories, handles = counted(counts.directories, "directory", "directories"), counted(counts.open_handles, "handle")
+    hearsay_note = "   (of other nodes' files as far as this one has heard; `ckptfs ls` asks)" if answer.HasField("clique") else ""
+    directories, handles = format_count(counts.directories, "directory", "directories"), format_count(counts.open_handles, "handle")
     lines = [
-        f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_styled(answer.health)}   (ckptfs {answer.version})",
+        f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_style_word(answer.health)}   (ckptfs {answer.version})",
         f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
         f"  fsync       returns at the level {answer.fsync}",
-        f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}{heard}",
+        f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}{hearsay_note}",
         f"  open        {handles}, {counts.writers} for writing; awaiting their seal: {behind.unsealed_files}",
     ]
     if answer.pfs:
-        changes = f"{counted(behind.dirty_files, 'file')} ({size(behind.dirty_bytes)}) and {counted(behind.changes, 'other change')} behind"
+        changes = f"{format_count(behind.dirty_files, 'file')} ({format_size(behind.dirty_bytes)}) and {format_count(behind.changes, 'other change')} behind"
         changes = changes if behind.dirty_files or behind.changes else "nothing is behind"
-        lag = f", the oldest for {duration(behind.lag_s)}" if behind.lag_s else ""
+        lag = f", the oldest for {format_duration(behind.lag_s)}" if behind.lag_s else ""
         lines.append(f"  write-back  {changes}{lag}, to {escape(answer.pfs)}")
         if behind.now_path:
-            lines.append(f"              now {_shown(behind.now_path)}: {size(behind.now_copied_bytes)} of {size(behind.now_size_bytes)}")
+            lines.append(f"              now {_escape_name(behind.now_path)}: {format_size(behind.now_copied_bytes)} of {format_size(behind.now_size_bytes)}")
     else:
         lines.append("  write-back  none: this mount has no PFS")
-    lines += _clique(answer.clique) if answer.HasField("clique") else []
-    lines += _refused(answer)
+    lines += _describe_clique(answer.clique) if answer.HasField("clique") else []
+    lines += _describe_refused(answer)
     troubles = []
     for trouble in answer.troubles:
         where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
         remedy = f"; {trouble.remedy}" if trouble.remedy else ""
-        troubles.append(f"[yellow]trouble[/] {_shown(where)}: {escape(trouble.what)}{escape(remedy)} (for {duration(trouble.age_s)})")
-    tables = [_tiers(answer), _processes(answer)]
+        troubles.append(f"[yellow]trouble[/] {_escape_name(where)}: {escape(trouble.what)}{escape(remedy)} (for {format_duration(trouble.age_s)})")
+    tables = [_build_tier_table(answer), _build_process_table(answer)]
     if answer.clique.links:
-        tables.insert(1, _links(answer.clique))
+        tables.insert(1, _build_link_table(answer.clique))
     padded = [Padding(table, (0 if number else 1, 2, 1, 2), expand=False) for number, table in enumerate(tables)]
     return Group("\n".join(lines), *padded, *troubles)
 
 
-def _clique(clique: "pb.Clique") -> list[str]:
+def _describe_clique(clique: "pb.Clique") -> list[str]:
     """How far replication, refill and repair are."""
-    behind, repair = _amount(clique.behind_files, clique.behind_bytes), _amount(clique.repair_files, clique.repair_bytes)
+    behind, repair = _format_amount(clique.behind_files, clique.behind_bytes), _format_amount(clique.repair_files, clique.repair_bytes)
     copies = f", {clique.copies_there} of {clique.copies_wanted} copies" if clique.copies_wanted else ""
-    lag = f", the oldest for {duration(clique.lag_s)}" if clique.behind_files else ""
+    lag = f", the oldest for {format_duration(clique.lag_s)}" if clique.behind_files else ""
     lines = [f"  copies      {behind or 'nothing'} behind{copies if behind else ''}{lag}"]
     if clique.refill_files:
-        lines.append(f"  refill      {_amount(clique.refill_files, clique.refill_bytes)} to come back from other nodes")
+        lines.append(f"  refill      {_format_amount(clique.refill_files, clique.refill_bytes)} to come back from other nodes")
     if repair:
         lines.append(f"  repair      {repair} of nodes that died, to be copied from here{'' if behind else copies}")
     if clique.receiving or clique.lending:
         lines.append(
-            f"  peers       sending {counted(clique.receiving, 'file')} to this node, reading {counted(clique.lending, 'file')} from it"
+            f"  peers       sending {format_count(clique.receiving, 'file')} to this node, reading {format_count(clique.lending, 'file')} from it"
         )
     return lines
 
 
-def _amount(files: int, size_bytes: int) -> str:
-    return f"{counted(files, 'file')} ({size(size_bytes)})" if files else ""
+def _format_amount(files: int, size_bytes: int) -> str:
+    return f"{format_count(files, 'file')} ({format_size(size_bytes)})" if files else ""
 
 
-def _refused(answer: "pb.Status") -> list[str]:
+def _describe_refused(answer: "pb.Status") -> list[str]:
     """What was refused, by reason, with who asked."""
     from rich.markup import escape
 
@@ -160,18 +160,18 @@ def _refused(answer: "pb.Status") -> list[str]:
         found.setdefault((one.where, one.reason), []).append(one)
     words = []
     for (where, reason), ones in found.items():
-        who = ", ".join(escape(printable(one.who)) for one in ones if one.who)
+        who = ", ".join(escape(escape_unprintable(one.who)) for one in ones if one.who)
         words.append(f"{where}: {sum(one.count for one in ones)} {reason.replace('_', ' ')}{f' ({who})' if who else ''}")
     return [f"  refused     {'; '.join(words)}"] if words else []
 
 
-def _links(clique: "pb.Clique") -> Any:
+def _build_link_table(clique: "pb.Clique") -> Any:
     table = grid("peer", "waiting>", "sending>", "a stream moves>", "round trip>", "")
     for link in clique.links:
-        waiting, sending = _amount(link.waiting_files, link.waiting_bytes), _amount(link.sending_files, link.sending_bytes)
-        speed = f"{size(link.bytes_per_s)}/s" if link.bytes_per_s >= 0 else "-"
+        waiting, sending = _format_amount(link.waiting_files, link.waiting_bytes), _format_amount(link.sending_files, link.sending_bytes)
+        speed = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s >= 0 else "-"
         rtt = f"{link.rtt_s * 1000:.1f} ms" if link.rtt_s >= 0 else "-"
-        table.add_row(_shown(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.doubtful else "")
+        table.add_row(_escape_name(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.doubtful else "")
     return table
 
 
@@ -184,23 +184,23 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
     unknown = {member.name for member in answer.members if answer.island and not member.told and member.name != answer.node}
     living = sum(member.alive and member.name not in unknown for member in answer.members)
     head = (
-        f"[bold]{escape(answer.name)}[/]: {living} of {counted(len(answer.members), 'node')}, {answer.replication_factor} copies,"
+        f"[bold]{escape(answer.name)}[/]: {living} of {format_count(len(answer.members), 'node')}, {answer.replication_factor} copies,"
         f" etcd {escape(answer.etcd)}   (as {escape(answer.node)} sees it)"
     )
     columns = ("node", "number>", "state", "rank>", "domain", "address", "copies go to", "behind", "oldest>", "refill, repair")
     table = grid(*columns, "holds for others")
     for member in answer.members:
         copies = f", {member.copies_there} of {member.copies_wanted} copies" if member.copies_wanted else ""
-        behind = f"{_amount(member.behind_files, member.behind_bytes)}{copies}" if member.behind_files else "nothing"
-        back, again = _amount(member.refill_files, member.refill_bytes), _amount(member.repair_files, member.repair_bytes)
-        held = f"{counted(member.held_files, 'file')} ({size(member.held_bytes)})"
-        lag = duration(member.lag_s) if member.behind_files else "-"
+        behind = f"{_format_amount(member.behind_files, member.behind_bytes)}{copies}" if member.behind_files else "nothing"
+        back, again = _format_amount(member.refill_files, member.refill_bytes), _format_amount(member.repair_files, member.repair_bytes)
+        held = f"{format_count(member.held_files, 'file')} ({format_size(member.held_bytes)})"
+        lag = format_duration(member.lag_s) if member.behind_files else "-"
         figures = (behind, lag, ", ".join(filter(None, (back, again and f"{again} for others"))) or "-", held)
-        told = figures if member.told else ("unknown", "-", "-", "unknown")
+        shown_figures = figures if member.told else ("unknown", "-", "-", "unknown")
         state = "unknown" if member.name in unknown and member.alive else "alive" if member.alive else "dead"
         table.add_row(
-            escape(member.name), str(member.number), _styled(state), str(member.rank), escape(member.domain),
-            escape(member.address), escape(", ".join(member.peers) or "nobody"), *told,
+            escape(member.name), str(member.number), _style_word(state), str(member.rank), escape(member.domain),
+            escape(member.address), escape(", ".join(member.peers) or "nobody"), *shown_figures,
         )  # fmt: skip
     island = "[yellow]island[/]: etcd does not answer this node, or has not been told everything yet; nothing that was written is lost"
     return Group(head, *([island] if answer.island else []), "", table)
@@ -216,7 +216,7 @@ def grid(*columns: str) -> Any:
     return table
 
 
-def _tiers(answer: "pb.Status") -> Any:
+def _build_tier_table(answer: "pb.Status") -> Any:
     from rich.markup import escape
 
     table = grid("tier", "health", "used>", "free>", "budget>", "contents>", "where")
@@ -224,15 +224,15 @@ def _tiers(answer: "pb.Status") -> Any:
         # What others use of the PFS is not ours to tell, and what we use shows under ordinary names.
         known = (tier.budget_bytes > 0 and tier.name != "pfs", tier.budget_bytes > 0, tier.budget_bytes > 0)
         values = (tier.used_bytes, tier.free_bytes, tier.budget_bytes)
-        figures = [size(value) if told else "-" for value, told in zip(values, known, strict=True)]
-        table.add_row(tier.name, _styled(tier.health), *figures, str(tier.contents), escape(tier.path))
+        figures = [format_size(value) if told else "-" for value, told in zip(values, known, strict=True)]
+        table.add_row(tier.name, _style_word(tier.health), *figures, str(tier.contents), escape(tier.path))
     return table
 
 
-def _processes(answer: "pb.Status") -> Any:
+def _build_process_table(answer: "pb.Status") -> Any:
     table = grid("process", "pid>", "memory>", "restarts>", "up>")
     for process in answer.processes:
-        table.add_row(process.role, str(process.pid), size(process.rss_bytes), str(process.restarts), duration(process.uptime_s))
+        table.add_row(process.role, str(process.pid), format_size(process.rss_bytes), str(process.restarts), format_duration(process.uptime_s))
     return table
 
 
@@ -242,8 +242,8 @@ def listing(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
         waiting = " *" if row["waiting"] else ""
-        figures = (str(row["generation"]), size(row["size"]))
-        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], _shown(row["name"]))
+        figures = (str(row["generation"]), format_size(row["size"]))
+        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], _escape_name(row["name"]))
     return table
 
 
@@ -253,5 +253,5 @@ def findings(found: list[dict[str, Any]]) -> Any:
 
     table = grid("verdict", "tier", "file", "what")
     for one in found:
-        table.add_row(_styled(one["verdict"]), one["tier"], _shown(one["path"]), escape(one["what"]))
+        table.add_row(_style_word(one["verdict"]), one["tier"], _escape_name(one["path"]), escape(one["what"]))
     return table

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 from ckptfs import limits
 from ckptfs_client.failures import ClientError
-from ckptfs_client.mounts import find, runs
+from ckptfs_client.mounts import find, is_running
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
     from ckptfs_client.client import Client
 
 USAGE, FAILED = 1, 32
-LOOK_S = 0.1
-ANSWER_S = 1.0
+DRAIN_POLL_S = 0.1
+STATUS_WAIT_S = 1.0
 GRACE_S = limits.STOP_WAIT_S
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def umount_main(arguments: Sequence[str] | None = None) -> int:
     """The entry point of umount.ckptfs and umount.fuse.ckptfs; the exit code."""
     about = "Unmounts ckptfs and waits for its write-back; called by umount(8)."
     parser = argparse.ArgumentParser(prog="umount.ckptfs", description=about)
@@ -57,44 +57,44 @@ def _unmount(asked: argparse.Namespace) -> int:
         return FAILED
     from ckptfs_client.client import Client
 
-    with Client(mount, answer_s=ANSWER_S) as client:
-        before = None if asked.lazy else _figures(client)
+    with Client(mount, answer_s=STATUS_WAIT_S) as client:
+        before = None if asked.lazy else _get_status(client)
         flags = [flag for flag, given in (("-f", asked.force), ("-l", asked.lazy)) if given]
         ours = ["umount", "-i", *flags, str(mount.mountpoint)]
         command = ours if os.geteuid() == 0 else ["fusermount3", "-u", *(["-z"] if asked.lazy else []), str(mount.mountpoint)]
         if subprocess.run(command, check=False).returncode != 0:
             return FAILED
         if before is not None:
-            _drained(client, before)
+            _wait_until_drained(client, before)
     return 0
 
 
-def _figures(client: "Client") -> "pb.Status | None":
+def _get_status(client: "Client") -> "pb.Status | None":
     """The daemon's figures; None when it does not answer."""
     try:
-        return client.status()
+        return client.get_status()
     except ClientError:
         return None
 
 
-def _drained(client: "Client", status: "pb.Status") -> None:
+def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
     """Wait until the daemon has ended; it does so by itself, after its drain or its deadline."""
-    from ckptfs_client.watching import Bar, behind
+    from ckptfs_client.watching import ProgressBar, describe_write_back
 
     pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)
     until = time.monotonic() + status.drain_deadline_s + GRACE_S
-    with Bar(f"writing back {status.name}") as bar:
-        while pid and runs(pid):
+    with ProgressBar(f"writing back {status.name}") as bar:
+        while pid and is_running(pid):
             # While it drains it answers; when it no longer does, it is about to end.
-            status = _figures(client) or status
-            bar.show(status.write_back.dirty_bytes, behind(status))
+            status = _get_status(client) or status
+            bar.update(status.write_back.dirty_bytes, describe_write_back(status))
             if time.monotonic() > until:
                 print(f"umount.ckptfs: the daemon of {status.name} (process {pid}) still works in the background", file=sys.stderr)
                 return
-            threading.Event().wait(LOOK_S)
+            threading.Event().wait(DRAIN_POLL_S)
     if status.write_back.dirty_files and status.write_back.lag_s > status.drain_deadline_s / 2:
-        print(f"umount.ckptfs: not everything was written back ({behind(status)}); it goes on at the next mount", file=sys.stderr)
+        print(f"umount.ckptfs: not everything was written back ({describe_write_back(status)}); it goes on at the next mount", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(umount_main())

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 WATCH_EVERY_S = 1.0
 
 
-def statuses(chosen: Iterable[Mount]) -> list["pb.Status"]:
+def list_statuses(chosen: Iterable[Mount]) -> list["pb.Status"]:
     """The status of each mount. Raises NoMount for the first that does not answer, once the others have."""
     answers, silent = [], None
     for mount in chosen:
         with Client(mount) as client:
             try:
-                answers.append(client.status())
+                answers.append(client.get_status())
             except NoMount as failure:
                 silent = failure
     if silent is not None and not answers:
@@ -32,74 +32,74 @@ def statuses(chosen: Iterable[Mount]) -> list["pb.Status"]:
     return answers
 
 
-def watched(chosen: list[Mount], *, json: bool) -> None:
+def watch_status(chosen: list[Mount], *, json: bool) -> None:
     """Show the status every second, until interrupted."""
     clients = [Client(mount) for mount in chosen]
     if json:
         while True:
             for client in clients:
-                show.emit(show.plain(client.status()), lines=True)
+                show.print_json(show.message_to_dict(client.get_status()), lines=True)
             time.sleep(WATCH_EVERY_S)
     from rich.console import Group
     from rich.live import Live
 
     with Live(console=show.console(), auto_refresh=False) as live:
         while True:
-            live.update(Group(*(show.status(client.status()) for client in clients)), refresh=True)
+            live.update(Group(*(show.status(client.get_status()) for client in clients)), refresh=True)
             time.sleep(WATCH_EVERY_S)
 
 
-def followed(messages: Iterator["pb.Progress"], what: str, *, json: bool = False) -> None:
+def follow_progress(messages: Iterator["pb.Progress"], what: str, *, json: bool = False) -> None:
     """Follow a wait or a drain to its end. Raises NotInTime, which then says what is left and what holds it up."""
     last: pb.Progress | None = None
     if json:
-        messages = _emitted(messages)
+        messages = _print_each(messages)
     try:
-        with Bar(what) as bar:
+        with ProgressBar(what) as bar:
             for last in messages:
-                bar.show(last.bytes_left, _words(last))
+                bar.update(last.bytes_left, _describe_progress(last))
     except NotInTime as failure:
-        left = f"; left: {_words(last)}" if last is not None else ""
+        left = f"; left: {_describe_progress(last)}" if last is not None else ""
         raise NotInTime(f"{what}: {failure.args[0]}{left}", remedy=failure.remedy or (last.remedy if last is not None else "")) from None
     except ClientError as failure:
         raise type(failure)(f"{what}: {failure.args[0]}", remedy=failure.remedy) from None
 
 
-def _emitted(messages: Iterator["pb.Progress"]) -> Iterator["pb.Progress"]:
+def _print_each(messages: Iterator["pb.Progress"]) -> Iterator["pb.Progress"]:
     """The same messages, each printed as a line of JSON on its way."""
     for message in messages:
-        show.emit(show.plain(message), lines=True)
+        show.print_json(show.message_to_dict(message), lines=True)
         yield message
 
 
-def verified(messages: Iterator["pb.VerifyProgress"], what: str) -> dict[str, Any]:
+def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> dict[str, Any]:
     """Follow a verification to its end: files, bytes, and what was found of each copy."""
     findings: list[Any] = []
     last: pb.VerifyProgress | None = None
-    with Bar(f"verifying {what}") as bar:
+    with ProgressBar(f"verifying {what}") as bar:
         for last in messages:
-            findings.extend(show.plain(finding) for finding in last.findings)
-            words = f"{last.files} of {show.counted(last.files_total, 'file')}, {show.size(last.bytes)}"
-            bar.show(max(0, last.files_total - last.files), words)
+            findings.extend(show.message_to_dict(finding) for finding in last.findings)
+            words = f"{last.files} of {show.format_count(last.files_total, 'file')}, {show.format_size(last.bytes)}"
+            bar.update(max(0, last.files_total - last.files), words)
     return {"files": last.files if last else 0, "bytes": last.bytes if last else 0, "findings": findings}
 
 
-def behind(status: "pb.Status") -> str:
+def describe_write_back(status: "pb.Status") -> str:
     """What the PFS lacks, in words."""
     figures = status.write_back
-    files = show.counted(figures.dirty_files, "file")
-    return f"{files} ({show.size(figures.dirty_bytes)}), {show.counted(figures.changes, 'other change')}"
+    files = show.format_count(figures.dirty_files, "file")
+    return f"{files} ({show.format_size(figures.dirty_bytes)}), {show.format_count(figures.changes, 'other change')}"
 
 
-def _words(progress: "pb.Progress") -> str:
-    words = [f"{show.counted(progress.files_left, 'file')} ({show.size(progress.bytes_left)})"]
+def _describe_progress(progress: "pb.Progress") -> str:
+    words = [f"{show.format_count(progress.files_left, 'file')} ({show.format_size(progress.bytes_left)})"]
     if progress.changes_left:
-        words.append(show.counted(progress.changes_left, "other change"))
+        words.append(show.format_count(progress.changes_left, "other change"))
     text = ", ".join(words)
     return f"{text}; held up: {progress.obstacle}" if progress.obstacle else text
 
 
-class Bar:
+class ProgressBar:
     """A progress bar whose whole is the largest amount that was ever left. Only on a terminal."""
 
     def __init__(self, what: str) -> None:
@@ -107,7 +107,7 @@ class Bar:
         self._most = 0
         self._progress: Any = None
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "ProgressBar":
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -122,7 +122,7 @@ class Bar:
         if self._progress is not None:
             self._progress.stop()
 
-    def show(self, left: int, words: str) -> None:
+    def update(self, left: int, words: str) -> None:
         """So much is left now."""
         self._most = max(self._most, left)
         if self._progress is not None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ckptfs import __version__
-from ckptfs.errors import CkptfsError, Refused
+from ckptfs.errors import CkptfsError, InvalidArgument
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         sentence = f"{failure}; {remedy}" if remedy else str(failure)
         ready.say(f"error: {sentence}")
         print(f"ckptfsd: {sentence}", file=sys.stderr)
-        return 2 if isinstance(failure, Refused) else 1
+        return 2 if isinstance(failure, InvalidArgument) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ def write(config: Config, processes: Mapping[str, Any]) -> None:
     """Publish `processes` beside the catalog and in the registry."""
     _replace(config.state / "processes.json", processes)
     _replace(
-        rendezvous.make_directory() / f"{config.name}.json",
+        rendezvous.create() / f"{config.name}.json",
         {
             "name": config.name,
             "mountpoint": str(config.mountpoint),

@@ -72,7 +72,7 @@ class Arriving:
         try:
             await self._ready(file, self._blocks(offset, size))
         except (OSError, CkptfsError) as failure:
-            path = os.fsdecode(report.path_of(self._context.db, file.inode))
+            path = os.fsdecode(report.get_path(self._context.db, file.inode))
             if not self._said:
                 log.error("%s cannot be read on: what is left of it does not arrive: %s", path, failure)
                 self._said = True
@@ -129,10 +129,10 @@ class Arriving:
     async def _turn(self, file: OpenFile) -> None:
         """Nothing more comes into what we read: it is whole, or it begins anew, or somebody must be asked."""
         db = self._context.db
-        known = settling.content(db, self.content.id)
+        known = settling.get_content(db, self.content.id)
         if known is None or known.state is not ContentState.SEALED or known.digest != self.content.digest:
             raise ContentLost("it was written again meanwhile")
-        tiers = [copy.tier for copy in settling.copies(db, known.id) if copy.state is CopyState.GOOD and copy.tier in self._context.places]
+        tiers = [copy.tier for copy in settling.list_copies(db, known.id) if copy.state is CopyState.GOOD and copy.tier in self._context.places]
         if tiers:
             await self._arrived(file, self._context.places[tiers[0]])
         elif (found := self._published()) is not None:
@@ -169,7 +169,7 @@ class Arriving:
             self._want = 0
             raise OSError(row.error or errno.EIO, os.strerror(row.error or errno.EIO))
         if row is None or row.state == wants.DONE or not wants.is_open(db, self._want):
-            self._want = wants.ask(db, wants.FETCH, self.content.inode, wants.FOR_WRITING, wait_s=limits.FETCH_STALL_S)
+            self._want = wants.insert_request(db, wants.FETCH, self.content.inode, wants.FOR_WRITING, wait_s=limits.FETCH_STALL_S)
         self._context.bell.ring(URGENT + wants.FETCH.encode())
 
 
@@ -178,8 +178,8 @@ def resume(context: "Context") -> None:
     for file in context.open_files.by_inode.values():
         if file.content is None or file.backing or file.writers:
             continue
-        content = settling.content(context.db, file.content)
-        if content is None or not content.peer or content.generation == file.generation:
+        content = settling.get_content(context.db, file.content)
+        if content is None or not content.is_remote or content.generation == file.generation:
             if file.fd < 0 and content is not None and content.state is ContentState.SEALED:
                 file.arriving = Arriving(context, content)
         elif content.generation > file.generation and file.fd >= 0:

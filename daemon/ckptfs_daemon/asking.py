@@ -49,15 +49,15 @@ class Asking:
 
         Raises OSError with the mover's errno, or TimedOut after `timeout_s` without progress.
         """
-        want = wants.ask(self._db, kind, inode, argument, wait_s=timeout_s)
+        want = wants.insert_request(self._db, kind, inode, argument, wait_s=timeout_s)
         started_ns = time.time_ns()
         while True:
             self._bell.ring(URGENT + kind.encode())
             row = wants.get(self._db, want)
             if row is not None and row.state == wants.DONE:
                 return row.result
-            if begun and row is not None and row.state == wants.WANTED and row.result == wants.BEGUN:
-                return wants.BEGUN
+            if begun and row is not None and row.state == wants.OPEN and row.result == wants.READABLE:
+                return wants.READABLE
             if row is not None and row.state == wants.FAILED:
                 raise OSError(row.error or errno.EIO, os.strerror(row.error or errno.EIO))
             left_s = timeout_s - (time.time_ns() - max(started_ns, row.progress_ns if row else 0)) / 1e9
@@ -65,6 +65,6 @@ class Asking:
                 what = f"the mover did not answer '{kind}' for inode {inode} within {timeout_s:g} s"
                 raise TimedOut(what, remedy="see `ckptfs status`: the PFS may hang")
             if row is None:
-                want = wants.ask(self._db, kind, inode, argument, wait_s=left_s)
+                want = wants.insert_request(self._db, kind, inode, argument, wait_s=left_s)
                 continue
             await self.pause(min(left_s, limits.WANT_LOOK_S))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptfs.catalog import answers, attributes
 from ckptfs.catalog.database import Database
-from ckptfs.errors import refused
+from ckptfs.errors import posix_error
 from ckptfs.model import Inode
 from ckptfs_daemon import edge
 from ckptfs_daemon.edge import Request, answered
@@ -41,7 +41,7 @@ class AttributeOperations(Handler):
         await self.fresh_inode(inode)
         target = self.current(inode).target
         if target is None:
-            raise refused(errno.EINVAL)
+            raise posix_error(errno.EINVAL)
         return target
 
     @answered
@@ -68,7 +68,7 @@ class AttributeOperations(Handler):
         kill = request.kill_privileges or owner or not other
 
         def act(db: Database, _: bool) -> Inode:
-            answers.keep(db, request.number)
+            answers.record_reply(db, request.number)
             return attributes.set_attributes(
                 db,
                 inode,

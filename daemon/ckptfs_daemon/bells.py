@@ -107,14 +107,14 @@ class MountNotify:
         self._bell = bell
         self._wake = wake
 
-    def entry(self, parent: int, name: bytes) -> None:
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
         self._bell.ring_patiently(entry_message(parent, name))
 
-    def inode(self, inode: int) -> None:
+    def invalidate_inode(self, inode: int) -> None:
         self._bell.ring_patiently(inode_message(inode))
 
-    def wants(self) -> None:
+    def notify_replies(self) -> None:
         self._bell.ring(WANTS)
 
-    def work(self, at_once: str = "") -> None:
-        self._wake(at_once)
+    def wake_lanes(self, urgent_lane: str = "") -> None:
+        self._wake(urgent_lane)

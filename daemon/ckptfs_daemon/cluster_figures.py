@@ -18,59 +18,59 @@ from ckptfs import limits
 from ckptfs.catalog import belonging, holding, identity, peers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import alone, truth
-from ckptfs.catalog.store import Put, Store, prefix_end, scan
+from ckptfs.catalog.store import Put, Store, iter_range, prefix_end
 from ckptfs.clique import holders, membership, placement
 from ckptfs.clique.keys import Identity
-from ckptfs.clique.membership import Node, World
+from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.replicate.queues import Load
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs_daemon.cluster_probe import Answer, Ping, Probe
-from ckptfs_daemon.control_figures import KEPT_RATIO, Kept
+from ckptfs_daemon.cluster_probe import NodeProbe, Ping, ProbeResult
+from ckptfs_daemon.control_figures import CACHE_RATIO, CachedFigure
 
-FIGURES = b"s/"
-LEASE_LOOK_S = 0.5
+FIGURES_PREFIX = b"s/"
+LEASE_POLL_S = 0.5
 
 
 def figures_key(number: int) -> bytes:
     """Where a node's figures are."""
-    return FIGURES + b"%08x" % number
+    return FIGURES_PREFIX + b"%08x" % number
 
 
-def told(db: Database) -> bytes:
+def encode_figures(db: Database) -> bytes:
     """This node's figures, as they are stored. They change only when something else does than the time."""
-    held_files, held_bytes = holding.held(db)
-    figures = {"oldest_ns": peers.oldest_lacking(db), "held_files": held_files, "held_bytes": held_bytes, **progress(db)}
+    held_files, held_bytes = holding.count_hosted(db)
+    figures = {"oldest_ns": peers.get_oldest_under_replicated_ns(db), "held_files": held_files, "held_bytes": held_bytes, **count_progress(db)}
     return json.dumps(figures, separators=(",", ":")).encode()
 
 
-def progress(db: Database) -> dict[str, int]:
+def count_progress(db: Database) -> dict[str, int]:
     """How far replication, refill and repair are, by the names that `Clique` and `Member` have for it."""
-    (behind_files, behind_bytes, _), (wanted, there) = peers.lag(db), peers.copies_of_lacking(db)
-    (refill_files, refill_bytes), (repair_files, repair_bytes) = peers.to_refill(db), peers.to_repair(db)
+    (behind_files, behind_bytes, _), (wanted, there) = peers.get_replication_lag(db), peers.count_wanted_copies(db)
+    (refill_files, refill_bytes), (repair_files, repair_bytes) = peers.count_rebuildable(db), peers.count_repairable(db)
     return {
         "behind_files": behind_files, "behind_bytes": behind_bytes, "copies_wanted": wanted, "copies_there": there,
         "refill_files": refill_files, "refill_bytes": refill_bytes, "repair_files": repair_files, "repair_bytes": repair_bytes,
     }  # fmt: skip
 
 
-async def tell(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
+async def publish_figures(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
     """The task: keep this node's figures in the store, under the lease that its record has now (0: it has none)."""
     before: tuple[bytes, int] | None = None
     while True:
         # Not told is not lost: somebody who looks sees older figures, and the next round brings them.
         begun = trio.current_time()
         with contextlib.suppress(CkptfsError):
-            before = await trio.to_thread.run_sync(_tell_once, db, store, figures_key(number), lease(), before, abandon_on_cancel=True)
+            before = await trio.to_thread.run_sync(_publish_if_changed, db, store, figures_key(number), lease(), before, abandon_on_cancel=True)
         # Counting in a large catalog takes a while, and must not take it from those who work.
-        rest_s = KEPT_RATIO * (trio.current_time() - begun)
-        await trio.sleep(max(rest_s, limits.FIGURES_INTERVAL_S) if before else LEASE_LOOK_S)
+        rest_s = CACHE_RATIO * (trio.current_time() - begun)
+        await trio.sleep(max(rest_s, limits.FIGURES_INTERVAL_S) if before else LEASE_POLL_S)
 
 
-def _tell_once(db: Database, store: Store, key: bytes, lease: int, before: tuple[bytes, int] | None) -> tuple[bytes, int] | None:
+def _publish_if_changed(db: Database, store: Store, key: bytes, lease: int, before: tuple[bytes, int] | None) -> tuple[bytes, int] | None:
     """Put the figures if they, or the lease, are others than those that were put last; what is there then."""
-    now = told(db), lease
+    now = encode_figures(db), lease
     if lease and now != before:
         store.commit([], [Put(key, now[0], lease)])
         return now
@@ -78,21 +78,21 @@ def _tell_once(db: Database, store: Store, key: bytes, lease: int, before: tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class TransportFigures:
     """Who knows what moves: what the queues hold, what was measured of the other nodes, and what this node's server does for them."""
 
-    loads: Callable[[], list[Load]]
-    measured: Callable[[], dict[str, dict[str, float | None]]]
-    served: Callable[[], dict[str, Any]]
+    list_loads: Callable[[], list[Load]]
+    get_link_figures: Callable[[], dict[str, dict[str, float | None]]]
+    get_server_figures: Callable[[], dict[str, Any]]
     ping: Ping
 
 
-def _links(loads: list[Load], measured: dict[str, dict[str, float | None]]) -> list[pb.Link]:
+def _build_links(loads: list[Load], link_figures: dict[str, dict[str, float | None]]) -> list[pb.Link]:
     """A link for each node with which there was something to do, by name."""
     by_name = {load.node: load for load in loads}
     links = []
-    for name in sorted(by_name.keys() | measured.keys()):
-        load, found = by_name.get(name, Load(name, 0, 0, 0, 0)), measured.get(name, {})
+    for name in sorted(by_name.keys() | link_figures.keys()):
+        load, found = by_name.get(name, Load(name, 0, 0, 0, 0)), link_figures.get(name, {})
         rtt_s, bytes_per_s = found.get("rtt_s"), found.get("bytes_per_s")
         link = pb.Link(node=name, rtt_s=-1 if rtt_s is None else rtt_s, bytes_per_s=-1 if bytes_per_s is None else bytes_per_s)
         link.waiting_files, link.waiting_bytes = load.waiting_files, load.waiting_bytes
@@ -106,7 +106,7 @@ class ClusterFigures:
     """Gathers a Cluster. Used by several threads."""
 
     def __init__(
-        self, config: Config, db: Database, store: Store, transport: Transport | None = None, identity: Identity | None = None
+        self, config: Config, db: Database, store: Store, transport: TransportFigures | None = None, identity: Identity | None = None
     ) -> None:
         """`identity`: the keys that this node shows."""
         self._config = config
@@ -114,46 +114,46 @@ class ClusterFigures:
         self._store = store
         self._transport = transport
         self._keys = identity
-        self._probe = None if transport is None else Probe(transport.ping)
-        self._progress = Kept(lambda: progress(db))
+        self._probe = None if transport is None else NodeProbe(transport.ping)
+        self._progress = CachedFigure(lambda: count_progress(db))
 
-    def refused(self) -> dict[str, dict[str, int]]:
+    def get_rejections(self) -> dict[str, dict[str, int]]:
         """{node: {reason: how often it was refused}}."""
-        return {} if self._transport is None else self._transport.served().get("refused", {})
+        return {} if self._transport is None else self._transport.get_server_figures().get("refused", {})
 
-    def under_way(self) -> pb.Clique:
+    def build_clique(self) -> pb.Clique:
         """What is under way between this node and the others."""
-        answer = pb.Clique(lag_s=peers.lag(self._db)[2])
-        for name, count in self._progress.now().items():
+        answer = pb.Clique(lag_s=peers.get_replication_lag(self._db)[2])
+        for name, count in self._progress.get().items():
             setattr(answer, name, count)
         if self._transport is not None:
-            served = self._transport.served()
-            answer.receiving, answer.lending = served.get("transfers", 0), served.get("loans", 0)
-            answer.links.extend(_links(self._transport.loads(), self._transport.measured()))
+            server_figures = self._transport.get_server_figures()
+            answer.receiving, answer.lending = server_figures.get("transfers", 0), server_figures.get("loans", 0)
+            answer.links.extend(_build_links(self._transport.list_loads(), self._transport.get_link_figures()))
         return answer
 
-    def ask_for(self, inodes: Iterable[int]) -> None:
+    def refresh_files(self, inodes: Iterable[int]) -> None:
         """Learn from the store what it says of these files now, and what the PFS shows of them; then who has what they hold."""
         inodes = list(inodes)
         with contextlib.suppress(CkptfsError):
-            truth.look_up(self._db, self._store, *inodes)
-        self.ask_for_copies(inodes)
+            truth.load_inodes(self._db, self._store, *inodes)
+        self.refresh_copies(inodes)
 
-    def ask_for_copies(self, inodes: Iterable[int]) -> None:
+    def refresh_copies(self, inodes: Iterable[int]) -> None:
         """Learn from the store who has what other nodes wrote of these files: of that this node is not told by itself."""
-        here = identity.number(self._db)
-        contents = [number for inode in inodes if (number := peers.strange_content(self._db, inode)) is not None]
+        own_number = identity.get_node_number(self._db)
+        contents = [number for inode in inodes if (number := peers.find_remote_content(self._db, inode)) is not None]
         with contextlib.suppress(CkptfsError):
-            for start in range(0, len(contents), holders.LOOKED_AT_MAX):
-                holders.refresh(self._db, self._store, contents[start : start + holders.LOOKED_AT_MAX], here)
+            for start in range(0, len(contents), holders.LOAD_CONTENTS_MAX):
+                holders.refresh(self._db, self._store, contents[start : start + holders.LOAD_CONTENTS_MAX], own_number)
 
-    def is_alone(self) -> bool:
+    def is_only_living_node(self) -> bool:
         """Whether no other node lives, as far as is known."""
-        return len(peers.living(self._db)) < 2
+        return len(peers.list_live_nodes(self._db)) < 2
 
-    def examined(self) -> pb.Cluster:
+    def build_probed_cluster(self) -> pb.Cluster:
         """The same, and what the nodes that live say when they are asked themselves."""
-        answer = self.described()
+        answer = self.build_cluster()
         if self._keys is not None:
             answer.keys = str(self._config.keys)
             answer.keys_expire_s = (self._keys.expires - datetime.datetime.now(datetime.UTC)).total_seconds()
@@ -161,66 +161,66 @@ class ClusterFigures:
             self._scan(membership.node_key(answer.number))
         except CkptfsError as failure:
             answer.etcd_trouble = str(failure)
-        known = {node.number: node for node in self._nodes_or_last()}
+        known = {node.number: node for node in self._list_nodes_or_cached()}
         others = [known[member.number] for member in answer.members if member.number in known and member.number != answer.number]
-        found = {} if self._probe is None else self._probe.answers(others)
+        found = {} if self._probe is None else self._probe.get_results(others)
         for member in answer.members:
-            _answered(member, found.get(member.number))
+            _set_probe_result(member, found.get(member.number))
         return answer
 
-    def _nodes_or_last(self) -> list[Node]:
+    def _list_nodes_or_cached(self) -> list[Node]:
         """Every node's record; those that were known last when the store does not answer."""
         try:
-            return self._records()
+            return self._list_nodes()
         except CkptfsError:
-            return self._last_nodes()
+            return self._list_cached_nodes()
 
-    def _last_nodes(self) -> list[Node]:
-        return [node for record in belonging.last_world(self._db) if (node := membership.from_value(record)) is not None]
+    def _list_cached_nodes(self) -> list[Node]:
+        return [node for record in belonging.list_last_members(self._db) if (node := membership.decode_node(record)) is not None]
 
-    def described(self) -> pb.Cluster:
+    def build_cluster(self) -> pb.Cluster:
         """The cluster now; as it was known last when the store does not answer."""
         config = self._config
         answer = pb.Cluster(
-            name=config.cluster or "", node=config.node or "", number=identity.number(self._db), etcd=", ".join(config.etcd),
-            replication_factor=config.replication_factor, island=alone.since(self._db) != 0,
+            name=config.cluster or "", node=config.node or "", number=identity.get_node_number(self._db), etcd=", ".join(config.etcd),
+            replication_factor=config.replication_factor, island=alone.get_disconnected_ns(self._db) != 0,
         )  # fmt: skip
         try:
-            nodes = self._records()
-            figures = dict(self._scan(FIGURES))
+            nodes = self._list_nodes()
+            figures = dict(self._scan(FIGURES_PREFIX))
         except CkptfsError:
             answer.island = True
-            nodes, figures = self._last_nodes(), {}
-        world = membership.world(nodes)
-        answer.members.extend(self._living(world, node, figures.get(figures_key(node.number))) for node in world.nodes)
+            nodes, figures = self._list_cached_nodes(), {}
+        view = membership.build_view(nodes)
+        answer.members.extend(self._build_member(view, node, figures.get(figures_key(node.number))) for node in view.nodes)
         # A node that came back without its catalog has another number now; its former life is nobody's concern.
-        names = {node.name for node in world.nodes}
+        names = {node.name for node in view.nodes}
         answer.members.extend(
             pb.Member(name=name, number=number, domain=domain, alive=alive and answer.island)
-            for number, name, domain, alive in sorted(peers.known(self._db), key=lambda one: one[1])
-            if number not in world and name not in names
+            for number, name, domain, alive in sorted(peers.list_known_nodes(self._db), key=lambda one: one[1])
+            if number not in view and name not in names
         )
         return answer
 
-    def _records(self) -> list[Node]:
-        return [node for _, value in self._scan(membership.NODES) if (node := membership.from_value(value)) is not None]
+    def _list_nodes(self) -> list[Node]:
+        return [node for _, value in self._scan(membership.NODES_PREFIX) if (node := membership.decode_node(value)) is not None]
 
     def _scan(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
-        return [(item.key, item.value) for _, item in scan(self._store, prefix, prefix_end(prefix))]
+        return [(item.key, item.value) for _, item in iter_range(self._store, prefix, prefix_end(prefix))]
 
-    def _living(self, world: World, node: Node, figures: bytes | None) -> pb.Member:
+    def _build_member(self, view: ClusterView, node: Node, figures: bytes | None) -> pb.Member:
         config = self._config
-        peers = placement.peers_of(world, node.number, config.replication_factor, config.replication_jump)
+        peers = placement.choose_peers(view, node.number, config.replication_factor, config.replication_jump)
         answer = pb.Member(
             name=node.name, number=node.number, alive=True, address=node.address, rank=node.rank, domain=node.domain,
             capacity_bytes=node.capacity_bytes, peers=[peer.name for peer in peers],
         )  # fmt: skip
         if figures is not None:
-            _tell(answer, figures)
+            _set_figures(answer, figures)
         return answer
 
 
-def _answered(member: pb.Member, answer: Answer | None) -> None:
+def _set_probe_result(member: pb.Member, answer: ProbeResult | None) -> None:
     """Fill in what a node said when it was asked."""
     if answer is None:
         return
@@ -228,10 +228,10 @@ def _answered(member: pb.Member, answer: Answer | None) -> None:
     if isinstance(answer, str):
         member.silent = answer
     else:
-        member.rtt_s, member.clock_s = answer.rtt_s or 0.0, answer.clock_s or 0.0
+        member.rtt_s, member.clock_s = answer.rtt_s or 0.0, answer.clock_offset_s or 0.0
 
 
-def _tell(member: pb.Member, figures: bytes) -> None:
+def _set_figures(member: pb.Member, figures: bytes) -> None:
     """Fill in what a node told; a newer or broken one may have written anything."""
     try:
         found = json.loads(figures)

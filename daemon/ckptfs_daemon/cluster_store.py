@@ -8,10 +8,10 @@ import logging
 from ckptfs.catalog import belonging, identity
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.same_store import SameStore
-from ckptfs.clique.joining import join
+from ckptfs.catalog.same_store import EpochCheckedStore
+from ckptfs.clique.joining import register
 from ckptfs.config import Config
-from ckptfs.errors import Refused, Unreachable
+from ckptfs.errors import InvalidArgument, StoreUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -22,16 +22,16 @@ def open_store(config: Config) -> EtcdStore:
     return EtcdStore(config.etcd, config.cluster, ca=config.etcd_ca, cert=config.etcd_cert, key=config.etcd_key)
 
 
-def enter(config: Config, db: Database) -> None:
+def ensure_registered(config: Config, db: Database) -> None:
     """See that this node has its number. Raises Refused: another daemon has its name, or it has none yet and etcd does not answer."""
     assert config.cluster is not None
-    known = identity.number(db)
-    store = SameStore(open_store(config), db)
+    known = identity.get_node_number(db)
+    store = EpochCheckedStore(open_store(config), db)
     try:
-        number = join(store, config.node, belonging.catalog_id(db), known)
-    except Unreachable as failure:
+        number = register(store, config.node, belonging.get_catalog_id(db), known)
+    except StoreUnreachable as failure:
         if not known:
-            raise Refused(
+            raise InvalidArgument(
                 f"node {config.node} has never been in the cluster {config.cluster}, and needs its etcd to join: {failure}",
                 remedy=f"see that etcd runs and can be reached at {' or '.join(config.etcd)}; later starts do without it",
             ) from failure
@@ -39,6 +39,6 @@ def enter(config: Config, db: Database) -> None:
         return
     finally:
         store.close()
-    with db.change():
-        belonging.belong(db, config.cluster)
-        identity.take_number(db, number)
+    with db.transaction():
+        belonging.set_cluster(db, config.cluster)
+        identity.set_node_number(db, number)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptfs import limits
 from ckptfs.config import Config
-from ckptfs.errors import Refused
+from ckptfs.errors import InvalidArgument
 from ckptfs.model import DataPath
 from ckptfs_daemon import handshake, mounting
 from ckptfs_daemon.mounting import FSTYPE, CannotMount
@@ -96,7 +96,7 @@ def connect(config: Config) -> Connection:
             return outcome
         reason = outcome
         if config.data_path is DataPath.PASSTHROUGH:
-            raise Refused(f"data_path=passthrough is not possible: {reason}", remedy="use data_path=auto or data_path=buffered")
+            raise InvalidArgument(f"data_path=passthrough is not possible: {reason}", remedy="use data_path=auto or data_path=buffered")
     return _mounted(config, DataPath.BUFFERED, reason)
 
 
@@ -199,7 +199,7 @@ def take_over_stale(point: Path) -> None:
             return
         if not _is_dead(point):
             remedy = f"umount {point} first, or choose another directory"
-            raise Refused(f"{point} already has a ckptfs mounted ({mounted.source})", remedy=remedy)
+            raise InvalidArgument(f"{point} already has a ckptfs mounted ({mounted.source})", remedy=remedy)
         log.info("taking over %s, which a dead daemon (%s) left mounted", point, mounted.source)
         mounting.umount(point, mounting.MNT_DETACH)
 

@@ -21,27 +21,27 @@ from ckptfs.config import Config
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import descriptors, logs
 from ckptfs_daemon.cluster_figures import ClusterFigures
-from ckptfs_daemon.control_edge import Counted, Methods
-from ckptfs_daemon.control_orders import Orders
-from ckptfs_daemon.control_questions import Questions
+from ckptfs_daemon.control_edge import ControlMethods, RefusedCalls
+from ckptfs_daemon.control_orders import AdminService
+from ckptfs_daemon.control_questions import QueryService
 from ckptfs_daemon.pulse import Pulse
-from ckptfs_daemon.stalled import Watch
+from ckptfs_daemon.stalled import CallWatchdog
 
 log = logging.getLogger(__name__)
 
-OfCluster = tuple[ClusterFigures | None, Callable[[int], None]]
+ClusterAccess = tuple[ClusterFigures | None, Callable[[int], None]]
 
-QUESTIONS_MODE = 0o666
-ORDERS_MODE = 0o600
-ORDERS_MAX = 8
-LOOK_S = 2.0
+QUERIES_MODE = 0o666
+ADMIN_MODE = 0o600
+ADMIN_CALLS_MAX = 8
+SOCKET_CHECK_S = 2.0
 STOP_GRACE_S = 1.0
 
 
-class Lanes(Protocol):
+class Scheduler(Protocol):
     """What the servers ask of the mover's lanes, in its trio thread."""
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         """Work now: forget every backoff and every gathering of hints."""
 
 
@@ -53,8 +53,8 @@ class _Carried(Protocol):
 
 
 async def serve(
-    inherited: _Carried, db: Database, places: Places, lanes: Lanes, of_cluster: OfCluster = (None, lambda inode: None),
-    ask_level: Callable[[str], None] = logs.set_level, pulse: Pulse | None = None,
+    setup: _Carried, db: Database, tiers: Places, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
+    request_log_level: Callable[[str], None] = logs.set_level, progress: Pulse | None = None,
 ) -> None:  # fmt: skip
     """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again.
 
@@ -63,37 +63,37 @@ async def serve(
     """
     token = trio.lowlevel.current_trio_token()
 
-    def hurry() -> None:
-        trio.from_thread.run_sync(lanes.hurry, trio_token=token)
+    def retry_now() -> None:
+        trio.from_thread.run_sync(scheduler.retry_now, trio_token=token)
 
-    config = inherited.config
-    refused = Counted()
-    cluster, find = of_cluster
-    questions = Questions(config, db, places, cluster, refused, pulse)
-    orders = Orders(config, db, places, hurry, refused, ask_level, find)
+    config = setup.config
+    refused_calls = RefusedCalls()
+    cluster, refresh_pfs_path = cluster_access
+    queries = QueryService(config, db, tiers, cluster, refused_calls, progress)
+    admin = AdminService(config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path)
     while True:
         try:
-            await _serve_until_gone(config.name, questions, orders)
+            await _serve_until_unlinked(config.name, queries, admin)
         except (OSError, RuntimeError) as failure:
             log.error("the control sockets of %s cannot be opened, `ckptfs` gets no answer: %s", config.name, failure)
             await trio.sleep(limits.RETRY_LAST_S)
 
 
-async def _serve_until_gone(name: str, questions: Questions, orders: Orders) -> None:
+async def _serve_until_unlinked(name: str, queries: QueryService, admin: AdminService) -> None:
     """Serve until one of the sockets is no longer where clients look for it."""
-    rendezvous.make_directory()
+    rendezvous.create()
     servers: list[tuple[grpc.Server, Path]] = []
-    watch = Watch()
+    watchdog = CallWatchdog()
     try:
-        server = _server(limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX, Methods("Questions", questions, watch))
-        servers.append((server, _bind(server, rendezvous.socket_path(name), QUESTIONS_MODE)))
-        server = _server(ORDERS_MAX, Methods("Orders", orders, watch))
-        servers.append((server, _bind(server, rendezvous.admin_socket_path(name), ORDERS_MODE)))
+        server = _server(limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX, ControlMethods("Questions", queries, watchdog))
+        servers.append((server, _bind(server, rendezvous.socket_path(name), QUERIES_MODE)))
+        server = _server(ADMIN_CALLS_MAX, ControlMethods("Orders", admin, watchdog))
+        servers.append((server, _bind(server, rendezvous.admin_socket_path(name), ADMIN_MODE)))
         for server, _ in servers:
             server.start()
         while all(path.exists() for _, path in servers):
-            await trio.sleep(LOOK_S)
-            watch.sweep()
+            await trio.sleep(SOCKET_CHECK_S)
+            watchdog.cancel_late_calls()
     finally:
         stopping = [server.stop(STOP_GRACE_S) for server, _ in servers]
         with trio.CancelScope(shield=True):
@@ -101,13 +101,13 @@ async def _serve_until_gone(name: str, questions: Questions, orders: Orders) -> 
                 await trio.to_thread.run_sync(stopped.wait, 2 * STOP_GRACE_S)
 
 
-def _server(calls_max: int, methods: Methods) -> grpc.Server:
+def _server(calls_max: int, methods: ControlMethods) -> grpc.Server:
     """A server with bounded threads, calls, messages and connections; who says nothing is disconnected, and may come again."""
     options = [
         ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.so_reuseport", 0),
-        ("grpc.max_allowed_incoming_connections", descriptors.for_strangers(limits.CONTROL_CONNECTIONS_MAX)),
+        ("grpc.max_allowed_incoming_connections", descriptors.get_connections_max(limits.CONTROL_CONNECTIONS_MAX)),
         ("grpc.max_connection_idle_ms", int(limits.CONTROL_IDLE_S * 1000)),
         ("grpc.server_handshake_timeout_ms", int(limits.CONTROL_MESSAGE_S * 1000)),
     ]

@@ -17,27 +17,27 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from ckptfs import limits
-from ckptfs.errors import CkptfsError, Refused, TierUnavailable, TimedOut, refused
+from ckptfs.errors import CkptfsError, InvalidArgument, TierUnavailable, TimedOut, posix_error
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs_daemon.stalled import Watch
+from ckptfs_daemon.stalled import CallWatchdog
 
 log = logging.getLogger(__name__)
-REMEDY = "ckptfs-remedy-bin"
+REMEDY_KEY = "ckptfs-remedy-bin"
 
 
-class Counted:
+class RefusedCalls:
     """How often calls were refused, by reason. Several threads add."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def add(self, reason: str) -> None:
+    def record(self, reason: str) -> None:
         """One more."""
         with self._lock:
             self._counts[reason] += 1
 
-    def figures(self) -> dict[str, int]:
+    def get_counts(self) -> dict[str, int]:
         """{reason: count}; a snapshot."""
         with self._lock:
             return dict(self._counts)
@@ -57,7 +57,7 @@ STATUS_OF_ERRNO = {
 }
 
 
-def translated(call: Call) -> Call:
+def translate_errors(call: Call) -> Call:
     """A servicer's unary method that answers errors with their status, and counts them in its `refused`."""
 
     @functools.wraps(call)
@@ -76,7 +76,7 @@ def translated(call: Call) -> Call:
     return wrapped  # type: ignore[return-value]
 
 
-def translated_stream(call: Call) -> Call:
+def translate_stream_errors(call: Call) -> Call:
     """A servicer's streaming method that ends with the status of its error."""
 
     @functools.wraps(call)
@@ -94,9 +94,9 @@ def translated_stream(call: Call) -> Call:
     return wrapped  # type: ignore[return-value]
 
 
-def _abort(refused: Counted, context: grpc.ServicerContext, failure: CkptfsError | OSError) -> None:
+def _abort(refused: RefusedCalls, context: grpc.ServicerContext, failure: CkptfsError | OSError) -> None:
     """End the call with the status that belongs to `failure`, and count it."""
-    if isinstance(failure, Refused):
+    if isinstance(failure, InvalidArgument):
         code = grpc.StatusCode.FAILED_PRECONDITION
     elif isinstance(failure, TimedOut):
         code = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -104,59 +104,59 @@ def _abort(refused: Counted, context: grpc.ServicerContext, failure: CkptfsError
         code = grpc.StatusCode.UNAVAILABLE
     else:
         code = STATUS_OF_ERRNO.get(failure.errno or 0, grpc.StatusCode.UNKNOWN)
-    refused.add(code.name.lower())
+    refused.record(code.name.lower())
     remedy = failure.remedy if isinstance(failure, CkptfsError) else ""
     if remedy:
-        context.set_trailing_metadata(((REMEDY, remedy.encode()),))
+        context.set_trailing_metadata(((REMEDY_KEY, remedy.encode()),))
     words = str(failure) if isinstance(failure, CkptfsError) else failure.strerror or str(failure)
     context.abort(code, words)
 
 
-def an_inode(number: int) -> int:
+def require_inode_number(number: int) -> int:
     """A number that can be an inode's. Raises ENOENT."""
-    if not is_an_inode(number):
-        raise refused(errno.ENOENT)
+    if not is_inode_number(number):
+        raise posix_error(errno.ENOENT)
     return number
 
 
-def is_an_inode(number: int) -> bool:
+def is_inode_number(number: int) -> bool:
     """Whether an inode may have that number."""
     return 0 < number < 2**63
 
 
-class Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+class ControlMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Every method of a service by its name. Messages come as bytes and are parsed here, so that what is no message, what never comes, and
     what is asked of a method that does not exist, is counted, and leaves no line in the log.
     """
 
-    def __init__(self, service: str, servicer: Any, watch: Watch) -> None:
-        self.refused: Counted = servicer.refused
-        self._watch = watch
+    def __init__(self, service: str, servicer: Any, watchdog: CallWatchdog) -> None:
+        self.refused: RefusedCalls = servicer.refused
+        self._watchdog = watchdog
         described = pb.DESCRIPTOR.services_by_name[service]
-        self._handlers = {f"/{described.full_name}/{method.name}": self._handler(method, servicer) for method in described.methods}
-        self._unknown = grpc.stream_unary_rpc_method_handler(self._no_method)
+        self._handlers = {f"/{described.full_name}/{method.name}": self._build_handler(method, servicer) for method in described.methods}
+        self._unknown = grpc.stream_unary_rpc_method_handler(self._reject_unknown_method)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The handler of a call."""
         return self._handlers.get(handler_call_details.method, self._unknown)
 
-    def _handler(self, method: Any, servicer: Any) -> Any:
+    def _build_handler(self, method: Any, servicer: Any) -> Any:
         """On the wire one message comes; here it is awaited as the first one of a stream, for a bounded time."""
         kind, call = GetMessageClass(method.input_type), getattr(servicer, method.name)
 
         def one(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-            return call(self._message(kind, messages, context), context)
+            return call(self._read_message(kind, messages, context), context)
 
         def several(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-            yield from call(self._message(kind, messages, context), context)
+            yield from call(self._read_message(kind, messages, context), context)
 
         if method.server_streaming:
-            return grpc.stream_stream_rpc_method_handler(several, response_serializer=_serialized)
-        return grpc.stream_unary_rpc_method_handler(one, response_serializer=_serialized)
+            return grpc.stream_stream_rpc_method_handler(several, response_serializer=_serialize)
+        return grpc.stream_unary_rpc_method_handler(one, response_serializer=_serialize)
 
-    @translated
-    def _message(self, kind: Any, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        with self._watch.over(context, limits.CONTROL_MESSAGE_S):
+    @translate_errors
+    def _read_message(self, kind: Any, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        with self._watchdog.watch_call(context, limits.CONTROL_MESSAGE_S):
             for message in messages:
                 try:
                     return kind.FromString(message)
@@ -164,11 +164,11 @@ class Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
                     raise OSError(errno.EINVAL, f"this is no {kind.DESCRIPTOR.name}") from None
             raise OSError(errno.EINVAL, "a call has a message")
 
-    @translated
-    def _no_method(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    @translate_errors
+    def _reject_unknown_method(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         raise OSError(errno.ENOSYS, "there is no such method")
 
 
-def _serialized(reply: Any) -> bytes:
+def _serialize(reply: Any) -> bytes:
     data: bytes = reply.SerializeToString()
     return data

@@ -25,13 +25,13 @@ from ckptfs.tiers.place import Places
 
 Value = TypeVar("Value")
 
-KEPT_RATIO = 20
+CACHE_RATIO = 20
 """Counting in a large catalog takes a while: a result is kept for this many times as long as it took."""
 ROLES = ("supervisor", "mount", "mover", "spare")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class Kept(Generic[Value]):
+class CachedFigure(Generic[Value]):
     """A figure that is asked for again only when it has become old, as seen from what asking costs. Several threads may ask."""
 
     def __init__(self, ask: Callable[[], Value]) -> None:
@@ -39,47 +39,47 @@ class Kept(Generic[Value]):
         self._lock = threading.Lock()
         self._value: tuple[Value, float] | None = None
 
-    def now(self) -> Value:
+    def get(self) -> Value:
         """The figure, at most `KEPT_RATIO` times as old as it took to find."""
         with self._lock:
             begun = time.monotonic()
             if self._value is None or begun > self._value[1]:
                 value = self._ask()
-                self._value = (value, time.monotonic() + KEPT_RATIO * (time.monotonic() - begun))
+                self._value = (value, time.monotonic() + CACHE_RATIO * (time.monotonic() - begun))
             return self._value[0]
 
 
-class Figures:
+class StatusFigures:
     """Gathers a Status. Used by several threads."""
 
-    def __init__(self, config: Config, db: Database, places: Places) -> None:
+    def __init__(self, config: Config, db: Database, tiers: Places) -> None:
         self._config = config
         self._db = db
-        self._places = places
-        self._counts = Kept(lambda: report.counts(db))
-        self._behind = Kept(lambda: report.write_back_figures(db))
-        self._copies = Kept(lambda: report.copies_by_tier(db))
-        self._bytes = Kept(lambda: {tier: report.bytes_in(db, tier) for tier in (Tier.RAM, Tier.NVME)})
+        self._tiers = tiers
+        self._counts = CachedFigure(lambda: report.load_counts(db))
+        self._write_back_counts = CachedFigure(lambda: report.load_write_back_figures(db))
+        self._copies = CachedFigure(lambda: report.count_copies_by_tier(db))
+        self._bytes = CachedFigure(lambda: {tier: report.count_bytes_in_tier(db, tier) for tier in (Tier.RAM, Tier.NVME)})
 
-    def status(self) -> pb.Status:
+    def build_status(self) -> pb.Status:
         """Everything `ckptfs status` shows."""
-        config, processes = self._config, self._processes()
+        config, processes = self._config, self._load_processes()
         status = pb.Status(
             name=config.name, mountpoint=str(config.mountpoint), state=str(config.state), version=__version__,
             data_path=processes.get("data_path", ""), data_path_reason=processes.get("data_path_reason", ""),
             fsync=config.fsync.value, pfs=str(config.pfs or ""), drain_deadline_s=config.drain_deadline_s,
-            tiers=self._tiers(), write_back=self._write_back(), counts=self._counted(),
-            processes=_described(processes), troubles=self.troubles(),
+            tiers=self._build_tiers(), write_back=self._build_write_back(), counts=self._build_counts(),
+            processes=_build_processes(processes), troubles=self.list_troubles(),
         )  # fmt: skip
         ill = any(tier.health not in ("", "normal") for tier in status.tiers)
         status.health = "degraded" if ill or status.troubles or status.counts.lost else "ok"
         return status
 
-    def troubles(self) -> list[pb.Trouble]:
+    def list_troubles(self) -> list[pb.Trouble]:
         """What fails now: tiers that are ill, and what the lanes report."""
         found = []
-        for key, text, at_ns in report.reports(self._db, "tier:") + report.reports(self._db, "trouble:"):
-            value, where = _read(text), key.partition(":")[2]
+        for key, text, at_ns in report.list_reports(self._db, "tier:") + report.list_reports(self._db, "trouble:"):
+            value, where = _parse_json_object(text), key.partition(":")[2]
             if key.startswith("tier:"):
                 root = next((self._root(tier) for tier in Tier if tier == where), None)
                 value = {"what": value.get("error"), "path": root, "remedy": value.get("remedy")}
@@ -88,86 +88,86 @@ class Figures:
                 found.append(pb.Trouble(where=where, age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
         return found
 
-    def obstacle(self) -> tuple[str, str]:
+    def get_first_trouble(self) -> tuple[str, str]:
         """(what, remedy) of the first trouble; empty strings when there is none."""
-        for trouble in self.troubles():
+        for trouble in self.list_troubles():
             return (f"{trouble.path}: {trouble.what}" if trouble.path else trouble.what), trouble.remedy
         return "", ""
 
-    def under_way(self) -> dict[str, Any]:
+    def get_current_write_back(self) -> dict[str, Any]:
         """The large file that is being written back: inode, path, copied_bytes, size_bytes; empty when there is none."""
-        return next((_read(text) for key, text, _ in report.reports(self._db, "write_back") if key == "write_back"), {})
+        return next((_parse_json_object(text) for key, text, _ in report.list_reports(self._db, "write_back") if key == "write_back"), {})
 
-    def copied(self) -> dict[int, int]:
+    def get_copied_bytes(self) -> dict[int, int]:
         """{inode: bytes already on the PFS} of the file that is being written back."""
-        found = self.under_way()
+        found = self.get_current_write_back()
         return {int(found["inode"]): int(found.get("copied_bytes", 0))} if "inode" in found else {}
 
-    def _processes(self) -> dict[str, Any]:
+    def _load_processes(self) -> dict[str, Any]:
         """What the supervisor says about the processes; empty while it has said nothing."""
         with contextlib.suppress(OSError):
-            return _read((self._config.state / "processes.json").read_text())
+            return _parse_json_object((self._config.state / "processes.json").read_text())
         return {}
 
-    def _write_back(self) -> pb.WriteBack:
-        found, now = self._behind.now(), self.under_way()
+    def _build_write_back(self) -> pb.WriteBack:
+        found, now = self._write_back_counts.get(), self.get_current_write_back()
         return pb.WriteBack(
             dirty_bytes=found.dirty_bytes, dirty_files=found.dirty_files, changes=found.changes,
             lag_s=found.lag_s, unsealed_files=found.unsealed_files, now_path=str(now.get("path", "")),
             now_copied_bytes=int(now.get("copied_bytes", 0)), now_size_bytes=int(now.get("size_bytes", 0)),
         )  # fmt: skip
 
-    def _counted(self) -> pb.Counts:
-        found = self._counts.now()
+    def _build_counts(self) -> pb.Counts:
+        found = self._counts.get()
         return pb.Counts(
             files=found.files, directories=found.directories, by_level={level.value: count for level, count in found.by_level.items()},
             open_handles=found.open_handles, writers=found.writers, lost=found.lost,
         )  # fmt: skip
 
-    def _tiers(self) -> list[pb.TierStatus]:
-        copies = self._copies.now()
-        health = {key.partition(":")[2]: _read(text) for key, text, _ in report.reports(self._db, "tier:")}
-        return [self._tier(tier, copies.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
+    def _build_tiers(self) -> list[pb.TierStatus]:
+        copies = self._copies.get()
+        health = {key.partition(":")[2]: _parse_json_object(text) for key, text, _ in report.list_reports(self._db, "tier:")}
+        return [self._build_tier(tier, copies.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
 
     def _root(self, tier: Tier) -> Path | None:
         return {Tier.RAM: self._config.state / "ram", Tier.NVME: self._config.nvme, Tier.PFS: self._config.pfs}[tier]
 
-    def _tier(self, tier: Tier, copies: int, health: dict[str, Any]) -> pb.TierStatus:
+    def _build_tier(self, tier: Tier, copies: int, health: dict[str, Any]) -> pb.TierStatus:
         """One tier. A tmpfs of our own says what is used in it; elsewhere others write too, so our own bytes are counted."""
         answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=copies, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
             return answer
-        place = self._places.get(tier)
+        storage = self._tiers.get(tier)
         with contextlib.suppress(OSError, CkptfsError):
-            if place is not None:
-                answer.path = str(place.root)
-                room = place.room()
-                answer.budget_bytes, answer.free_bytes = room.total, room.free
-                answer.used_bytes = _used(place.root) if os.path.ismount(place.root) else self._bytes.now()[tier]
+            if storage is not None:
+                answer.path = str(storage.root)
+                capacity = storage.room()
+                answer.budget_bytes, answer.free_bytes = capacity.total, capacity.free
+                answer.used_bytes = _get_used_bytes(storage.root) if os.path.ismount(storage.root) else self._bytes.get()[tier]
                 return answer
         answer.health = "down"
         return answer
 
 
-def _used(root: Path) -> int:
+def _get_used_bytes(root: Path) -> int:
     """What is used of a filesystem that is ours alone."""
     figures = os.statvfs(root)
     return (figures.f_blocks - figures.f_bfree) * figures.f_frsize
 
 
-def _described(processes: dict[str, Any]) -> list[pb.Process]:
+def _build_processes(processes: dict[str, Any]) -> list[pb.Process]:
     """Each process with what /proc knows of it."""
     found = []
     for role in ROLES:
         one = processes.get(role) or {}
         if pid := int(one.get("pid") or 0):
-            rss, uptime_s = _usage(pid)
+            rss, uptime_s = _get_process_usage(pid)
             found.append(pb.Process(role=role, pid=pid, rss_bytes=rss, restarts=int(one.get("restarts") or 0), uptime_s=uptime_s))
     return found
 
 
-def _usage(pid: int) -> tuple[int, float]:
+def _get_process_usage(pid: int) -> tuple[int, float]:
     """(resident bytes, seconds since its start) of a process; zeros when it is gone."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -177,7 +177,7 @@ def _usage(pid: int) -> tuple[int, float]:
     return pages * PAGE_BYTES, max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
 
 
-def _read(text: str) -> dict[str, Any]:
+def _parse_json_object(text: str) -> dict[str, Any]:
     """A JSON object; empty when it is none."""
     try:
         value = json.loads(text)

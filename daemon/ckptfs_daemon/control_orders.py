@@ -17,127 +17,127 @@ from ckptfs.catalog import peers, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.config.table import LOG_LEVELS
-from ckptfs.errors import Refused, TimedOut, refused
+from ckptfs.errors import InvalidArgument, TimedOut, posix_error
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import logs
-from ckptfs_daemon.control_edge import Counted, an_inode, translated, translated_stream
-from ckptfs_daemon.control_figures import Figures
-from ckptfs_daemon.control_verify import Verification
+from ckptfs_daemon.control_edge import RefusedCalls, require_inode_number, translate_errors, translate_stream_errors
+from ckptfs_daemon.control_figures import StatusFigures
+from ckptfs_daemon.control_verify import FileVerifier
 
-LOOK_S = 0.05
+POLL_S = 0.05
 REST_RATIO = 20
-HURRY_EVERY_S = 1.0
+RETRY_INTERVAL_S = 1.0
 KEEPALIVE_S = 2.0
-TELL_EVERY_S = 0.5
-LEVEL_WAIT_S = 10.0
+PROGRESS_INTERVAL_S = 0.5
+LOG_LEVEL_WAIT_S = 10.0
 REFRESH_WAIT_S = 3600.0
 
 
-class Orders(rpc.OrdersServicer):  # type: ignore[misc]
+class AdminService(rpc.OrdersServicer):  # type: ignore[misc]
     """The service `Orders`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
 
     def __init__(
-        self, config: Config, db: Database, places: Places, hurry: Callable[[], None], refused: Counted | None = None,
-        ask_level: Callable[[str], None] = logs.set_level, find: Callable[[int], None] = lambda inode: None,
+        self, config: Config, db: Database, tiers: Places, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
+        request_log_level: Callable[[str], None] = logs.set_level, refresh_pfs_path: Callable[[int], None] = lambda inode: None,
     ) -> None:  # fmt: skip
-        self._find = find
-        self.refused = refused or Counted()
+        self._refresh_pfs_path = refresh_pfs_path
+        self.refused = refused or RefusedCalls()
         self._config = config
         self._db = db
-        self._places = places
-        self._hurry = hurry
-        self._ask_level = ask_level
-        self._figures = Figures(config, db, places)
+        self._tiers = tiers
+        self._retry_now = retry_now
+        self._request_log_level = request_log_level
+        self._figures = StatusFigures(config, db, tiers)
 
-    @translated_stream
+    @translate_stream_errors
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         """Bring everything that was closed before now up to the highest level there is."""
-        end = report.journal_end(self._db)
-        hurried = told_at = 0.0
-        told = pb.Progress()
+        end = report.get_journal_end(self._db)
+        retried_at = last_sent_at = 0.0
+        last_sent = pb.Progress()
         while context.is_active():
-            if time.monotonic() - hurried > HURRY_EVERY_S:
-                self._hurry()
-                hurried = time.monotonic()
+            if time.monotonic() - retried_at > RETRY_INTERVAL_S:
+                self._retry_now()
+                retried_at = time.monotonic()
             begun = time.monotonic()
-            progress = self._left(end)
+            progress = self._build_progress(end)
             looked_s = time.monotonic() - begun
-            if progress != told or time.monotonic() - told_at > KEEPALIVE_S:
-                told, told_at = progress, time.monotonic()
+            if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
+                last_sent, last_sent_at = progress, time.monotonic()
                 yield progress
             if progress.done:
                 return
             # With very much to do looking takes a while, and must not take it from those who do it.
-            threading.Event().wait(max(LOOK_S, REST_RATIO * looked_s))
+            threading.Event().wait(max(POLL_S, REST_RATIO * looked_s))
 
-    def _left(self, end: int) -> pb.Progress:
-        files, size, changes = report.journal_left(self._db, end)
-        unsealed, copied = report.unsealed(self._db), sum(self._figures.copied().values())
-        unsafe = peers.unsafe(self._db)
+    def _build_progress(self, end: int) -> pb.Progress:
+        files, size, changes = report.count_journal_left(self._db, end)
+        unsealed, copied = report.count_unsealed(self._db), sum(self._figures.get_copied_bytes().values())
+        unsafe = peers.count_unsafe(self._db)
         left = files or changes or unsealed or unsafe
         progress = pb.Progress(
             done=not left, files_left=max(files, unsealed, unsafe), bytes_left=max(0, size - copied), changes_left=changes
         )
         if not progress.done:
-            progress.obstacle, progress.remedy = self._figures.obstacle()
+            progress.obstacle, progress.remedy = self._figures.get_first_trouble()
         return progress
 
-    @translated_stream
+    @translate_stream_errors
     def Verify(self, request: pb.VerifyRequest, context: grpc.ServicerContext) -> Iterator[pb.VerifyProgress]:
         """Read every copy of a file, or of all files below a directory."""
-        if report.listed(self._db, an_inode(request.inode)) is None:
-            raise refused(errno.ENOENT)
-        files = report.files_below(self._db, request.inode)
-        verification = Verification(self._config, self._db, self._places, self._hurry, self._find)
-        progress, told_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
+        if report.get_listed_file(self._db, require_inode_number(request.inode)) is None:
+            raise posix_error(errno.ENOENT)
+        files = report.list_files_below(self._db, request.inode)
+        verification = FileVerifier(self._config, self._db, self._tiers, self._retry_now, self._refresh_pfs_path)
+        progress, last_sent_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
         for inode in files:
             if not context.is_active():
                 return
-            findings, size = verification.check(inode)
+            findings, size = verification.verify_file(inode)
             progress.files += 1
             progress.bytes += size
             progress.findings.extend(findings)
-            if progress.ByteSize() > limits.CONTROL_MESSAGE_BYTES_MAX // 4 or time.monotonic() - told_at > TELL_EVERY_S:
+            if progress.ByteSize() > limits.CONTROL_MESSAGE_BYTES_MAX // 4 or time.monotonic() - last_sent_at > PROGRESS_INTERVAL_S:
                 yield progress
-                told_at = time.monotonic()
+                last_sent_at = time.monotonic()
                 del progress.findings[:]
         progress.done = True
         yield progress
 
-    @translated
+    @translate_errors
     def Refresh(self, request: pb.RefreshRequest, context: grpc.ServicerContext) -> pb.RefreshReply:
         """Compare a directory on the PFS again, with all below when asked."""
         if self._config.pfs is None:
-            raise Refused("this mount has no PFS, so there is nothing to compare with", remedy="mount it with pfs=DIRECTORY")
+            raise InvalidArgument("this mount has no PFS, so there is nothing to compare with", remedy="mount it with pfs=DIRECTORY")
         # A little less than the client waits, so that it is told why it waited in vain.
         wait_s = min(0.95 * (context.time_remaining() or REFRESH_WAIT_S), REFRESH_WAIT_S)
-        argument = wants.TREE if request.recursive else wants.AGAIN
-        want = wants.ask(self._db, wants.VISIT, an_inode(request.inode), argument, wait_s=wait_s)
-        self._hurry()
+        argument = wants.TREE if request.recursive else wants.COMPARE_AGAIN
+        request_id = wants.insert_request(self._db, wants.SCAN, require_inode_number(request.inode), argument, wait_s=wait_s)
+        self._retry_now()
         until = time.monotonic() + wait_s
         while context.is_active() and time.monotonic() < until:
-            row = wants.get(self._db, want)
+            row = wants.get(self._db, request_id)
             if row is None or row.state == wants.DONE:
                 return pb.RefreshReply()
             if row.state == wants.FAILED:
                 raise OSError(row.error, os.strerror(row.error or errno.EIO))
-            threading.Event().wait(LOOK_S)
-        what, remedy = self._figures.obstacle()
+            threading.Event().wait(POLL_S)
+        what, remedy = self._figures.get_first_trouble()
         raise TimedOut(f"the PFS was not compared in time{f': {what}' if what else ''}", remedy=remedy or "it goes on in the background")
 
-    @translated
+    @translate_errors
     def LogLevel(self, request: pb.LogLevelRequest, context: grpc.ServicerContext) -> pb.LogLevelReply:
         """What the processes of this daemon log at least; changed when a level is given."""
         if request.level:
             if request.level not in LOG_LEVELS:
-                raise Refused(f"{request.level[:20]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
-            self._ask_level(request.level)
+                raise InvalidArgument(f"{request.level[:20]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
+            self._request_log_level(request.level)
             # The word goes from here to the supervisor, which tells the others before it tells us.
-            until = time.monotonic() + LEVEL_WAIT_S
+            until = time.monotonic() + LOG_LEVEL_WAIT_S
             while logs.level() != request.level:
                 if time.monotonic() > until:
                     raise TimedOut("the log level was not changed in time", remedy="see `ckptfs status`: its processes may be restarting")
-                threading.Event().wait(LOOK_S)
+                threading.Event().wait(POLL_S)
         return pb.LogLevelReply(level=logs.level())

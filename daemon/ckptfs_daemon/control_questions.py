@@ -16,168 +16,168 @@ import grpc
 from ckptfs import limits
 from ckptfs.catalog import report
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.report import Listed
+from ckptfs.catalog.report import ListedFile
 from ckptfs.config import Config
-from ckptfs.errors import Refused
-from ckptfs.lifecycle import published_whole
+from ckptfs.errors import InvalidArgument
+from ckptfs.lifecycle import is_on_pfs
 from ckptfs.model import ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs.series import lacks
+from ckptfs.series import find_incomplete_reason
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import control_room
 from ckptfs_daemon.cluster_figures import ClusterFigures
-from ckptfs_daemon.control_edge import Counted, an_inode, is_an_inode, translated, translated_stream
-from ckptfs_daemon.control_figures import Figures
-from ckptfs_daemon.control_waits import Waiting
+from ckptfs_daemon.control_edge import RefusedCalls, is_inode_number, require_inode_number, translate_errors, translate_stream_errors
+from ckptfs_daemon.control_figures import StatusFigures
+from ckptfs_daemon.control_waits import LevelCheck
 from ckptfs_daemon.pulse import Pulse
 
-LOOK_FIRST_S = 0.02
-LOOK_LAST_S = 0.5
+POLL_FIRST_S = 0.02
+POLL_LAST_S = 0.5
 REST_RATIO = 4
 KEEPALIVE_S = 2.0
 
 
-class Questions(rpc.QuestionsServicer):  # type: ignore[misc]
+class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
     """The service `Questions`."""
 
     def __init__(
-        self, config: Config, db: Database, places: Places, cluster: ClusterFigures | None = None, refused: Counted | None = None,
-        pulse: Pulse | None = None,
+        self, config: Config, db: Database, tiers: Places, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
+        progress: Pulse | None = None,
     ) -> None:  # fmt: skip
-        self.refused = refused or Counted()
-        self._pulse = pulse or Pulse()
+        self.refused = refused or RefusedCalls()
+        self._progress_signal = progress or Pulse()
         self._config = config
         self._db = db
-        self._places = places
+        self._tiers = tiers
         self._cluster = cluster
-        self._figures = Figures(config, db, places)
+        self._figures = StatusFigures(config, db, tiers)
         self._waits = threading.BoundedSemaphore(limits.CONTROL_WAITS_MAX)
 
-    @translated
+    @translate_errors
     def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:
         """The figures of the whole mount."""
-        status = self._figures.status()
-        for reason, count in sorted(self.refused.figures().items()):
+        status = self._figures.build_status()
+        for reason, count in sorted(self.refused.get_counts().items()):
             status.refused.add(where="control", reason=reason, count=count)
         if self._cluster is not None:
-            status.clique.CopyFrom(self._cluster.under_way())
-            for who, counts in sorted(self._cluster.refused().items()):
+            status.clique.CopyFrom(self._cluster.build_clique())
+            for who, counts in sorted(self._cluster.get_rejections().items()):
                 for reason, count in sorted(counts.items()):
                     status.refused.add(where="peers", who=who, reason=reason, count=count)
         return status
 
-    @translated
+    @translate_errors
     def GetCluster(self, request: pb.ClusterRequest, context: grpc.ServicerContext) -> pb.Cluster:
         """All nodes of the cluster."""
         if self._cluster is None:
-            raise Refused("this mount belongs to no cluster", remedy="mount it with cluster=NAME and etcd=HOST:PORT")
-        return self._cluster.examined() if request.probe else self._cluster.described()
+            raise InvalidArgument("this mount belongs to no cluster", remedy="mount it with cluster=NAME and etcd=HOST:PORT")
+        return self._cluster.build_probed_cluster() if request.probe else self._cluster.build_cluster()
 
-    @translated
+    @translate_errors
     def GetRoom(self, request: pb.RoomRequest, context: grpc.ServicerContext) -> pb.Room:
         """What there is for the next checkpoint on this node."""
-        return control_room.described(self._config, self._db, self._places)
+        return control_room.build_capacity(self._config, self._db, self._tiers)
 
-    @translated
+    @translate_errors
     def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:
         """What is known of each inode."""
         if len(request.inodes) > limits.CONTROL_LIST_MAX:
-            raise Refused(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
-        under_way = self._figures.under_way()
+            raise InvalidArgument(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
+        under_way = self._figures.get_current_write_back()
         if self._cluster is not None:
-            self._cluster.ask_for_copies([inode for inode in request.inodes if is_an_inode(inode)])
-        return pb.ListReply(records=[self._record(inode, under_way) for inode in request.inodes])
+            self._cluster.refresh_copies([inode for inode in request.inodes if is_inode_number(inode)])
+        return pb.ListReply(records=[self._build_record(inode, under_way) for inode in request.inodes])
 
-    def _record(self, inode: int, under_way: dict[str, Any]) -> pb.Record:
-        found = report.listed(self._db, inode) if is_an_inode(inode) else None
+    def _build_record(self, inode: int, under_way: dict[str, Any]) -> pb.Record:
+        found = report.get_listed_file(self._db, inode) if is_inode_number(inode) else None
         if found is None:
             return pb.Record(inode=inode, known=False)
         answer = pb.Record(
-            inode=inode, known=True, kind=_kind(found.mode), size=found.size, generation=found.generation, waiting=found.waiting
+            inode=inode, known=True, kind=_get_kind_name(found.mode), size=found.size, generation=found.generation, waiting=found.has_pending_changes
         )
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value
-            answer.state = _state(found)
-            answer.lacks = lacks(found.record, found.size)
-            answer.progress = 1.0 if self._arrived(found) else _share(under_way) if under_way.get("inode") == inode else 0.0
+            answer.state = _get_state_name(found)
+            answer.lacks = find_incomplete_reason(found.record, found.size)
+            answer.progress = 1.0 if self._has_highest_level(found) else _get_copied_ratio(under_way) if under_way.get("inode") == inode else 0.0
             now = time.time_ns()
-            for tier, state, verified_ns in report.places(self._db, inode, found.record):
+            for tier, state, verified_ns in report.list_copy_places(self._db, inode, found.record):
                 answer.copies.add(tier=tier, state=state, verified_age_s=(now - verified_ns) / 1e9 if verified_ns else -1.0)
         return answer
 
-    def _arrived(self, found: Listed) -> bool:
+    def _has_highest_level(self, found: ListedFile) -> bool:
         """Whether the file has the highest level that it can get here."""
         if self._config.pfs is not None:
-            return published_whole(found.record)
+            return is_on_pfs(found.record)
         return found.record.content is None or found.record.content.state is ContentState.SEALED
 
-    @translated_stream
+    @translate_stream_errors
     def Wait(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         """Tell how far a file, or a directory with all below, is from a level, until it has it."""
-        wanted = self._level(request.level)
+        wanted = self._parse_level(request.level)
         if not self._waits.acquire(blocking=False):
             raise OSError(errno.EUSERS, f"{limits.CONTROL_WAITS_MAX} waits are under way already; try again later")
         try:
-            yield from self._progress(an_inode(request.inode), wanted, context)
+            yield from self._stream_progress(require_inode_number(request.inode), wanted, context)
         finally:
             self._waits.release()
 
-    def _level(self, text: str) -> Level:
+    def _parse_level(self, text: str) -> Level:
         if text not in (Level.LOCAL, Level.CLIQUE, Level.PFS):
-            raise Refused(f"{text[:20]!r} is not a level that can be waited for; accepted: local, clique, pfs")
+            raise InvalidArgument(f"{text[:20]!r} is not a level that can be waited for; accepted: local, clique, pfs")
         if text == Level.CLIQUE and (self._cluster is None or self._config.replication_factor < 2):
-            raise Refused(
+            raise InvalidArgument(
                 "this mount keeps no copies on other nodes, so no file will ever reach the level clique",
                 remedy="mount it with cluster=NAME, etcd=HOST:PORT and a replication_factor of at least 2",
             )
         if text == Level.PFS and self._config.pfs is None:
-            raise Refused("this mount has no PFS, so no file will ever reach the level pfs", remedy="mount it with pfs=DIRECTORY")
+            raise InvalidArgument("this mount has no PFS, so no file will ever reach the level pfs", remedy="mount it with pfs=DIRECTORY")
         return Level(text)
 
-    def _progress(self, inode: int, wanted: Level, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+    def _stream_progress(self, inode: int, wanted: Level, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         """A message whenever the figures change, and one now and then to notice a client that went away."""
-        waiting = Waiting(self._db, inode, wanted)
-        pause, told, told_at, before = LOOK_FIRST_S, pb.Progress(), 0.0, pb.Progress()
+        level_wait = LevelCheck(self._db, inode, wanted)
+        pause, last_sent, last_sent_at, before = POLL_FIRST_S, pb.Progress(), 0.0, pb.Progress()
         asked_at = 0.0
         while context.is_active():
             if self._cluster is not None and time.monotonic() - asked_at > KEEPALIVE_S:
-                self._cluster.ask_for(waiting.left)
+                self._cluster.refresh_files(level_wait.remaining_sample)
                 asked_at = time.monotonic()
-            beats, begun = self._pulse.beats, time.monotonic()
-            progress = waiting.look(self._figures.copied())
+            beats, begun = self._progress_signal.beats, time.monotonic()
+            progress = level_wait.check_next(self._figures.get_copied_bytes())
             looked_s = time.monotonic() - begun
             if not progress.done and not progress.obstacle:
-                progress.obstacle, progress.remedy = self._obstacle(wanted)
-            if progress != told or time.monotonic() - told_at > KEEPALIVE_S:
-                told, told_at = progress, time.monotonic()
+                progress.obstacle, progress.remedy = self._find_obstacle(wanted)
+            if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
+                last_sent, last_sent_at = progress, time.monotonic()
                 yield progress
             if progress.done:
                 return
             # A wait has no end of its own: the client's deadline, or its departure, ends it. Whatever gets on wakes us, but looking takes
             # a small share of the time only; where nothing gets on it becomes rarer.
             threading.Event().wait(REST_RATIO * looked_s)
-            self._pulse.wait(beats, pause)
-            pause = min(2 * pause, LOOK_LAST_S) if progress == before else LOOK_FIRST_S
+            self._progress_signal.wait(beats, pause)
+            pause = min(2 * pause, POLL_LAST_S) if progress == before else POLL_FIRST_S
             before = progress
 
-    def _obstacle(self, wanted: Level) -> tuple[str, str]:
+    def _find_obstacle(self, wanted: Level) -> tuple[str, str]:
         """What stands in the way, and what to do about it."""
-        if wanted is Level.CLIQUE and self._cluster is not None and self._cluster.is_alone():
+        if wanted is Level.CLIQUE and self._cluster is not None and self._cluster.is_only_living_node():
             return "no other node of the cluster lives", "start another one, or see that it reaches etcd"
-        return self._figures.obstacle()
+        return self._figures.get_first_trouble()
 
 
-def _share(under_way: dict[str, Any]) -> float:
+def _get_copied_ratio(under_way: dict[str, Any]) -> float:
     """How much of the file that is being written back is there; 1 only when it is published."""
     return min(0.99, float(under_way.get("copied_bytes", 0)) / max(1, int(under_way.get("size_bytes", 0))))
 
 
-def _kind(mode: int) -> str:
+def _get_kind_name(mode: int) -> str:
     return {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}.get(stat.S_IFMT(mode), "other")
 
 
-def _state(found: Listed) -> str:
+def _get_state_name(found: ListedFile) -> str:
     """The state of the content in one word; what is on the PFS, or on other nodes, only has none."""
     content = found.record.content
     if content is None:

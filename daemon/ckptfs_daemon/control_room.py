@@ -19,36 +19,36 @@ from ckptfs.protocol import control_pb2 as pb
 from ckptfs.tiers.place import Places
 
 
-def described(config: Config, db: Database, places: Places) -> pb.Room:
+def build_capacity(config: Config, db: Database, tiers: Places) -> pb.Room:
     """All tiers that there are."""
     clustered = config.cluster is not None
     answer = pb.Room(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
     for tier in (Tier.RAM, Tier.NVME):
-        if tier in places:
+        if tier in tiers:
             with contextlib.suppress(OSError, CkptfsError):
-                answer.tiers.append(_local(config, db, places, tier))
+                answer.tiers.append(_build_local_tier(config, db, tiers, tier))
     if config.pfs is not None:
-        answer.tiers.append(_pfs(db, config.pfs))
+        answer.tiers.append(_build_pfs_tier(db, config.pfs))
     return answer
 
 
-def _local(config: Config, db: Database, places: Places, tier: Tier) -> pb.TierRoom:
-    room = places[tier].room()
-    leaving = report.leaving_bytes(db, tier) if config.pfs is not None else 0
-    below = int((config.ram_high if tier is Tier.RAM else 1.0) * room.total)
+def _build_local_tier(config: Config, db: Database, tiers: Places, tier: Tier) -> pb.TierRoom:
+    capacity = tiers[tier].room()
+    leaving = report.count_leaving_bytes(db, tier) if config.pfs is not None else 0
+    below = int((config.ram_high if tier is Tier.RAM else 1.0) * capacity.total)
     answer = pb.TierRoom(
-        name=tier.value, path=str(places[tier].root), total_bytes=room.total, used_bytes=room.used, free_bytes=room.free,
-        held_bytes=holding.held_bytes(db, tier), usable_bytes=max(0, min(room.free + leaving, below - room.used + leaving)),
+        name=tier.value, path=str(tiers[tier].root), total_bytes=capacity.total, used_bytes=capacity.used, free_bytes=capacity.free,
+        held_bytes=holding.count_hosted_bytes(db, tier), usable_bytes=max(0, min(capacity.free + leaving, below - capacity.used + leaving)),
     )  # fmt: skip
     if config.cluster is not None:
-        answer.share_bytes = int(config.peer_share * room.total)
-        answer.usable_for_peers_bytes = min(answer.usable_bytes, Share(db, places, config.peer_share).free_in(tier))
+        answer.share_bytes = int(config.peer_share * capacity.total)
+        answer.usable_for_peers_bytes = min(answer.usable_bytes, Share(db, tiers, config.peer_share).free_in(tier))
     return answer
 
 
-def _pfs(db: Database, root: Path) -> pb.TierRoom:
+def _build_pfs_tier(db: Database, root: Path) -> pb.TierRoom:
     answer = pb.TierRoom(name=Tier.PFS.value, path=str(root))
-    for key, text, _ in report.reports(db, "tier:"):
+    for key, text, _ in report.list_reports(db, "tier:"):
         if key == f"tier:{Tier.PFS.value}":
             with contextlib.suppress(ValueError, TypeError, AttributeError):
                 found = json.loads(text)

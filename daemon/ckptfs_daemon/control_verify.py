@@ -18,94 +18,94 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow import verify
-from ckptfs.lifecycle import Record, published_whole
+from ckptfs.lifecycle import FileRecord, is_on_pfs
 from ckptfs.model import Content, ContentState
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.tiers import pfs_open, transfer
 from ckptfs.tiers.place import Places
 
-LOOK_S = 0.02
+FETCH_POLL_S = 0.02
 GOOD, BAD, UNREADABLE, UNKNOWN = "good", "bad", "unreadable", "unknown"
-MOVED_ON = {
+PFS_CHANGED_TEXT = {
     errno.ESTALE: "was changed by somebody else; `ckptfs refresh` its directory",
     errno.ENOENT: "the PFS does not show it any more",
 }
 
 
-class Verification:
+class FileVerifier:
     """Verifies one file at a time."""
 
     def __init__(
-        self, config: Config, db: Database, places: Places, hurry: Callable[[], None], find: Callable[[int], None] = lambda inode: None
+        self, config: Config, db: Database, tiers: Places, retry_now: Callable[[], None], refresh_pfs_path: Callable[[int], None] = lambda inode: None
     ) -> None:
         """`hurry` makes the lanes work at once, `find` learns from the other nodes where the PFS shows a file now."""
-        self._find = find
+        self._refresh_pfs_path = refresh_pfs_path
         self._config = config
         self._db = db
-        self._places = places
-        self._hurry = hurry
+        self._tiers = tiers
+        self._retry_now = retry_now
 
-    def check(self, inode: int) -> tuple[list[pb.Finding], int]:
+    def verify_file(self, inode: int) -> tuple[list[pb.Finding], int]:
         """(a finding for every copy of the file, bytes read)."""
-        record = report.record(self._db, inode)
-        found = self._in_tiers(record) + self._on_pfs(inode, record)
-        path = os.fsdecode(report.path_of(self._db, inode)).encode(errors="backslashreplace").decode()
+        record = report.load_file_record(self._db, inode)
+        found = self._verify_in_tiers(record) + self._verify_on_pfs(inode, record)
+        path = os.fsdecode(report.get_path(self._db, inode)).encode(errors="backslashreplace").decode()
         for finding in found:
             finding.inode, finding.path = inode, path
         size = record.content.size if record.content is not None else 0
         return found, size * sum(finding.verdict in (GOOD, BAD) for finding in found)
 
-    def _in_tiers(self, record: Record) -> list[pb.Finding]:
+    def _verify_in_tiers(self, record: FileRecord) -> list[pb.Finding]:
         content = record.content
         if content is None:
             return []
         if content.state in (ContentState.OPEN, ContentState.CLOSED):
             return [pb.Finding(verdict=UNKNOWN, what="is not sealed yet, so there is nothing to compare it with")]
         try:
-            checked = verify.verify(self._db, self._places, content.id)
-            if checked and not any(one.ok for one in checked) and self._lies_elsewhere(content.id):
-                checked = self._fetched(content, checked)
+            checked = verify.verify(self._db, self._tiers, content.id)
+            if checked and not any(one.ok for one in checked) and self._has_other_source(content.id):
+                checked = self._verify_after_fetch(content, checked)
         except Busy as failure:
             return [pb.Finding(verdict=UNKNOWN, what=str(failure))]
         except (OSError, CkptfsError) as failure:
             return [pb.Finding(verdict=UNREADABLE, what=str(failure))]
-        return [_described(one) for one in checked]
+        return [_build_finding(one) for one in checked]
 
-    def _lies_elsewhere(self, number: int) -> bool:
+    def _has_other_source(self, number: int) -> bool:
         """Whether another node, or the PFS, may have what is bad here."""
-        record = settling.record(self._db, number)
+        record = settling.get_file_record(self._db, number)
         content = record.content
         if content is None or content.state is not ContentState.SEALED:
             return False
-        return published_whole(record) or content.peer or bool(peers.elsewhere(self._db, content))
+        return is_on_pfs(record) or content.is_remote or bool(peers.list_holders(self._db, content))
 
-    def _fetched(self, content: Content, before: list[verify.Checked]) -> list[verify.Checked]:
+    def _verify_after_fetch(self, content: Content, before: list[verify.Checked]) -> list[verify.Checked]:
         """The same findings after the file was fetched: what is good now was remade. Where that came to nothing, as they were."""
-        want = wants.ask(self._db, wants.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
-        self._hurry()
-        while wants.is_open(self._db, want):
-            threading.Event().wait(LOOK_S)
-        answer = wants.get(self._db, want)
-        if answer is None or answer.result != wants.HERE:
+        request_id = wants.insert_request(self._db, wants.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
+        self._retry_now()
+        while wants.is_open(self._db, request_id):
+            threading.Event().wait(FETCH_POLL_S)
+        answer = wants.get(self._db, request_id)
+        if answer is None or answer.result != wants.FETCHED:
             return before
-        after = {one.tier: one for one in verify.verify(self._db, self._places, content.id)}
+        after = {one.tier: one for one in verify.verify(self._db, self._tiers, content.id)}
         found = [replace(one, repaired=one.tier in after and (after[one.tier].ok or after[one.tier].repaired)) for one in before]
         return found + [one for tier, one in after.items() if tier not in {bad.tier for bad in before}]
 
-    def _on_pfs(self, inode: int, record: Record) -> list[pb.Finding]:
+    def _verify_on_pfs(self, inode: int, record: FileRecord) -> list[pb.Finding]:
         """What the PFS shows under the file's ordinary name."""
         if self._config.pfs is None or record.published is None:
             return []
         try:
-            self._find(inode)
-            return [self._compared(inode, self._config.pfs)]
+            self._refresh_pfs_path(inode)
+            return [self._compare_with_pfs(inode, self._config.pfs)]
         except (OSError, CkptfsError) as failure:
-            what = MOVED_ON.get(failure.errno or 0, str(failure))
+            what = PFS_CHANGED_TEXT.get(failure.errno or 0, str(failure))
             return [pb.Finding(tier="pfs", verdict=UNREADABLE, what=what)]
 
-    def _compared(self, inode: int, pfs: Path) -> pb.Finding:
-        shown = fetching.look(self._db, inode)
-        expected = None if shown is None or shown.on_pfs is None else shown.on_pfs.digest
+    def _compare_with_pfs(self, inode: int, pfs: Path) -> pb.Finding:
+        fetch_state = fetching.load_fetch_state(self._db, inode)
+        expected = None if fetch_state is None or fetch_state.published is None else fetch_state.published.digest
         fd = pfs_open.open_inode(self._db, pfs, inode)
         try:
             _, digest, _ = transfer.read(fd, label="verify")
@@ -118,6 +118,6 @@ class Verification:
         return pb.Finding(tier="pfs", verdict=BAD, what="its digest differs from what was written there; restore it from another copy")
 
 
-def _described(checked: verify.Checked) -> pb.Finding:
+def _build_finding(checked: verify.Checked) -> pb.Finding:
     what = f"{checked.problem}; it was remade from a good copy" if checked.repaired else checked.problem
     return pb.Finding(tier=checked.tier.value, verdict=GOOD if checked.ok else BAD, what=what)

@@ -6,8 +6,8 @@ If we die here: see opening.py.
 from typing import TYPE_CHECKING
 
 from ckptfs.catalog import namespace
-from ckptfs.catalog.contents import Held
-from ckptfs.errors import NoRoom
+from ckptfs.catalog.contents import FileContent
+from ckptfs.errors import NoSpace
 from ckptfs.flow import write
 from ckptfs.model import Inode
 from ckptfs_daemon.attempts import Later, Undo
@@ -33,7 +33,7 @@ class Creating(Opening):
         """Create if nothing must be waited for; else None, and nothing was changed."""
         try:
             return self._attempt()
-        except (Later, NoRoom):
+        except (Later, NoSpace):
             return None
 
     @property
@@ -47,8 +47,8 @@ class Creating(Opening):
         uid, gid = self._owner
         with Undo() as undo:
             with self._files.change() as db:
-                inode = namespace.make(db, self._parent, self._name, self._mode, uid=uid, gid=gid, blind=self.blind)
-                held = Held(inode, None, None, (), False)
+                inode = namespace.create(db, self._parent, self._name, self._mode, uid=uid, gid=gid, allow_unimported=self.blind)
+                held = FileContent(inode, None, None, (), False)
                 file = self.begin(held, undo, self._kind)
                 opened = self._record(file, held)
             undo.pop_all()

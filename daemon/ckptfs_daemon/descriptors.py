@@ -7,10 +7,10 @@ import contextlib
 import resource
 from pathlib import Path
 
-STRANGERS_SHARE = 0.25
+CONNECTIONS_SHARE = 0.25
 
 
-def take_all() -> None:
+def raise_descriptor_limit() -> None:
     """Every file that is open, moved or sent costs a descriptor: take as many as we may, as root as many as there are."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = int(Path("/proc/sys/fs/nr_open").read_text())
@@ -20,6 +20,6 @@ def take_all() -> None:
             return
 
 
-def for_strangers(at_most: int) -> int:
+def get_connections_max(at_most: int) -> int:
     """How many connections of whoever calls may be open at once."""
-    return min(at_most, int(STRANGERS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    return min(at_most, int(CONNECTIONS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]))

@@ -12,7 +12,7 @@ import trio
 
 from ckptfs import limits
 from ckptfs.catalog import directories
-from ckptfs.errors import refused
+from ckptfs.errors import posix_error
 from ckptfs.model import Inode, Tier
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.handler import Handler
@@ -45,12 +45,12 @@ class DirectoryOperations(Handler):
             await self.context.sharing.fresh_directory(fh)
         directory = self.current(fh)
         if not directory.is_directory:
-            raise refused(errno.ENOTDIR)
-        if not directory.complete:
+            raise posix_error(errno.ENOTDIR)
+        if not directory.is_imported:
             await self.visited(fh, must=True)
         if directory.nlink == 0 or not self._dots(directory, start_id, token):
             return
-        for entry, inode in directories.read(self.context.db, fh, max(0, start_id - DOTS)):
+        for entry, inode in directories.iterate_entries(self.context.db, fh, max(0, start_id - DOTS)):
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), self.reply(inode), entry.cookie + DOTS):
                 return
 

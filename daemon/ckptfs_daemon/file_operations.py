@@ -16,7 +16,7 @@ import trio
 
 from ckptfs import disk, limits
 from ckptfs.catalog import attributes, contents, journal, namespace, peers, report, wants
-from ckptfs.errors import ContentLost, NoRoom, TimedOut, refused
+from ckptfs.errors import ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.model import CliqueLost, Level, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place
@@ -31,7 +31,7 @@ from ckptfs_daemon.wishes import Wish
 
 log = logging.getLogger(__name__)
 
-disk.labels("write:move", "write:fsync")
+disk.declare_labels("write:move", "write:fsync")
 transfer.labels("write:copy")
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class FileOperations(OpenOperations, ExtraOperations):
                     os.close(fd)
             if not await self._move_on(file):
                 if trio.current_time() > full_until_s:
-                    raise NoRoom("every tier is full", remedy="remove files, or configure a larger tier")
+                    raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
                 self.context.bell.ring(bells.WORK)
                 await trio.sleep(limits.NO_ROOM_LOOK_S)
 
@@ -103,7 +103,7 @@ class FileOperations(OpenOperations, ExtraOperations):
         """A stranger to CAP_FSETID writes."""
         db = self.context.db
         if namespace.get(db, inode).mode & SET_ID:
-            with db.change():
+            with db.transaction():
                 attributes.set_attributes(db, inode, kill_set_id=True)
 
     # --- a full tier --------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class FileOperations(OpenOperations, ExtraOperations):
         except OSError as failure:
             log.info("content %d cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
             return False
-        with self.context.db.change() as db:
-            contents.moved(db, content, source.tier, target.tier)
+        with self.context.db.transaction() as db:
+            contents.record_move(db, content, source.tier, target.tier)
         file.replace(fd)
         file.place, file.writable = target, True
         source.remove(content)
@@ -160,7 +160,7 @@ class FileOperations(OpenOperations, ExtraOperations):
         status = os.fstat(file.fd)
         with self.context.open_files.change() as db:
             if contents.has_name(db, file.inode):
-                contents.written(db, file.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+                contents.record_written(db, file.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
 
     @answered
     async def fsync(self, fh: int, datasync: bool) -> None:
@@ -171,34 +171,34 @@ class FileOperations(OpenOperations, ExtraOperations):
             await in_thread(file, lambda: self._persist(file))
         self._synced(file)
         if self.context.config.fsync is Level.PFS:
-            await self._told(file.inode, journal.last(self.context.db, file.inode))
+            await self._told(file.inode, journal.get_last_seq(self.context.db, file.inode))
         elif self.context.config.fsync is Level.CLIQUE:
             await self._secured(file.inode)
             return
         if self.context.sharing is not None and file.writers:
             # Nobody waits for it, and what is closed soon has no need of it: the row will be seen.
-            wants.ask(self.context.db, wants.COPY, file.inode, wait_s=limits.WANT_KEPT_S)
+            wants.insert_request(self.context.db, wants.REPLICATE_LATER, file.inode, wait_s=limits.WANT_KEPT_S)
 
     async def _secured(self, inode: int) -> None:
         """Wait until enough nodes have what the file holds now. Without them: what the configuration says."""
         config, db = self.context.config, self.context.db
-        if report.level(db, inode) in (Level.CLIQUE, Level.PFS):
+        if report.get_level(db, inode) in (Level.CLIQUE, Level.PFS):
             return
         degrades = config.clique_lost is CliqueLost.LOCAL
         sharing = self.context.sharing
-        alone = len(peers.living(db)) < 2 or (sharing is not None and sharing.island)
+        alone = len(peers.list_live_nodes(db)) < 2 or (sharing is not None and sharing.island)
         try:
             if not (alone and degrades):
                 # A want of its own: another one's answer may be of what the file held before.
-                await self.context.asking.ask(wants.SECURE, inode, f"{time.time_ns()}", timeout_s=config.clique_wait_s)
+                await self.context.asking.ask(wants.REPLICATE_NOW, inode, f"{time.time_ns()}", timeout_s=config.clique_wait_s)
                 return
         except TimedOut:
             pass
-        path = os.fsdecode(report.path_of(db, inode))
+        path = os.fsdecode(report.get_path(db, inode))
         if not degrades:
             why = "etcd was not told of it" if sharing is not None and sharing.island else "too few other nodes took a copy"
             log.error("fsync of %s: %s within %g s; see `ckptfs status --cluster`", path, why, config.clique_wait_s)
-            raise refused(errno.EIO)
+            raise posix_error(errno.EIO)
         log.warning("fsync of %s: too few other nodes take a copy; it survives this node's processes only", path)
 
     def _persist(self, file: OpenFile) -> None:
@@ -214,26 +214,26 @@ class FileOperations(OpenOperations, ExtraOperations):
         """The PFS shall have what an open file holds now, but not at each fsync."""
         config, now_s = self.context.config, trio.current_time()
         due = config.fsync is Level.PFS or now_s - file.synced_s >= config.synced_interval_s
-        if not (due and file.writers and file.content is not None and self.context.db.journalled):
+        if not (due and file.writers and file.content is not None and self.context.db.is_journalled):
             return
         file.synced_s = now_s
         status, files = os.fstat(file.fd), self.context.open_files
         with files.change() as db:
             if contents.has_name(db, file.inode):
-                contents.synced(db, file.inode, file.content, status.st_size, status.st_atime_ns, files.written_ns(status))
+                contents.record_fsync(db, file.inode, file.content, status.st_size, status.st_atime_ns, files.written_ns(status))
         self.context.bell.ring(bells.WORK)
 
     async def _told(self, inode: int, row: int) -> None:
         """Wait until the PFS has been told of everything up to this row of the journal."""
         if row:
-            await self.context.asking.ask(wants.SETTLE, inode, wants.until_told(row), timeout_s=limits.FSYNC_LEVEL_WAIT_S)
+            await self.context.asking.ask(wants.WAIT_LEVEL, inode, wants.build_journal_argument(row), timeout_s=limits.FSYNC_LEVEL_WAIT_S)
 
     @answered
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         """Directories are rows of the catalog."""
         await trio.to_thread.run_sync(self.context.db.persist)
         if self.context.config.fsync is Level.PFS:
-            row, inode = journal.last_in(self.context.db, fh)
+            row, inode = journal.find_last_in_directory(self.context.db, fh)
             await self._told(inode, row)
         elif self.context.config.fsync is Level.CLIQUE:
             await self._named(fh)
@@ -245,12 +245,12 @@ class FileOperations(OpenOperations, ExtraOperations):
         if sharing is None or (await sharing.published() and not sharing.island):
             return
         with trio.move_on_after(0.0 if degrades else config.clique_wait_s):
-            while not peers.names_are_known(db, directory):
+            while not peers.has_published_names(db, directory):
                 await trio.sleep(limits.ISLAND_PROBE_S)
-        path = os.fsdecode(report.path_of(db, directory))
-        if not degrades and not peers.names_are_known(db, directory):
+        path = os.fsdecode(report.get_path(db, directory))
+        if not degrades and not peers.has_published_names(db, directory):
             log.error("fsync of %s: etcd was not told of what changed there within %g s", path, config.clique_wait_s)
-            raise refused(errno.EIO)
+            raise posix_error(errno.EIO)
 
     # --- length -------------------------------------------------------------------------------------------------------
 

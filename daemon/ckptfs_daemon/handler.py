@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptfs import limits
 from ckptfs.catalog import answers, namespace, wants
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.directories import Unvisited
-from ckptfs.errors import CkptfsError, TimedOut, refused
+from ckptfs.catalog.directories import NotImported
+from ckptfs.errors import CkptfsError, TimedOut, posix_error
 from ckptfs.model import DataPath, Inode
 from ckptfs_daemon import bells, replies
 from ckptfs_daemon.edge import Request
@@ -66,7 +66,7 @@ class Handler:
             return None
         if self.context.sharing is not None:
             await self.context.sharing.published()
-        return answers.told(self.context.db, request.number)
+        return answers.get_reply(self.context.db, request.number)
 
     # --- with the other nodes -----------------------------------------------------------------------------------------
 
@@ -113,11 +113,11 @@ class Handler:
                 with self.context.open_files.change() as db:
                     result = act(db, blind)
                 break
-            except Unvisited as missing:
+            except NotImported as missing:
                 blind = not await self.visited(missing.directory, must=blind or not creates)
         else:
-            raise refused(errno.EAGAIN)
-        if self.context.db.journalled:
+            raise posix_error(errno.EAGAIN)
+        if self.context.db.is_journalled:
             self.context.bell.ring(bells.WORK)
         return result
 
@@ -128,7 +128,7 @@ class Handler:
         """
         try:
             timeout_s = limits.VISIT_WAIT_SLOW_S if self._visits_hang else limits.VISIT_WAIT_S
-            await self.context.asking.ask(wants.VISIT, directory, timeout_s=timeout_s)
+            await self.context.asking.ask(wants.SCAN, directory, timeout_s=timeout_s)
         except (OSError, CkptfsError) as failure:
             self._visits_hang = isinstance(failure, TimedOut)
             if must:

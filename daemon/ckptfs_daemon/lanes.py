@@ -28,15 +28,15 @@ class Flow(Protocol):
     def step(self) -> bool:
         """Do one bounded piece of work. True: there may be more at once."""
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Seconds until it wants to run without a hint; None: only after one."""
 
 
 @runtime_checkable
-class Hurried(Protocol):
+class Retryable(Protocol):
     """A flow that puts things off by itself."""
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         """Put nothing off any more. Called in the trio thread, whatever the flow is doing in its own."""
 
 
@@ -49,97 +49,97 @@ class Lane:
         self._flow = flow
         self._report = report
         self._limiter = trio.CapacityLimiter(1)
-        self._woken = trio.Event()
-        self._hinted_s: float | None = None
-        self._urgent = False
+        self._wake_event = trio.Event()
+        self._wake_requested_at_s: float | None = None
+        self._is_urgent = False
         self._gather_s = limits.HINT_GATHER_S
         self._retry_s = 0.0
         self._trouble = ""
 
     # --- waking ------------------------------------------------------------------------------------------------------
 
-    def hint(self) -> None:
+    def wake(self) -> None:
         """There may be something to do."""
-        if self._hinted_s is None:
-            self._hinted_s = trio.current_time()
-            self._woken.set()
+        if self._wake_requested_at_s is None:
+            self._wake_requested_at_s = trio.current_time()
+            self._wake_event.set()
 
-    def urge(self) -> None:
+    def wake_now(self) -> None:
         """Somebody waits: run now, also when the last step failed a moment ago."""
-        self._urgent = True
+        self._is_urgent = True
         self._gather_s = limits.HINT_GATHER_S
-        self._woken.set()
+        self._wake_event.set()
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         """Run now, and forget every backoff, the flow's own too."""
         self._retry_s = 0.0
-        if isinstance(self._flow, Hurried):
-            self._flow.hurry()
-        self.urge()
+        if isinstance(self._flow, Retryable):
+            self._flow.retry_now()
+        self.wake_now()
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Until cancelled. A step that hangs is left behind in its thread then."""
         while True:
-            due_s = await self._work()
-            await self._rest(due_s)
+            due_s = await self._run_steps()
+            await self._wait_for_work(due_s)
 
-    async def _work(self) -> float | None:
+    async def _run_steps(self) -> float | None:
         """Steps until there is nothing to do or one fails; when to run again without a hint."""
         while True:
-            self._take_hints()
+            self._clear_wake_ups()
             try:
-                more, due_s = await trio.to_thread.run_sync(self._piece, abandon_on_cancel=True, limiter=self._limiter)
+                more, due_s = await trio.to_thread.run_sync(self._run_step, abandon_on_cancel=True, limiter=self._limiter)
             except Exception as failure:
-                return await self._failed(failure)
+                return await self._handle_failure(failure)
             if not more:
                 return due_s
 
-    def _piece(self) -> tuple[bool, float | None]:
+    def _run_step(self) -> tuple[bool, float | None]:
         more = self._flow.step()
         if self._trouble:
             self._report(f"trouble:{self.name}", None)
             log.info("%s works again", self.name)
             self._trouble = ""
         self._retry_s = 0.0
-        return more, None if more else self._flow.due_s()
+        return more, None if more else self._flow.next_due_s()
 
-    def _take_hints(self) -> None:
+    def _clear_wake_ups(self) -> None:
         """The step that begins covers what was hinted until now. A fresh hint stays: the bell may have left out a later one for it."""
-        self._urgent = False
-        self._woken = trio.Event()
-        if self._hinted_s is not None and trio.current_time() - self._hinted_s >= limits.HINT_GATHER_S:
-            self._hinted_s = None
+        self._is_urgent = False
+        self._wake_event = trio.Event()
+        if self._wake_requested_at_s is not None and trio.current_time() - self._wake_requested_at_s >= limits.HINT_GATHER_S:
+            self._wake_requested_at_s = None
 
-    async def _rest(self, due_s: float | None) -> None:
+    async def _wait_for_work(self, due_s: float | None) -> None:
         """Wait for a hint, or until `due_s` is over."""
         if self._retry_s:
-            await self._until_urged(due_s or 0.0)
+            await self._sleep_unless_urgent(due_s or 0.0)
             return
         began_s = trio.current_time()
-        if self._hinted_s is None and not self._urgent:
+        if self._wake_requested_at_s is None and not self._is_urgent:
             with trio.move_on_after(_seconds(due_s)):
-                await self._woken.wait()
-        if self._hinted_s is not None:
+                await self._wake_event.wait()
+        if self._wake_requested_at_s is not None:
             busy = trio.current_time() - began_s < limits.HINT_GATHER_MAX_S
             self._gather_s = min(2 * self._gather_s, limits.HINT_GATHER_MAX_S) if busy else limits.HINT_GATHER_S
-            await self._until_urged(self._hinted_s + self._gather_s - trio.current_time())
+            await self._sleep_unless_urgent(self._wake_requested_at_s + self._gather_s - trio.current_time())
 
-    async def _until_urged(self, wait_s: float) -> None:
+    async def _sleep_unless_urgent(self, wait_s: float) -> None:
         """Wait out `wait_s`; hints do not end it, urgent ones do."""
         deadline_s = trio.current_time() + wait_s
-        while not self._urgent and trio.current_time() < deadline_s:
-            self._woken = trio.Event()
+        while not self._is_urgent and trio.current_time() < deadline_s:
+            self._wake_event = trio.Event()
             with trio.move_on_at(deadline_s):
-                await self._woken.wait()
+                await self._wake_event.wait()
 
     # --- failing -----------------------------------------------------------------------------------------------------
 
-    async def _failed(self, failure: Exception) -> float:
+    async def _handle_failure(self, failure: Exception) -> float:
         """Report what failed; how long to wait before it is tried again."""
         self._retry_s = min(max(2 * self._retry_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
-        value = described(failure)
+        value = describe_failure(failure)
         what = f"{value['path']}: {value['what']}" if value["path"] else value["what"]
         if not isinstance(failure, OSError | CkptfsError):
             log.error("%s failed in a way that nobody foresaw", self.name, exc_info=failure)
@@ -150,10 +150,10 @@ class Lane:
         if what != self._trouble:
             self._trouble = what
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(self._tell, value)
+                await trio.to_thread.run_sync(self._report_trouble, value)
         return self._retry_s * random.uniform(0.9, 1.1)
 
-    def _tell(self, value: Mapping[str, Any]) -> None:
+    def _report_trouble(self, value: Mapping[str, Any]) -> None:
         try:
             self._report(f"trouble:{self.name}", value)
         except Exception:
@@ -166,21 +166,21 @@ class Lanes:
     def __init__(self, lanes: list[Lane]) -> None:
         self._lanes = lanes
 
-    def hint(self, name: str = "") -> None:
+    def wake(self, name: str = "") -> None:
         """There may be something to do, for all lanes or only those whose names begin with `name`."""
         for lane in self._lanes:
             if lane.name.startswith(name):
-                lane.hint()
+                lane.wake()
 
-    def urge(self, kind: str = "") -> None:
+    def wake_now(self, kind: str = "") -> None:
         """Somebody waits for a want of this kind. Lanes named after a kind answer it alone; any other needs all of them."""
         for lane in [lane for lane in self._lanes if kind and lane.name.startswith(kind)] or self._lanes:
-            lane.urge()
+            lane.wake_now()
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         """Work now: forget every backoff and every gathering of hints."""
         for lane in self._lanes:
-            lane.hurry()
+            lane.retry_now()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -189,7 +189,7 @@ class Lanes:
                 nursery.start_soon(lane.run, name=f"lane {lane.name}")
 
 
-def described(failure: Exception) -> dict[str, Any]:
+def describe_failure(failure: Exception) -> dict[str, Any]:
     """What, where and what to do about it, in words."""
     path = getattr(failure, "path", None) or getattr(failure, "filename", None) or ""
     if isinstance(path, bytes):

@@ -17,10 +17,10 @@ import trio
 
 from ckptfs import lifecycle, series
 from ckptfs.catalog import directories, namespace, report
-from ckptfs.catalog.directories import Unvisited
-from ckptfs.errors import refused
+from ckptfs.catalog.directories import NotImported
+from ckptfs.errors import posix_error
 from ckptfs.model import ROOT, Inode, Level
-from ckptfs.series import DELETED, File
+from ckptfs.series import DELETED, MemberFile
 from ckptfs_daemon import replies
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.latest_names import TOP, Numbers, Place, is_virtual
@@ -72,7 +72,7 @@ class LatestOperations(NameOperations):
     @answered
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
         """What a name leads to."""
-        if parent_inode == ROOT and name == namespace.OURS:
+        if parent_inode == ROOT and name == namespace.RESERVED_NAME:
             return self._entry(TOP)
         if not is_virtual(parent_inode):
             return await super().lookup(parent_inode, name, ctx)
@@ -93,7 +93,7 @@ class LatestOperations(NameOperations):
     async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
         """The value of an attribute."""
         if is_virtual(inode):
-            raise refused(errno.ENODATA)
+            raise posix_error(errno.ENODATA)
         return await super().getxattr(inode, name, ctx)
 
     @answered
@@ -118,7 +118,7 @@ class LatestOperations(NameOperations):
     def _place(self, inode: int) -> Place:
         place = self._numbers.place(inode)
         if place is None:
-            raise refused(errno.ESTALE)
+            raise posix_error(errno.ESTALE)
         return place
 
     def _entry(self, place: Place) -> EntryAttributes:
@@ -134,7 +134,7 @@ class LatestOperations(NameOperations):
         """What a name in a place leads to."""
         if place == TOP:
             return Place(ROOT) if name == LATEST else None
-        if series.parsed(name) is not None:
+        if series.parse(name) is not None:
             return Place(place.directory, name)
         try:
             child = await self._child(place.directory, name)
@@ -147,7 +147,7 @@ class LatestOperations(NameOperations):
             await self.context.sharing.fresh_name(directory, name)
         try:
             return namespace.lookup(self.context.db, directory, name)
-        except Unvisited:
+        except NotImported:
             await self.visited(directory, must=True)
             return namespace.lookup(self.context.db, directory, name)
 
@@ -158,35 +158,35 @@ class LatestOperations(NameOperations):
         found = await self._listed(place.directory)
         names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
         shown = {name: Place(inode.id) for name, inode in found.items() if inode.is_directory}
-        return sorted((shown | {one.name: Place(place.directory, one.name) for one in series.among(names)}).items())
+        return sorted((shown | {one.name: Place(place.directory, one.name) for one in series.list_series(names)}).items())
 
     async def _listed(self, directory: int) -> dict[bytes, Inode]:
         """The names in a directory of the mount."""
         if self.context.sharing is not None:
             await self.context.sharing.fresh_inode(directory)
             await self.context.sharing.fresh_directory(directory)
-        if not self.current(directory).complete:
+        if not self.current(directory).is_imported:
             await self.visited(directory, must=True)
-        return {entry.name: inode for entry, inode in directories.read(self.context.db, directory)}
+        return {entry.name: inode for entry, inode in directories.iterate_entries(self.context.db, directory)}
 
     # --- what is complete ---------------------------------------------------------------------------------------------
 
     async def _newest(self, place: Place) -> bytes:
         """The way from a series' symlink to its newest complete member. Raises ENOENT."""
-        one = series.parsed(place.series)
+        one = series.parse(place.series)
         if one is None:
-            raise refused(errno.EINVAL)
+            raise posix_error(errno.EINVAL)
         found = await self._listed(place.directory)
-        for name in one.newest_first(found):
+        for name in one.sort_newest_first(found):
             inode = found[name]
-            if (inode.is_directory or inode.is_file) and series.judged(await self._files(inode.id)).has(Level.LOCAL):
-                parts = [part for part in report.path_of(self.context.db, place.directory).split(b"/") if part]
+            if (inode.is_directory or inode.is_file) and series.judge_completeness(await self._files(inode.id)).has_level(Level.LOCAL):
+                parts = [part for part in report.get_path(self.context.db, place.directory).split(b"/") if part]
                 return ABOVE * (len(parts) + 2) + b"/".join([*parts, name])
-        raise refused(errno.ENOENT)
+        raise posix_error(errno.ENOENT)
 
-    async def _files(self, member: int) -> dict[bytes, File]:
+    async def _files(self, member: int) -> dict[bytes, MemberFile]:
         """The regular files of a member, up to the first on which no checkpoint can rest."""
-        files: dict[bytes, File] = {}
+        files: dict[bytes, MemberFile] = {}
         todo = [(b"", member)]
         while todo:
             path, number = todo.pop()
@@ -201,12 +201,12 @@ class LatestOperations(NameOperations):
             todo += [(path + b"/" + name if path else name, child.id) for name, child in inside.items()]
             if inode.is_file:
                 files[path] = await self._file(inode)
-                if files[path].lacks:
+                if files[path].incomplete_reason:
                     break
         return files
 
-    async def _file(self, inode: Inode) -> File:
+    async def _file(self, inode: Inode) -> MemberFile:
         if self.context.sharing is not None:
             await self.context.sharing.fresh_copies(inode.id)
-        record = report.record(self.context.db, inode.id)
-        return File(inode.size, lifecycle.level(record), series.lacks(record, inode.size))
+        record = report.load_file_record(self.context.db, inode.id)
+        return MemberFile(inode.size, lifecycle.level(record), series.find_incomplete_reason(record, inode.size))

@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from ckptfs.errors import Refused
+from ckptfs.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def take(state: Path) -> int:
         holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         remedy = "unmount that one first, or give another state=DIRECTORY"
-        raise Refused(f"another ckptfsd (pid {holder}) uses the state directory {state}", remedy=remedy) from None
+        raise InvalidArgument(f"another ckptfsd (pid {holder}) uses the state directory {state}", remedy=remedy) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd

@@ -18,195 +18,195 @@ from ckptfs import limits
 from ckptfs.catalog import belonging
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.store import Store, Watch, WatchEvents
-from ckptfs.clique.claims import Claims
+from ckptfs.clique.claims import ClusterLocks
 from ckptfs.clique.joining import NameTaken
-from ckptfs.clique.membership import NODES, NODES_END, Change, Node, World, from_value, read_nodes, to_value
-from ckptfs.clique.presence import Presence
-from ckptfs.clique.roster import Roster
+from ckptfs.clique.membership import NODES_END, NODES_PREFIX, ClusterView, Node, ViewChange, decode_node, encode_node, load_nodes
+from ckptfs.clique.presence import NodeLease
+from ckptfs.clique.roster import MemberTable
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, Compacted, Unreachable
+from ckptfs.errors import CkptfsError, Compacted, StoreUnreachable
 
 log = logging.getLogger(__name__)
 
 TROUBLE = "trouble:cluster"
 Report = Callable[[str, Mapping[str, Any] | None], None]
-Told = Callable[[Change], None]
+ViewListener = Callable[[ViewChange], None]
 
 
-def describe(config: Config, db: Database, number: int, capacity_bytes: int) -> Node:
+def build_node(config: Config, db: Database, number: int, capacity_bytes: int) -> Node:
     """This node, as it begins now."""
     rank = number if config.rank is None else config.rank
-    incarnation = f"{belonging.catalog_id(db)[:8]}.{belonging.begin(db)}"
+    incarnation = f"{belonging.get_catalog_id(db)[:8]}.{belonging.record_start(db)}"
     return Node(number, config.node, config.address, rank, config.failure_domain, capacity_bytes, incarnation)
 
 
-class Member:
+class MembershipService:
     """This node among the others. `world`, `in_touch` and `claims` may be used by any thread."""
 
     def __init__(self, db: Database, store: Store, node: Node, report: Report) -> None:
         """`report(key, value)` tells people what fails; it is called in a worker thread."""
         self.number = node.number
-        self.presence = Presence(store, node, belonging.catalog_id(db))
-        self.claims = Claims(store, self.presence)
+        self.node_lease = NodeLease(store, node, belonging.get_catalog_id(db))
+        self.locks = ClusterLocks(store, self.node_lease)
         self._db, self._store, self._report = db, store, report
-        kept = (from_value(record) for record in belonging.last_world(db))
-        self._roster = Roster(node, (one for one in kept if one is not None))
-        self._world = self._roster.world()
-        self._told: list[Told] = []
-        self._news = trio.Event()
-        self._kept: Callable[[int], None] = lambda _: None
+        cached_nodes = (decode_node(record) for record in belonging.list_last_members(db))
+        self._member_table = MemberTable(node, (one for one in cached_nodes if one is not None))
+        self._view = self._member_table.build_view()
+        self._view_listeners: list[ViewListener] = []
+        self._view_may_change = trio.Event()
+        self._on_lease_renewed: Callable[[int], None] = lambda _: None
         self._has_read = False
-        self.met = trio.Event()
+        self.view_loaded = trio.Event()
         """Set once the World is what the store shows: before that, nobody is known to a node that is new."""
         self._trouble = ""
 
     @property
-    def world(self) -> World:
+    def view(self) -> ClusterView:
         """The newest that is known; this node always lives in it."""
-        return self._world
+        return self._view
 
     @property
-    def in_touch(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether the store answers."""
-        return self._roster.in_touch
+        return self._member_table.is_connected
 
-    def subscribe(self, told: Told) -> None:
+    def subscribe(self, listener: ViewListener) -> None:
         """Call `told` after each change, in the trio thread."""
-        self._told.append(told)
+        self._view_listeners.append(listener)
 
-    def tell_lease(self, kept: Callable[[int], None]) -> None:
+    def subscribe_lease(self, listener: Callable[[int], None]) -> None:
         """Call `kept` with the lease whenever it was kept, in the trio thread."""
-        self._kept = kept
+        self._on_lease_renewed = listener
 
     async def run(self) -> None:
         """Until cancelled. The record stays until its lease runs out: a node that is started again at once was never away."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._beat, name="beat")
-            nursery.start_soon(self._follow, name="follow")
-            nursery.start_soon(self._settle, name="settle")
+            nursery.start_soon(self._run_lease_loop, name="beat")
+            nursery.start_soon(self._run_watch_loop, name="follow")
+            nursery.start_soon(self._run_view_loop, name="settle")
 
     # --- living ------------------------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
-        pauses = Pauses()
+    async def _run_lease_loop(self) -> None:
+        backoff = Backoff()
         while True:
             try:
-                anew = await _in_thread(self.presence.beat)
-                self._kept(self.presence.lease)
+                anew = await _run_in_thread(self.node_lease.renew)
+                self._on_lease_renewed(self.node_lease.lease_id)
                 if anew:
-                    log.info("in the cluster as node %s, number %d", self.presence.node.name, self.number)
-                self._answered()
-                await self._well()
-                pauses.over()
+                    log.info("in the cluster as node %s, number %d", self.node_lease.node.name, self.number)
+                self._record_store_answer()
+                await self._clear_trouble()
+                backoff.reset()
                 await trio.sleep(limits.NODE_BEAT_S * random.uniform(0.8, 1.0))
             except CkptfsError as failure:
-                await self._failed(failure)
-                await trio.sleep(limits.NODE_BEAT_S if isinstance(failure, NameTaken) else pauses.next_s())
+                await self._record_trouble(failure)
+                await trio.sleep(limits.NODE_BEAT_S if isinstance(failure, NameTaken) else backoff.next_delay_s())
 
     # --- following ---------------------------------------------------------------------------------------------------
 
-    async def _follow(self) -> None:
-        pauses = Pauses()
+    async def _run_watch_loop(self) -> None:
+        backoff = Backoff()
         while True:
             try:
-                nodes, revision = await _in_thread(lambda: read_nodes(self._store))
-                self._roster.read(nodes, trio.current_time())
+                nodes, revision = await _run_in_thread(lambda: load_nodes(self._store))
+                self._member_table.replace_nodes(nodes, trio.current_time())
                 self._has_read = True
-                self._answered()
-                pauses.over()
-                await self._watch(revision + 1)
+                self._record_store_answer()
+                backoff.reset()
+                await self._watch_nodes(revision + 1)
             except Compacted:
                 log.debug("the store has forgotten what we had not read; reading all nodes again")
             except CkptfsError as failure:
-                await self._failed(failure)
-            await trio.sleep(pauses.next_s())
+                await self._record_trouble(failure)
+            await trio.sleep(backoff.next_delay_s())
 
-    async def _watch(self, revision: int) -> None:
+    async def _watch_nodes(self, revision: int) -> None:
         """Every change from that revision on, until the watch ends."""
-        watch = self._store.watch(NODES, NODES_END, revision)
+        watch = self._store.watch(NODES_PREFIX, NODES_END, revision)
         try:
-            while (told := await _in_thread(lambda: _next(watch))) is not None:
-                self._take(told)
+            while (events := await _run_in_thread(lambda: _read_events(watch))) is not None:
+                self._apply_events(events)
         finally:
             watch.close()
 
-    def _take(self, told: WatchEvents) -> None:
-        for event in told.events:
+    def _apply_events(self, batch: WatchEvents) -> None:
+        for event in batch.events:
             if event.item is None:
                 with contextlib.suppress(ValueError):  # Somebody put there what is no record.
-                    self._roster.gone(int(event.key[len(NODES) :], 16), trio.current_time())
-            elif (node := from_value(event.item.value)) is not None:
-                self._roster.lives(node)
-                self.presence.seen(node, event.revision)
-        self._news.set()
+                    self._member_table.mark_gone(int(event.key[len(NODES_PREFIX) :], 16), trio.current_time())
+            elif (node := decode_node(event.item.value)) is not None:
+                self._member_table.mark_alive(node)
+                self.node_lease.record_seen_node(node, event.revision)
+        self._view_may_change.set()
 
     # --- telling -----------------------------------------------------------------------------------------------------
 
-    async def _settle(self) -> None:
+    async def _run_view_loop(self) -> None:
         while True:
-            due_s = self._roster.due_s()
+            due_s = self._member_table.next_due_s()
             with trio.move_on_at(float("inf") if due_s is None else due_s):
-                await self._news.wait()
+                await self._view_may_change.wait()
             await trio.sleep(limits.WORLD_GATHER_S)
-            self._news = trio.Event()
-            self._roster.settle(trio.current_time())
-            await self._become(self._roster.world())
+            self._view_may_change = trio.Event()
+            self._member_table.delete_expired(trio.current_time())
+            await self._set_view(self._member_table.build_view())
             if self._has_read:
-                self.met.set()
+                self.view_loaded.set()
 
-    async def _become(self, now: World) -> None:
-        change = Change(self._world, now)
+    async def _set_view(self, now: ClusterView) -> None:
+        change = ViewChange(self._view, now)
         if now == change.before:
             return
-        self._world = now
-        for words, nodes in (("died", change.died), ("joined", change.joined), ("was started again", change.returned)):
+        self._view = now
+        for words, nodes in (("died", change.dead_nodes), ("joined", change.joined_nodes), ("was started again", change.restarted_nodes)):
             for node in nodes[: limits.NODES_NAMED_MAX]:
                 log.info("node %s %s", node.name, words)
-        for told in self._told:
-            told(change)
-        await _in_thread(lambda: belonging.keep_world(self._db, [to_value(node) for node in now.nodes]))
+        for listener in self._view_listeners:
+            listener(change)
+        await _run_in_thread(lambda: belonging.record_last_members(self._db, [encode_node(node) for node in now.nodes]))
 
     # --- trouble -----------------------------------------------------------------------------------------------------
 
-    def _answered(self) -> None:
-        self._roster.answered(trio.current_time())
-        self._news.set()
+    def _record_store_answer(self) -> None:
+        self._member_table.mark_connected(trio.current_time())
+        self._view_may_change.set()
 
-    async def _well(self) -> None:
+    async def _clear_trouble(self) -> None:
         if self._trouble:
             log.info("the cluster's etcd answers again")
             self._trouble = ""
-            await _in_thread(lambda: self._report(TROUBLE, None))
+            await _run_in_thread(lambda: self._report(TROUBLE, None))
 
-    async def _failed(self, failure: CkptfsError) -> None:
-        if isinstance(failure, Unreachable):
-            self._roster.out_of_touch()
-        if str(failure) == self._trouble or (self._trouble and isinstance(failure, Unreachable)):
+    async def _record_trouble(self, failure: CkptfsError) -> None:
+        if isinstance(failure, StoreUnreachable):
+            self._member_table.mark_disconnected()
+        if str(failure) == self._trouble or (self._trouble and isinstance(failure, StoreUnreachable)):
             return
         self._trouble = str(failure)
         remedy = failure.remedy or "nothing is lost meanwhile; see that etcd runs and can be reached"
         log.warning("%s; this node goes on with what it knows of the others (%s)", failure, remedy)
-        await _in_thread(lambda: self._report(TROUBLE, {"what": str(failure), "path": "", "remedy": remedy}))
+        await _run_in_thread(lambda: self._report(TROUBLE, {"what": str(failure), "path": "", "remedy": remedy}))
 
 
-class Pauses:
+class Backoff:
     """How long to wait before something is tried again: ever longer, and never the same as everybody else."""
 
     def __init__(self) -> None:
         self._s = 0.0
 
-    def over(self) -> None:
+    def reset(self) -> None:
         self._s = 0.0
 
-    def next_s(self) -> float:
+    def next_delay_s(self) -> float:
         self._s = min(max(2 * self._s, limits.RETRY_FIRST_S), limits.NODE_BEAT_S)
         return self._s * random.uniform(0.5, 1.0)
 
 
-def _next(watch: Watch) -> WatchEvents | None:
+def _read_events(watch: Watch) -> WatchEvents | None:
     return next(watch, None)
 
 
-async def _in_thread(act: Callable[[], Any]) -> Any:
+async def _run_in_thread(act: Callable[[], Any]) -> Any:
     """In a worker thread, which is left behind when we are cancelled."""
     return await trio.to_thread.run_sync(act, abandon_on_cancel=True)

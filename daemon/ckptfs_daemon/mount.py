@@ -12,9 +12,9 @@ import socket
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog.adoption import instance
+from ckptfs.catalog.adoption import get_instance_id
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing.touching import Touching
+from ckptfs.catalog.sharing.touching import DirtyKeyTracker
 from ckptfs.config import Config
 from ckptfs.model import DataPath
 from ckptfs.tiers import adoption
@@ -50,7 +50,7 @@ class Operations(FileOperations, LatestOperations, QuickOperations, pyfuse3.Oper
 
 def run(inherited: Inherited) -> int:
     """Serve the connection; 0 when it was unmounted."""
-    descriptors.take_all()
+    descriptors.raise_descriptor_limit()
     operations = Operations(_wire(inherited))
     if operations.context.sharing is not None:
         operations.context.sharing.serve(operations.lost_names)
@@ -65,11 +65,11 @@ def run(inherited: Inherited) -> int:
 
 def _wire(inherited: Inherited) -> Context:
     config = inherited.config
-    touching = None if config.cluster is None else Touching()
+    touching = None if config.cluster is None else DirtyKeyTracker()
     db = Database(
-        config.state / "catalog.db", journalled=config.pfs is not None, patient=True, clustered=touching is not None, shared=touching
+        config.state / "catalog.db", journalled=config.pfs is not None, defer_checkpoints=True, clustered=touching is not None, hooks=touching
     )
-    places = Places.adopt(config, instance(db))
+    places = Places.adopt(config, get_instance_id(db))
     adoption.adopt(db, places)
     bell = Bell(inherited.bell)
     passthrough = Passthrough(inherited.fuse_fd) if inherited.data_path is DataPath.PASSTHROUGH else None
@@ -88,10 +88,10 @@ def _wire(inherited: Inherited) -> Context:
     )
 
 
-def _share(config: Config, db: Database, open_files: OpenFiles, touching: Touching) -> tuple[Sharing, StandingIn]:
+def _share(config: Config, db: Database, open_files: OpenFiles, touching: DirtyKeyTracker) -> tuple[Sharing, StandingIn]:
     store = cluster_store.open_store(config)
     sharing = Sharing(db, store, config.node, open_files.is_written, open_files.places.also)
-    touching.on_touched = sharing.touched
+    touching.on_dirty = sharing.touched
     return sharing, StandingIn(lambda lease: trio.to_thread.run_sync(store.keep_alive, lease, abandon_on_cancel=True))
 
 

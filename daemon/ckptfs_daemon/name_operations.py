@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptfs import limits
 from ckptfs.catalog import answers, contents, namespace, renaming, wants
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.directories import Unvisited
+from ckptfs.catalog.directories import NotImported
 from ckptfs.errors import CkptfsError
 from ckptfs.flow import read
 from ckptfs.model import Inode
@@ -48,7 +48,7 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
             return self.reply(found)
         except FileNotFoundError:
             return self.nothing()
-        except Unvisited as missing:
+        except NotImported as missing:
             directory = missing.directory
         try:
             await self.visited(directory, must=True)
@@ -70,7 +70,7 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
         for _ in range(limits.MISLED_LOOKS_MAX):
             try:
                 found = namespace.lookup(db, parent, name)
-                held = contents.held(db, found.id)
+                held = contents.get_file_content(db, found.id)
                 if found.id == came or not found.is_file or held is None or read.way(held) is not read.Way.FETCH:
                     walks.leads(pid, found.id)
                     return
@@ -105,8 +105,8 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
             return self.reply(self.current(int.from_bytes(told, "little")))
 
         def act(db: Database, blind: bool) -> Inode:
-            inode = namespace.make(db, parent, name, mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target, blind=blind)
-            answers.keep(db, request.number, inode.id.to_bytes(NAMED, "little"))
+            inode = namespace.create(db, parent, name, mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target, allow_unimported=blind)
+            answers.record_reply(db, request.number, inode.id.to_bytes(NAMED, "little"))
             return inode
 
         made = await self.agreed(lambda: self.change(act, creates=True), [(parent, name)])
@@ -120,8 +120,8 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
             return self.reply(self.current(inode))
 
         def act(db: Database, blind: bool) -> Inode:
-            answers.keep(db, request.number)
-            return namespace.link(db, inode, new_parent_inode, new_name, blind=blind)
+            answers.record_reply(db, request.number)
+            return namespace.link(db, inode, new_parent_inode, new_name, allow_unimported=blind)
 
         linked = await self.agreed(lambda: self.change(act, creates=True), [(new_parent_inode, new_name)], [inode])
         return self.reply(linked)
@@ -134,7 +134,7 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
             return
 
         def act(db: Database, _: bool) -> Inode:
-            answers.keep(db, request.number)
+            answers.record_reply(db, request.number)
             return namespace.unlink(db, parent_inode, name)
 
         self.unnamed(await self.agreed(lambda: self.change(act), [(parent_inode, name)]))
@@ -147,7 +147,7 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
             return
 
         def act(db: Database, _: bool) -> Inode:
-            answers.keep(db, request.number)
+            answers.record_reply(db, request.number)
             return namespace.rmdir(db, parent_inode, name)
 
         self.unnamed(await self.agreed(lambda: self.change(act), [(parent_inode, name)]))
@@ -162,8 +162,8 @@ class NameOperations(AttributeOperations, DirectoryOperations, OrphanOperations,
             return
 
         def act(db: Database, blind: bool) -> Inode | None:
-            answers.keep(db, request.number)
-            return renaming.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, blind=blind)
+            answers.record_reply(db, request.number)
+            return renaming.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, allow_unimported=blind)
 
         names = [(parent_inode_old, name_old), (parent_inode_new, name_new)]
         replaced = await self.agreed(lambda: self.change(act, creates=True), names)

@@ -12,12 +12,12 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import identity, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.same_store import SameStore
+from ckptfs.catalog.same_store import EpochCheckedStore
 from ckptfs.catalog.sharing import truth
 from ckptfs.clique import keys
-from ckptfs.clique.membership import Change
-from ckptfs.clique.revoked import Revoked
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.membership import ViewChange
+from ckptfs.clique.revoked import RevocationList
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.ahead import Ahead
@@ -31,110 +31,110 @@ from ckptfs.flow.secure import Secure
 from ckptfs.flow.secure.regularly import Regularly
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.tell import Tell
-from ckptfs.model import Bulk, Notify, Tier
+from ckptfs.model import Bulk, Notifier, Tier
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import cluster_figures, peer_server
-from ckptfs_daemon.cluster_figures import ClusterFigures, Transport
+from ckptfs_daemon.cluster_figures import ClusterFigures, TransportFigures
 from ckptfs_daemon.cluster_store import open_store
 from ckptfs_daemon.lanes import Flow
-from ckptfs_daemon.member import Member, describe
+from ckptfs_daemon.member import MembershipService, build_node
 from ckptfs_daemon.peer_client import PeerClient
 from ckptfs_daemon.peer_server import PeerServer
 
 log = logging.getLogger(__name__)
 
-LOCAL = (Tier.RAM, Tier.NVME)
+LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 TROUBLE = "trouble:peers"
 
 
-class Neighbours:
+class ClusterServices:
     """The other nodes, for this node's flows, and this node for theirs. Only in a mount with `cluster`."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify) -> None:
+    def __init__(self, db: Database, tiers: Places, config: Config, notify: Notifier) -> None:
         assert config.cluster is not None
         self._db = db
         self._config = config
         self._identity = None if config.keys is None else keys.load_for(config.keys, config.node, config.cluster)
-        self._store = SameStore(open_store(config), db)
-        self._revoked = Revoked(config.keys)
+        self._store = EpochCheckedStore(open_store(config), db)
+        self._revoked = RevocationList(config.keys)
         self._peers = PeerClient(config.node, config.cluster, self._identity, bulk=config.bulk is Bulk.SOCKET, revoked=self._revoked)
-        capacity = sum(places[tier].room().total for tier in LOCAL if tier in places)
-        node = describe(config, db, identity.number(db), int(config.peer_share * capacity))
-        self.member = Member(db, self._store, node, lambda key, value: settling.report(db, key, value))
-        self.member.subscribe(self._follow)
-        self.around = Surroundings(
-            node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.member.world,
-            self.member.claims, lambda: self.member.presence.lease,
+        capacity = sum(tiers[tier].room().total for tier in LOCAL_TIERS if tier in tiers)
+        node = build_node(config, db, identity.get_node_number(db), int(config.peer_share * capacity))
+        self.membership = MembershipService(db, self._store, node, lambda key, value: settling.set_report(db, key, value))
+        self.membership.subscribe(self._apply_view_change)
+        self.cluster = Cluster(
+            node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.membership.view,
+            self.membership.locks, lambda: self.membership.node_lease.lease_id,
         )  # fmt: skip
-        self._served: PeerServer | None = None
-        self._hold = Hold(db, places, config.peer_share, notify, self.around)
-        self._replicate = Replicate(db, places, notify, self.around)
-        transport = Transport(self._replicate.loads, self._peers.figures, self._serving, self._peers.ping)
+        self._running_server: PeerServer | None = None
+        self._host = Hold(db, tiers, config.peer_share, notify, self.cluster)
+        self._replicate = Replicate(db, tiers, notify, self.cluster)
+        transport = TransportFigures(self._replicate.loads, self._peers.get_figures, self._get_server_figures, self._peers.ping)
         self.figures = ClusterFigures(config, db, self._store, transport, self._identity)
-        self._tell = Tell(db, self.around)
-        self._repair = Repair(db, notify, self.around)
-        self._take_over = TakeOver(db, notify, self.around)
-        self._fall_back = FallBack(db, places, notify, self.around)
-        self._reconcile = Reconcile(db, places, notify, self.around, self._hold.doubted)
-        self._bury = Bury(db, self.around)
-        self._secure = Secure(db, places, notify, self.around)
-        self._regularly = Regularly(db, places, self.around)
-        self._ahead = Ahead(db, places, self.around)
+        self._announce = Tell(db, self.cluster)
+        self._repair = Repair(db, notify, self.cluster)
+        self._take_over = TakeOver(db, notify, self.cluster)
+        self._salvage = FallBack(db, tiers, notify, self.cluster)
+        self._reconcile = Reconcile(db, tiers, notify, self.cluster, self._host.doubted)
+        self._drop_dead_records = Bury(db, self.cluster)
+        self._fsync_replication = Secure(db, tiers, notify, self.cluster)
+        self._periodic_replication = Regularly(db, tiers, self.cluster)
+        self._early_replication = Ahead(db, tiers, self.cluster)
 
-    def lanes(self) -> list[tuple[str, Flow]]:
+    def list_flows(self) -> list[tuple[str, Flow]]:
         """(name, flow) of every lane that only a cluster has."""
         return [
-            ("replicate", self._replicate), ("tell", self._tell), ("repair", self._repair), ("reconcile", self._reconcile),
-            ("fall-back", self._fall_back), ("hold", self._hold), ("ahead", self._ahead),
-            ("copy open files", self._regularly), ("bury", self._bury),
+            ("replicate", self._replicate), ("tell", self._announce), ("repair", self._repair), ("reconcile", self._reconcile),
+            ("fall-back", self._salvage), ("hold", self._host), ("ahead", self._early_replication),
+            ("copy open files", self._periodic_replication), ("bury", self._drop_dead_records),
             *([("take over", self._take_over)] if self._config.pfs is not None else ()),
-            *((f"secure {number}", self._secure) for number in range(1, limits.SECURES_MAX + 1)),
+            *((f"secure {number}", self._fsync_replication) for number in range(1, limits.SECURES_MAX + 1)),
         ]  # fmt: skip
 
-    def find(self, inode: int) -> None:
+    def refresh_pfs_path(self, inode: int) -> None:
         """Learn where the PFS shows a file now: another node may have moved it, or what is above it."""
         with contextlib.suppress(CkptfsError):
-            truth.look_up(self._db, self._store, inode)
+            truth.load_inodes(self._db, self._store, inode)
 
     def prepare(self) -> None:
         """Once, before the first step."""
-        self._tell.prepare()
+        self._announce.prepare()
 
     async def run(self) -> None:
         """Live among them until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.member.run, name="member")
-                nursery.start_soon(peer_server.serve, self._server, self._serves, self._serves_not, name="peers")
-                nursery.start_soon(self._tell_figures, name="figures")
+                nursery.start_soon(self.membership.run, name="member")
+                nursery.start_soon(peer_server.serve_peers, self._build_server, self._record_server_started, self._record_server_failed, name="peers")
+                nursery.start_soon(self._publish_figures, name="figures")
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._close)
 
-    def _server(self) -> PeerServer:
+    def _build_server(self) -> PeerServer:
         assert self._config.cluster is not None
         bulk = self._config.bulk is Bulk.SOCKET
-        return PeerServer(self._hold, self._config.listen, self._config.cluster, self._identity, bulk=bulk, revoked=self._revoked)
+        return PeerServer(self._host, self._config.listen, self._config.cluster, self._identity, bulk=bulk, revoked=self._revoked)
 
-    def _serves(self, server: PeerServer) -> None:
-        self._served = server
-        settling.report(self._db, TROUBLE, None)
+    def _record_server_started(self, server: PeerServer) -> None:
+        self._running_server = server
+        settling.set_report(self._db, TROUBLE, None)
 
-    def _serves_not(self, what: str) -> None:
+    def _record_server_failed(self, what: str) -> None:
         remedy = f"see who else listens on {self._config.listen}, or give another listen="
-        settling.report(self._db, TROUBLE, {"what": f"other nodes cannot reach this one: {what}", "path": "", "remedy": remedy})
+        settling.set_report(self._db, TROUBLE, {"what": f"other nodes cannot reach this one: {what}", "path": "", "remedy": remedy})
 
-    def _serving(self) -> dict[str, Any]:
-        return self._served.figures() if self._served else {}
+    def _get_server_figures(self) -> dict[str, Any]:
+        return self._running_server.get_figures() if self._running_server else {}
 
-    async def _tell_figures(self) -> None:
-        await cluster_figures.tell(self._db, self._store, self.member.number, lambda: self.member.presence.lease)
+    async def _publish_figures(self) -> None:
+        await cluster_figures.publish_figures(self._db, self._store, self.membership.number, lambda: self.membership.node_lease.lease_id)
 
-    def _follow(self, change: Change) -> None:
-        self._peers.keep([node.name for node in change.after.nodes])
-        for node in (*change.died, *change.returned):
-            if self._served is not None:
-                self._served.left(node.name)
+    def _apply_view_change(self, change: ViewChange) -> None:
+        self._peers.close_except([node.name for node in change.after.nodes])
+        for node in (*change.dead_nodes, *change.restarted_nodes):
+            if self._running_server is not None:
+                self._running_server.end_all_of_node(node.name)
 
     def _close(self) -> None:
         self._replicate.close()

@@ -91,7 +91,7 @@ class OpenFile:
         status = os.fstat(self.fd)
         mtime_ns = status.st_mtime_ns
         ctime_ns = row.ctime_ns if mtime_ns == row.mtime_ns else max(row.ctime_ns, mtime_ns)
-        return replace(row, size=status.st_size, blocks=status.st_blocks, atime_ns=status.st_atime_ns, mtime_ns=mtime_ns, ctime_ns=ctime_ns)
+        return replace(row, size=status.st_size, allocated_blocks=status.st_blocks, atime_ns=status.st_atime_ns, mtime_ns=mtime_ns, ctime_ns=ctime_ns)
 
     def set_times(self, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the file's times; None leaves one as it is."""

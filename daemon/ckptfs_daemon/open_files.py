@@ -19,7 +19,7 @@ from ckptfs import limits
 from ckptfs.catalog import answers as told
 from ckptfs.catalog import contents, handles, settling
 from ckptfs.catalog.database import Database
-from ckptfs.errors import CkptfsError, TimedOut, refused
+from ckptfs.errors import CkptfsError, TimedOut, posix_error
 from ckptfs.model import CopyState, Handle, Inode, Tier
 from ckptfs.tiers.place import Place, Places
 from ckptfs_daemon import bells
@@ -66,7 +66,7 @@ class OpenFiles:
         """The open file behind FUSE's `fh`. Raises EBADF."""
         file = self.by_handle.get(fh & HANDLE_MASK)
         if file is None:
-            raise refused(errno.EBADF)
+            raise posix_error(errno.EBADF)
         return file
 
     # --- attributes ---------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class OpenFiles:
         for tier in (Tier.RAM, Tier.NVME):
             status = self.places[tier].stat(row.content) if tier in self.places else None
             if status is not None:
-                return replace(row, blocks=status.st_blocks)
+                return replace(row, allocated_blocks=status.st_blocks)
         return row
 
     def is_written(self, inode: int) -> bool:
@@ -146,7 +146,7 @@ class OpenFiles:
         file.handles[handle] = writer
         if file.expected:
             self._promising[file] = None
-        if writer and self.db.clustered:
+        if writer and self.db.is_clustered:
             self._bell.ring(bells.OPENED)
 
     # --- ending -------------------------------------------------------------------------------------------------------
@@ -192,11 +192,11 @@ class OpenFiles:
     def change(self) -> Iterator[Database]:
         """A transaction that takes along what ended."""
         if not self._ending:
-            with self.db.change() as db:
+            with self.db.transaction() as db:
                 yield db
             return
         ending = list(self._ending)
-        with self.db.change() as db:
+        with self.db.transaction() as db:
             doomed = [self._write_end(file) for file in ending]
             yield db
         for file, gone in zip(ending, doomed, strict=True):
@@ -210,12 +210,12 @@ class OpenFiles:
         """The rows of one file's ended handles; the contents that are not needed any more."""
         for handle in file.ended:
             if handle > 0:
-                handles.remove(self.db, handle)
+                handles.delete(self.db, handle)
         if not file.closing and file.handles:
             return []
         named = contents.has_name(self.db, file.inode)
         if not named:
-            return [] if file.handles else contents.doom_all(self.db, file.inode)
+            return [] if file.handles else contents.mark_all_doomed(self.db, file.inode)
         if file.content is not None and file.fd >= 0:
             self._write_figures(file, file.content)
         return []
@@ -223,12 +223,12 @@ class OpenFiles:
     def _write_figures(self, file: OpenFile, content: int) -> None:
         status = os.fstat(file.fd)
         if file.closing:
-            contents.close(self.db, file.inode, content, status.st_size, status.st_atime_ns, self.written_ns(status))
+            contents.mark_closed(self.db, file.inode, content, status.st_size, status.st_atime_ns, self.written_ns(status))
             self._remember(file.kind, min(status.st_size, status.st_blocks * 512))
             return
         if status.st_atime_ns != file.atime_ns and file.arriving is None:
-            contents.accessed(self.db, file.inode, status.st_atime_ns)
-        contents.used(self.db, (content,))
+            contents.record_access(self.db, file.inode, status.st_atime_ns)
+        contents.record_use(self.db, (content,))
 
     def _remember(self, kind: bytes | None, size: int) -> None:
         if kind is not None:
@@ -287,13 +287,13 @@ class OpenFiles:
         What a crash left OPEN without a writer is closed, as the last writer's release would have done.
         """
         self._pfs_until_s = trio.current_time() + limits.PFS_ACT_WAIT_S
-        with self.db.change():
+        with self.db.transaction():
             if not resumed:
-                handles.clear(self.db)
-                told.forget_all(self.db)
-        for row in handles.every(self.db):
+                handles.delete_all(self.db)
+                told.delete_replies(self.db)
+        for row in handles.list_all(self.db):
             await self._reopen(row)
-        for content, inode, tier in contents.abandoned(self.db):
+        for content, inode, tier in contents.list_abandoned(self.db):
             if tier in self.places:
                 await self._close_abandoned(content, inode, self.places[tier])
 
@@ -301,11 +301,11 @@ class OpenFiles:
         """One handle of the process before us. Where its file cannot be opened its handle is there all the same, and reads fail."""
         file = self.by_inode.get(row.inode)
         if file is None:
-            file = OpenFile(row.inode, row.content, self._place_of(row.content), -1, backing=row.backing, generation=row.generation)
+            file = OpenFile(row.inode, row.content, self._place_of(row.content), -1, backing=row.backing_id, generation=row.generation)
             await self._look_again(file)
-        if row.writer and not file.backing and not file.writable and file.fd >= 0 and file.place is not None and row.content is not None:
+        if row.is_writer and not file.backing and not file.writable and file.fd >= 0 and file.place is not None and row.content is not None:
             await self._write_again(file, file.place, row.content)
-        self.add(file, row.id, row.writer)
+        self.add(file, row.id, row.is_writer)
 
     async def _write_again(self, file: OpenFile, place: Place, content: int) -> None:
         """Open for writing what a writer before us had open; where that fails its writes do, and everything else goes on."""
@@ -338,15 +338,15 @@ class OpenFiles:
     def _place_of(self, content: int | None) -> Place | None:
         if content is None:
             return None
-        good = (copy.tier for copy in settling.copies(self.db, content) if copy.state is CopyState.GOOD)
+        good = (copy.tier for copy in settling.list_copies(self.db, content) if copy.state is CopyState.GOOD)
         return next((self.places[tier] for tier in good if tier in self.places), None)
 
     async def _close_abandoned(self, content: int, inode: int, place: Place) -> None:
         status = None
         with contextlib.suppress(TimedOut):
             status = place.stat(content) if place.tier is not Tier.PFS else await self._in_time(lambda: place.stat(content))
-        with self.db.change():
+        with self.db.transaction():
             if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
-                contents.doom(self.db, content)
+                contents.mark_doomed(self.db, content)
             elif status is not None:
-                contents.close(self.db, inode, content, status.st_size, status.st_atime_ns, self.written_ns(status))
+                contents.mark_closed(self.db, inode, content, status.st_size, status.st_atime_ns, self.written_ns(status))

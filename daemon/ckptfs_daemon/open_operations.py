@@ -7,8 +7,8 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
-from ckptfs.catalog.directories import Unvisited
-from ckptfs.errors import CkptfsError, refused
+from ckptfs.catalog.directories import NotImported
+from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import DataPath
 from ckptfs_daemon import door, edge
 from ckptfs_daemon.creating import Creating
@@ -43,7 +43,7 @@ class OpenOperations(Handler):
             if flags & os.O_EXCL:
                 raise
             # The kernel knew no such name: let it look again, and open what is there with all its checks.
-            raise refused(errno.ESTALE) from None
+            raise posix_error(errno.ESTALE) from None
         return self._info(opened), self.reply_as_is(creating.inode, written=True)
 
     async def _created(self, creating: Creating) -> Opened:
@@ -51,7 +51,7 @@ class OpenOperations(Handler):
         for _ in range(VISITS_MAX):
             try:
                 return await creating.run()
-            except Unvisited as missing:
+            except NotImported as missing:
                 creating.blind = not await self.visited(missing.directory)
         creating.blind = True
         return await creating.run()

@@ -16,8 +16,8 @@ import trio
 
 from ckptfs import limits
 from ckptfs.catalog import answers, attributes, contents, handles, report, settling, wants
-from ckptfs.catalog.contents import Held
-from ckptfs.errors import Busy, CkptfsError, ContentLost, NoRoom, TimedOut, refused
+from ckptfs.catalog.contents import FileContent
+from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.flow import read, write
 from ckptfs.model import ContentState, DataPath, Tier
 from ckptfs.tiers import space
@@ -59,7 +59,7 @@ class Opening:
                     return self._attempt()
                 except Later as later:
                     await later.wait()
-                except NoRoom:
+                except NoSpace:
                     if trio.current_time() > full_until_s:
                         raise
                     self._context.bell.ring(bells.WORK)
@@ -70,8 +70,8 @@ class Opening:
             if self._made is not None:
                 os.close(self._made[1])
                 # There was room elsewhere in the end.
-                with self._context.db.change() as db:
-                    contents.doom(db, self._made[0])
+                with self._context.db.transaction() as db:
+                    contents.mark_doomed(db, self._made[0])
             if self._unsealed is not None:
                 self._close_again(self._unsealed)
 
@@ -90,12 +90,12 @@ class Opening:
             raise Later(lambda: arriving.whole(reading))
         with Undo() as undo:
             with self._files.change():
-                held = contents.held(self._context.db, wish.inode)
+                held = contents.get_file_content(self._context.db, wish.inode)
                 if held is None:
-                    raise refused(errno.ENOENT if self._context.sharing is None else errno.ESTALE)
+                    raise posix_error(errno.ENOENT if self._context.sharing is None else errno.ESTALE)
                 if not held.inode.is_file:
-                    raise refused(errno.EINVAL)
-                if held.awaited and self._context.sharing is not None and trio.current_time() < self._told_until_s:
+                    raise posix_error(errno.EINVAL)
+                if held.has_newer_generation and self._context.sharing is not None and trio.current_time() < self._told_until_s:
                     raise Later(self._look_again)
                 if file is None:
                     file = self._first(held, undo)
@@ -107,22 +107,22 @@ class Opening:
         self._files.add(file, opened.handle, wish.writer)
         return opened
 
-    def _record(self, file: OpenFile, held: Held) -> Opened:
+    def _record(self, file: OpenFile, held: FileContent) -> Opened:
         """The rows of a handle, and of the answer."""
         db, wish, inode = self._context.db, self._wish, held.inode.id
         if wish.request is None:
             return Opened(inode, self._files.internal_handle(), file.backing, False)
         if wish.truncate and wish.request.kill_privileges and held.inode.mode & SET_ID:
             attributes.set_attributes(db, inode, kill_set_id=True)
-        handle = handles.add(db, inode, file.content, writer=wish.writer, backing=file.backing, generation=file.generation)
+        handle = handles.insert(db, inode, file.content, is_writer=wish.writer, backing_id=file.backing, generation=file.generation)
         stranger = wish.writer and not wish.root and bool(held.inode.mode & SET_ID)
         opened = Opened(inode, handle, file.backing, bool(file.backing) and (file.direct or stranger))
-        answers.keep(db, wish.request.number, opened.pack())
+        answers.record_reply(db, wish.request.number, opened.pack())
         return opened
 
     # --- nobody has it open -------------------------------------------------------------------------------------------
 
-    def _first(self, held: Held, undo: Undo) -> OpenFile:
+    def _first(self, held: FileContent, undo: Undo) -> OpenFile:
         wish = self._wish
         if wish.writer:
             way = write.way(held, truncate=wish.truncate, shared=False)
@@ -144,7 +144,7 @@ class Opening:
             raise Later(self._seek)
         raise self._lost("no copy of its content is left")
 
-    def begin(self, held: Held, undo: Undo, kind: bytes | None = None) -> OpenFile:
+    def begin(self, held: FileContent, undo: Undo, kind: bytes | None = None) -> OpenFile:
         """A new content."""
         expected = max(held.inode.size, self._files.expected_bytes(kind) if kind else 0)
         promised = self._files.promised()
@@ -154,11 +154,11 @@ class Opening:
         changed_ns = None if kind is not None or self._files.times_are_kernels else time.time_ns()
         if tier is Tier.PFS:
             content, fd = self._made_on_pfs(place)
-            contents.begin(self._context.db, held.inode.id, tier, reserved=content, changed_ns=changed_ns)
+            contents.insert_content(self._context.db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
             undo.callback(setattr, self, "_made", self._made)
             self._made = None
         else:
-            content = contents.begin(self._context.db, held.inode.id, tier, changed_ns=changed_ns)
+            content = contents.insert_content(self._context.db, held.inode.id, tier, changed_ns=changed_ns)
             fd = place.create(content, os.O_RDWR if served else os.O_RDONLY)
             undo.callback(place.remove, content)
             undo.callback(os.close, fd)
@@ -180,14 +180,14 @@ class Opening:
         room = space.without(places.room(tier), promised)
         return space.watched(room, expected) if any(places.after(tier)) else space.last(room, expected)
 
-    def _empty(self, held: Held, undo: Undo) -> OpenFile:
+    def _empty(self, held: FileContent, undo: Undo) -> OpenFile:
         """A file that was made by mknod and never written: it gets a content now, closed at once with this handle."""
         file = self.begin(held, undo, kind=b"")
         assert file.content is not None
-        contents.close(self._context.db, held.inode.id, file.content, 0, held.inode.atime_ns, held.inode.mtime_ns)
+        contents.mark_closed(self._context.db, held.inode.id, file.content, 0, held.inode.atime_ns, held.inode.mtime_ns)
         return file
 
-    def _here(self, held: Held, undo: Undo) -> OpenFile:
+    def _here(self, held: FileContent, undo: Undo) -> OpenFile:
         """From the tier that has it."""
         wish, content, tier = self._wish, held.content, held.tiers[0]
         assert content is not None
@@ -205,7 +205,7 @@ class Opening:
         return self._file(held, content, place, fd, undo, served=served)
 
     def _file(
-        self, held: Held, content: int | None, place: Place | None, fd: int, undo: Undo, *, served: bool, kind: bytes | None = None
+        self, held: FileContent, content: int | None, place: Place | None, fd: int, undo: Undo, *, served: bool, kind: bytes | None = None
     ) -> OpenFile:
         file = OpenFile(held.inode.id, content, place, fd, kind=kind or None, atime_ns=held.inode.atime_ns)
         file.generation = held.inode.generation
@@ -224,14 +224,14 @@ class Opening:
 
     # --- somebody has it open -----------------------------------------------------------------------------------------
 
-    def _demand_newest(self, file: OpenFile, held: Held) -> None:
+    def _demand_newest(self, file: OpenFile, held: FileContent) -> None:
         """Refuse to write into a former generation that is open here since another node wrote the file again: it would be lost."""
-        if file.content is None or (file.content == held.content and not (held.peer and held.inode.generation != file.generation)):
+        if file.content is None or (file.content == held.content and not (held.is_remote and held.inode.generation != file.generation)):
             return
-        path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
+        path = os.fsdecode(report.get_path(self._context.db, self._wish.inode))
         raise Busy(f"{path}: a program on this node has a former generation open, and another node has written it since")
 
-    def _join(self, file: OpenFile, held: Held) -> None:
+    def _join(self, file: OpenFile, held: FileContent) -> None:
         """One more writer on an open inode: same content, same backing id."""
         if file.place is None:
             self._leave_pfs_file(file, held)
@@ -256,43 +256,43 @@ class Opening:
             if fd != file.fd:
                 os.close(fd)
 
-    async def _unseal(self, held: Held, content: int, tier: Tier) -> None:
-        with self._context.db.change() as db:
-            contents.reopen(db, held.inode.id, content, tier)
+    async def _unseal(self, held: FileContent, content: int, tier: Tier) -> None:
+        with self._context.db.transaction() as db:
+            contents.mark_open(db, held.inode.id, content, tier)
         self._unsealed = content
 
     def _close_again(self, content: int) -> None:
         """What was unsealed for a writer who did not come to it in the end would stay OPEN for ever. Its size is found at its seal."""
         with self._files.change() as db:
-            known = settling.content(db, content)
+            known = settling.get_content(db, content)
             if known is None or known.state is not ContentState.OPEN:
                 return
-            held = contents.held(db, known.inode)
+            held = contents.get_file_content(db, known.inode)
             if held is None or held.content != content:
-                contents.doom(db, content)
+                contents.mark_doomed(db, content)
             elif self._files.is_written(known.inode):
                 return
             else:
                 row = held.inode
-                contents.close(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
+                contents.mark_closed(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
         self._context.bell.ring(bells.WORK)
 
-    def _reopen(self, held: Held, content: int, place: Place) -> None:
+    def _reopen(self, held: FileContent, content: int, place: Place) -> None:
         if held.state is ContentState.OPEN:
-            contents.touch(self._context.db, content)
+            contents.bump_change(self._context.db, content)
             return
         if self._wish.hasty and place.tier is not Tier.PFS:
             os.close(self._taken(place, content, WRITE_NOW))
-        contents.reopen(self._context.db, held.inode.id, content, place.tier)
+        contents.mark_open(self._context.db, held.inode.id, content, place.tier)
 
-    def _leave_pfs_file(self, file: OpenFile, held: Held) -> None:
+    def _leave_pfs_file(self, file: OpenFile, held: FileContent) -> None:
         """Readers have the PFS's own file open and somebody wants to write: from now on their reads come to us as well."""
         if not held.tiers or held.content is None:
             raise Later(self._fetch)
         place = self._place(held.tiers[0])
         file.replace(self._taken(place, held.content, WRITE_NOW))
         file.content, file.place, file.writable, file.direct = held.content, place, True, True
-        handles.point(self._context.db, file.inode, held.content)
+        handles.set_content(self._context.db, file.inode, held.content)
 
     def _place(self, tier: Tier) -> Place:
         if tier not in self._context.places:
@@ -301,8 +301,8 @@ class Opening:
 
     def _lost(self, why: str) -> ContentLost | OSError:
         if not contents.has_name(self._context.db, self._wish.inode):
-            return refused(errno.ESTALE)  # Another node has taken its name away since it was looked up: the kernel looks again.
-        path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
+            return posix_error(errno.ESTALE)  # Another node has taken its name away since it was looked up: the kernel looks again.
+        path = os.fsdecode(report.get_path(self._context.db, self._wish.inode))
         log.error("%s cannot be opened: %s", path, why)
         return ContentLost(f"{path}: {why}")
 
@@ -330,9 +330,9 @@ class Opening:
 
     async def _miss(self, content: int, tier: Tier) -> None:
         """The catalog knows a copy that is not there: it does not count any more."""
-        path = os.fsdecode(report.path_of(self._context.db, self._wish.inode))
+        path = os.fsdecode(report.get_path(self._context.db, self._wish.inode))
         log.error("%s: the file of its content %d is gone from %s", path, content, tier)
-        settling.forget_copy(self._context.db, content, tier)
+        settling.delete_copy(self._context.db, content, tier)
 
     def _use_own(self) -> int:
         fd, self._own = self._own, -1
@@ -347,18 +347,18 @@ class Opening:
         return self._made
 
     async def _make_on_pfs(self, place: Place) -> None:
-        with self._context.db.change() as db:
-            content = contents.reserve(db, Tier.PFS)
+        with self._context.db.transaction() as db:
+            content = contents.insert_reserved_content(db, Tier.PFS)
         try:
             self._made = content, await on_pfs(lambda: place.create(content))
         except BaseException as failure:
-            with self._context.db.change() as db:
-                contents.doom(db, content)
+            with self._context.db.transaction() as db:
+                contents.mark_doomed(db, content)
             if isinstance(failure, (OSError, CkptfsError)):
-                raise NoRoom(f"RAM and NVMe are full, and the PFS cannot take a file: {failure}") from failure
+                raise NoSpace(f"RAM and NVMe are full, and the PFS cannot take a file: {failure}") from failure
             raise
 
-    def _pfs_file(self, held: Held, undo: Undo) -> OpenFile:
+    def _pfs_file(self, held: FileContent, undo: Undo) -> OpenFile:
         """The PFS's own file, when the mover said so; else ask."""
         if self._own < 0:
             raise Later(self._fetch)
@@ -366,9 +366,9 @@ class Opening:
         undo.callback(os.close, fd)
         return self._file(held, None, None, fd, undo, served=self._context.data_path is not DataPath.PASSTHROUGH)
 
-    def _coming(self, held: Held, undo: Undo) -> OpenFile | None:
+    def _coming(self, held: FileContent, undo: Undo) -> OpenFile | None:
         """A file whose blocks are on their way here: it is read as they come. None where nothing is published of it."""
-        content = None if held.content is None else settling.content(self._context.db, held.content)
+        content = None if held.content is None else settling.get_content(self._context.db, held.content)
         if content is None or content.state is not ContentState.SEALED or content.generation != held.inode.generation:
             return None
         arriving = Arriving(self._context, content)
@@ -386,7 +386,7 @@ class Opening:
         argument, begun = (wants.FOR_WRITING, False) if self._wish.writer else ("", not self._begun)
         ask = self._context.asking.ask
         result = await ask(wants.FETCH, self._wish.inode, argument, timeout_s=limits.FETCH_STALL_S, begun=begun)
-        self._begun |= result == wants.BEGUN
+        self._begun |= result == wants.READABLE
         if result == wants.DIRECT:
             self._own = await pfs_descriptor(self._context, self._wish.inode)
 

@@ -62,7 +62,7 @@ class OrphanOperations(Handler):
     async def reap_forgotten(self, knows: Callable[[int], bool] = kernel_knows) -> None:
         """The task: delete what the kernel forgot, soon after it did; and look at everything without a name from time to time."""
         while True:
-            self._orphans |= namespace.orphans(self.context.db)
+            self._orphans |= namespace.list_orphans(self.context.db)
             await self._reap_unknown(set(self._orphans), knows)
             with trio.move_on_after(limits.ORPHANS_INTERVAL_S):
                 while True:
@@ -83,8 +83,8 @@ class OrphanOperations(Handler):
 
     def _reap(self, inodes: list[int]) -> None:
         """Delete these inodes in one change, and their bytes in RAM at once. What is still open stays an orphan."""
-        with self.context.db.change() as db:
-            reaped = namespace.reap(db, inodes)
+        with self.context.db.transaction() as db:
+            reaped = namespace.delete_forgotten(db, inodes)
         self._orphans.difference_update(reaped)
         doomed = [content for contents in reaped.values() for content in contents]
         self.context.open_files.discard(doomed)

@@ -13,18 +13,28 @@ from typing import Any
 
 from ckptfs import digest, limits
 from ckptfs.clique.keys import Identity
-from ckptfs.clique.peers import Asked, OnBlock, PeerFailed, PeerLied, PeerRefused, Reachable, Record, Sent, Speed
-from ckptfs.clique.revoked import Revoked
+from ckptfs.clique.peers import (
+    ContentManifest,
+    OnBlock,
+    PeerAddress,
+    PeerCorrupt,
+    PeerFailed,
+    PeerRefused,
+    PeerStats,
+    SendResult,
+    UrgentBlocks,
+)
+from ckptfs.clique.revoked import RevocationList
 from ckptfs.clique.shelf import Offer
-from ckptfs.errors import Refused
+from ckptfs.errors import InvalidArgument
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs_daemon import peer_checks, peer_fetch, peer_send
-from ckptfs_daemon.peer_frames import block_bytes, blocks_of, numbers_of
+from ckptfs_daemon.peer_frames import block_bytes, count_blocks, decode_bitmap
 from ckptfs_daemon.peer_link import Link
-from ckptfs_daemon.peer_refusals import Refusal
+from ckptfs_daemon.peer_refusals import Rejection
 
 CORES_A_STREAM = 4
-AGAIN_S = 0.1
+RETRY_S = 0.1
 
 
 class PeerClient:
@@ -32,10 +42,10 @@ class PeerClient:
 
     def __init__(
         self, me: str, cluster: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None,
-        revoked: Revoked | None = None,
+        revoked: RevocationList | None = None,
     ) -> None:  # fmt: skip
-        self._about = me, cluster, identity
-        self._revoked = revoked or Revoked(None)
+        self._link_arguments = me, cluster, identity
+        self._revoked = revoked or RevocationList(None)
         self._bulk = bulk
         cores = os.cpu_count() or 1
         self._streams = streams or max(1, min(limits.PEER_LINK_STREAMS_MAX, cores // CORES_A_STREAM))
@@ -44,79 +54,79 @@ class PeerClient:
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
-    def send(self, node: Reachable, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> Sent:
+    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
         """See `Peers.send`."""
-        link = self._link(node)
-        if blocks_of(offer.size) > limits.PEER_BLOCKS_MAX:
-            raise Refused(f"{offer.size} bytes are more than peers hold of one content")
-        request = _request(offer)
-        if not offer.early and 0 < offer.size <= limits.PEER_WHOLE_BYTES_MAX:
-            return _send_whole(link, request, source_fd)
-        with link.content(offer.content, wanted):
-            return self._send_lacking(link, offer, request, source_fd, wanted)
+        link = self._get_link(node)
+        if count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
+            raise InvalidArgument(f"{offer.size} bytes are more than peers hold of one content")
+        request = _build_offer_request(offer)
+        if not offer.is_early and 0 < offer.size <= limits.PEER_WHOLE_BYTES_MAX:
+            return _send_in_offer(link, request, source_fd)
+        with link.reserve_content(offer.content, wanted):
+            return self._send_missing(link, offer, request, source_fd, wanted)
 
-    def _send_lacking(self, link: Link, offer: Offer, request: Any, source_fd: int, wanted: Callable[[], bool]) -> Sent:
+    def _send_missing(self, link: Link, offer: Offer, request: Any, source_fd: int, wanted: Callable[[], bool]) -> SendResult:
         """Offer a content and send the blocks that the peer asks for."""
-        reply = link.ask(link.calls.Offer, request, limits.PEER_DISK_S)
-        lacking = _lacking(link, offer, reply.lacking)
+        reply = link.call(link.stub.Offer, request, limits.PEER_DISK_S)
+        missing_blocks = _decode_missing(link, offer, reply.lacking)
         try:
-            moved = self._send_blocks(link, offer, source_fd, reply.transfer, lacking, wanted)
-            verified = link.ask(link.calls.Finish, pb.TransferRequest(transfer=reply.transfer), limits.PEER_DISK_S).verified
+            moved = self._send_blocks(link, offer, source_fd, reply.transfer, missing_blocks, wanted)
+            verified = link.call(link.stub.Finish, pb.TransferRequest(transfer=reply.transfer), limits.PEER_DISK_S).verified
         except BaseException:
-            link.tell(link.calls.Abandon, pb.TransferRequest(transfer=reply.transfer))
+            link.notify(link.stub.Abandon, pb.TransferRequest(transfer=reply.transfer))
             raise
         if not verified:
-            raise PeerLied(f"{link.name} found that what it has is not what was offered")
-        return Sent(len(lacking), moved, not offer.early)
+            raise PeerCorrupt(f"{link.name} found that what it has is not what was offered")
+        return SendResult(len(missing_blocks), moved, not offer.is_early)
 
-    def send_many(self, node: Reachable, offers: Sequence[tuple[Offer, int]]) -> list[Sent | PeerFailed]:
+    def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list[SendResult | PeerFailed]:
         """See `Peers.send_many`."""
-        link = self._link(node)
-        request, found = pb.OffersRequest(), dict[int, Sent | PeerFailed]()
+        link = self._get_link(node)
+        request, found = pb.OffersRequest(), dict[int, SendResult | PeerFailed]()
         asked: list[int] = []
         for index, (offer, fd) in enumerate(offers):
             try:
-                request.offers.append(_filled(_request(offer), fd))
+                request.offers.append(_embed_content(_build_offer_request(offer), fd))
                 asked.append(index)
-            except PeerLied as failure:
+            except PeerCorrupt as failure:
                 found[index] = failure
         try:
-            verdicts = link.ask(link.calls.OfferMany, request, limits.PEER_DISK_S).verdicts if asked else ()
+            verdicts = link.call(link.stub.OfferMany, request, limits.PEER_DISK_S).verdicts if asked else ()
         except PeerRefused as refusal:
             if refusal.code != errno.ENOSYS:
                 raise
-            return [self._sent_alone(node, offer, fd) for offer, fd in offers]  # It is of an earlier version.
+            return [self._send_one(node, offer, fd) for offer, fd in offers]  # It is of an earlier version.
         if len(verdicts) != len(asked):
-            raise PeerLied(f"{link.name} answers {len(verdicts)} of {len(asked)} offers")
-        found |= {index: _judged(link, offers[index][0], verdict) for index, verdict in zip(asked, verdicts, strict=True)}
+            raise PeerCorrupt(f"{link.name} answers {len(verdicts)} of {len(asked)} offers")
+        found |= {index: _interpret_verdict(link, offers[index][0], verdict) for index, verdict in zip(asked, verdicts, strict=True)}
         return [found[index] for index in range(len(offers))]
 
-    def _sent_alone(self, node: Reachable, offer: Offer, fd: int) -> Sent | PeerFailed:
+    def _send_one(self, node: PeerAddress, offer: Offer, fd: int) -> SendResult | PeerFailed:
         try:
             return self.send(node, offer, fd)
         except PeerFailed as failure:
             return failure
 
-    def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, lacking: list[int], wanted: Callable[[], bool]) -> int:
+    def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, missing_blocks: list[int], wanted: Callable[[], bool]) -> int:
         """Send until nothing is lacking. A try that brought something forward is followed by another. The bytes on the wire."""
         moved, failures = 0, 0
-        while lacking:
-            work = peer_send.Work(fd, offer.size, transfer, lacking[::-1], wanted, link.measured.squeeze)
+        while missing_blocks:
+            job = peer_send.SendJob(fd, offer.size, transfer, missing_blocks[::-1], wanted, link.stats.should_compress)
             begun = time.monotonic()
             try:
-                peer_send.streams(link, work, min(self._streams, len(lacking)))
-                sent = sum(block_bytes(offer.size, number) for number in lacking)
-                link.measured.moved(sent, work.moved, time.monotonic() - begun)
-                return moved + work.moved
+                peer_send.send_blocks(link, job, min(self._streams, len(missing_blocks)))
+                sent = sum(block_bytes(offer.size, number) for number in missing_blocks)
+                link.stats.record_transfer(sent, job.sent_bytes, time.monotonic() - begun)
+                return moved + job.sent_bytes
             except PeerFailed as failure:
-                moved += work.moved
-                if isinstance(failure, PeerLied) or not wanted():
+                moved += job.sent_bytes
+                if isinstance(failure, PeerCorrupt) or not wanted():
                     raise
-                before = len(lacking)
-                time.sleep(AGAIN_S * 2**failures)
-                reply = link.ask(link.calls.Progress, pb.TransferRequest(transfer=transfer))
-                lacking = _lacking(link, offer, reply.lacking)
-                failures = 0 if len(lacking) < before else failures + 1
+                before = len(missing_blocks)
+                time.sleep(RETRY_S * 2**failures)
+                reply = link.call(link.stub.Progress, pb.TransferRequest(transfer=transfer))
+                missing_blocks = _decode_missing(link, offer, reply.lacking)
+                failures = 0 if len(missing_blocks) < before else failures + 1
                 if failures >= limits.PEER_TRIES_MAX:
                     raise
         return moved
@@ -125,84 +135,84 @@ class PeerClient:
 
     def fetch(
         self,
-        sources: Sequence[Reachable],
-        record: Record,
-        wanted: Sequence[int],
+        sources: Sequence[PeerAddress],
+        manifest: ContentManifest,
+        blocks: Sequence[int],
         target_fd: int,
         on_block: OnBlock = lambda number: None,
-        asked: Asked = tuple,
+        urgent_blocks: UrgentBlocks = tuple,
     ) -> int:
         """See `Peers.fetch`."""
-        if not wanted:
+        if not blocks:
             return 0
         if not sources:
             raise PeerFailed("nobody to fetch from")
-        streams = min(self._streams, len(wanted))
+        streams = min(self._streams, len(blocks))
         workers = max(streams, min(len(sources), limits.PEER_SOURCES_MAX))
-        fetching = peer_fetch.Fetching(record, wanted, target_fd, on_block, workers, asked)
-        return peer_fetch.fetch([self._link(node) for node in sources], fetching, streams)
+        fetching = peer_fetch.FetchJob(manifest, blocks, target_fd, on_block, workers, urgent_blocks)
+        return peer_fetch.fetch_blocks([self._get_link(node) for node in sources], fetching, streams)
 
-    def record(self, node: Reachable, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> Record:
+    def get_manifest(self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> ContentManifest:
         """See `Peers.record`."""
-        link = self._link(node)
-        reply = link.ask(link.calls.GetRecord, pb.RecordRequest(content=content, digest=digest or b""), timeout_s)
-        return _record(link, reply, content, digest)
+        link = self._get_link(node)
+        reply = link.call(link.stub.GetRecord, pb.RecordRequest(content=content, digest=digest or b""), timeout_s)
+        return _check_manifest(link, reply, content, digest)
 
-    def seal_soon(self, node: Reachable, content: int, timeout_s: float) -> Record | None:
+    def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
         """See `Peers.seal_soon`."""
-        link = self._link(node)
+        link = self._get_link(node)
         timeout_s = min(timeout_s, limits.PEER_SEAL_WAIT_S_MAX)
         request = pb.SealRequest(content=content, timeout_ms=int(timeout_s * 1000))
-        reply = link.ask(link.calls.SealSoon, request, timeout_s + limits.PEER_CALL_S)
-        return _record(link, reply.record, content, None) if reply.HasField("record") else None
+        reply = link.call(link.stub.SealSoon, request, timeout_s + limits.PEER_CALL_S)
+        return _check_manifest(link, reply.record, content, None) if reply.HasField("record") else None
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 
-    def forget(self, node: Reachable, contents: Sequence[int]) -> None:
+    def release_copies(self, node: PeerAddress, contents: Sequence[int]) -> None:
         """See `Peers.forget`."""
-        link = self._link(node)
+        link = self._get_link(node)
         for start in range(0, len(contents), limits.PEER_FORGET_MAX):
-            link.ask(link.calls.Forget, pb.ForgetRequest(contents=contents[start : start + limits.PEER_FORGET_MAX]))
+            link.call(link.stub.Forget, pb.ForgetRequest(contents=contents[start : start + limits.PEER_FORGET_MAX]))
 
-    def ping(self, node: Reachable) -> Speed:
+    def ping(self, node: PeerAddress) -> PeerStats:
         """See `Peers.ping`."""
-        link = self._link(node)
+        link = self._get_link(node)
         begun, begun_ns = time.monotonic(), time.time_ns()
-        reply = link.ask(link.calls.Ping, pb.Nothing())
+        reply = link.call(link.stub.Ping, pb.Nothing())
         took_s = time.monotonic() - begun
-        link.measured.room = reply.room
-        link.measured.rtt(took_s)
+        link.stats.free_bytes = reply.room
+        link.stats.record_rtt(took_s)
         # Half of the way there it was read.
-        link.measured.clock_s = (reply.now_ns - begun_ns) / 1e9 - took_s / 2 if reply.now_ns else None
-        return link.measured.speed()
+        link.stats.clock_offset_s = (reply.now_ns - begun_ns) / 1e9 - took_s / 2 if reply.now_ns else None
+        return link.stats.get_peer_stats()
 
-    def speed(self, node: Reachable) -> Speed:
+    def get_stats(self, node: PeerAddress) -> PeerStats:
         """See `Peers.speed`."""
         with self._lock:
             link = self._links.get(node.name)
-        return link.measured.speed() if link else Speed(None, None, None)
+        return link.stats.get_peer_stats() if link else PeerStats(None, None, None)
 
-    def ranked(self, nodes: Sequence[Reachable]) -> list[Reachable]:
+    def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
         """See `Peers.ranked`."""
         with self._lock:
             links = {node.name: self._links.get(node.name) for node in nodes}
 
-        def order(node: Reachable) -> tuple[bool, float]:
+        def order(node: PeerAddress) -> tuple[bool, float]:
             link = links[node.name]
-            return (link.measured.doubtful, -(link.measured.bytes_per_s or 0.0)) if link else (False, 0.0)
+            return (link.stats.has_failed_recently, -(link.stats.bytes_per_s or 0.0)) if link else (False, 0.0)
 
         return sorted(nodes, key=order)
 
-    def figures(self) -> dict[str, dict[str, float | None]]:
+    def get_figures(self) -> dict[str, dict[str, float | None]]:
         """{node: what was measured}, for status."""
         with self._lock:
             links = list(self._links.values())
         return {
-            link.name: {"rtt_s": link.measured.rtt_s, "bytes_per_s": link.measured.bytes_per_s, "failed": float(link.measured.doubtful)}
+            link.name: {"rtt_s": link.stats.rtt_s, "bytes_per_s": link.stats.bytes_per_s, "failed": float(link.stats.has_failed_recently)}
             for link in links
         }
 
-    def keep(self, names: Sequence[str]) -> None:
+    def close_except(self, names: Sequence[str]) -> None:
         """See `Peers.keep`."""
         with self._lock:
             gone = [self._links.pop(name) for name in set(self._links) - set(names)]
@@ -211,26 +221,26 @@ class PeerClient:
 
     def close(self) -> None:
         """See `Peers.close`."""
-        self.keep(())
+        self.close_except(())
 
-    def _link(self, node: Reachable) -> Link:
+    def _get_link(self, node: PeerAddress) -> Link:
         """The link to a node; a new one when it has another address now, or its keys were revoked."""
         old: list[Link] = []
-        revocations = self._revoked.count(node.name)
+        revocations = self._revoked.get_count(node.name)
         with self._lock:
             link = self._links.get(node.name)
             if link is None or (link.address, link.revocations) != (node.address, revocations):
                 old += [link] if link else []
-                link = self._links[node.name] = Link(*self._about, node.name, node.address, bulk=self._bulk, revocations=revocations)
+                link = self._links[node.name] = Link(*self._link_arguments, node.name, node.address, bulk=self._bulk, revocations=revocations)
                 while len(self._links) > limits.PEER_LINKS_MAX:
-                    oldest = min(self._links.values(), key=lambda one: (one is link, one.used))
+                    oldest = min(self._links.values(), key=lambda one: (one is link, one.used_at))
                     old.append(self._links.pop(oldest.name))
         for one in old:
             one.close()
         return link
 
 
-def _request(offer: Offer) -> Any:
+def _build_offer_request(offer: Offer) -> Any:
     return pb.OfferRequest(
         content=offer.content,
         inode=offer.inode,
@@ -241,52 +251,52 @@ def _request(offer: Offer) -> Any:
     )
 
 
-def _filled(request: Any, fd: int) -> Any:
+def _embed_content(request: Any, fd: int) -> Any:
     """An offer with the content itself inside. Raises PeerLied when that is not what its digest says."""
     request.whole = os.pread(fd, request.size, 0)
-    if len(request.whole) != request.size or (request.size and digest.block(request.whole) != request.blocks):
-        raise PeerLied("the file is not what its digest says")
+    if len(request.whole) != request.size or (request.size and digest.hash_block(request.whole) != request.blocks):
+        raise PeerCorrupt("the file is not what its digest says")
     return request
 
 
-def _judged(link: Link, offer: Offer, verdict: Any) -> Sent | PeerFailed:
+def _interpret_verdict(link: Link, offer: Offer, verdict: Any) -> SendResult | PeerFailed:
     """What a peer says of one of several contents."""
     if verdict.verified:
-        return Sent(min(1, offer.size), offer.size, True)
+        return SendResult(min(1, offer.size), offer.size, True)
     if verdict.code:
-        return link.refused(verdict.code, verdict.why)
-    return PeerLied(f"{link.name} found that what it has is not what was offered")
+        return link.translate_rejection(verdict.code, verdict.why)
+    return PeerCorrupt(f"{link.name} found that what it has is not what was offered")
 
 
-def _send_whole(link: Link, request: Any, fd: int) -> Sent:
+def _send_in_offer(link: Link, request: Any, fd: int) -> SendResult:
     """A small content travels inside its offer."""
-    reply = link.ask(link.calls.Offer, _filled(request, fd), limits.PEER_DISK_S)
+    reply = link.call(link.stub.Offer, _embed_content(request, fd), limits.PEER_DISK_S)
     if not reply.verified:
-        raise PeerLied(f"{link.name} found that what it has is not what was offered")
-    return Sent(1, request.size, True)
+        raise PeerCorrupt(f"{link.name} found that what it has is not what was offered")
+    return SendResult(1, request.size, True)
 
 
-def _lacking(link: Link, offer: Offer, bits: bytes) -> list[int]:
+def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
     try:
-        numbers = numbers_of(bits, blocks_of(offer.size))
-    except Refusal as refusal:
-        raise link.failed(refusal) from refusal
-    if not peer_checks.lacking_makes_sense(offer, numbers):
-        raise PeerLied(f"{link.name} asks for blocks that were not offered")
+        numbers = decode_bitmap(bits, count_blocks(offer.size))
+    except Rejection as refusal:
+        raise link.record_failure(refusal) from refusal
+    if not peer_checks.are_valid_missing_blocks(offer, numbers):
+        raise PeerCorrupt(f"{link.name} asks for blocks that were not offered")
     return numbers
 
 
-def _record(link: Link, reply: Any, content: int, wanted: bytes | None) -> Record:
+def _check_manifest(link: Link, reply: Any, content: int, wanted: bytes | None) -> ContentManifest:
     """What a peer says, checked: its blocks' digests are those of its digest, which is the one that was asked for."""
     whole = (
-        reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES and len(reply.blocks) == blocks_of(reply.size) * digest.BLOCK_DIGEST_BYTES
+        reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES and len(reply.blocks) == count_blocks(reply.size) * digest.BLOCK_DIGEST_BYTES
     )
     if (
         reply.content != content
         or not whole
         or not (0 < reply.inode <= peer_checks.ID_MAX and reply.generation <= limits.GENERATION_MAX)
-        or digest.whole(reply.blocks, reply.size) != reply.digest
+        or digest.hash_content(reply.blocks, reply.size) != reply.digest
         or wanted not in (None, reply.digest)
     ):
-        raise PeerLied(f"{link.name} tells of another content than the one asked for")
-    return Record(reply.content, reply.inode, reply.generation, reply.size, reply.digest, reply.blocks)
+        raise PeerCorrupt(f"{link.name} tells of another content than the one asked for")
+    return ContentManifest(reply.content, reply.inode, reply.generation, reply.size, reply.digest, reply.blocks)

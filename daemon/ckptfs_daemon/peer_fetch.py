@@ -16,104 +16,104 @@ from typing import Any
 import grpc
 
 from ckptfs import limits
-from ckptfs.clique.peers import Asked, OnBlock, PeerFailed, PeerLied, Record
+from ckptfs.clique.peers import ContentManifest, OnBlock, PeerCorrupt, PeerFailed, UrgentBlocks
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.protocol import peer_pb2 as pb
-from ckptfs_daemon.peer_bulk import receive
-from ckptfs_daemon.peer_frames import Arriving, Command, Kind, block_bytes
-from ckptfs_daemon.peer_link import Link, Unwanted, ended, translated, turn
-from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs_daemon.peer_bulk import receive_blocks
+from ckptfs_daemon.peer_frames import BlockReceiver, Command, CommandKind, block_bytes
+from ckptfs_daemon.peer_link import Link, NoLongerWanted, cancel_call, hold_slot, translate_errors
+from ckptfs_daemon.peer_refusals import Rejection, RejectReason
 from ckptfs_daemon.peer_sealed import ConnectionEnded
-from ckptfs_daemon.peer_transfers import write_at
+from ckptfs_daemon.peer_transfers import pwrite_all
 
-LOOK_S = 0.25
+FETCH_POLL_S = 0.25
 
 
-class Fetching:
+class FetchJob:
     """What is wanted and what has come. Its lock guards everything but the writing itself."""
 
     def __init__(
-        self, record: Record, wanted: Sequence[int], target_fd: int, on_block: OnBlock, workers: int, asked: Asked = tuple
+        self, manifest: ContentManifest, wanted: Sequence[int], target_fd: int, on_block: OnBlock, workers: int, urgent_blocks: UrgentBlocks = tuple
     ) -> None:
-        self.record = record
-        self.changed = threading.Condition()
-        self.moved = 0
-        self.over = False
+        self.manifest = manifest
+        self.condition = threading.Condition()
+        self.received_bytes = 0
+        self.is_stopped = False
         self.failure: Exception | None = None
         self._pending = deque(wanted)
         self._missing = set(wanted)
-        self._owed: dict[int, set[object]] = {}
-        self._owed_since: dict[int, float] = {}
-        self._writing = 0
+        self._assigned: dict[int, set[object]] = {}
+        self._assigned_at: dict[int, float] = {}
+        self._writer_count = 0
         self._fd = target_fd
         self._on_block = on_block
         self._workers = workers
-        self._asked = asked
+        self._urgent_blocks = urgent_blocks
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         return not self._missing
 
-    def run(self, worker: object, at_most: int = limits.PEER_RUN_BLOCKS_MAX) -> list[int]:
+    def assign_run(self, worker: object, at_most: int = limits.PEER_RUN_BLOCKS_MAX) -> list[int]:
         """The next blocks for `worker`, one after the other in the file; empty when all is over."""
-        with self.changed:
-            while not self.over and not self.done:
-                asked = [number for number in self._asked() if number in self._missing]
-                if found := self._overdue(worker, asked) or self._next_run(asked, at_most) or self._owed_by_others(worker):
+        with self.condition:
+            while not self.is_stopped and not self.is_complete:
+                urgent = [number for number in self._urgent_blocks() if number in self._missing]
+                if found := self._find_overdue(worker, urgent) or self._take_next_run(urgent, at_most) or self._find_assigned_to_other(worker):
                     for number in found:
-                        self._owed.setdefault(number, set()).add(worker)
-                        self._owed_since[number] = time.monotonic()
+                        self._assigned.setdefault(number, set()).add(worker)
+                        self._assigned_at[number] = time.monotonic()
                     return found
-                self.changed.wait(LOOK_S)
+                self.condition.wait(FETCH_POLL_S)
             return []
 
-    def give_back(self, worker: object, numbers: Sequence[int]) -> None:
+    def return_blocks(self, worker: object, numbers: Sequence[int]) -> None:
         """`worker` will not bring these (soon): they are the next to be asked for."""
-        with self.changed:
-            left = [number for number in numbers if number in self._missing and worker in self._owed.get(number, ())]
+        with self.condition:
+            left = [number for number in numbers if number in self._missing and worker in self._assigned.get(number, ())]
             for number in left:
-                self._owed[number].discard(worker)
-            self._pending.extendleft(number for number in reversed(left) if not self._owed[number])
-            self.changed.notify_all()
+                self._assigned[number].discard(worker)
+            self._pending.extendleft(number for number in reversed(left) if not self._assigned[number])
+            self.condition.notify_all()
 
-    def land(self, number: int, data: memoryview) -> None:
+    def write_block(self, number: int, data: memoryview) -> None:
         """Write a block that is right, unless another worker did."""
-        with self.changed:
-            if self.over:
-                raise Refusal(Why.ENDED, "it is over")
+        with self.condition:
+            if self.is_stopped:
+                raise Rejection(RejectReason.ENDED, "it is over")
             if number not in self._missing:
                 return
             self._missing.discard(number)
-            self._owed.pop(number, None)
-            self._writing += 1
+            self._assigned.pop(number, None)
+            self._writer_count += 1
         try:
-            write_at(self._fd, data, number * limits.BLOCK_BYTES)
+            pwrite_all(self._fd, data, number * limits.BLOCK_BYTES)
             self._on_block(number)
         except BaseException as failure:
             self.stop(failure if isinstance(failure, Exception) else None)
             raise
         finally:
-            with self.changed:
-                self._writing -= 1
-                self.moved += len(data)
-                self.changed.notify_all()
+            with self.condition:
+                self._writer_count -= 1
+                self.received_bytes += len(data)
+                self.condition.notify_all()
 
     def stop(self, failure: Exception | None = None) -> None:
         """Nothing more is written once this has returned from the last writer."""
-        with self.changed:
-            self.over = True
+        with self.condition:
+            self.is_stopped = True
             self.failure = self.failure or failure
-            self.changed.notify_all()
+            self.condition.notify_all()
 
-    def settled(self) -> None:
+    def wait_for_writers(self) -> None:
         """Wait until nobody writes."""
-        with self.changed:
-            self.changed.wait_for(lambda: not self._writing)
+        with self.condition:
+            self.condition.wait_for(lambda: not self._writer_count)
 
-    def _next_run(self, asked: Sequence[int], at_most: int) -> list[int]:
+    def _take_next_run(self, urgent: Sequence[int], at_most: int) -> list[int]:
         """From what somebody waits for on, if nobody brings that yet."""
-        for number in asked:
-            if not self._owed.get(number) and number in self._pending:
+        for number in urgent:
+            if not self._assigned.get(number) and number in self._pending:
                 self._pending.rotate(-self._pending.index(number))
                 break
         found: list[int] = []
@@ -124,184 +124,184 @@ class Fetching:
                 found.append(number)
         return found
 
-    def _overdue(self, worker: object, asked: Sequence[int]) -> list[int]:
+    def _find_overdue(self, worker: object, urgent: Sequence[int]) -> list[int]:
         """A block that somebody waits for, and that one other worker owes for long."""
         late_s = time.monotonic() - limits.PEER_HEDGE_S
-        for number in asked:
-            owing = self._owed.get(number, ())
-            if len(owing) == 1 and worker not in owing and self._owed_since[number] < late_s:
+        for number in urgent:
+            owing = self._assigned.get(number, ())
+            if len(owing) == 1 and worker not in owing and self._assigned_at[number] < late_s:
                 return [number]
         return []
 
-    def _owed_by_others(self, worker: object) -> list[int]:
+    def _find_assigned_to_other(self, worker: object) -> list[int]:
         """A block that one other worker still owes, the one he would come to last."""
-        for number in reversed(self._owed):
-            if number in self._missing and len(self._owed[number]) == 1 and worker not in self._owed[number]:
+        for number in reversed(self._assigned):
+            if number in self._missing and len(self._assigned[number]) == 1 and worker not in self._assigned[number]:
                 return [number]
         return []
 
 
-class Worker:
+class FetchWorker:
     """One stream from one source: a `peer_frames.Landing` for the run that it asked for."""
 
-    def __init__(self, link: Link, fetching: Fetching) -> None:
+    def __init__(self, link: Link, job: FetchJob) -> None:
         self.link = link
-        self.size = fetching.record.size
-        self.moved_at = time.monotonic()
-        self.run: list[int] = []
+        self.size = job.manifest.size
+        self.progress_at = time.monotonic()
+        self.assigned_run: list[int] = []
         self.failure: PeerFailed | None = None
-        self._fetching = fetching
-        self._due: deque[int] = deque()
-        self._end: Callable[[], Any] = lambda: None
-        self.thread = threading.Thread(target=self._work, name="peer fetch", daemon=True)
+        self._job = job
+        self._expected_blocks: deque[int] = deque()
+        self._interrupt_wait: Callable[[], Any] = lambda: None
+        self.thread = threading.Thread(target=self._run, name="peer fetch", daemon=True)
 
-    def claim(self, number: int) -> bytes:
-        if not self._due or number != self._due[0]:
-            raise Refusal(Why.OUT_OF_ORDER, f"block {number} was not due")
-        self._due.popleft()
-        return self._fetching.record.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
+    def claim_block(self, number: int) -> bytes:
+        if not self._expected_blocks or number != self._expected_blocks[0]:
+            raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} was not due")
+        self._expected_blocks.popleft()
+        return self._job.manifest.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
 
-    def land(self, number: int, data: memoryview) -> None:
-        self._fetching.land(number, data)
+    def write_block(self, number: int, data: memoryview) -> None:
+        self._job.write_block(number, data)
 
-    def drop(self, number: int) -> None:
+    def release_block(self, number: int) -> None:
         """It is given back with the rest of the run."""
 
-    def end(self) -> None:
+    def interrupt(self) -> None:
         """Wake the thread wherever it waits."""
-        self._end()
+        self._interrupt_wait()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            self._from_source()
+            self._fetch_in_slot()
         except PeerFailed as failure:
             self.failure = failure
         except Exception as failure:
-            self.failure = self.link.failed(failure)
+            self.failure = self.link.record_failure(failure)
         finally:
-            self._fetching.give_back(self, self.run)
+            self._job.return_blocks(self, self.assigned_run)
 
-    def _from_source(self) -> None:
-        with turn(self.link.reading, lambda: not self._fetching.over):
-            self._borrowed()
+    def _fetch_in_slot(self) -> None:
+        with hold_slot(self.link.read_slots, lambda: not self._job.is_stopped):
+            self._fetch_runs()
 
-    def _borrowed(self) -> None:
-        record = self._fetching.record
-        asked = pb.RecordRequest(content=record.content, digest=record.digest, borrow=True)
-        loan = self.link.ask(self.link.calls.GetRecord, asked, limits.PEER_STALL_S)
+    def _fetch_runs(self) -> None:
+        manifest = self._job.manifest
+        request = pb.RecordRequest(content=manifest.content, digest=manifest.digest, borrow=True)
+        reply = self.link.call(self.link.stub.GetRecord, request, limits.PEER_STALL_S)
         try:
-            if loan.digest != record.digest or loan.size != record.size:
-                raise PeerLied(f"{self.link.name} lends another content than the one asked for")
-            while run := self._fetching.run(self, self._blocks_at_once()):
-                self.run, self._due = run, deque(run)
-                self.moved_at = time.monotonic()
-                self._read(Command(Kind.READ, loan.loan, run[0], len(run), self.link.measured.squeeze))
-                self.run = []
+            if reply.digest != manifest.digest or reply.size != manifest.size:
+                raise PeerCorrupt(f"{self.link.name} lends another content than the one asked for")
+            while run := self._job.assign_run(self, self._choose_run_blocks()):
+                self.assigned_run, self._expected_blocks = run, deque(run)
+                self.progress_at = time.monotonic()
+                self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
+                self.assigned_run = []
         finally:
-            self.link.tell(self.link.calls.Return, pb.ReturnRequest(loan=loan.loan))
+            self.link.notify(self.link.stub.Return, pb.ReturnRequest(loan=reply.loan))
 
-    def _blocks_at_once(self) -> int:
+    def _choose_run_blocks(self) -> int:
         """What the source sends in a short while; of one that is not known yet, one block."""
-        return max(1, int((self.link.measured.bytes_per_s or 0.0) * limits.PEER_RUN_S) // limits.BLOCK_BYTES)
+        return max(1, int((self.link.stats.bytes_per_s or 0.0) * limits.PEER_RUN_S) // limits.BLOCK_BYTES)
 
-    def _read(self, command: Command) -> None:
+    def _read_run(self, command: Command) -> None:
         begun = time.monotonic()
-        arriving = Arriving(self)
+        receiver = BlockReceiver(self)
         try:
-            with translated(self.link):
+            with translate_errors(self.link):
                 try:
-                    self._over(command, arriving)
+                    self._receive_run(command, receiver)
                 except (ConnectionEnded, grpc.RpcError) as failure:
                     # Who brings what another one was about to bring, too, ends that one: it did not fail, unless it kept us waiting.
-                    if self._fetching.over and time.monotonic() - self.moved_at < limits.PEER_PATIENCE_S:
-                        raise Unwanted("all of it is here") from failure
+                    if self._job.is_stopped and time.monotonic() - self.progress_at < limits.PEER_PATIENCE_S:
+                        raise NoLongerWanted("all of it is here") from failure
                     raise
         except PeerFailed as failure:
-            if isinstance(failure.__cause__, Refusal) and failure.__cause__.why in (Why.WRONG_DIGEST, Why.OUT_OF_ORDER, Why.MALFORMED):
-                raise PeerLied(f"{self.link.name} sends what it should not: {failure}") from failure
+            if isinstance(failure.__cause__, Rejection) and failure.__cause__.reason in (RejectReason.WRONG_DIGEST, RejectReason.OUT_OF_ORDER, RejectReason.MALFORMED):
+                raise PeerCorrupt(f"{self.link.name} sends what it should not: {failure}") from failure
             raise
         finally:
-            arriving.close()
-        if self._due:
-            raise PeerLied(f"{self.link.name} left out {len(self._due)} blocks")
-        content_bytes = sum(block_bytes(self.size, number) for number in self.run)
-        self.link.measured.moved(content_bytes, arriving.wire_bytes, time.monotonic() - begun)
+            receiver.close()
+        if self._expected_blocks:
+            raise PeerCorrupt(f"{self.link.name} left out {len(self._expected_blocks)} blocks")
+        content_bytes = sum(block_bytes(self.size, number) for number in self.assigned_run)
+        self.link.stats.record_transfer(content_bytes, receiver.wire_bytes, time.monotonic() - begun)
 
-    def _over(self, command: Command, arriving: Arriving) -> None:
-        with self.link.connection() as sealed:
-            if sealed is None:
-                self._over_grpc(command, arriving)
+    def _receive_run(self, command: Command, receiver: BlockReceiver) -> None:
+        with self.link.use_connection() as connection:
+            if connection is None:
+                self._receive_run_over_grpc(command, receiver)
                 return
-            self._end = sealed.shut
-            sealed.put(command.packed())
-            sealed.push()
-            receive(sealed, arriving, self._carry_on)
-            if not arriving.ended:
-                raise Refusal(Why.ENDED, "it is over")
-            self._end = lambda: None
+            self._interrupt_wait = connection.shutdown
+            connection.send(command.pack())
+            connection.send_buffered()
+            receive_blocks(connection, receiver, self._record_progress)
+            if not receiver.has_ended:
+                raise Rejection(RejectReason.ENDED, "it is over")
+            self._interrupt_wait = lambda: None
 
-    def _over_grpc(self, command: Command, arriving: Arriving) -> None:
-        call = self.link.read(command.packed())
-        self._end = call.cancel
+    def _receive_run_over_grpc(self, command: Command, receiver: BlockReceiver) -> None:
+        call = self.link.open_read_stream(command.pack())
+        self._interrupt_wait = call.cancel
         try:
             for message in call:
-                arriving.take(message)
-                self._carry_on()
+                receiver.accept_message(message)
+                self._record_progress()
         finally:
-            ended(call)
-        if not arriving.ended:
-            raise Refusal(Why.OUT_OF_ORDER, "the stream stopped before its end")
+            cancel_call(call)
+        if not receiver.has_ended:
+            raise Rejection(RejectReason.OUT_OF_ORDER, "the stream stopped before its end")
 
-    def _carry_on(self) -> bool:
-        self.moved_at = time.monotonic()
-        return not self._fetching.over
+    def _record_progress(self) -> bool:
+        self.progress_at = time.monotonic()
+        return not self._job.is_stopped
 
 
-def fetch(links: Sequence[Link], fetching: Fetching, streams: int) -> int:
+def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
     """Fetch until all is there; the bytes that came. Raises the last failure when no source is left.
 
     The first `limits.PEER_SOURCES_MAX` sources work at once, the others take the places of those that fail.
     """
     waiting = deque(links)
-    workers: list[Worker] = []
+    workers: list[FetchWorker] = []
     last: PeerFailed | None = None
     try:
-        while not fetching.done:
+        while not job.is_complete:
             while waiting and len({worker.link for worker in workers}) < limits.PEER_SOURCES_MAX:
-                workers += _begun(waiting.popleft(), fetching, streams if len(links) == 1 else 1)
-            with fetching.changed:
-                fetching.changed.wait(LOOK_S)
-            if fetching.failure is not None:
-                raise fetching.failure
-            for worker in [worker for worker in workers if not worker.thread.is_alive() or _stalls(worker, fetching, len(workers))]:
+                workers += _start_workers(waiting.popleft(), job, streams if len(links) == 1 else 1)
+            with job.condition:
+                job.condition.wait(FETCH_POLL_S)
+            if job.failure is not None:
+                raise job.failure
+            for worker in [worker for worker in workers if not worker.thread.is_alive() or _end_if_stalled(worker, job, len(workers))]:
                 workers.remove(worker)
                 last = worker.failure or last
-            if not workers and not waiting and not fetching.done:
+            if not workers and not waiting and not job.is_complete:
                 raise last or PeerFailed("no peer is left to fetch from")
     finally:
-        fetching.stop()
+        job.stop()
         for worker in workers:
-            worker.end()
-        fetching.settled()
-    if fetching.failure is not None:
-        raise fetching.failure
-    return fetching.moved
+            worker.interrupt()
+        job.wait_for_writers()
+    if job.failure is not None:
+        raise job.failure
+    return job.received_bytes
 
 
-def _begun(link: Link, fetching: Fetching, streams: int) -> list[Worker]:
-    workers = [Worker(link, fetching) for _ in range(streams)]
+def _start_workers(link: Link, job: FetchJob, streams: int) -> list[FetchWorker]:
+    workers = [FetchWorker(link, job) for _ in range(streams)]
     for worker in workers:
         worker.thread.start()
     return workers
 
 
-def _stalls(worker: Worker, fetching: Fetching, workers: int) -> bool:
+def _end_if_stalled(worker: FetchWorker, job: FetchJob, workers: int) -> bool:
     """Whether nothing moves at this source: others take its blocks at once where there are others, else it is left in the end."""
-    still = time.monotonic() - worker.moved_at
-    if workers > 1 and worker.run and still > limits.PEER_PATIENCE_S:
-        fetching.give_back(worker, worker.run)
-    if not worker.run or still <= limits.PEER_STALL_S:
+    still = time.monotonic() - worker.progress_at
+    if workers > 1 and worker.assigned_run and still > limits.PEER_PATIENCE_S:
+        job.return_blocks(worker, worker.assigned_run)
+    if not worker.assigned_run or still <= limits.PEER_STALL_S:
         return False
     worker.failure = PeerFailed(f"{worker.link.name} sends nothing")
-    worker.end()
+    worker.interrupt()
     return True

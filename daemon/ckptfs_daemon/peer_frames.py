@@ -18,7 +18,7 @@ import xxhash
 import zstandard
 
 from ckptfs import limits
-from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs_daemon.peer_refusals import Rejection, RejectReason
 
 COMMAND = struct.Struct("<BB6xQQQ")
 HEADER = struct.Struct("<QIB3x")
@@ -28,7 +28,7 @@ SAMPLE_BYTES = 64 * limits.KIB
 SAMPLE_RATIO_MAX = 0.8
 
 
-class Kind(IntEnum):
+class CommandKind(IntEnum):
     """What a command asks for."""
 
     SEND = 1
@@ -48,38 +48,38 @@ class Encoding(IntEnum):
 class Command:
     """SEND: blocks of transfer `id` follow. READ: `count` blocks of loan `id` from block `first` on; `squeeze`: zstd is welcome."""
 
-    kind: Kind
+    kind: CommandKind
     id: int
     first: int = 0
     count: int = 0
-    squeeze: bool = False
+    compress: bool = False
 
-    def packed(self) -> bytes:
-        return COMMAND.pack(self.kind, self.squeeze, self.id, self.first, self.count)
+    def pack(self) -> bytes:
+        return COMMAND.pack(self.kind, self.compress, self.id, self.first, self.count)
 
     @classmethod
-    def parsed(cls, message: bytes | memoryview) -> "Command":
+    def parse(cls, message: bytes | memoryview) -> "Command":
         """Raises Refusal."""
         if len(message) != COMMAND.size:
-            raise Refusal(Why.MALFORMED, f"a command has {COMMAND.size} bytes, not {len(message)}")
-        kind, squeeze, number, first, count = COMMAND.unpack(message)
-        if kind not in set(Kind) or squeeze > 1 or max(number, first, count) > NUMBER_MAX or bytes(message[2:8]) != bytes(6):
-            raise Refusal(Why.MALFORMED, "this is no command")
-        return cls(Kind(kind), number, first, count, bool(squeeze))
+            raise Rejection(RejectReason.MALFORMED, f"a command has {COMMAND.size} bytes, not {len(message)}")
+        kind, compress, number, first, count = COMMAND.unpack(message)
+        if kind not in set(CommandKind) or compress > 1 or max(number, first, count) > NUMBER_MAX or bytes(message[2:8]) != bytes(6):
+            raise Rejection(RejectReason.MALFORMED, "this is no command")
+        return cls(CommandKind(kind), number, first, count, bool(compress))
 
 
-def end(count: int) -> bytes:
+def encode_end(count: int) -> bytes:
     """The header after the last block."""
     return HEADER.pack(count, 0, Encoding.END)
 
 
-def failed(refusal: Refusal) -> tuple[bytes, bytes]:
+def encode_rejection(rejection: Rejection) -> tuple[bytes, bytes]:
     """(header, text) that end a connection with a reason."""
-    text = str(refusal).encode()[:256]
-    return HEADER.pack(refusal.why, len(text), Encoding.FAILED), text
+    text = str(rejection).encode()[:256]
+    return HEADER.pack(rejection.reason, len(text), Encoding.FAILED), text
 
 
-def blocks_of(size: int) -> int:
+def count_blocks(size: int) -> int:
     """How many blocks a content of `size` bytes has."""
     return -(-size // limits.BLOCK_BYTES)
 
@@ -89,7 +89,7 @@ def block_bytes(size: int, number: int) -> int:
     return min(limits.BLOCK_BYTES, size - number * limits.BLOCK_BYTES)
 
 
-def bitmap(numbers: Iterable[int], count: int) -> bytes:
+def encode_bitmap(numbers: Iterable[int], count: int) -> bytes:
     """A bit for each of `count` blocks, lowest first."""
     bits = bytearray(-(-count // 8))
     for number in numbers:
@@ -97,146 +97,146 @@ def bitmap(numbers: Iterable[int], count: int) -> bytes:
     return bytes(bits)
 
 
-def numbers_of(bits: bytes, count: int) -> list[int]:
+def decode_bitmap(bits: bytes, count: int) -> list[int]:
     """The numbers below `count` whose bits are set. Raises Refusal when the map has another length."""
     if len(bits) != -(-count // 8):
-        raise Refusal(Why.MALFORMED, f"a map of {count} blocks has {-(-count // 8)} bytes, not {len(bits)}")
+        raise Rejection(RejectReason.MALFORMED, f"a map of {count} blocks has {-(-count // 8)} bytes, not {len(bits)}")
     return [number for number in range(count) if bits[number >> 3] >> (number & 7) & 1]
 
 
-class Landing(Protocol):
+class BlockSink(Protocol):
     """Where blocks arrive. All three may raise Refusal."""
 
     @property
     def size(self) -> int: ...
 
-    def claim(self, number: int) -> bytes:
+    def claim_block(self, number: int) -> bytes:
         """Block `number` begins: the digest that it must have. Refused when it was not asked for, or is arriving already."""
 
-    def land(self, number: int, data: memoryview) -> None:
+    def write_block(self, number: int, data: memoryview) -> None:
         """The block is here and right: write it."""
 
-    def drop(self, number: int) -> None:
+    def release_block(self, number: int) -> None:
         """The block that began will not come."""
 
 
-class Arriving:
+class BlockReceiver:
     """One stream of blocks: `place()` is where the next message goes, exactly as long as it must be; `filled()` says that it is there."""
 
-    def __init__(self, landing: Landing) -> None:
-        self._landing = landing
+    def __init__(self, sink: BlockSink) -> None:
+        self._sink = sink
         self._header = memoryview(bytearray(HEADER.size))
-        self._block = memoryview(bytearray(min(limits.BLOCK_BYTES, max(landing.size, 1))))
+        self._block = memoryview(bytearray(min(limits.BLOCK_BYTES, max(sink.size, 1))))
         self._body = self._block[:0]
-        self._filled = 0
+        self._filled_bytes = 0
         self._number: int | None = None
         self._digest = b""
-        self._squeezed = False
+        self._is_compressed = False
         self._running = xxhash.xxh3_128()
         self._length = 0
         self._text: memoryview | None = None
         self._code = 0
-        self.count = 0
+        self.block_count = 0
         self.wire_bytes = 0
-        self.ended = False
+        self.has_ended = False
 
-    def place(self) -> memoryview:
+    def next_buffer(self) -> memoryview:
         """Room for the next message."""
         if self._text is not None:
             return self._text
         if self._number is None:
             return self._header
-        return self._body[self._filled : self._filled + limits.PEER_PIECE_BYTES]
+        return self._body[self._filled_bytes : self._filled_bytes + limits.PEER_PIECE_BYTES]
 
-    def filled(self) -> None:
+    def accept_buffer(self) -> None:
         """The next message is in its place. Raises Refusal."""
         if self._text is not None:
-            raise Refusal(Why(self._code), bytes(self._text).decode(errors="replace"))
+            raise Rejection(RejectReason(self._code), bytes(self._text).decode(errors="replace"))
         if self._number is None:
-            self._begin(*HEADER.unpack(self._header))
+            self._handle_header(*HEADER.unpack(self._header))
             return
-        piece = self.place()
-        self._filled += len(piece)
+        piece = self.next_buffer()
+        self._filled_bytes += len(piece)
         self.wire_bytes += len(piece)
-        if not self._squeezed:
+        if not self._is_compressed:
             self._running.update(piece)
-        if self._filled == len(self._body):
-            self._land()
+        if self._filled_bytes == len(self._body):
+            self._finish_block()
 
-    def take(self, message: bytes) -> None:
+    def accept_message(self, message: bytes) -> None:
         """The same for a message that is in memory already."""
-        place = self.place()
-        if len(message) != len(place):
-            raise Refusal(Why.OUT_OF_ORDER, f"a message of {len(place)} bytes was due, not one of {len(message)}")
-        place[:] = message
-        self.filled()
+        buffer = self.next_buffer()
+        if len(message) != len(buffer):
+            raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {len(buffer)} bytes was due, not one of {len(message)}")
+        buffer[:] = message
+        self.accept_buffer()
 
     def close(self) -> None:
         """The stream is over, whichever way."""
         if self._number is not None:
             number, self._number = self._number, None
-            self._landing.drop(number)
+            self._sink.release_block(number)
 
-    def _begin(self, number: int, wire_bytes: int, encoding: int) -> None:
-        if self.ended:
-            raise Refusal(Why.OUT_OF_ORDER, "messages after the end")
+    def _handle_header(self, number: int, wire_bytes: int, encoding: int) -> None:
+        if self.has_ended:
+            raise Rejection(RejectReason.OUT_OF_ORDER, "messages after the end")
         if encoding == Encoding.END:
-            if number != self.count or wire_bytes:
-                raise Refusal(Why.OUT_OF_ORDER, f"the end names {number} blocks, {self.count} came")
-            self.ended = True
-        elif encoding == Encoding.FAILED and number in set(Why) and wire_bytes <= 256:
+            if number != self.block_count or wire_bytes:
+                raise Rejection(RejectReason.OUT_OF_ORDER, f"the end names {number} blocks, {self.block_count} came")
+            self.has_ended = True
+        elif encoding == Encoding.FAILED and number in set(RejectReason) and wire_bytes <= 256:
             self._text, self._code = memoryview(bytearray(wire_bytes)), number
             if not wire_bytes:
-                self.filled()
+                self.accept_buffer()
         else:
             self._begin_block(number, wire_bytes, encoding)
 
     def _begin_block(self, number: int, wire_bytes: int, encoding: int) -> None:
-        if number >= blocks_of(self._landing.size) or encoding not in (Encoding.RAW, Encoding.ZSTD):
-            raise Refusal(Why.MALFORMED, f"there is no block {number} with encoding {encoding}")
-        self._length = block_bytes(self._landing.size, number)
-        self._squeezed = encoding == Encoding.ZSTD
-        if wire_bytes != self._length and not (self._squeezed and 0 < wire_bytes < self._length):
-            raise Refusal(Why.MALFORMED, f"block {number} has {self._length} bytes, not {wire_bytes}")
-        self._digest = self._landing.claim(number)
+        if number >= count_blocks(self._sink.size) or encoding not in (Encoding.RAW, Encoding.ZSTD):
+            raise Rejection(RejectReason.MALFORMED, f"there is no block {number} with encoding {encoding}")
+        self._length = block_bytes(self._sink.size, number)
+        self._is_compressed = encoding == Encoding.ZSTD
+        if wire_bytes != self._length and not (self._is_compressed and 0 < wire_bytes < self._length):
+            raise Rejection(RejectReason.MALFORMED, f"block {number} has {self._length} bytes, not {wire_bytes}")
+        self._digest = self._sink.claim_block(number)
         self._number = number
-        self._filled = 0
+        self._filled_bytes = 0
         self._running.reset()
         self._body = self._block[:wire_bytes]
 
-    def _land(self) -> None:
+    def _finish_block(self) -> None:
         assert self._number is not None
         number, data = self._number, self._body
-        if self._squeezed:
-            data = _loosened(self._body, self._length)
+        if self._is_compressed:
+            data = _decompress_block(self._body, self._length)
             self._running.update(data)
         if self._running.digest() != self._digest:
-            raise Refusal(Why.WRONG_DIGEST, f"block {number} has not the digest that it should have")
-        self._landing.land(number, data)
+            raise Rejection(RejectReason.WRONG_DIGEST, f"block {number} has not the digest that it should have")
+        self._sink.write_block(number, data)
         self._number = None
-        self.count += 1
+        self.block_count += 1
 
 
-def _loosened(body: memoryview, length: int) -> memoryview:
+def _decompress_block(body: memoryview, length: int) -> memoryview:
     """The block that `body` was squeezed from; never more than `length` bytes, whatever it says."""
     try:
         if zstandard.frame_content_size(body) != length:
-            raise Refusal(Why.MALFORMED, "a squeezed block announces another length")
+            raise Rejection(RejectReason.MALFORMED, "a squeezed block announces another length")
         data = zstandard.ZstdDecompressor().decompress(body, max_output_size=length)
     except zstandard.ZstdError as failure:
-        raise Refusal(Why.MALFORMED, "a squeezed block cannot be read") from failure
+        raise Rejection(RejectReason.MALFORMED, "a squeezed block cannot be read") from failure
     if len(data) != length:
-        raise Refusal(Why.MALFORMED, "a squeezed block has another length")
+        raise Rejection(RejectReason.MALFORMED, "a squeezed block has another length")
     return memoryview(data)
 
 
-def pays(block: memoryview) -> bool:
+def is_compressible(block: memoryview) -> bool:
     """Whether zstd makes a sample of the block enough smaller to be worth its time on a slow link."""
     sample = block[len(block) // 2 :][:SAMPLE_BYTES]
     return len(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(sample)) < SAMPLE_RATIO_MAX * len(sample)
 
 
-def never(_block: memoryview) -> bool:
+def never_compress(_block: memoryview) -> bool:
     """For links that are faster than zstd."""
     return False
 
@@ -245,7 +245,7 @@ class SourceChanged(Exception):
     """The file that is being sent became shorter."""
 
 
-def departing(fd: int, size: int, numbers: Iterable[int], squeezes: Callable[[memoryview], bool]) -> Iterator[memoryview]:
+def encode_blocks(fd: int, size: int, numbers: Iterable[int], should_compress: Callable[[memoryview], bool]) -> Iterator[memoryview]:
     """The messages of these blocks, without the end. Each is good until the next is asked for. Raises OSError, SourceChanged.
 
     `squeezes(block)`, `pays` or `never`, decides whether zstd is tried; a block travels raw where that does not make it smaller.
@@ -253,33 +253,33 @@ def departing(fd: int, size: int, numbers: Iterable[int], squeezes: Callable[[me
     piece = memoryview(bytearray(min(limits.PEER_PIECE_BYTES, max(size, 1))))
     for number in numbers:
         start, length = number * limits.BLOCK_BYTES, block_bytes(size, number)
-        squeezed = _squeezed(fd, start, length, squeezes)
-        if squeezed is not None:
-            yield memoryview(HEADER.pack(number, len(squeezed), Encoding.ZSTD))
-            for offset in range(0, len(squeezed), limits.PEER_PIECE_BYTES):
-                yield squeezed[offset : offset + limits.PEER_PIECE_BYTES]
+        compressed = _compress_block(fd, start, length, should_compress)
+        if compressed is not None:
+            yield memoryview(HEADER.pack(number, len(compressed), Encoding.ZSTD))
+            for offset in range(0, len(compressed), limits.PEER_PIECE_BYTES):
+                yield compressed[offset : offset + limits.PEER_PIECE_BYTES]
             continue
         yield memoryview(HEADER.pack(number, length, Encoding.RAW))
         # Piece by piece through a buffer that stays in the processor's cache.
         for offset in range(0, length, limits.PEER_PIECE_BYTES):
             part = piece[: length - offset]
-            _read(fd, part, start + offset)
+            _read_fully(fd, part, start + offset)
             yield part
 
 
-def _squeezed(fd: int, start: int, length: int, squeezes: Callable[[memoryview], bool]) -> memoryview | None:
+def _compress_block(fd: int, start: int, length: int, should_compress: Callable[[memoryview], bool]) -> memoryview | None:
     """The block as zstd makes it, where that is wanted and smaller."""
-    if squeezes is never:
+    if should_compress is never_compress:
         return None
     block = memoryview(bytearray(length))
-    _read(fd, block, start)
-    if not squeezes(block):
+    _read_fully(fd, block, start)
+    if not should_compress(block):
         return None
-    squeezed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(block)
-    return memoryview(squeezed) if len(squeezed) < length else None
+    compressed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(block)
+    return memoryview(compressed) if len(compressed) < length else None
 
 
-def _read(fd: int, block: memoryview, offset: int) -> None:
+def _read_fully(fd: int, block: memoryview, offset: int) -> None:
     while block:
         count = os.preadv(fd, [block], offset)
         if not count:

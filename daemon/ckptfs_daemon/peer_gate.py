@@ -5,9 +5,9 @@ Every call passes here. If we die here: nothing is kept.
 
 import grpc
 
-from ckptfs.clique.keys import NAME, Identity, is_good, subject
-from ckptfs.clique.revoked import Revoked
-from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs.clique.keys import NAME_PATTERN, Identity, get_subject, is_current
+from ckptfs.clique.revoked import RevocationList
+from ckptfs_daemon.peer_refusals import Rejection, RejectReason
 
 NODE_METADATA = "ckptfs-node"
 CLUSTER_METADATA = "ckptfs-cluster"
@@ -15,34 +15,34 @@ LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
 UNKNOWN = "unknown"
 
 
-class Gate:
+class PeerAuthenticator:
     """Names the peer behind a call."""
 
-    def __init__(self, cluster: str, identity: Identity | None, revoked: Revoked) -> None:
+    def __init__(self, cluster: str, identity: Identity | None, revoked: RevocationList) -> None:
         self._cluster = cluster
         self._revoked = revoked
-        self._secure = identity is not None
+        self._has_keys = identity is not None
 
-    def peer(self, context: grpc.ServicerContext) -> str:
+    def authenticate(self, context: grpc.ServicerContext) -> str:
         """The calling node's name. Raises Refusal for strangers."""
-        node, cluster = self._certified(context) if self._secure else self._claimed(context)
-        if not NAME.fullmatch(node) or cluster != self._cluster:
-            raise Refusal(Why.STRANGER, f"this is cluster {self._cluster}")
+        node, cluster = self._read_certificate(context) if self._has_keys else self._read_metadata(context)
+        if not NAME_PATTERN.fullmatch(node) or cluster != self._cluster:
+            raise Rejection(RejectReason.STRANGER, f"this is cluster {self._cluster}")
         return node
 
-    def _certified(self, context: grpc.ServicerContext) -> tuple[str, str]:
+    def _read_certificate(self, context: grpc.ServicerContext) -> tuple[str, str]:
         found = context.auth_context().get("x509_pem_cert")
         if not found:
-            raise Refusal(Why.STRANGER, "no certificate")
+            raise Rejection(RejectReason.STRANGER, "no certificate")
         certificate = bytes(found[0])
-        if not is_good(certificate, self._revoked.now()):
-            raise Refusal(Why.STRANGER, "these keys were revoked")
-        return subject(certificate)
+        if not is_current(certificate, self._revoked.get_counts()):
+            raise Rejection(RejectReason.STRANGER, "these keys were revoked")
+        return get_subject(certificate)
 
     @staticmethod
-    def _claimed(context: grpc.ServicerContext) -> tuple[str, str]:
+    def _read_metadata(context: grpc.ServicerContext) -> tuple[str, str]:
         if not context.peer().startswith(LOOPBACK):
-            raise Refusal(Why.STRANGER, "without keys only this machine may ask")
+            raise Rejection(RejectReason.STRANGER, "without keys only this machine may ask")
         said = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         return said.get(NODE_METADATA, "")[:64], said.get(CLUSTER_METADATA, "")
 

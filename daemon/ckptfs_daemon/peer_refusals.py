@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 OTHERS = "others"
 
 
-class Why(IntEnum):
+class RejectReason(IntEnum):
     """The reason, as the errno that travels."""
 
     MALFORMED = errno.EINVAL
@@ -35,38 +35,38 @@ class Why(IntEnum):
     NO_METHOD = errno.ENOSYS
 
 
-class Refusal(Exception):
+class Rejection(Exception):
     """What was asked is not done; `why` and a sentence for the other side. Names nothing but numbers."""
 
-    def __init__(self, why: Why, message: str) -> None:
+    def __init__(self, reason: RejectReason, message: str) -> None:
         super().__init__(message)
-        self.why = why
+        self.reason = reason
 
 
-def from_failure(failure: Exception) -> Refusal:
+def build_rejection(failure: Exception) -> Rejection:
     """What the other side is told of a failure of the shelf or the disk: never a path."""
-    if isinstance(failure, Refusal):
+    if isinstance(failure, Rejection):
         return failure
     code = failure.errno if isinstance(failure, CkptfsError | OSError) else errno.EIO
-    why = Why(code) if code in set(Why) else Why.BROKEN
-    return Refusal(why, str(failure) if isinstance(failure, CkptfsError) else why.name.lower().replace("_", " "))
+    reason = RejectReason(code) if code in set(RejectReason) else RejectReason.BROKEN
+    return Rejection(reason, str(failure) if isinstance(failure, CkptfsError) else reason.name.lower().replace("_", " "))
 
 
-class Refusals:
+class PeerRejections:
     """Counts what was refused. Bounded: peers beyond `limits.PEER_COUNTED_MAX` are counted together."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {}
         self._lock = threading.Lock()
 
-    def add(self, peer: str, refusal: Refusal) -> None:
+    def record(self, peer: str, rejection: Rejection) -> None:
         """One more."""
-        log.debug("refused to %s: %s, %s", peer, refusal.why.name.lower(), refusal)
+        log.debug("refused to %s: %s, %s", peer, rejection.reason.name.lower(), rejection)
         with self._lock:
             name = peer if peer in self._counts or len(self._counts) < limits.PEER_COUNTED_MAX else OTHERS
-            self._counts.setdefault(name, Counter())[refusal.why.name.lower()] += 1
+            self._counts.setdefault(name, Counter())[rejection.reason.name.lower()] += 1
 
-    def figures(self) -> dict[str, dict[str, int]]:
+    def get_counts(self) -> dict[str, dict[str, int]]:
         """{peer: {reason: count}}; a snapshot."""
         with self._lock:
             return {peer: dict(counts) for peer, counts in self._counts.items()}

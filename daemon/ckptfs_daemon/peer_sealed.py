@@ -17,20 +17,20 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from ckptfs import limits
-from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs_daemon.peer_refusals import Rejection, RejectReason
 
 TAG_BYTES = 16
 KEY_BYTES = 32
 TOKEN_BYTES = 32
-HELD_BYTES_MAX = 4 * limits.KIB
-BUFFER_BYTES = limits.PEER_PIECE_BYTES + HELD_BYTES_MAX + 2 * TAG_BYTES
+BUFFERED_BYTES_MAX = 4 * limits.KIB
+BUFFER_BYTES = limits.PEER_PIECE_BYTES + BUFFERED_BYTES_MAX + 2 * TAG_BYTES
 
 
 class ConnectionEnded(Exception):
     """The other side closed the connection, or the network did."""
 
 
-class Sealed:
+class EncryptedConnection:
     """One end. One thread sends and receives; `shut` may come from another."""
 
     def __init__(self, connected: socket.socket, keys: bytes, *, server: bool) -> None:
@@ -41,46 +41,46 @@ class Sealed:
         self._received = self._sent = 0
         self._in = memoryview(bytearray(limits.PEER_PIECE_BYTES + TAG_BYTES))
         self._out = memoryview(bytearray(BUFFER_BYTES))
-        self._held = 0
-        bounded(connected)
+        self._buffered_bytes = 0
+        set_socket_timeouts(connected)
 
-    def put(self, message: bytes | memoryview) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         """Send a message; a short one waits for the next, or for `push`. Raises ConnectionEnded, Refusal (stalled)."""
-        end = self._held + len(message) + TAG_BYTES
-        self._outgoing.encrypt_into(self._sent.to_bytes(12, "big"), message, None, self._out[self._held : end])
+        end = self._buffered_bytes + len(message) + TAG_BYTES
+        self._outgoing.encrypt_into(self._sent.to_bytes(12, "big"), message, None, self._out[self._buffered_bytes : end])
         self._sent += 1
-        self._held = end
-        if end > HELD_BYTES_MAX:
-            self.push()
+        self._buffered_bytes = end
+        if end > BUFFERED_BYTES_MAX:
+            self.send_buffered()
 
-    def push(self) -> None:
+    def send_buffered(self) -> None:
         """Send what waits."""
-        left, self._held = self._out[: self._held], 0
+        left, self._buffered_bytes = self._out[: self._buffered_bytes], 0
         deadline = time.monotonic() + limits.PEER_PIECE_S
         while left:
-            count = self._bounded(deadline, self._socket.send, left)
+            count = self._call_with_deadline(deadline, self._socket.send, left)
             left = left[count:]
 
-    def fill(self, place: memoryview) -> None:
+    def receive_into(self, buffer: memoryview) -> None:
         """Receive a message that is exactly as long as `place`. Raises ConnectionEnded, Refusal (stalled, malformed)."""
-        sealed = self._in[: len(place) + TAG_BYTES]
+        sealed = self._in[: len(buffer) + TAG_BYTES]
         filled, deadline = 0, time.monotonic() + limits.PEER_PIECE_S
         while filled < len(sealed):
-            count = self._bounded(deadline, self._socket.recv_into, sealed[filled:], 0, socket.MSG_WAITALL)
+            count = self._call_with_deadline(deadline, self._socket.recv_into, sealed[filled:], 0, socket.MSG_WAITALL)
             if not count:
                 raise ConnectionEnded
             filled += count
         try:
-            self._incoming.decrypt_into(self._received.to_bytes(12, "big"), sealed, None, place)
+            self._incoming.decrypt_into(self._received.to_bytes(12, "big"), sealed, None, buffer)
         except InvalidTag:
-            raise Refusal(Why.MALFORMED, "a message on a bulk connection does not open") from None
+            raise Rejection(RejectReason.MALFORMED, "a message on a bulk connection does not open") from None
         self._received += 1
 
-    def waiting(self, timeout_s: float = 0.0) -> bool:
+    def has_input(self, timeout_s: float = 0.0) -> bool:
         """Whether something (or the end) has arrived."""
-        return readable(self._socket, timeout_s)
+        return is_readable(self._socket, timeout_s)
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         """End it for both sides; wakes the thread that uses it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -90,26 +90,26 @@ class Sealed:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             deadline = time.monotonic() + limits.PEER_SWEEP_S
-            while time.monotonic() < deadline and self.waiting(limits.PEER_SWEEP_S) and self._socket.recv_into(self._in):
+            while time.monotonic() < deadline and self.has_input(limits.PEER_SWEEP_S) and self._socket.recv_into(self._in):
                 pass
 
     def close(self) -> None:
         self._socket.close()
 
     @staticmethod
-    def _bounded(deadline: float, call, *values) -> int:  # type: ignore[no-untyped-def]
+    def _call_with_deadline(deadline: float, call, *values) -> int:  # type: ignore[no-untyped-def]
         try:
             count: int = call(*values)
         except BlockingIOError:
-            raise Refusal(Why.STALLED, f"nothing moved for {limits.PEER_STALL_S:g} s") from None
+            raise Rejection(RejectReason.STALLED, f"nothing moved for {limits.PEER_STALL_S:g} s") from None
         except OSError as failure:
             raise ConnectionEnded from failure
         if time.monotonic() > deadline:
-            raise Refusal(Why.STALLED, f"a message took longer than {limits.PEER_PIECE_S:g} s")
+            raise Rejection(RejectReason.STALLED, f"a message took longer than {limits.PEER_PIECE_S:g} s")
         return count
 
 
-def bounded(connected: socket.socket) -> None:
+def set_socket_timeouts(connected: socket.socket) -> None:
     """Blocking, with the kernel's timeouts and without waiting for company."""
     connected.settimeout(None)
     stall = struct.pack("ll", int(limits.PEER_STALL_S), 0)
@@ -118,7 +118,7 @@ def bounded(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def readable(connected: socket.socket, timeout_s: float) -> bool:
+def is_readable(connected: socket.socket, timeout_s: float) -> bool:
     """Whether a read would not wait, now or within `timeout_s`."""
     poll = select.poll()
     poll.register(connected.fileno(), select.POLLIN)

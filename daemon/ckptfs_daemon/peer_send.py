@@ -12,127 +12,127 @@ from dataclasses import dataclass, field
 import grpc
 
 from ckptfs import limits
-from ckptfs.clique.peers import PeerFailed, PeerLied
+from ckptfs.clique.peers import PeerCorrupt, PeerFailed
 from ckptfs_daemon import peer_frames
-from ckptfs_daemon.peer_frames import HEADER, Command, Encoding, Kind, SourceChanged
-from ckptfs_daemon.peer_link import Link, Unwanted, ended, translated, turn
-from ckptfs_daemon.peer_refusals import Refusal, Why
-from ckptfs_daemon.peer_sealed import Sealed
+from ckptfs_daemon.peer_frames import HEADER, Command, CommandKind, Encoding, SourceChanged
+from ckptfs_daemon.peer_link import Link, NoLongerWanted, cancel_call, hold_slot, translate_errors
+from ckptfs_daemon.peer_refusals import Rejection, RejectReason
+from ckptfs_daemon.peer_sealed import EncryptedConnection
 
 
 @dataclass(slots=True)
-class Work:
+class SendJob:
     """What is to be sent, from where, and how much of it went. Shared by the streams of one try."""
 
     fd: int
     size: int
     transfer: int
-    numbers: list[int]
+    pending_blocks: list[int]
     wanted: Callable[[], bool]
-    squeeze: bool
-    moved: int = 0
-    moved_at: float = field(default_factory=time.monotonic)
+    compress: bool
+    sent_bytes: int = 0
+    progress_at: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, taken: list[int]) -> Iterator[int]:
+    def take_blocks(self, taken: list[int]) -> Iterator[int]:
         """Blocks for one stream, one at a time; noted in `taken`."""
         while self.wanted():
             with self.lock:
-                if not self.numbers:
+                if not self.pending_blocks:
                     return
-                taken.append(self.numbers.pop())
+                taken.append(self.pending_blocks.pop())
             yield taken[-1]
-        raise Unwanted("it is no longer wanted")
+        raise NoLongerWanted("it is no longer wanted")
 
-    def messages(self) -> Iterator[bytes | memoryview]:
+    def encode_messages(self) -> Iterator[bytes | memoryview]:
         """The raw messages of one stream. Raises PeerFailed, PeerLied, OSError."""
-        yield Command(Kind.SEND, self.transfer).packed()
+        yield Command(CommandKind.SEND, self.transfer).pack()
         taken: list[int] = []
         try:
-            for message in peer_frames.departing(
-                self.fd, self.size, self.take(taken), peer_frames.pays if self.squeeze else peer_frames.never
+            for message in peer_frames.encode_blocks(
+                self.fd, self.size, self.take_blocks(taken), peer_frames.is_compressible if self.compress else peer_frames.never_compress
             ):
                 yield message
-                self.moved += len(message)
-                self.moved_at = time.monotonic()
+                self.sent_bytes += len(message)
+                self.progress_at = time.monotonic()
         except SourceChanged:
-            raise PeerLied("the file became shorter while it was sent") from None
-        yield peer_frames.end(len(taken))
+            raise PeerCorrupt("the file became shorter while it was sent") from None
+        yield peer_frames.encode_end(len(taken))
 
 
-def stream(link: Link, work: Work) -> None:
+def send_stream(link: Link, job: SendJob) -> None:
     """One stream, until there is nothing left to send. Raises PeerFailed."""
-    with turn(link.sending, work.wanted), translated(link), link.connection() as sealed:
-        if sealed is None:
-            _over_grpc(link, work)
+    with hold_slot(link.send_slots, job.wanted), translate_errors(link), link.use_connection() as connection:
+        if connection is None:
+            _send_over_grpc(link, job)
         else:
-            _over_socket(sealed, work)
+            _send_over_socket(connection, job)
 
 
-def _over_socket(sealed: Sealed, work: Work) -> None:
-    for message in work.messages():
-        if len(message) == HEADER.size and sealed.waiting():
+def _send_over_socket(connection: EncryptedConnection, job: SendJob) -> None:
+    for message in job.encode_messages():
+        if len(message) == HEADER.size and connection.has_input():
             break  # The peer says something before the end: it refuses.
-        sealed.put(message)
+        connection.send(message)
     else:
-        sealed.push()
+        connection.send_buffered()
     answer = memoryview(bytearray(HEADER.size))
-    sealed.fill(answer)
+    connection.receive_into(answer)
     number, length, encoding = HEADER.unpack(answer)
     if encoding == Encoding.FAILED and length <= 256:
         text = memoryview(bytearray(length))
         if length:
-            sealed.fill(text)
-        raise Refusal(Why(number) if number in set(Why) else Why.BROKEN, bytes(text).decode(errors="replace"))
+            connection.receive_into(text)
+        raise Rejection(RejectReason(number) if number in set(RejectReason) else RejectReason.BROKEN, bytes(text).decode(errors="replace"))
     if encoding != Encoding.END:
-        raise Refusal(Why.OUT_OF_ORDER, "an answer that is none")
+        raise Rejection(RejectReason.OUT_OF_ORDER, "an answer that is none")
 
 
-def _over_grpc(link: Link, work: Work) -> None:
-    reading = _Reading(work)
-    call = link.send(iter(reading))
+def _send_over_grpc(link: Link, job: SendJob) -> None:
+    source = _MessageSource(job)
+    call = link.open_send_stream(iter(source))
     try:
         while not call.done():
-            if not reading.over.wait(1.0) and time.monotonic() - work.moved_at <= limits.PEER_STALL_S:
+            if not source.finished.wait(1.0) and time.monotonic() - job.progress_at <= limits.PEER_STALL_S:
                 continue
-            if not reading.over.is_set():
+            if not source.finished.is_set():
                 raise PeerFailed(f"{link.name} takes nothing")
             call.result(limits.PEER_DISK_S)
         call.result()
     except (grpc.RpcError, grpc.FutureTimeoutError) as failure:
-        raise reading.failure or (
+        raise source.failure or (
             failure if isinstance(failure, grpc.RpcError) else PeerFailed(f"{link.name} does not answer")
         ) from failure
     finally:
-        ended(call)
-        reading.over.wait(limits.PEER_CALL_S)
+        cancel_call(call)
+        source.finished.wait(limits.PEER_CALL_S)
 
 
-class _Reading:
+class _MessageSource:
     """The messages of a gRPC stream, which gRPC takes in a thread of its own; what fails there is kept for the caller."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self.over = threading.Event()
+    def __init__(self, job: SendJob) -> None:
+        self._job = job
+        self.finished = threading.Event()
         self.failure: Exception | None = None
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            for message in self._work.messages():
+            for message in self._job.encode_messages():
                 yield bytes(message)
         except (PeerFailed, OSError) as failure:
             self.failure = failure
         finally:
-            self.over.set()
+            self.finished.set()
 
 
-def streams(link: Link, work: Work, count: int) -> None:
+def send_blocks(link: Link, job: SendJob, count: int) -> None:
     """Send all of `work` with `count` streams at once; the first failure of any, after all have ended. Raises PeerFailed."""
     failures: list[PeerFailed] = []
 
     def one() -> None:
         try:
-            stream(link, work)
+            send_stream(link, job)
         except PeerFailed as failure:
             failures.append(failure)
         except Exception as failure:
@@ -145,4 +145,4 @@ def streams(link: Link, work: Work, count: int) -> None:
     for thread in others:
         thread.join()
     if failures:
-        raise next((failure for failure in failures if isinstance(failure, PeerLied)), failures[0])
+        raise next((failure for failure in failures if isinstance(failure, PeerCorrupt)), failures[0])

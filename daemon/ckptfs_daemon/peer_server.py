@@ -22,22 +22,22 @@ import trio
 
 from ckptfs import limits
 from ckptfs.clique.keys import Identity
-from ckptfs.clique.revoked import Revoked
-from ckptfs.clique.shelf import Loan, Offer, Shelf
-from ckptfs.config import host_of
-from ckptfs.digest import block
+from ckptfs.clique.revoked import RevocationList
+from ckptfs.clique.shelf import ContentHost, Offer, OpenCopy
+from ckptfs.config import parse_host
+from ckptfs.digest import hash_block
 from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
 from ckptfs_daemon import descriptors, peer_checks, peer_frames
 from ckptfs_daemon.peer_bulk import BulkServer
-from ckptfs_daemon.peer_desk import Desk, Methods
-from ckptfs_daemon.peer_frames import Command, bitmap, blocks_of
-from ckptfs_daemon.peer_gate import Gate, server_credentials
-from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why, from_failure
-from ckptfs_daemon.peer_streams import Slots, Streams
-from ckptfs_daemon.peer_transfers import Ledger
-from ckptfs_daemon.stalled import Watch
+from ckptfs_daemon.peer_desk import PeerMethods, RpcGuard
+from ckptfs_daemon.peer_frames import Command, count_blocks, encode_bitmap
+from ckptfs_daemon.peer_gate import PeerAuthenticator, server_credentials
+from ckptfs_daemon.peer_refusals import PeerRejections, Rejection, RejectReason, build_rejection
+from ckptfs_daemon.peer_streams import BlockStreams, ConcurrencyLimit
+from ckptfs_daemon.peer_transfers import TransferTable
+from ckptfs_daemon.stalled import CallWatchdog
 
 log = logging.getLogger(__name__)
 
@@ -54,115 +54,115 @@ OPTIONS = [
 ]
 
 
-class Calls(rpc.PeerServicer):  # type: ignore[misc]
+class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
     """The short calls."""
 
-    def __init__(self, ledger: Ledger, desk: Desk, connect: Callable[[str], pb.ConnectReply]) -> None:
-        self._ledger = ledger
-        self._shelf = ledger.shelf
-        self._desk = desk
+    def __init__(self, table: TransferTable, guard: RpcGuard, connect: Callable[[str], pb.ConnectReply]) -> None:
+        self._table = table
+        self._content_host = table.content_host
+        self._guard = guard
         self._connect = connect
-        self._seals = Slots("wait", limits.PEER_SEALS_MAX, limits.PEER_SEALS_MAX)
+        self._seal_slots = ConcurrencyLimit("wait", limits.PEER_SEALS_MAX, limits.PEER_SEALS_MAX)
 
     def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
-        with self._desk.received(context) as peer:
-            offer = peer_checks.offer(request)
+        with self._guard.guard_call(context) as peer:
+            offer = peer_checks.parse_offer(request)
             if request.whole or not offer.size:
-                need_digest(request, offer.blocks)
+                require_digest(request, offer.blocks)
             if request.whole:
-                return pb.OfferReply(verified=self._ledger.whole(peer, offer, request.whole))
-            number, lacking = self._ledger.offer(peer, offer)
-            return pb.OfferReply(transfer=number, lacking=bitmap(lacking, blocks_of(offer.size)))
+                return pb.OfferReply(verified=self._table.receive_whole(peer, offer, request.whole))
+            number, missing_blocks = self._table.begin_transfer(peer, offer)
+            return pb.OfferReply(transfer=number, lacking=encode_bitmap(missing_blocks, count_blocks(offer.size)))
         raise AssertionError
 
     def OfferMany(self, request: pb.OffersRequest, context: grpc.ServicerContext) -> pb.OffersReply:
-        with self._desk.received(context) as peer:
-            pairs = zip(peer_checks.offers(request), request.offers, strict=True)
-            verdicts = [verdict(self._ledger, self._desk, peer, offer, one.whole) for offer, one in pairs]
+        with self._guard.guard_call(context) as peer:
+            pairs = zip(peer_checks.parse_offers(request), request.offers, strict=True)
+            verdicts = [receive_one(self._table, self._guard, peer, offer, one.whole) for offer, one in pairs]
             return pb.OffersReply(verdicts=verdicts)
         raise AssertionError
 
     def Progress(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.ProgressReply:
-        with self._desk.received(context) as peer:
-            transfer = self._ledger.transfers.get(peer, request.transfer)
+        with self._guard.guard_call(context) as peer:
+            transfer = self._table.transfers.get(peer, request.transfer)
             transfer.touch()
-            return pb.ProgressReply(lacking=bitmap(transfer.lacking(), blocks_of(transfer.size)))
+            return pb.ProgressReply(lacking=encode_bitmap(transfer.list_missing_blocks(), count_blocks(transfer.size)))
         raise AssertionError
 
     def Finish(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.FinishReply:
-        with self._desk.received(context) as peer:
-            return pb.FinishReply(verified=self._ledger.finish(peer, request.transfer))
+        with self._guard.guard_call(context) as peer:
+            return pb.FinishReply(verified=self._table.finish(peer, request.transfer))
         raise AssertionError
 
     def Abandon(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.Nothing:
-        with self._desk.received(context) as peer:
-            self._ledger.abandon(peer, request.transfer)
+        with self._guard.guard_call(context) as peer:
+            self._table.abandon(peer, request.transfer)
         return pb.Nothing()
 
     def GetRecord(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.Record:
-        with self._desk.received(context) as peer:
-            content = peer_checks.content_id(request.content)
-            number, loan = self._ledger.lend(peer, content, peer_checks.content_digest(request.digest))
+        with self._guard.guard_call(context) as peer:
+            content = peer_checks.parse_content_id(request.content)
+            number, copy = self._table.open_copy(peer, content, peer_checks.parse_digest(request.digest))
             if not request.borrow:
-                self._ledger.give_back(peer, number)
-            return record(loan, number if request.borrow else 0)
+                self._table.close_copy(peer, number)
+            return build_manifest(copy, number if request.borrow else 0)
         raise AssertionError
 
     def Return(self, request: pb.ReturnRequest, context: grpc.ServicerContext) -> pb.Nothing:
-        with self._desk.received(context) as peer:
-            self._ledger.give_back(peer, request.loan)
+        with self._guard.guard_call(context) as peer:
+            self._table.close_copy(peer, request.loan)
         return pb.Nothing()
 
     def SealSoon(self, request: pb.SealRequest, context: grpc.ServicerContext) -> pb.SealReply:
-        with self._desk.received(context) as peer, self._seals.one(peer):
-            content, timeout_s = peer_checks.content_id(request.content), peer_checks.seal_timeout(request)
-            loan = self._shelf.seal_soon(content, timeout_s)
-            if loan is None:
+        with self._guard.guard_call(context) as peer, self._seal_slots.hold_slot(peer):
+            content, timeout_s = peer_checks.parse_content_id(request.content), peer_checks.parse_seal_timeout_s(request)
+            copy = self._content_host.seal_and_open(content, timeout_s)
+            if copy is None:
                 return pb.SealReply()
-            os.close(loan.fd)
-            return pb.SealReply(record=record(loan, 0))
+            os.close(copy.fd)
+            return pb.SealReply(record=build_manifest(copy, 0))
         raise AssertionError
 
     def Forget(self, request: pb.ForgetRequest, context: grpc.ServicerContext) -> pb.Nothing:
-        with self._desk.received(context):
-            self._shelf.forget(peer_checks.forgotten(request))
+        with self._guard.guard_call(context):
+            self._content_host.release_copies(peer_checks.parse_forgotten_contents(request))
         return pb.Nothing()
 
     def Ping(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.PingReply:
-        with self._desk.received(context):
-            return pb.PingReply(room=max(0, self._shelf.room()), now_ns=time.time_ns())
+        with self._guard.guard_call(context):
+            return pb.PingReply(room=max(0, self._content_host.get_free_bytes()), now_ns=time.time_ns())
         raise AssertionError
 
     def Connect(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.ConnectReply:
-        with self._desk.received(context) as peer:
+        with self._guard.guard_call(context) as peer:
             return self._connect(peer)
         raise AssertionError
 
 
-def verdict(ledger: Ledger, desk: Desk, peer: str, offer: Offer, data: bytes) -> pb.Verdict:
+def receive_one(table: TransferTable, guard: RpcGuard, peer: str, offer: Offer, data: bytes) -> pb.Verdict:
     """Take one of several contents; what is wrong with it does not concern the others."""
     try:
-        return pb.Verdict(verified=ledger.whole(peer, offer, data))
-    except (Refusal, CkptfsError, OSError) as failure:
-        refusal = desk.counted(peer, from_failure(failure))
-        return pb.Verdict(code=refusal.why, why=str(refusal))
+        return pb.Verdict(verified=table.receive_whole(peer, offer, data))
+    except (Rejection, CkptfsError, OSError) as failure:
+        rejection = guard.record_rejection(peer, build_rejection(failure))
+        return pb.Verdict(code=rejection.reason, why=str(rejection))
 
 
-def need_digest(request: pb.OfferRequest, blocks: bytes) -> None:
+def require_digest(request: pb.OfferRequest, blocks: bytes) -> None:
     """A content that travels inside its offer has the digest that the offer says."""
-    if request.whole and block(request.whole) != blocks:
-        raise Refusal(Why.WRONG_DIGEST, "the bytes are not those of the digest")
+    if request.whole and hash_block(request.whole) != blocks:
+        raise Rejection(RejectReason.WRONG_DIGEST, "the bytes are not those of the digest")
 
 
-def record(loan: Loan, number: int) -> pb.Record:
+def build_manifest(copy: OpenCopy, number: int) -> pb.Record:
     """A loan as it travels."""
     return pb.Record(
-        content=loan.content,
-        inode=loan.inode,
-        generation=loan.generation,
-        size=loan.size,
-        digest=loan.digest,
-        blocks=loan.blocks,
+        content=copy.content,
+        inode=copy.inode,
+        generation=copy.generation,
+        size=copy.size,
+        digest=copy.digest,
+        blocks=copy.blocks,
         loan=number,
     )
 
@@ -170,38 +170,38 @@ def record(loan: Loan, number: int) -> pb.Record:
 class RawStreams:
     """Send and Read: raw messages over gRPC. A watch cancels those in which nothing moves."""
 
-    def __init__(self, streams: Streams, desk: Desk, watch: Watch) -> None:
+    def __init__(self, streams: BlockStreams, guard: RpcGuard, watchdog: CallWatchdog) -> None:
         self._streams = streams
-        self._desk = desk
-        self._watch = watch
-        self._waiting = Slots("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
+        self._guard = guard
+        self._watchdog = watchdog
+        self._stream_slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
 
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Blocks of a transfer. Whoever opens streams and says nothing holds no more threads than those who send."""
-        with self._desk.received(context) as peer, self._watched(context, peer), self._waiting.one(peer):
-            command = Command.parsed(next(messages, b""))
-            with self._streams.arriving(peer, command) as arriving:
+        with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._stream_slots.hold_slot(peer):
+            command = Command.parse(next(messages, b""))
+            with self._streams.open_incoming(peer, command) as receiver:
                 for message in messages:
-                    arriving.take(message)
-                    self._watch.moved(context, limits.PEER_STALL_S)
-                if not arriving.ended:
-                    raise Refusal(Why.INCOMPLETE, "the stream stopped before its end")
-                return peer_frames.end(arriving.count)
+                    receiver.accept_message(message)
+                    self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
+                if not receiver.has_ended:
+                    raise Rejection(RejectReason.INCOMPLETE, "the stream stopped before its end")
+                return peer_frames.encode_end(receiver.block_count)
         raise AssertionError
 
     def read(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Blocks of a loan."""
         with (
-            self._desk.received(context) as peer,
-            self._watched(context, peer),
-            self._streams.departing(peer, Command.parsed(request)) as messages,
+            self._guard.guard_call(context) as peer,
+            self._watch_call(context, peer),
+            self._streams.open_outgoing(peer, Command.parse(request)) as messages,
         ):
             for message in messages:
                 yield bytes(message)
-                self._watch.moved(context, limits.PEER_STALL_S)
+                self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
 
-    def _watched(self, context: grpc.ServicerContext, peer: str) -> AbstractContextManager[None]:
-        return self._watch.over(context, limits.PEER_STALL_S, partial(self._desk.counted, peer, Refusal(Why.STALLED, "")))
+    def _watch_call(self, context: grpc.ServicerContext, peer: str) -> AbstractContextManager[None]:
+        return self._watchdog.watch_call(context, limits.PEER_STALL_S, partial(self._guard.record_rejection, peer, Rejection(RejectReason.STALLED, "")))
 
 
 class PeerServer:
@@ -209,51 +209,51 @@ class PeerServer:
 
     def __init__(
         self,
-        shelf: Shelf,
+        content_host: ContentHost,
         listen: str,
         cluster: str,
         identity: Identity | None,
         *,
         bulk: bool = True,
-        revoked: Revoked | None = None,
+        revoked: RevocationList | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.refusals = Refusals()
-        self.ledger = Ledger(shelf, clock)
-        streams = Streams(self.ledger)
-        self._revoked = revoked or Revoked(None)
-        self._revoked_before = self._revoked.now()
-        desk = Desk(Gate(cluster, identity, self._revoked), self.refusals)
-        self._watch = Watch()
-        self._raw = RawStreams(streams, desk, self._watch)
+        self.rejections = PeerRejections()
+        self.table = TransferTable(content_host, clock)
+        streams = BlockStreams(self.table)
+        self._revoked = revoked or RevocationList(None)
+        self._revoked_before = self._revoked.get_counts()
+        guard = RpcGuard(PeerAuthenticator(cluster, identity, self._revoked), self.rejections)
+        self._watchdog = CallWatchdog()
+        self._raw_streams = RawStreams(streams, guard, self._watchdog)
         self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
-        channels = descriptors.for_strangers(limits.PEER_CHANNELS_MAX)
+        channels = descriptors.get_connections_max(limits.PEER_CHANNELS_MAX)
         options = [
             *OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_TOKEN_S * 1000)),
             ("grpc.max_allowed_incoming_connections", channels),
         ]  # fmt: skip
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
-        self._methods = Methods(Calls(self.ledger, desk, self._connect), self._raw.send, self._raw.read, desk, self._watch)
+        self._methods = PeerMethods(UnaryCalls(self.table, guard, self._connect), self._raw_streams.send, self._raw_streams.read, guard, self._watchdog)
         self._server.add_generic_rpc_handlers((self._methods,))
         self.port = _bind(self._server, listen, identity)
-        self.bulk = BulkServer(streams, self.refusals, host_of(listen), self.port + 1) if bulk else None
-        self._left: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.bulk = BulkServer(streams, self.rejections, parse_host(listen), self.port + 1) if bulk else None
+        self._departed_nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._sweeper = threading.Thread(target=self._sweep, name="peer sweep", daemon=True)
+        self._sweeper = threading.Thread(target=self._run_sweep_loop, name="peer sweep", daemon=True)
         self._server.start()
         self._sweeper.start()
 
-    def figures(self) -> dict[str, Any]:
+    def get_figures(self) -> dict[str, Any]:
         """What status shows."""
-        connections = self.bulk.connections() if self.bulk else 0
+        connections = self.bulk.count_connections() if self.bulk else 0
         return {
-            "transfers": len(self.ledger.transfers), "loans": len(self.ledger.loans), "connections": connections,
-            "refused": self.refusals.figures(),
+            "transfers": len(self.table.transfers), "loans": len(self.table.reads), "connections": connections,
+            "refused": self.rejections.get_counts(),
         }  # fmt: skip
 
-    def left(self, node: str) -> None:
+    def end_all_of_node(self, node: str) -> None:
         """This node does not live any more, or lives anew: nobody goes on with what it had begun, which ends soon."""
-        self._left.put(node)
+        self._departed_nodes.put(node)
 
     def stop(self) -> None:
         """End every call, and whatever peers had begun."""
@@ -264,38 +264,38 @@ class PeerServer:
         stopping.wait(2 * STOP_GRACE_S)
         self._sweeper.join()
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self.ledger.sweep(everything=True)
+        self.table.end_idle(everything=True)
 
     def _connect(self, peer: str) -> pb.ConnectReply:
         if self.bulk is None:
             return pb.ConnectReply()
-        ticket = self.bulk.tickets.give(peer)
-        return pb.ConnectReply(port=self.bulk.port, token=ticket.token, keys=ticket.keys)
+        connect_token = self.bulk.tokens.issue(peer)
+        return pb.ConnectReply(port=self.bulk.port, token=connect_token.token, keys=connect_token.keys)
 
-    def _sweep(self) -> None:
+    def _run_sweep_loop(self) -> None:
         while not self._stopped.wait(limits.PEER_SWEEP_S):
             try:
-                self._watch.sweep()
-                self._end_left()
-                self.ledger.sweep()
+                self._watchdog.cancel_late_calls()
+                self._end_departed()
+                self.table.end_idle()
                 self._end_revoked()
-                self._methods.give_back()
+                self._methods.trim_memory()
             except Exception:
                 log.exception("what peers left could not be ended")
 
-    def _end_left(self) -> None:
-        while not self._left.empty():
-            self.ledger.end(self._left.get())
+    def _end_departed(self) -> None:
+        while not self._departed_nodes.empty():
+            self.table.end_all_of_peer(self._departed_nodes.get())
 
     def _end_revoked(self) -> None:
         """Nodes whose keys were revoked just now keep nothing that they had begun; with new keys they begin anew."""
-        before, self._revoked_before = self._revoked_before, self._revoked.now()
+        before, self._revoked_before = self._revoked_before, self._revoked.get_counts()
         for node, count in self._revoked_before.items():
             if count > before.get(node, 0):
                 log.info("the keys of node %s were revoked", node)
-                self.ledger.end(node)
+                self.table.end_all_of_peer(node)
                 if self.bulk:
-                    self.bulk.shut(node)
+                    self.bulk.close_peer(node)
 
 
 def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:
@@ -305,19 +305,19 @@ def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:
     return server.add_secure_port(listen, server_credentials(identity))
 
 
-async def serve(server: Callable[[], PeerServer], started: Callable[[PeerServer], None], failed: Callable[[str], None]) -> None:
+async def serve_peers(build_server: Callable[[], PeerServer], on_started: Callable[[PeerServer], None], on_start_failed: Callable[[str], None]) -> None:
     """Serve until cancelled. A server that cannot start, because its port is still taken, is tried again, after `failed` heard of it."""
     while True:
         try:
-            running = await trio.to_thread.run_sync(server)
+            running = await trio.to_thread.run_sync(build_server)
         except (OSError, RuntimeError) as failure:
             what = str(failure).partition("; set GRPC_VERBOSITY")[0]
             log.error("peers cannot reach this node: %s", what)
-            await trio.to_thread.run_sync(failed, what)
+            await trio.to_thread.run_sync(on_start_failed, what)
             await trio.sleep(limits.RETRY_LAST_S)
             continue
         try:
-            await trio.to_thread.run_sync(started, running)
+            await trio.to_thread.run_sync(on_started, running)
             await trio.sleep_forever()
         finally:
             with trio.CancelScope(shield=True):

@@ -15,71 +15,71 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from ckptfs import limits
-from ckptfs.clique.shelf import Loan, Offer, Reception, Shelf
+from ckptfs.clique.shelf import ContentHost, Offer, OpenCopy, Reception
 from ckptfs.digest import BLOCK_DIGEST_BYTES
-from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs_daemon.peer_refusals import Rejection, RejectReason
 
 Clock = Callable[[], float]
 
 
-class Used:
+class PeerResource:
     """Something that a peer began: whose it is, when it was used last, and by how many streams just now."""
 
     def __init__(self, peer: str, clock: Clock) -> None:
         self.peer = peer
         self.lock = threading.Lock()
-        self.ended = False
-        self._last: Callable[[], None] = lambda: None
+        self.has_ended = False
+        self._on_unused: Callable[[], None] = lambda: None
         self._clock = clock
-        self._streams = 0
-        self._used = clock()
+        self._stream_count = 0
+        self._used_at = clock()
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def hold_stream(self) -> Iterator[None]:
         """A stream uses it. Refused after its end."""
         with self.lock:
-            self._check()
-            self._streams += 1
+            self._require_active()
+            self._stream_count += 1
         try:
             yield
         finally:
             with self.lock:
-                self._streams -= 1
-                self._used = self._clock()
-                last = self.ended and not self._streams
+                self._stream_count -= 1
+                self._used_at = self._clock()
+                last = self.has_ended and not self._stream_count
             if last:
-                self._last()
+                self._on_unused()
 
     def touch(self) -> None:
-        self._used = self._clock()
+        self._used_at = self._clock()
 
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nobody used it for too long."""
-        return not self._streams and self._clock() - self._used > limits.PEER_IDLE_S
+        return not self._stream_count and self._clock() - self._used_at > limits.PEER_IDLE_S
 
-    def end_unused(self) -> None:
+    def end_if_unused(self) -> None:
         """No stream may use it any more; Refused (busy) while one does."""
         with self.lock:
-            self._check()
-            if self._streams:
-                raise Refusal(Why.BUSY, "streams still use it")
-            self.ended = True
+            self._require_active()
+            if self._stream_count:
+                raise Rejection(RejectReason.BUSY, "streams still use it")
+            self.has_ended = True
 
-    def end(self, last: Callable[[], None]) -> None:
+    def end(self, on_unused: Callable[[], None]) -> None:
         """No stream may begin any more; `last` is called when none is left, which may be now."""
         with self.lock:
-            self._check()
-            self.ended, self._last = True, last
-            unused = not self._streams
+            self._require_active()
+            self.has_ended, self._on_unused = True, on_unused
+            unused = not self._stream_count
         if unused:
-            last()
+            on_unused()
 
-    def _check(self) -> None:
-        if self.ended:
-            raise Refusal(Why.UNKNOWN, "it has ended")
+    def _require_active(self) -> None:
+        if self.has_ended:
+            raise Rejection(RejectReason.UNKNOWN, "it has ended")
 
 
-class Transfer(Used):
+class IncomingTransfer(PeerResource):
     """A reception, block by block: a `peer_frames.Landing`. Touches only the shelf's descriptor."""
 
     def __init__(self, peer: str, offer: Offer, reception: Reception, clock: Clock) -> None:
@@ -88,81 +88,81 @@ class Transfer(Used):
         self.token = reception.token
         self.size = offer.size
         self._fd = reception.fd
-        self._lacking = set(reception.lacking)
-        self._arriving: set[int] = set()
-        self.landed = False
+        self._missing_blocks = set(reception.missing_blocks)
+        self._incoming_blocks: set[int] = set()
+        self.has_received_blocks = False
 
-    def claim(self, number: int) -> bytes:
+    def claim_block(self, number: int) -> bytes:
         with self.lock:
-            if self.ended:
-                raise Refusal(Why.ENDED, "the transfer has ended")
-            if number not in self._lacking:
-                raise Refusal(Why.OUT_OF_ORDER, f"block {number} is not lacking")
-            if number in self._arriving:
-                raise Refusal(Why.BUSY, f"block {number} is arriving already")
-            self._arriving.add(number)
+            if self.has_ended:
+                raise Rejection(RejectReason.ENDED, "the transfer has ended")
+            if number not in self._missing_blocks:
+                raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} is not lacking")
+            if number in self._incoming_blocks:
+                raise Rejection(RejectReason.BUSY, f"block {number} is arriving already")
+            self._incoming_blocks.add(number)
         return self.offer.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
 
-    def land(self, number: int, data: memoryview) -> None:
-        write_at(self._fd, data, number * limits.BLOCK_BYTES)
+    def write_block(self, number: int, data: memoryview) -> None:
+        pwrite_all(self._fd, data, number * limits.BLOCK_BYTES)
         with self.lock:
-            self._arriving.discard(number)
-            self._lacking.discard(number)
-            self.landed = True
+            self._incoming_blocks.discard(number)
+            self._missing_blocks.discard(number)
+            self.has_received_blocks = True
         self.touch()
 
-    def drop(self, number: int) -> None:
+    def release_block(self, number: int) -> None:
         with self.lock:
-            self._arriving.discard(number)
+            self._incoming_blocks.discard(number)
 
-    def lacking(self) -> list[int]:
+    def list_missing_blocks(self) -> list[int]:
         """The blocks that have not come yet, in order."""
         with self.lock:
-            return sorted(self._lacking)
+            return sorted(self._missing_blocks)
 
 
-class Borrowed(Used):
+class OutgoingRead(PeerResource):
     """A loan while a peer reads from it."""
 
-    def __init__(self, peer: str, loan: Loan, clock: Clock) -> None:
+    def __init__(self, peer: str, copy: OpenCopy, clock: Clock) -> None:
         super().__init__(peer, clock)
-        self.loan = loan
+        self.copy = copy
 
 
 class _Owned(Protocol):
     peer: str
 
-    def idle(self) -> bool: ...
+    def is_idle(self) -> bool: ...
 
 
 Item = TypeVar("Item", bound=_Owned)
 
 
-class Register(Generic[Item]):
+class PeerResourceTable(Generic[Item]):
     """Items by random id. An id of another peer is as unknown as one that never was."""
 
     def __init__(self, what: str, total_max: int, peer_max: int) -> None:
         self._what, self._total_max, self._peer_max = what, total_max, peer_max
         self._items: dict[int, Item] = {}
-        self._expected = 0
+        self._reserved_count = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._items)
 
     @contextmanager
-    def place(self, peer: str) -> Iterator[Callable[[Item], int]]:
+    def reserve_slot(self, peer: str) -> Iterator[Callable[[Item], int]]:
         """A place for one more, refused where there are too many; the function that fills it gives the id."""
         with self._lock:
             mine = sum(item.peer == peer for item in self._items.values())
-            if mine >= self._peer_max or len(self._items) + self._expected >= self._total_max:
-                raise Refusal(Why.TOO_MANY, f"too many {self._what}s at once")
-            self._expected += 1
+            if mine >= self._peer_max or len(self._items) + self._reserved_count >= self._total_max:
+                raise Rejection(RejectReason.TOO_MANY, f"too many {self._what}s at once")
+            self._reserved_count += 1
         try:
             yield self._add
         finally:
             with self._lock:
-                self._expected -= 1
+                self._reserved_count -= 1
 
     def _add(self, item: Item) -> int:
         number = secrets.randbits(62) + 1
@@ -174,7 +174,7 @@ class Register(Generic[Item]):
         """Raises Refusal when this peer has none of that id."""
         item = self._items.get(number)
         if item is None or item.peer != peer:
-            raise Refusal(Why.UNKNOWN, f"no such {self._what}")
+            raise Rejection(RejectReason.UNKNOWN, f"no such {self._what}")
         return item
 
     def remove(self, number: int) -> None:
@@ -187,33 +187,33 @@ class Register(Generic[Item]):
             return list(self._items.items())
 
 
-class Ledger:
+class TransferTable:
     """All transfers and loans of this node, and the shelf behind them."""
 
-    def __init__(self, shelf: Shelf, clock: Clock = time.monotonic) -> None:
-        self.shelf = shelf
+    def __init__(self, content_host: ContentHost, clock: Clock = time.monotonic) -> None:
+        self.content_host = content_host
         self._clock = clock
-        self.transfers: Register[Transfer] = Register("transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_OF_ONE_MAX)
-        self.loans: Register[Borrowed] = Register("loan", limits.PEER_LOANS_MAX, limits.PEER_LOANS_OF_ONE_MAX)
+        self.transfers: PeerResourceTable[IncomingTransfer] = PeerResourceTable("transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_OF_ONE_MAX)
+        self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable("loan", limits.PEER_LOANS_MAX, limits.PEER_LOANS_OF_ONE_MAX)
 
-    def offer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
+    def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
         """Begin a transfer: (its id, the blocks that are lacking). One that this peer had left for the same content ends."""
         for number, transfer in self.transfers.all():
             if transfer.peer == peer and transfer.offer.content == offer.content:
                 self.abandon(peer, number)
-        with self.transfers.place(peer) as fill:
-            reception = self.shelf.receive(replace(offer, sender=peer))
-            return fill(Transfer(peer, offer, reception, self._clock)), list(reception.lacking)
+        with self.transfers.reserve_slot(peer) as insert:
+            reception = self.content_host.begin_reception(replace(offer, sender=peer))
+            return insert(IncomingTransfer(peer, offer, reception, self._clock)), list(reception.missing_blocks)
 
-    def whole(self, peer: str, offer: Offer, data: bytes) -> bool:
+    def receive_whole(self, peer: str, offer: Offer, data: bytes) -> bool:
         """A content of at most one block that came with its offer, and whose digest was compared; whether it counts now."""
-        number, lacking = self.offer(peer, offer)
+        number, missing_blocks = self.begin_transfer(peer, offer)
         try:
             transfer = self.transfers.get(peer, number)
-            with transfer.stream():  # Whoever offers the same content meanwhile waits for its end: the descriptor is ours until then.
-                for lacks in lacking:
-                    transfer.claim(lacks)
-                    transfer.land(lacks, memoryview(data))
+            with transfer.hold_stream():  # Whoever offers the same content meanwhile waits for its end: the descriptor is ours until then.
+                for block_number in missing_blocks:
+                    transfer.claim_block(block_number)
+                    transfer.write_block(block_number, memoryview(data))
         except BaseException:
             self.abandon(peer, number)
             raise
@@ -222,57 +222,57 @@ class Ledger:
     def finish(self, peer: str, number: int) -> bool:
         """All has come; whether it is right. A transfer that lacks blocks goes on."""
         transfer = self.transfers.get(peer, number)
-        if left := transfer.lacking():
-            raise Refusal(Why.INCOMPLETE, f"{len(left)} blocks have not come, the first is {left[0]}")
-        transfer.end_unused()
+        if left := transfer.list_missing_blocks():
+            raise Rejection(RejectReason.INCOMPLETE, f"{len(left)} blocks have not come, the first is {left[0]}")
+        transfer.end_if_unused()
         self.transfers.remove(number)
-        return self.shelf.received(transfer.token)
+        return self.content_host.finish_reception(transfer.token)
 
     def abandon(self, peer: str, number: int) -> None:
         """The transfer ends; the shelf hears of it when no stream uses it any more."""
         transfer = self.transfers.get(peer, number)
         self.transfers.remove(number)
-        transfer.end(lambda: self.shelf.abandon(transfer.token, keep=transfer.landed))
+        transfer.end(lambda: self.content_host.abort_reception(transfer.token, keep_blocks=transfer.has_received_blocks))
 
-    def lend(self, peer: str, content: int, digest: bytes | None) -> tuple[int, Loan]:
+    def open_copy(self, peer: str, content: int, digest: bytes | None) -> tuple[int, OpenCopy]:
         """Borrow a copy: (the loan's id, the loan)."""
-        with self.loans.place(peer) as fill:
-            loan = self.shelf.lend(content, digest)
-            return fill(Borrowed(peer, loan, self._clock)), loan
+        with self.reads.reserve_slot(peer) as insert:
+            copy = self.content_host.open_copy(content, digest)
+            return insert(OutgoingRead(peer, copy, self._clock)), copy
 
-    def give_back(self, peer: str, number: int) -> None:
+    def close_copy(self, peer: str, number: int) -> None:
         """The loan ends; its descriptor is closed when no stream uses it any more."""
-        borrowed = self.loans.get(peer, number)
-        self.loans.remove(number)
-        borrowed.end(lambda: os.close(borrowed.loan.fd))
+        read = self.reads.get(peer, number)
+        self.reads.remove(number)
+        read.end(lambda: os.close(read.copy.fd))
 
-    def end(self, peer: str) -> None:
+    def end_all_of_peer(self, peer: str) -> None:
         """All that this peer had begun ends, in use or not."""
         for number, transfer in self.transfers.all():
             if transfer.peer == peer:
-                _unless_used(self.abandon, peer, number)
-        for number, borrowed in self.loans.all():
-            if borrowed.peer == peer:
-                _unless_used(self.give_back, peer, number)
+                _end_unless_used(self.abandon, peer, number)
+        for number, read in self.reads.all():
+            if read.peer == peer:
+                _end_unless_used(self.close_copy, peer, number)
 
-    def sweep(self, everything: bool = False) -> None:
+    def end_idle(self, everything: bool = False) -> None:
         """End what nobody used for long, or `everything`."""
         for number, transfer in self.transfers.all():
-            if everything or transfer.idle():
-                _unless_used(self.abandon, transfer.peer, number)
-        for number, borrowed in self.loans.all():
-            if everything or borrowed.idle():
-                _unless_used(self.give_back, borrowed.peer, number)
+            if everything or transfer.is_idle():
+                _end_unless_used(self.abandon, transfer.peer, number)
+        for number, read in self.reads.all():
+            if everything or read.is_idle():
+                _end_unless_used(self.close_copy, read.peer, number)
 
 
-def _unless_used(ending: Callable[[str, int], None], peer: str, number: int) -> None:
+def _end_unless_used(end: Callable[[str, int], None], peer: str, number: int) -> None:
     try:
-        ending(peer, number)
-    except Refusal:
+        end(peer, number)
+    except Rejection:
         return  # Somebody uses it, or ended it just now.
 
 
-def write_at(fd: int, data: memoryview, offset: int) -> None:
+def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
     """pwrite(2) until all is written."""
     while data:
         count = os.pwrite(fd, data, offset)

@@ -25,103 +25,103 @@ from ckptfs.tiers.place import Place
 
 log = logging.getLogger(__name__)
 
-SILENCE_COUNTED_S = 2.0
+SILENCE_REPORT_S = 2.0
 CHANGE_RATIO = 0.01
 
 
-class Watch:
+class TierMonitor:
     """The watch over one tier."""
 
-    def __init__(self, db: Database, place: Place, root: Path, recovered: Callable[[], None]) -> None:
+    def __init__(self, db: Database, storage: Place, root: Path, on_recovered: Callable[[], None]) -> None:
         """`root` is what is asked; `recovered` is called in the trio thread when the tier is well again."""
         self._db = db
-        self._place = place
+        self._storage = storage
         self._root = root
-        self._recovered = recovered
+        self._on_recovered = on_recovered
         self._health = Health()
-        self._told: dict[str, Any] = {}
-        self._room = (0, 0)
+        self._last_reported: dict[str, Any] = {}
+        self._capacity = (0, 0)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await self._probe()
+            await self._probe_once()
             await trio.sleep(health.probe_after_s(self._health))
 
-    async def _probe(self) -> None:
+    async def _probe_once(self) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._count_silence, name=f"silence of {self._place.tier}")
+            nursery.start_soon(self._report_silence, name=f"silence of {self._storage.tier}")
             try:
-                self._room = await trio.to_thread.run_sync(self._ask, abandon_on_cancel=True)
+                self._capacity = await trio.to_thread.run_sync(self._probe_tier, abandon_on_cancel=True)
                 verdict = health.succeeded(self._health, trio.current_time())
             except OSError as failure:
                 verdict = health.failed(self._health, trio.current_time(), failure)
             except TierUnavailable as failure:
                 verdict = health.another(self._health, trio.current_time(), str(failure), failure.remedy)
             nursery.cancel_scope.cancel()
-        await self._become(verdict)
+        await self._set_health(verdict)
 
-    async def _count_silence(self) -> None:
+    async def _report_silence(self) -> None:
         begun_s = trio.current_time()
         while True:
-            await trio.sleep(SILENCE_COUNTED_S)
+            await trio.sleep(SILENCE_REPORT_S)
             now_s = trio.current_time()
-            await self._become(health.silent(self._health, now_s, now_s - begun_s))
+            await self._set_health(health.silent(self._health, now_s, now_s - begun_s))
 
-    async def _become(self, verdict: Health) -> None:
+    async def _set_health(self, verdict: Health) -> None:
         """Take the verdict as what is known, and say so where it is news."""
         before, self._health = self._health, verdict
         if verdict.state is not before.state:
-            self._log(before, verdict)
+            self._log_change(before, verdict)
             if verdict.state is State.NORMAL:
-                self._recovered()
+                self._on_recovered()
         value = {
             "state": verdict.state.value,
             "error": verdict.error,
             "remedy": verdict.remedy,
-            "total": self._room[0],
-            "free": self._room[1],
+            "total": self._capacity[0],
+            "free": self._capacity[1],
         }
-        if self._news(value):
-            self._told = value
-            await trio.to_thread.run_sync(settling.report, self._db, f"tier:{self._place.tier}", value)
+        if self._is_worth_reporting(value):
+            self._last_reported = value
+            await trio.to_thread.run_sync(settling.set_report, self._db, f"tier:{self._storage.tier}", value)
 
-    def _log(self, before: Health, now: Health) -> None:
+    def _log_change(self, before: Health, now: Health) -> None:
         if now.state is State.NORMAL:
             log.info("%s is well again", self._root)
         else:
             log.warning("%s is %s: %s%s", self._root, now.state, now.error, f" ({now.remedy})" if now.remedy else "")
 
-    def _news(self, value: dict[str, Any]) -> bool:
+    def _is_worth_reporting(self, value: dict[str, Any]) -> bool:
         """Whether people would see a difference: figures that moved a little are none, so that an idle node writes nothing."""
-        if not self._told or any(value[key] != self._told[key] for key in ("state", "error", "remedy", "total")):
+        if not self._last_reported or any(value[key] != self._last_reported[key] for key in ("state", "error", "remedy", "total")):
             return True
-        return bool(abs(value["free"] - self._told["free"]) > CHANGE_RATIO * max(value["total"], limits.MIB))
+        return bool(abs(value["free"] - self._last_reported["free"]) > CHANGE_RATIO * max(value["total"], limits.MIB))
 
-    def _ask(self) -> tuple[int, int]:
+    def _probe_tier(self) -> tuple[int, int]:
         """In a thread, which may hang for as long as the tier does."""
-        room = health.probe(self._root)
-        if self._place.tier is Tier.PFS:
-            identify(self._db, self._place)
-        return room
+        capacity = health.probe(self._root)
+        if self._storage.tier is Tier.PFS:
+            check_or_adopt_uuid(self._db, self._storage)
+        return capacity
 
 
-def identify(db: Database, place: Place) -> None:
+def check_or_adopt_uuid(db: Database, storage: Place) -> None:
     """Compare the PFS with the one that the catalog belongs to, or make it that one. Raises TierUnavailable for another one.
 
     Where we may not make a work area (root is squashed and the directory is not the owner's) the PFS goes unidentified.
     """
-    expected = settling.tier_uuid(db, place.tier)
+    expected = settling.get_tier_uuid(db, storage.tier)
     if expected is None:
         with contextlib.suppress(OSError, TierUnavailable):
-            settling.adopt(db, place.tier, place.uuid)
+            settling.set_tier_uuid(db, storage.tier, storage.uuid)
         return
     try:
-        found = (place.root / "tier-id").read_text(encoding="ascii", errors="replace").strip()
+        found = (storage.root / "tier-id").read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
         found = ""
     if found != expected:
         raise TierUnavailable(
-            f"{place.root.parent} is not the directory that this catalog belongs to",
-            remedy=f"mount the filesystem that belongs at {place.root.parent}",
+            f"{storage.root.parent} is not the directory that this catalog belongs to",
+            remedy=f"mount the filesystem that belongs at {storage.root.parent}",
         )

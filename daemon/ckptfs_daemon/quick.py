@@ -35,7 +35,7 @@ class QuickOperations(Handler):
         return self._written_s if self.context.open_files.is_written(inode) else self._kept_s
 
     def _quick_lookup(self, req: int, parent: int, name: bytes, pid: int) -> bool:
-        if is_virtual(parent) or (parent == ROOT and name == namespace.OURS):
+        if is_virtual(parent) or (parent == ROOT and name == namespace.RESERVED_NAME):
             return False
         if self.walks is not None and (self.walks.was_misled(pid) or not self.walks.knows_name(pid, parent, name)):
             return False

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, Refused
+from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs_daemon import mounting
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def prepare(config: Config) -> Path:
         if mounted is None:
             _mount(point, size_of(config))
         elif mounted.fstype != "tmpfs":
-            raise Refused(f"{point} has a {mounted.fstype} mounted, not our tmpfs", remedy=f"umount {point}")
+            raise InvalidArgument(f"{point} has a {mounted.fstype} mounted, not our tmpfs", remedy=f"umount {point}")
         else:
             log.info("the RAM tier at %s is still there; taking it over", point)
             _resize(point, size_of(config))
@@ -86,7 +86,7 @@ def _below_shared_memory(config: Config, point: Path) -> Path:
         directory.mkdir(mode=0o700)
     found = os.lstat(directory)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise Refused(f"{directory} is not a directory of ours alone", remedy=f"remove {directory}")
+        raise InvalidArgument(f"{directory} is not a directory of ours alone", remedy=f"remove {directory}")
     if not point.is_symlink() or os.readlink(point) != str(directory):
         if point.is_symlink():
             point.unlink()

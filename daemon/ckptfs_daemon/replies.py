@@ -49,8 +49,8 @@ def attributes(inode: Inode, gather_bytes: int = BLOCK_BYTES) -> EntryAttributes
 
 def blocks_of(inode: Inode) -> int:
     """st_blocks: what is allocated where that is known, else what the size needs."""
-    if inode.blocks is not None:
-        return inode.blocks
+    if inode.allocated_blocks is not None:
+        return inode.allocated_blocks
     return -(-inode.size // BLOCK_BYTES) * (BLOCK_BYTES // SECTOR_BYTES) if inode.is_file else 0
 
 

@@ -20,14 +20,14 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import identity, peers, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.same_store import SameStore
+from ckptfs.catalog.same_store import EpochCheckedStore
 from ckptfs.catalog.sharing import alone, anew, applying, batch, forgetting, island, lost, outcome, reading, touching
-from ckptfs.catalog.sharing.applying import Recent, Told
-from ckptfs.catalog.sharing.kinds import LAST, NAME, Key
-from ckptfs.catalog.sharing.refusal import Refusal, Result
+from ckptfs.catalog.sharing.applying import RecentDeletes, StoreValue
+from ckptfs.catalog.sharing.kinds import LAST_COMMIT, NAME, SharedKey
+from ckptfs.catalog.sharing.refusal import CommitResult, ConflictResolver
 from ckptfs.catalog.store import Get, Outcome, Store
 from ckptfs.clique import holders
-from ckptfs.errors import CkptfsError, StoreLost, Unreachable, refused
+from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, posix_error
 from ckptfs_daemon import meeting, returning
 from ckptfs_daemon.store_calls import Question, Rounds, Written, answer_of
 
@@ -49,23 +49,23 @@ class Sharing:
         bytes of a content a second id, and says whether it could.
         """
         self.db = db
-        self.number = identity.number(db)
+        self.number = identity.get_node_number(db)
         self._label = label
         self._again = again
         self._is_written = is_written
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
-        self.island_ns = alone.since(db)
-        self._store = SameStore(store, db)
+        self.island_ns = alone.get_disconnected_ns(db)
+        self._store = EpochCheckedStore(store, db)
         self._written = Written(is_written)
         self._nameless: Callable[[Iterable[int]], None] = lambda _: None
-        self._recent = Recent()
+        self._recent = RecentDeletes()
         self._asked: deque[Question] = deque()
         self._reading = 0
         self._to_tell = trio.Event()
         self._rounds = Rounds()
-        self._reverted: dict[Key, int] = {}
+        self._reverted: dict[SharedKey, int] = {}
         self._reverts = 0
-        self._sent: batch.Batch | None = None
+        self._sent: batch.StoreTransaction | None = None
         self._is_lost = False
         self._look_s = 0.0
 
@@ -82,32 +82,32 @@ class Sharing:
 
     async def fresh_name(self, parent: int, name: bytes, *ahead: Name) -> None:
         """The rows of a name, and of what it leads to, are as the store has them; those of names that will be asked for next, too."""
-        await self._fresh([key for at, what in ((parent, name), *ahead) for key in reading.of_name(self.db, at, what)])
+        await self._fresh([key for at, what in ((parent, name), *ahead) for key in reading.list_name_keys(self.db, at, what)])
 
     async def fresh_inode(self, inode: int, *ahead: Name) -> None:
         """The rows of an inode are as the store has them; those of names that will be asked for next, too."""
-        await self._fresh([*reading.of_inode(self.db, inode), *(key for at, what in ahead for key in reading.of_name(self.db, at, what))])
+        await self._fresh([*reading.list_inode_keys(self.db, inode), *(key for at, what in ahead for key in reading.list_name_keys(self.db, at, what))])
 
     async def fresh_copies(self, inode: int) -> None:
         """Who has what another node wrote of this file is known here as the store has it."""
-        content = peers.strange_content(self.db, inode)
+        content = peers.find_remote_content(self.db, inode)
         if content is None:
             return
-        found = await self._read([*holders.gets(content)])
+        found = await self._read([*holders.build_gets(content)])
         if found is not None:
-            with self.db.change():
-                holders.learn(self.db, content, holders.shared(content, found.results[0], found.results[1]), identity.number(self.db))
+            with self.db.transaction():
+                holders.record(self.db, content, holders.parse(content, found.results[0], found.results[1]), identity.get_node_number(self.db))
 
     async def fresh_directory(self, inode: int, at_most: int | None = None) -> None:
         """The names in a directory, and inodes of which nothing was known; `at_most`: only the first few."""
         after: bytes | None = b""
         while after is not None and not self.island:
             items = at_most or limits.ETCD_PAGE_ITEMS
-            found = await self._read([reading.page(inode, after, items)])
+            found = await self._read([reading.build_page_get(inode, after, items)])
             if found is None:
                 return
-            told, after = reading.of_page(self.db, inode, after, items, found)
-            keys = reading.unknown(self.db, reading.lacking(self.db, told))
+            told, after = reading.parse_page(self.db, inode, after, items, found)
+            keys = reading.list_uncached(self.db, reading.list_missing_keys(self.db, told))
             self._apply({**told, **await self._told(keys)})
             if at_most:
                 return
@@ -117,7 +117,7 @@ class Sharing:
         for parent, name in names:
             await self.fresh_ancestors(parent)
             await self.fresh_name(parent, name)
-            child = reading.directory(self.db, parent, name)
+            child = reading.find_directory(self.db, parent, name)
             if child is not None:
                 await self.fresh_directory(child, at_most=1)
 
@@ -126,27 +126,27 @@ class Sharing:
         passed: set[int] = set()
         while inode and inode not in passed:
             passed.add(inode)
-            await self._fresh(reading.above(self.db, inode)[0])
-            inode = reading.above(self.db, inode)[1]
+            await self._fresh(reading.load_directory_location(self.db, inode)[0])
+            inode = reading.load_directory_location(self.db, inode)[1]
 
-    async def _fresh(self, keys: list[Key]) -> None:
+    async def _fresh(self, keys: list[SharedKey]) -> None:
         told = await self._told(keys)
-        while told and (more := reading.lacking(self.db, told) or reading.overtaken(told)):
+        while told and (more := reading.list_missing_keys(self.db, told) or reading.list_overtaken_names(told)):
             found = await self._told(more)
             if not found:
                 return
             told.update(found)
         self._apply(told)
 
-    async def _told(self, keys: list[Key]) -> dict[Key, Told]:
+    async def _told(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
         """What the store says of these; nothing when it does not answer."""
         if not keys:
             return {}
-        found = await self._read(reading.gets(keys))
-        return {} if found is None else reading.answers(keys, found)
+        found = await self._read(reading.build_gets(keys))
+        return {} if found is None else reading.parse_outcome(keys, found)
 
-    def _apply(self, told: Mapping[Key, Told]) -> None:
-        nameless = applying.take_over(self.db, told, self._recent, self._written)
+    def _apply(self, told: Mapping[SharedKey, StoreValue]) -> None:
+        nameless = applying.apply_values(self.db, told, self._recent, self._written)
         if nameless:
             self._nameless(nameless)
 
@@ -214,10 +214,10 @@ class Sharing:
     async def published(self, names: Iterable[Name] = ()) -> bool:
         """Everything that was changed up to now is in the store, or this node is an island. False: these names were taken back."""
         reverts = self._reverts
-        last = touching.last(self.db)
-        while last and not self.island and touching.waiting(self.db, last):
+        last = touching.get_last_change(self.db)
+        while last and not self.island and touching.has_dirty(self.db, last):
             await self._rounds.one(self._tell)
-        return not any(self._reverted.get(Key(NAME, parent, name), 0) > reverts for parent, name in names)
+        return not any(self._reverted.get(SharedKey(NAME, parent, name), 0) > reverts for parent, name in names)
 
     async def agreed(
         self,
@@ -245,11 +245,11 @@ class Sharing:
             undo(result)
             await fresh()
             is_fresh = True
-        raise refused(errno.EAGAIN)
+        raise posix_error(errno.EAGAIN)
 
     async def run(self) -> None:
         """The task: tell what is touched and nobody waits for; on an island, look for the store."""
-        touching.begin(self.db)
+        touching.mark_root_dirty(self.db)
         await self._look_back()
         self._rounds.end()
         while True:
@@ -257,9 +257,9 @@ class Sharing:
                 await self._probe()
                 continue
             self._to_tell = trio.Event()
-            if touching.last(self.db):
+            if touching.get_last_change(self.db):
                 await trio.sleep(limits.SHARED_GATHER_S)
-                if not self.island and touching.last(self.db):
+                if not self.island and touching.get_last_change(self.db):
                     await self._rounds.one(self._tell)
                 continue
             with trio.move_on_after(limits.WANT_LOOK_S):
@@ -275,54 +275,54 @@ class Sharing:
             meeting.keep(self.db, self._store)
             figures = self.figures()
             if figures != told:
-                settling.report(self.db, "sharing", figures)
+                settling.set_report(self.db, "sharing", figures)
                 told = figures
-            after = forgetting.forget(self.db, after) if not self.island and forgetting.too_many(self.db) else 0
+            after = forgetting.delete_unneeded(self.db, after) if not self.island and forgetting.is_cache_full(self.db) else 0
             await trio.sleep(limits.SHARED_REPORT_S if after else limits.FORGET_INTERVAL_S)
 
     def figures(self) -> dict[str, int]:
         """What `status` shows: round trips by kind, since when this node is an island (ns, 0: it is none), what waits to be told."""
-        return {**self.counts, "island_ns": self.island_ns, "waiting": touching.count(self.db)}
+        return {**self.counts, "island_ns": self.island_ns, "waiting": touching.count_dirty(self.db)}
 
     async def _tell(self) -> bool:
         """One batch. False: the store does not answer."""
         await trio.lowlevel.checkpoint()
-        made = batch.build(self.db, self.number)
+        made = batch.build_transaction(self.db, self.number)
         if made is None:
             return True
         try:
-            if not made.changed:
-                self._note(outcome.passed(self.db, made, 0, self._recent, recount=self.island))
+            if not made.new_values:
+                self._note(outcome.record_commit(self.db, made, 0, self._recent, recount_links=self.island))
                 return True
             self._sent = made
             self.counts["commits"] += 1
-            came = await answer_of(self._store.commit_soon(made.compares(), made.changes(), made.otherwise()))
+            came = await answer_of(self._store.commit_soon(made.build_compares(), made.build_changes(), made.build_conflict_gets()))
             if came.succeeded:
-                self._note(outcome.passed(self.db, made, came.revision, self._recent, recount=self.island))
+                self._note(outcome.record_commit(self.db, made, came.revision, self._recent, recount_links=self.island))
             else:
                 self.counts["conflicts"] += 1
-                settling = await self._returning(made, came) if self.island else Refusal
-                self._note(outcome.refused(self.db, made, came, self._recent, settling))
+                settling = await self._returning(made, came) if self.island else ConflictResolver
+                self._note(outcome.resolve_conflict(self.db, made, came, self._recent, settling))
             self._sent = None
         except CkptfsError as failure:
             self._failed(failure)
             return False
         return True
 
-    async def _returning(self, made: batch.Batch, came: Outcome) -> Callable[..., Refusal]:
+    async def _returning(self, made: batch.StoreTransaction, came: Outcome) -> Callable[..., ConflictResolver]:
         """Who settles a refusal of what applications were told long ago; after what else has to be read for that."""
         look = returning.Look(self.db, self._store, self._apply)
         more = await look.beyond(made, came)
-        settling = anew.Anew if lost.is_any(self.db) else island.Returning
+        settling = anew.RebuildResolver if lost.is_rebuilding(self.db) else island.ReintegrationResolver
         return functools.partial(settling, more=more, label=self._label, again=self._again, is_written=self._is_written)
 
-    def _note(self, result: Result) -> None:
-        if result.reverted:
+    def _note(self, result: CommitResult) -> None:
+        if result.reverted_names:
             self._reverts += 1
             self._reverted = {key: at for key, at in self._reverted.items() if at > self._reverts - limits.SHARED_TRIES_MAX}
-            self._reverted.update(dict.fromkeys(result.reverted, self._reverts))
-        if result.nameless:
-            self._nameless(result.nameless)
+            self._reverted.update(dict.fromkeys(result.reverted_names, self._reverts))
+        if result.unlinked_inodes:
+            self._nameless(result.unlinked_inodes)
 
     # --- without the store --------------------------------------------------------------------------------------------
 
@@ -335,16 +335,16 @@ class Sharing:
             self._enter_island()
             what = "etcd does not answer: this node goes on alone, and other nodes do not see what changes here"
             remedy = "see that etcd runs and can be reached; what was changed here is told then"
-            settling.report(self.db, TROUBLE, {"what": what, "path": "", "remedy": remedy})
+            settling.set_report(self.db, TROUBLE, {"what": what, "path": "", "remedy": remedy})
             log.warning("the store of the cluster does not answer (%s): going on alone with what is known here", failure)
-        if not isinstance(failure, Unreachable):
+        if not isinstance(failure, StoreUnreachable):
             log.error("the store of the cluster refused: %s", failure)
         self._to_tell.set()
         self._rounds.wake()
 
     def _enter_island(self) -> None:
         self.island_ns = time.time_ns()
-        alone.enter(self.db, self.island_ns)
+        alone.mark_disconnected(self.db, self.island_ns)
 
     async def _probe(self) -> None:
         """Look whether the store is back."""
@@ -354,15 +354,15 @@ class Sharing:
             return
         if not await self._look_back():
             return
-        touching.compact(self.db)
-        while touching.last(self.db) and await self._tell():
+        touching.delete_older_marks(self.db)
+        while touching.get_last_change(self.db) and await self._tell():
             pass
-        if touching.last(self.db) == 0:
+        if touching.get_last_change(self.db) == 0:
             log.info("the store of the cluster answers again, and knows what was changed here meanwhile")
             self.island_ns = 0
-            alone.leave(self.db, time.time_ns())
-            settling.report(self.db, TROUBLE, None)
-            lost.end(self.db)
+            alone.mark_reintegrated(self.db, time.time_ns())
+            settling.set_report(self.db, TROUBLE, None)
+            lost.end_rebuild(self.db)
 
     async def _begin_anew(self) -> bool:
         """The store has lost its data, or seemed to. False: it does not answer."""
@@ -373,19 +373,19 @@ class Sharing:
             return False
         self._is_lost = False
         if begun:
-            self._recent, self._sent = Recent(), None
+            self._recent, self._sent = RecentDeletes(), None
         return True
 
     async def _look_back(self) -> bool:
         """Find out whether the last batch passed whose answer did not come. False: the store does not answer."""
-        own = Key(LAST, self.number)
+        own = SharedKey(LAST_COMMIT, self.number)
         try:
             await meeting.agree(self.db, self._store)
-            came = await answer_of(self._store.read_soon(reading.gets([own]), timeout_s=limits.ISLAND_PROBE_WAIT_S))
+            came = await answer_of(self._store.read_soon(reading.build_gets([own]), timeout_s=limits.ISLAND_PROBE_WAIT_S))
         except CkptfsError as failure:
             self._failed(failure)
             return False
-        result = outcome.look_back(self.db, reading.answers([own], came)[own], self._sent, self._recent)
+        result = outcome.recover_lost_answer(self.db, reading.parse_outcome([own], came)[own], self._sent, self._recent)
         self._sent = None
         if result is not None:
             self._note(result)

@@ -15,43 +15,43 @@ Call = Any
 """A `grpc.ServicerContext`."""
 
 
-class Watch:
+class CallWatchdog:
     """Calls, and until when something must have moved in each. `sweep` is to be called now and then; any thread may call."""
 
     def __init__(self) -> None:
-        self._until: dict[Call, float] = {}
-        self._late: set[Call] = set()
+        self._deadlines: dict[Call, float] = {}
+        self._cancelled: set[Call] = set()
 
     @contextmanager
-    def over(self, context: Call, patience_s: float, left: Callable[[], object] = lambda: None) -> Iterator[None]:
+    def watch_call(self, context: Call, patience_s: float, on_abandoned: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Watch a call for the time of the block. Raises TimedOut when it was cancelled; where nothing can be raised any more, in a
         generator that gRPC has left, `left` is told.
         """
-        self.moved(context, patience_s)
+        self.extend_deadline(context, patience_s)
         try:
             yield
         except GeneratorExit:
-            if context in self._late:
-                left()
+            if context in self._cancelled:
+                on_abandoned()
             raise
         except Exception as failure:
-            if context in self._late:
+            if context in self._cancelled:
                 raise TimedOut("nothing came for too long") from failure
             raise
         finally:
-            del self._until[context]
-            self._late.discard(context)
+            del self._deadlines[context]
+            self._cancelled.discard(context)
 
-    def moved(self, context: Call, patience_s: float) -> None:
+    def extend_deadline(self, context: Call, patience_s: float) -> None:
         """Something came; the next has so long."""
-        self._until[context] = time.monotonic() + patience_s
+        self._deadlines[context] = time.monotonic() + patience_s
 
-    def sweep(self) -> None:
+    def cancel_late_calls(self) -> None:
         """Cancel the calls whose time is over."""
         now = time.monotonic()
-        for context, until in list(self._until.items()):
+        for context, until in list(self._deadlines.items()):
             if now > until:
-                self._late.add(context)
+                self._cancelled.add(context)
                 context.cancel()
-                if context not in self._until:
-                    self._late.discard(context)  # It ended just now.
+                if context not in self._deadlines:
+                    self._cancelled.discard(context)  # It ended just now.

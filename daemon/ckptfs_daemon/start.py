@@ -13,7 +13,7 @@ from ckptfs import config as configuration
 from ckptfs.catalog import adoption, belonging, database, settling
 from ckptfs.clique import keys
 from ckptfs.config import Config
-from ckptfs.errors import Refused
+from ckptfs.errors import InvalidArgument
 from ckptfs.model import Tier
 from ckptfs_daemon import announce, connection, lock, logs, notify, ram_mount, shim_build
 from ckptfs_daemon.announce import ReadyPipe
@@ -53,12 +53,12 @@ def _prepare_state(config: Config) -> int:
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = config.state.stat()
     if found.st_uid != os.geteuid():
-        raise Refused(f"the state directory {config.state} belongs to another user", remedy="give state=DIRECTORY with one of yours")
+        raise InvalidArgument(f"the state directory {config.state} belongs to another user", remedy="give state=DIRECTORY with one of yours")
     config.state.chmod(0o700)
     held = lock.take(config.state)
     lock.end_leftovers(config.state / "processes.json")
     database.create(config.state / "catalog.db")
-    database.check(config.state / "catalog.db")
+    database.check_file(config.state / "catalog.db")
     _demand(config)
     ram_mount.prepare(config)
     return held
@@ -72,14 +72,14 @@ def _demand(config: Config) -> None:
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
         if config.pfs is None:
-            adoption.demand_none(db, config.state)
-        belonging.demand(db, config.cluster, config.state)
+            adoption.require_no_pfs(db, config.state)
+        belonging.require_cluster(db, config.cluster, config.state)
         if config.cluster is not None:
             from ckptfs_daemon import cluster_store  # A node that is alone does without gRPC here.
 
             if config.keys is not None:
                 keys.load_for(config.keys, config.node, config.cluster)
-            cluster_store.enter(config, db)
+            cluster_store.ensure_registered(config, db)
     finally:
         db.close()
 
@@ -107,10 +107,10 @@ def _give_back_memory(config: Config) -> None:
     """Unmount the RAM tier when nothing lies only there."""
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
-        only_here = settling.only_in(db, Tier.RAM)
+        only_here = settling.count_only_copies(db, Tier.RAM)
         if only_here:
             log.info("files whose only copy is in RAM: %d; the RAM tier stays mounted at %s", only_here, config.state / "ram")
         elif ram_mount.release(config):
-            settling.forget_tier(db, Tier.RAM)
+            settling.delete_tier(db, Tier.RAM)
     finally:
         db.close()

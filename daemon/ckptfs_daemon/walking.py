@@ -118,7 +118,7 @@ class Walks:
         if self.knows_name(pid, parent, name):
             return
         self._note(parent, name)
-        child = reading.directory(self._sharing.db, parent, name)
+        child = reading.find_directory(self._sharing.db, parent, name)
         ahead = [] if child is None else self._ahead(child)
         await self._sharing.fresh_name(parent, name, *_once(ahead))
         self._begin(pid, ahead)
@@ -195,7 +195,7 @@ class Walks:
         while child is not None and len(steps) < limits.WALK_NAMES_MAX and (habit := self._habits.get(child)) is not None:
             names = tuple((child, name) for name in habit.next)
             steps.extend([names] * len(names))
-            child = next(filter(None, (reading.directory(self._sharing.db, *name) for name in names)), None)
+            child = next(filter(None, (reading.find_directory(self._sharing.db, *name) for name in names)), None)
         return steps
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptfs.catalog import answers, attributes, report
 from ckptfs.catalog.database import Database
-from ckptfs.errors import refused
+from ckptfs.errors import posix_error
 from ckptfs_daemon import edge
 from ckptfs_daemon.edge import answered
 from ckptfs_daemon.handler import Handler
@@ -40,7 +40,7 @@ class XattrOperations(Handler):
         request = edge.request()
         if await self.told(request) is not None:
             # pyfuse3 asks for the value before it creates: this one was created by us for this very request.
-            raise refused(errno.ENODATA)
+            raise posix_error(errno.ENODATA)
         if name.startswith(OURS):
             if self.context.sharing is not None:
                 await self.fresh_inode(inode)
@@ -48,23 +48,23 @@ class XattrOperations(Handler):
             return self._virtual(inode, name.removeprefix(OURS))
         await self.fresh_inode(inode)
         if name in STORED:
-            raise refused(errno.EINVAL)
+            raise posix_error(errno.EINVAL)
         if name.startswith(STORED):
             return attributes.get_xattr(self.context.db, inode, name)
-        raise refused(errno.EOPNOTSUPP)
+        raise posix_error(errno.EOPNOTSUPP)
 
     def _virtual(self, inode: int, name: bytes) -> bytes:
         """What ckptfs says of a regular file."""
         db = self.context.db
         if not self.current(inode).is_file:
-            raise refused(errno.ENODATA)
+            raise posix_error(errno.ENODATA)
         if name == b"level":
-            return report.level(db, inode).value.encode()
-        if name == b"digest" and (digest := report.digest(db, inode)) is not None:
+            return report.get_level(db, inode).value.encode()
+        if name == b"digest" and (digest := report.get_digest(db, inode)) is not None:
             return digest.hex().encode()
         if name == b"copies":
-            return " ".join(f"{tier}:{state}" for tier, state, _ in report.places(db, inode, report.record(db, inode))).encode()
-        raise refused(errno.ENODATA)
+            return " ".join(f"{tier}:{state}" for tier, state, _ in report.list_copy_places(db, inode, report.load_file_record(db, inode))).encode()
+        raise posix_error(errno.ENODATA)
 
     @answered
     async def listxattr(self, inode: int, ctx: "RequestContext") -> "Sequence[bytes]":
@@ -92,16 +92,16 @@ class XattrOperations(Handler):
 
         def act(db: Database, _: bool) -> None:
             self.current(inode)
-            answers.keep(db, request.number)
+            answers.record_reply(db, request.number)
             what(db)
 
         await self.agreed(lambda: self.change(act), inodes=[inode])
 
     def _demand_settable(self, name: bytes) -> None:
         if name.startswith(OURS):
-            raise refused(errno.EPERM)
+            raise posix_error(errno.EPERM)
         if name in STORED:
             # A prefix with nothing behind it is no name: as on local filesystems.
-            raise refused(errno.EINVAL)
+            raise posix_error(errno.EINVAL)
         if not name.startswith(STORED):
-            raise refused(errno.EOPNOTSUPP)
+            raise posix_error(errno.EOPNOTSUPP)

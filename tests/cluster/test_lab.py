@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_client.mounts import below
+from ckptfs_client.mounts import list_mountpoints_below
 from cluster_lab import sweep, unusable
 from daemon_under_test import environment, eventually
 
@@ -82,7 +82,7 @@ def test_a_life(run: Run, directory: Path) -> None:
         run("kill", "node1")
         run("wipe", "node2", "--nvme")
     assert status(run) == {"node1": (False, "down", False), "node2": (False, "up", True), "etcd": False}
-    assert not [point for point in below(directory) if point.name == "mnt"]
+    assert not [point for point in list_mountpoints_below(directory) if point.name == "mnt"]
     assert not (directory / "node2" / "state").exists()
 
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_a_life(run: Run, directory: Path) -> None:
         run("stop")
         assert not directory.exists()
         assert left_of(directory) == []
-        assert below(directory) == []
+        assert list_mountpoints_below(directory) == []
 
 
 def test_a_start_that_was_killed_is_taken_away(run: Run, directory: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_start_that_was_killed_is_taken_away(run: Run, directory: Path) -> Non
     run("stop")
     assert not directory.exists()
     assert left_of(directory) == []
-    assert below(directory) == []
+    assert list_mountpoints_below(directory) == []
 
 
 def test_an_option_that_no_daemon_knows_leaves_nothing(run: Run, directory: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client.failures import ClientError, Failed, Usage
+from ckptfs_client.failures import ClientError, CommandFailed, UsageError
 from ckptfs_client.lab import commands, namespaces, network, plan, processes
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.plan import Plan
@@ -24,10 +24,10 @@ while True:
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written = plan.new(tmp_path, 3, 2, tmp_path / "pfs", {"ram": "64M"})
+    written = plan.build_plan(tmp_path, 3, 2, tmp_path / "pfs", {"ram": "64M"})
     plan.save(written)
     assert plan.load(tmp_path) == written
-    without = plan.new(tmp_path, 1, 1, None, {})
+    without = plan.build_plan(tmp_path, 1, 1, None, {})
     plan.save(without)
     assert plan.load(tmp_path) == without
     assert "pfs" not in without.node("node1").options()
@@ -36,38 +36,38 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("nodes", "factor"), [(0, 1), (65, 1), (3, 4), (3, 0)])
 def test_what_cannot_be_is_refused(tmp_path: Path, nodes: int, factor: int) -> None:
     """P11."""
-    with pytest.raises(Usage):
-        plan.new(tmp_path, nodes, factor, None, {})
+    with pytest.raises(UsageError):
+        plan.build_plan(tmp_path, nodes, factor, None, {})
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", json.dumps({"nodes": ["../../etc"]})])
 def test_a_plan_that_is_damaged_is_said_so(tmp_path: Path, text: str) -> None:
     """P11."""
-    (tmp_path / plan.FILE).write_text(text)
-    with pytest.raises(Failed, match="lab stop"):
+    (tmp_path / plan.PLAN_NAME).write_text(text)
+    with pytest.raises(CommandFailed, match="lab stop"):
         plan.load(tmp_path)
 
 
 def test_only_the_next_node_can_be_added(tmp_path: Path) -> None:
-    three = plan.new(tmp_path, 3, 2, None, {})
-    assert three.with_node("node4").nodes == ("node1", "node2", "node3", "node4")
+    three = plan.build_plan(tmp_path, 3, 2, None, {})
+    assert three.add_node("node4").nodes == ("node1", "node2", "node3", "node4")
     for name in ("node9", "node0", "other", "../x"):
-        with pytest.raises(Usage):
-            three.with_node(name)
-        with pytest.raises(Usage):
+        with pytest.raises(UsageError):
+            three.add_node(name)
+        with pytest.raises(UsageError):
             three.node(name)
 
 
 @pytest.mark.parametrize(("rate", "bits"), [("100mbit", 100_000_000), ("1gbit", 10**9), ("64k", 64_000), ("1.5 Mbit/s", 1_500_000)])
 def test_rates(rate: str, bits: int) -> None:
-    assert commands._bits(rate) == bits
+    assert commands._parse_bits_per_s(rate) == bits
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "100", "-1mbit", "1kbit", "100mbyte"])
 def test_a_rate_that_is_none_is_refused(rate: str) -> None:
     """P11."""
-    with pytest.raises(Usage, match="accepted"):
-        commands._bits(rate)
+    with pytest.raises(UsageError, match="accepted"):
+        commands._parse_bits_per_s(rate)
 
 
 def test_what_is_no_lab_is_left_alone(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_is_no_lab_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ClientError, match="is no lab"):
         Laboratory(tmp_path).stop()
     with pytest.raises(ClientError, match="there is no lab"):
-        Laboratory(tmp_path).status()
+        Laboratory(tmp_path).get_status()
     assert os.listdir(tmp_path) == ["precious"]
 
 
@@ -89,17 +89,17 @@ def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
     """Two nodes that are only namespaces, a server on node1."""
     if os.geteuid() != 0:
         pytest.skip("NO LAB HERE: a lab needs root")
-    found = plan.new(tmp_path_factory.mktemp("lab"), 2, 1, None, {})
+    found = plan.build_plan(tmp_path_factory.mktemp("lab"), 2, 1, None, {})
     try:
         network.make_switch(found)
         for node in found.all_nodes():
             network.connect(node)
-        processes.spawn(network.place(found, "node1"), [sys.executable, "-c", SERVER], found.directory / "log")
+        processes.spawn(network.get_namespace_path(found, "node1"), [sys.executable, "-c", SERVER], found.directory / "log")
         yield found
     finally:
         for place in (found.directory / "net").iterdir():
-            processes.end(place)
-            namespaces.remove(place)
+            processes.kill_processes(place)
+            namespaces.remove_namespace(place)
 
 
 def reached(wires: Plan) -> bool:
@@ -112,7 +112,7 @@ def reached(wires: Plan) -> bool:
         except OSError:
             return False
 
-    return namespaces.inside(network.place(wires, "node2"), ask)
+    return namespaces.run_in_namespace(network.get_namespace_path(wires, "node2"), ask)
 
 
 def test_nodes_reach_one_another_until_one_is_cut(wires: Plan) -> None:
@@ -120,7 +120,7 @@ def test_nodes_reach_one_another_until_one_is_cut(wires: Plan) -> None:
     eventually(lambda: reached(wires), what="node2 reaches node1")
     network.set_link(wires.node("node1"), up=False)
     assert not reached(wires)
-    assert network.links(wires) == {"node1": (False, False), "node2": (True, False)}
+    assert network.list_link_states(wires) == {"node1": (False, False), "node2": (True, False)}
     network.set_link(wires.node("node1"), up=True)
     eventually(lambda: reached(wires), what="node2 reaches node1 again")
     assert set(os.listdir("/sys/class/net")) == before, "the machine's own interfaces are not touched"
@@ -130,10 +130,10 @@ def test_a_link_can_be_slowed_down_and_let_free(wires: Plan) -> None:
     node = wires.node("node2")
     for rate in (10_000_000, 20_000_000):
         network.set_rate(node, rate)
-        assert network.links(wires)["node2"] == (True, True)
+        assert network.list_link_states(wires)["node2"] == (True, True)
     for _ in range(2):
         network.set_rate(node, None)
-        assert network.links(wires)["node2"] == (True, False)
+        assert network.list_link_states(wires)["node2"] == (True, False)
     eventually(lambda: reached(wires), what="node2 reaches node1")
 
 
@@ -145,10 +145,10 @@ def test_connecting_again_changes_nothing(wires: Plan) -> None:
 
 def test_only_what_runs_on_a_node_ends_with_it(wires: Plan) -> None:
     eventually(lambda: reached(wires), what="node2 reaches node1")
-    there, other = network.place(wires, "node1"), network.place(wires, "node2")
+    there, other = network.get_namespace_path(wires, "node1"), network.get_namespace_path(wires, "node2")
     pid = processes.spawn(other, ["sleep", "1000"], wires.directory / "log")
-    assert processes.inside(other) == [pid]
-    assert processes.end(other) == 1
-    assert processes.inside(other) == []
-    assert len(processes.inside(there)) == 1
-    assert os.getpid() not in processes.inside(there)
+    assert processes.list_processes(other) == [pid]
+    assert processes.kill_processes(other) == 1
+    assert processes.list_processes(other) == []
+    assert len(processes.list_processes(there)) == 1
+    assert os.getpid() not in processes.list_processes(there)

@@ -11,8 +11,8 @@ from daemon_under_test import eventually
 from etcd_server import Etcd, Member, start_etcd
 
 from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import ENDLESS, Compare, Delete, Get, Item, Outcome, Put, Target
-from ckptfs.errors import Compacted, StoreRefused, Unreachable
+from ckptfs.catalog.store import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put
+from ckptfs.errors import Compacted, StoreRefused, StoreUnreachable
 from ckptfs.protocol import etcd_pb2 as pb
 
 PATIENCE_S = 120.0
@@ -48,12 +48,12 @@ def put(store: EtcdStore, key: bytes, new: bytes) -> int:
 
 def used(store: EtcdStore, etcd: Etcd) -> Member:
     """The member that answers this store."""
-    address = store.about(timeout_s=PATIENCE_S).address
+    address = store.get_member_status(timeout_s=PATIENCE_S).address
     return next(member for member in etcd.members if member.address == address)
 
 
 def test_etcd_says_who_it_is(three: Etcd, store: EtcdStore) -> None:
-    about = store.about(timeout_s=PATIENCE_S)
+    about = store.get_member_status(timeout_s=PATIENCE_S)
     assert about.address in three.addresses and about.has_leader and about.size_bytes > 0
     assert tuple(map(int, about.version.split(".")[:2])) >= (3, 4)
 
@@ -77,7 +77,7 @@ def test_calls_and_watches_go_on_when_the_member_that_answers_them_goes(three: E
         member.stop() if trouble == "stopped" else member.pause()
         expected.append(b"%d" % number)
         # The member that hangs may do it, too, when it goes on; so nobody does what is done already.
-        store.commit([Compare(b"a", Target.VALUE, "<", expected[-1])], [Put(b"a", expected[-1])], timeout_s=PATIENCE_S)
+        store.commit([Compare(b"a", CompareTarget.VALUE, "<", expected[-1])], [Put(b"a", expected[-1])], timeout_s=PATIENCE_S)
         assert value(store, b"a") == expected[-1] and used(store, three) is not member
         eventually(lambda: told == expected, what="the watch tells of it, once")
         three.start_member(member) if trouble == "stopped" else member.resume()
@@ -91,7 +91,7 @@ def _answers(etcd: Etcd, member: Member) -> bool:
     store = EtcdStore([member.address], "one")
     try:
         return bool(store.read([Get(b"a")], timeout_s=1.0).revision)
-    except Unreachable:
+    except StoreUnreachable:
         return False
     finally:
         store.close()
@@ -103,12 +103,12 @@ def test_each_address_can_be_asked_alone(three: Etcd, store: EtcdStore) -> None:
     members = store.members()
     assert [value(member, b"a") for member in members] == [b"1"] * 3
     three.members[0].stop()
-    with pytest.raises(Unreachable):
+    with pytest.raises(StoreUnreachable):
         members[0].read([Get(b"a")], timeout_s=0.5)
     for member in members:
         member.close()
     before = used(store, three)
-    store.turn()
+    store.rotate_member()
     assert used(store, three) is not before
 
 
@@ -125,7 +125,7 @@ def test_a_watch_at_a_member_that_lags_asks_what_all_of_them_have(monkeypatch: p
 
     monkeypatch.setattr(store._endpoints, "call", call)
     watch = store.watch(b"a", None, 10)
-    watch._created(5)
+    watch._handle_created(5)
     (request,) = asked
     assert request.success and request.success[0].HasField("request_range")
     store.close()
@@ -137,9 +137,9 @@ def test_a_member_without_the_others_is_left(three: Etcd, store: EtcdStore) -> N
     gone = three.members[:2]
     for member in gone:
         member.stop()
-    with pytest.raises(Unreachable):
+    with pytest.raises(StoreUnreachable):
         store.commit((), [Put(b"a", b"2")], timeout_s=2.0)
-    with pytest.raises(Unreachable):
+    with pytest.raises(StoreUnreachable):
         store.read([Get(b"a")], timeout_s=2.0)
     three.start_member(gone[0])
     assert value(store, b"a") in (b"1", b"2")
@@ -151,7 +151,7 @@ def test_an_etcd_that_hangs_is_unreachable_and_answers_again_when_it_goes_on(etc
     put(store, b"a", b"1")
     etcd.pause()
     for _ in range(2):
-        with pytest.raises(Unreachable):
+        with pytest.raises(StoreUnreachable):
             store.read([Get(b"a")], timeout_s=0.3)
     waiting = store.read_soon([Get(b"a")], timeout_s=PATIENCE_S)
     etcd.resume()
@@ -164,7 +164,7 @@ def test_calls_that_wait_end_when_the_store_is_closed(etcd: Etcd) -> None:
     etcd.pause()
     waiting = [store.read_soon([Get(b"a")], timeout_s=10 * PATIENCE_S) for _ in range(50)]
     store.close()
-    assert all(isinstance(one.exception(PATIENCE_S), Unreachable) for one in waiting)
+    assert all(isinstance(one.exception(PATIENCE_S), StoreUnreachable) for one in waiting)
     etcd.resume()
 
 
@@ -173,7 +173,7 @@ def test_a_full_etcd_is_as_good_as_none(tmp_path: Path) -> None:
     etcd = start_etcd(tmp_path, more=["--quota-backend-bytes=4000000"])
     store = EtcdStore(etcd.addresses, "one")
     try:
-        with pytest.raises(Unreachable, match="space exceeded"):
+        with pytest.raises(StoreUnreachable, match="space exceeded"):
             for number in range(100):
                 put(store, b"%d" % number, bytes(1_000_000))
         assert value(store, b"0") == bytes(1_000_000)
@@ -242,7 +242,7 @@ def test_tls_with_a_certificate_for_each_side(keys: Path) -> None:
         assert value(known, b"a") == b"1"
         plain = EtcdStore(etcd.addresses, "one")
         for stranger in (nobody, plain):
-            with pytest.raises(Unreachable) as refusal:
+            with pytest.raises(StoreUnreachable) as refusal:
                 stranger.read([Get(b"a")], timeout_s=1.0)
             assert "Deadline" not in str(refusal.value), "why it failed, not how long it took"
     finally:

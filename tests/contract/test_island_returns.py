@@ -14,7 +14,7 @@ from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, running, settled, stored, stored_tree
 
 from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SharedKey
 from ckptfs.catalog.store import Put
 
 OURS, THEIRS = 5 << 20, 6 << 20
@@ -23,7 +23,7 @@ MISSED = {"node": 2, "content": OURS, "generation": 2, "mtime_ns": 2, "shows": T
 
 def wrote(node: Node, inode: int, generation: int, size: int) -> None:
     """What a close leaves."""
-    with node.db.change():
+    with node.db.transaction():
         node.db.run("INSERT OR IGNORE INTO copy (content, tier, state) VALUES (?, 'ram', 1)", OURS)
         node.db.run(
             "INSERT INTO content (id, inode, generation, state, size, digest, closed_ns) VALUES (?1, ?2, ?3, 2, ?4, x'00', ?3)"
@@ -33,10 +33,10 @@ def wrote(node: Node, inode: int, generation: int, size: int) -> None:
         node.db.run("UPDATE inode SET content = ?1, generation = ?2, size = ?3, mtime_ns = ?2 WHERE id = ?4", OURS, generation, size, inode)
 
 
-def put(etcd: MemoryEtcd, key: Key, **changes: Any) -> None:
+def put(etcd: MemoryEtcd, key: SharedKey, **changes: Any) -> None:
     """Another node's word, told."""
     value = {**stored(etcd).get(key, {}), **changes}
-    assert MemoryStore(etcd).commit([], [Put(kinds.wire(key), kinds.packed(value))]).succeeded
+    assert MemoryStore(etcd).commit([], [Put(kinds.encode_key(key), kinds.encode_fields(value))]).succeeded
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_what_an_island_wrote_on(tmp_path: Path, inode: dict[str, Any], content:
             wrote(b, number, 5, 50)
             while not b.sharing.island:
                 await trio.sleep(0.1)
-            put(etcd, Key(INODE, number), **inode)
+            put(etcd, SharedKey(INODE, number), **inode)
             if content:
-                put(etcd, Key(CONTENT, OURS), **content)
+                put(etcd, SharedKey(CONTENT, OURS), **content)
             b.cut(False)
             await settled(nodes)
             assert len(await a.names()) == files, await a.names()
             assert (await a.stat("log")).size == 50
-            shown = stored(etcd)[Key(INODE, (await a.stat("log")).id)]
+            shown = stored(etcd)[SharedKey(INODE, (await a.stat("log")).id)]
             assert shown["generation"] == 5 and "missed" not in shown
             assert await a.tree() == await b.tree() == stored_tree(etcd)
 

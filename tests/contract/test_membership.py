@@ -14,11 +14,11 @@ from ckptfs import limits
 from ckptfs.catalog.etcd import EtcdStore
 from ckptfs.catalog.store import Get, Put, Store, prefix_end
 from ckptfs.clique import joining
-from ckptfs.clique.claims import Claim, Claims
-from ckptfs.clique.joining import NameTaken, join, name_key
-from ckptfs.clique.membership import Node, node_key, read_nodes
-from ckptfs.clique.presence import Presence
-from ckptfs.errors import Refused, Unreachable
+from ckptfs.clique.claims import ClusterLock, ClusterLocks
+from ckptfs.clique.joining import NameTaken, name_key, register
+from ckptfs.clique.membership import Node, load_nodes, node_key
+from ckptfs.clique.presence import NodeLease
+from ckptfs.errors import InvalidArgument, StoreUnreachable
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -50,13 +50,13 @@ class Time:
 
 def joined(store: Store, name: str, catalog: str, known: int = 0, clock: Time | None = None) -> int:
     clock = clock or Time()
-    return join(store, name, catalog, known, dice=random.Random(name + catalog), clock=clock, sleep=clock.sleep)
+    return register(store, name, catalog, known, rng=random.Random(name + catalog), clock=clock, sleep=clock.sleep)
 
 
-def presence(store: Store, name: str, catalog: str, *, start: int = 1) -> Presence:
+def presence(store: Store, name: str, catalog: str, *, start: int = 1) -> NodeLease:
     """A node that has joined; it lives from its first beat on."""
     number = joined(store, name, catalog)
-    return Presence(store, Node(number, name, "a:1", number, name, 0, f"{catalog}.{start}"), catalog)
+    return NodeLease(store, Node(number, name, "a:1", number, name, 0, f"{catalog}.{start}"), catalog)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -72,15 +72,15 @@ def test_a_catalog_keeps_its_number_and_no_two_have_one(store: Store) -> None:
 
 def test_a_store_that_lost_its_data_gives_no_number_twice(store: Store) -> None:
     """Nodes tell it their numbers, and those of all that they know; a catalog whose number another one has all the same is refused."""
-    for changes in joining.again("a", "catalog of a", 5, [5, 7, 9], []):
+    for changes in joining.build_reregistration("a", "catalog of a", 5, [5, 7, 9], []):
         store.commit([], changes)
     assert joined(store, "a", "catalog of a", known=5) == 5
-    (taken,) = store.read([Get(joining.TAKEN, prefix_end(joining.TAKEN))]).results
+    (taken,) = store.read([Get(joining.TAKEN_PREFIX, prefix_end(joining.TAKEN_PREFIX))]).results
     assert [item.key for item in taken] == [joining.taken_key(number) for number in (5, 7, 9)]
-    assert joining.again("a", "catalog of a", 5, [5, 7, 9], taken) == joining.again("a", "catalog of a", 5, [], taken)
+    assert joining.build_reregistration("a", "catalog of a", 5, [5, 7, 9], taken) == joining.build_reregistration("a", "catalog of a", 5, [], taken)
     other = joined(store, "stranger", "catalog of a stranger")
     assert other not in (5, 7, 9)
-    with pytest.raises(Refused, match=f"the number {other} of the node b was given to the node stranger"):
+    with pytest.raises(InvalidArgument, match=f"the number {other} of the node b was given to the node stranger"):
         joined(store, "b", "catalog of b", known=other)
 
 
@@ -97,12 +97,12 @@ def test_daemons_with_one_name_that_start_at_once_are_one_node(store: Store) -> 
     assert len(set(numbers)) == 4
     lives = []
     for catalog, number in enumerate(numbers):
-        one = Presence(store, Node(number, "same", "a:1", number, "same"), f"c{catalog}")
+        one = NodeLease(store, Node(number, "same", "a:1", number, "same"), f"c{catalog}")
         try:
-            lives.append(one.beat())
+            lives.append(one.renew())
         except NameTaken as refused:
             assert "has joined the cluster as node same" in str(refused) and "give node=" in refused.remedy
-            assert not one.lease
+            assert not one.lease_id
     assert lives == [True]
 
 
@@ -120,7 +120,7 @@ def test_a_node_whose_name_another_one_had_meanwhile_keeps_its_number(store: Sto
 
 def test_a_name_whose_daemon_lives_is_refused(store: Store) -> None:
     """P11: with the address of who has it and what to do."""
-    assert presence(store, "n", "one").beat()
+    assert presence(store, "n", "one").renew()
     clock = Time()
     with pytest.raises(NameTaken, match="another daemon is in the cluster as node n, at a:1") as refused:
         joined(store, "n", "other", clock=clock)
@@ -131,7 +131,7 @@ def test_a_name_whose_daemon_lives_is_refused(store: Store) -> None:
 
 def test_a_name_whose_daemon_died_is_free_when_its_lease_is_over(store: Store) -> None:
     dead = presence(store, "n", "one")
-    dead.beat()
+    dead.renew()
     clock = Time()
     asked = []
 
@@ -139,9 +139,9 @@ def test_a_name_whose_daemon_died_is_free_when_its_lease_is_over(store: Store) -
         clock.sleep(seconds)
         asked.append(seconds)
         if len(asked) == 3:
-            store.revoke(dead.lease)
+            store.revoke(dead.lease_id)
 
-    assert join(store, "n", "other", clock=clock, sleep=sleep) != dead.node.number
+    assert register(store, "n", "other", clock=clock, sleep=sleep) != dead.node.number
 
 
 # --- living ----------------------------------------------------------------------------------------------------------
@@ -149,77 +149,77 @@ def test_a_name_whose_daemon_died_is_free_when_its_lease_is_over(store: Store) -
 
 def test_a_record_is_seen_by_all_and_goes_with_its_lease(store: Store) -> None:
     one = presence(store, "n1", "c1")
-    assert one.beat() and not one.beat() and one.lease
-    nodes, revision = read_nodes(store)
+    assert one.renew() and not one.renew() and one.lease_id
+    nodes, revision = load_nodes(store)
     assert nodes == [one.node] and revision > 0
-    store.revoke(one.lease)
-    assert read_nodes(store)[0] == []
-    assert one.beat() and read_nodes(store)[0] == [one.node]
+    store.revoke(one.lease_id)
+    assert load_nodes(store)[0] == []
+    assert one.renew() and load_nodes(store)[0] == [one.node]
 
 
 def test_many_records_are_read_page_by_page(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ETCD_PAGE_ITEMS", 3)
     for count in range(8):
-        nodes, _ = read_nodes(store)
+        nodes, _ = load_nodes(store)
         assert [node.name for node in sorted(nodes, key=lambda node: node.name)] == [f"n{number}" for number in range(count)]
-        presence(store, f"n{count}", f"c{count}").beat()
+        presence(store, f"n{count}", f"c{count}").renew()
 
 
 def test_what_is_no_record_is_passed_over(store: Store) -> None:
     one = presence(store, "n", "c")
-    one.beat()
+    one.renew()
     for number, value in enumerate((b"", b"{}", b"[1]", b'[0,"n","a:1",0,"d",0,"i"]', b'["x","n","a:1",0,"d",0,"i"]', b"\xff"), start=1000):
         store.commit((), [Put(node_key(number), value)])
-    assert read_nodes(store)[0] == [one.node]
+    assert load_nodes(store)[0] == [one.node]
 
 
 def test_a_restarted_daemon_takes_over_from_itself_at_once(store: Store) -> None:
     former, now = presence(store, "n", "c", start=1), presence(store, "n", "c", start=2)
-    assert former.beat() and now.beat()
-    assert read_nodes(store)[0] == [now.node]
-    store.revoke(former.lease)
-    assert read_nodes(store)[0] == [now.node]
+    assert former.renew() and now.renew()
+    assert load_nodes(store)[0] == [now.node]
+    store.revoke(former.lease_id)
+    assert load_nodes(store)[0] == [now.node]
 
 
 def test_a_daemon_with_a_copy_of_the_catalog_is_noticed(store: Store) -> None:
     first, second = presence(store, "n", "c", start=1), presence(store, "n", "c", start=2)
-    first.beat()
-    first.seen(first.node, store.read([Get(name_key("n"))]).revision)
-    assert first.lease
-    second.beat()
+    first.renew()
+    first.record_seen_node(first.node, store.read([Get(name_key("n"))]).revision)
+    assert first.lease_id
+    second.renew()
     item = store.read([Get(node_key(second.node.number))]).results[0][0]
-    first.seen(second.node, item.mod_revision)
+    first.record_seen_node(second.node, item.mod_revision)
     with pytest.raises(NameTaken, match="copy of the catalog"):
-        first.beat()
-    assert not first.lease
+        first.renew()
+    assert not first.lease_id
 
 
 def test_a_lease_is_believed_no_longer_than_it_holds() -> None:
     clock = Time()
     store = MemoryStore(MemoryEtcd(clock))
     joined(store, "n", "c")
-    one = Presence(store, Node(joined(store, "n", "c"), "n", "a:1", 0, "n"), "c", clock)
-    one.beat()
+    one = NodeLease(store, Node(joined(store, "n", "c"), "n", "a:1", 0, "n"), "c", clock)
+    one.renew()
     clock.sleep(limits.NODE_LEASE_S - 1)
-    assert one.lease
+    assert one.lease_id
     store.reachable = False
-    with pytest.raises(Unreachable):
-        one.beat()
+    with pytest.raises(StoreUnreachable):
+        one.renew()
     clock.sleep(1)
-    assert not one.lease
+    assert not one.lease_id
     store.reachable = True
-    assert one.beat() and one.lease
+    assert one.renew() and one.lease_id
 
 
 # --- claims ----------------------------------------------------------------------------------------------------------
 
 
-def claims_of(store: Store, count: int) -> list[tuple[Presence, Claims]]:
+def claims_of(store: Store, count: int) -> list[tuple[NodeLease, ClusterLocks]]:
     """So many nodes that live."""
     made = [presence(store, f"n{number}", f"c{number}") for number in range(count)]
     for one in made:
-        one.beat()
-    return [(one, Claims(store, one)) for one in made]
+        one.renew()
+    return [(one, ClusterLocks(store, one)) for one in made]
 
 
 def test_of_many_exactly_one_claims(store: Store) -> None:
@@ -230,45 +230,45 @@ def test_of_many_exactly_one_claims(store: Store) -> None:
             taken = list(threads.map(lambda node, what=f"journal/{race}": node[1].take(what), nodes))
         winners = [number for number, claim in enumerate(taken) if claim is not None]
         assert len(winners) == 1
-        assert nodes[0][1].holder(f"journal/{race}") == nodes[winners[0]][0].node.number
+        assert nodes[0][1].find_holder(f"journal/{race}") == nodes[winners[0]][0].node.number
 
 
 def test_a_claim_is_taken_again_by_its_holder_and_by_nobody_else(store: Store) -> None:
     (_, ours), (_, theirs) = claims_of(store, 2)
-    claim = ours.take("x")
-    assert claim is not None and ours.take("x") == claim and ours.good(claim)
-    assert theirs.take("x") is None and theirs.take("y") is not None
+    claim = ours.try_acquire("x")
+    assert claim is not None and ours.try_acquire("x") == claim and ours.is_held(claim)
+    assert theirs.try_acquire("x") is None and theirs.try_acquire("y") is not None
     ours.release(claim)
-    assert ours.holder("x") is None
-    again = theirs.take("x")
+    assert ours.find_holder("x") is None
+    again = theirs.try_acquire("x")
     assert again is not None
     ours.release(claim)
-    assert theirs.take("x") == again
+    assert theirs.try_acquire("x") == again
 
 
 def test_a_claim_ends_with_its_node(store: Store) -> None:
     (dead, ours), (_, theirs) = claims_of(store, 2)
-    claim = ours.take("x")
+    claim = ours.try_acquire("x")
     assert claim is not None
-    store.revoke(dead.lease)
-    assert eventually(lambda: theirs.take("x"), what="the claim is free") is not None
-    dead.beat()
-    assert not ours.good(claim) and ours.take("x") is None
+    store.revoke(dead.lease_id)
+    assert eventually(lambda: theirs.try_acquire("x"), what="the claim is free") is not None
+    dead.renew()
+    assert not ours.is_held(claim) and ours.try_acquire("x") is None
 
 
 def test_what_only_the_claimer_may_change_is_guarded(store: Store) -> None:
     (dead, ours), (_, theirs) = claims_of(store, 2)
-    claim = ours.take("x")
-    assert isinstance(claim, Claim) and store.commit([claim.guard()], [Put(b"done", b"1")]).succeeded
-    store.revoke(dead.lease)
-    assert theirs.take("x") is not None
-    assert not store.commit([claim.guard()], [Put(b"done", b"2")]).succeeded
+    claim = ours.try_acquire("x")
+    assert isinstance(claim, ClusterLock) and store.commit([claim.build_guard()], [Put(b"done", b"1")]).succeeded
+    store.revoke(dead.lease_id)
+    assert theirs.try_acquire("x") is not None
+    assert not store.commit([claim.build_guard()], [Put(b"done", b"2")]).succeeded
 
 
 def test_without_a_lease_nothing_is_claimed(store: Store) -> None:
     (one, ours), (_, theirs) = claims_of(store, 2)
-    lease = one.lease
+    lease = one.lease_id
     store.revoke(lease)
-    assert ours.take("x") is None
-    assert theirs.take("x") is not None
-    assert Claims(store, presence(store, "new", "new")).take("y") is None
+    assert ours.try_acquire("x") is None
+    assert theirs.try_acquire("x") is not None
+    assert ClusterLocks(store, presence(store, "new", "new")).try_acquire("y") is None

@@ -14,7 +14,7 @@ from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, There, client, digests, offer_of, record_of
 
 from ckptfs import limits
-from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused, Sent
+from ckptfs.clique.peers import PeerCorrupt, PeerFailed, PeerRefused, SendResult
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
 from ckptfs.protocol import peer_pb2 as pb
 
@@ -68,7 +68,7 @@ def send(peers: PeerClient, there: There, directory: Path, data: bytes, offer: O
         sent = peers.send(there, offer or offer_of(data), fd)
     finally:
         os.close(fd)
-    return sent.blocks_lacking, sent.bytes_moved, sent.verified
+    return sent.blocks_missing, sent.bytes_moved, sent.is_verified
 
 
 SIZES = [0, 1, limits.PEER_WHOLE_BYTES_MAX, limits.PEER_WHOLE_BYTES_MAX + 1, BLOCK, BLOCK + 16, 3 * BLOCK + limits.PEER_PIECE_BYTES + 5]
@@ -81,14 +81,14 @@ def test_what_was_sent_is_there_and_can_be_fetched(pair: Pair, tmp_path: Path, s
     assert verified
     assert pair.node.shelf.held[7].sender == "node2", "the shelf knows whose word it is, and nobody says that of himself"
     assert pair.node.shelf.path(7).read_bytes() == data
-    record = pair.peers.record(pair.node.there, 7, digests(data)[0])
+    record = pair.peers.get_manifest(pair.node.there, 7, digests(data)[0])
     assert record == record_of(offer_of(data))
     target, blocks = tmp_path / "target", list(range(-(-size // BLOCK)))
     came: list[int] = []
     with open(target, "w+b") as file:
         assert pair.peers.fetch([pair.node.there], record, blocks, file.fileno(), came.append) == size
     assert target.read_bytes() == data and sorted(came) == blocks
-    assert pair.node.server.refusals.figures() == {}
+    assert pair.node.server.rejections.get_counts() == {}
 
 
 def test_small_contents_travel_together_and_are_judged_one_by_one(fast: Pair, tmp_path: Path) -> None:
@@ -97,29 +97,29 @@ def test_small_contents_travel_together_and_are_judged_one_by_one(fast: Pair, tm
     fds = {content: file_of(tmp_path, data) for content, data in datas.items()}
     offers = [(offer_of(data, 100 + content), fds[content]) for content, data in datas.items()]
     offers[3] = (offer_of(b"was", 103), fds[3])
-    blocking = fast.node.shelf.receive(offer_of(b"x", 105))
+    blocking = fast.node.shelf.begin_reception(offer_of(b"x", 105))
     outcomes = fast.peers.send_many(fast.node.there, offers)
-    assert isinstance(outcomes[3], PeerLied) and isinstance(outcomes[5], PeerRefused) and outcomes[5].code == errno.EBUSY
-    assert all(isinstance(one, Sent) and one.verified for number, one in enumerate(outcomes) if number not in (3, 5))
+    assert isinstance(outcomes[3], PeerCorrupt) and isinstance(outcomes[5], PeerRefused) and outcomes[5].code == errno.EBUSY
+    assert all(isinstance(one, SendResult) and one.is_verified for number, one in enumerate(outcomes) if number not in (3, 5))
     assert {content - 100: fast.node.shelf.path(content).read_bytes() for content in fast.node.shelf.held} == {
         content: data for content, data in datas.items() if content not in (3, 5)
     }
     assert {offer.sender for offer in fast.node.shelf.held.values()} == {"node2"}
-    fast.node.shelf.abandon(blocking.token)
+    fast.node.shelf.abort_reception(blocking.token)
     for fd in fds.values():
         os.close(fd)
 
 
 def test_to_a_node_of_an_earlier_version_small_contents_go_one_by_one(fast: Pair, tmp_path: Path) -> None:
     """It has no method for several; each counts, or not, for itself all the same."""
-    link = fast.peers._link(fast.node.there)
-    link.calls.OfferMany = link._channel.unary_unary("/ckptfs.peer.Peer/OfferMore", pb.OffersRequest.SerializeToString)
+    link = fast.peers._get_link(fast.node.there)
+    link.stub.OfferMany = link._channel.unary_unary("/ckptfs.peer.Peer/OfferMore", pb.OffersRequest.SerializeToString)
     datas = [os.urandom(size) for size in (0, 1, 70_000)]
     fds = [file_of(tmp_path, data) for data in datas]
     offers = [(offer_of(data, 200 + number), fd) for number, (data, fd) in enumerate(zip(datas, fds, strict=True))]
     offers.append((offer_of(b"was", 203), fds[2]))
     *sent, last = fast.peers.send_many(fast.node.there, offers)
-    assert all(isinstance(one, Sent) and one.verified for one in sent) and isinstance(last, PeerLied)
+    assert all(isinstance(one, SendResult) and one.is_verified for one in sent) and isinstance(last, PeerCorrupt)
     assert [fast.node.shelf.path(200 + number).read_bytes() for number in range(3)] == datas
     for fd in fds:
         os.close(fd)
@@ -166,7 +166,7 @@ def test_what_goes_ahead_is_not_broken_off_by_the_rest(fast: Pair, tmp_path: Pat
     second.join()
     os.close(fd)
     assert [(one.blocks_lacking, one.verified) for one in ahead + rest] == [(2, False), (1, True)]
-    assert fast.node.server.refusals.figures() == {}
+    assert fast.node.server.rejections.get_counts() == {}
 
 
 def test_a_source_that_changed_is_found_out(pair: Pair, tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_a_source_that_changed_is_found_out(pair: Pair, tmp_path: Path) -> None:
     data = os.urandom(3 * BLOCK)
     offer = offer_of(data)
     changed = data[: BLOCK + 9] + b"?" + data[BLOCK + 10 :]
-    with pytest.raises(PeerLied):
+    with pytest.raises(PeerCorrupt):
         send(pair.peers, pair.node.there, tmp_path, changed, offer)
-    with pytest.raises(PeerLied):
+    with pytest.raises(PeerCorrupt):
         send(pair.peers, pair.node.there, tmp_path, data[:BLOCK], offer)
     eventually(lambda: pair.node.shelf.arriving() == 0, what="what had arrived is given up")
     assert not pair.node.shelf.held
@@ -184,7 +184,7 @@ def test_a_source_that_changed_is_found_out(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_a_small_source_that_changed_is_found_out(fast: Pair, tmp_path: Path) -> None:
-    with pytest.raises(PeerLied):
+    with pytest.raises(PeerCorrupt):
         send(fast.peers, fast.node.there, tmp_path, b"now", offer_of(b"was"))
 
 
@@ -193,39 +193,39 @@ def test_no_room_says_so(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(PeerRefused) as refused:
         send(pair.peers, pair.node.there, tmp_path, os.urandom(BLOCK + 1))
     assert refused.value.code == errno.ENOSPC
-    assert pair.peers.ping(pair.node.there).room_bytes == BLOCK
-    assert pair.node.server.refusals.figures() == {"node2": {"full": 1}}
+    assert pair.peers.ping(pair.node.there).free_bytes == BLOCK
+    assert pair.node.server.rejections.get_counts() == {"node2": {"full": 1}}
 
 
 def test_what_is_not_there_is_not_lent(pair: Pair) -> None:
     with pytest.raises(PeerRefused) as refused:
-        pair.peers.record(pair.node.there, 99, None)
+        pair.peers.get_manifest(pair.node.there, 99, None)
     assert refused.value.code == errno.ENOENT
     offer = pair.node.shelf.hold(b"x", 99)
-    assert pair.peers.record(pair.node.there, 99, None) == record_of(offer)
+    assert pair.peers.get_manifest(pair.node.there, 99, None) == record_of(offer)
     with pytest.raises(PeerRefused):
-        pair.peers.record(pair.node.there, 99, bytes(16))
+        pair.peers.get_manifest(pair.node.there, 99, bytes(16))
 
 
 @pytest.mark.parametrize("lie", [{"generation": 2**63}, {"generation": limits.GENERATION_MAX + 1}, {"inode": 2**64 - 1}, {"inode": 0}])
 def test_numbers_that_cannot_be_are_a_lie(fast: Pair, lie: dict[str, int]) -> None:
     """They would break the catalog of whoever believes them."""
     fast.node.shelf.held[5] = replace(fast.node.shelf.hold(b"abc", 5), **lie)  # type: ignore[arg-type]
-    with pytest.raises(PeerLied):
-        fast.peers.seal_soon(fast.node.there, 5, 3.0)
-    with pytest.raises(PeerLied):
-        fast.peers.record(fast.node.there, 5, None)
+    with pytest.raises(PeerCorrupt):
+        fast.peers.request_seal(fast.node.there, 5, 3.0)
+    with pytest.raises(PeerCorrupt):
+        fast.peers.get_manifest(fast.node.there, 5, None)
 
 
 def test_the_rest_of_the_calls(fast: Pair) -> None:
     offer = fast.node.shelf.hold(b"abc", 5)
-    assert fast.peers.seal_soon(fast.node.there, 5, 3.0) == record_of(offer)
-    assert fast.peers.seal_soon(fast.node.there, 6, 1e9) is None
+    assert fast.peers.request_seal(fast.node.there, 5, 3.0) == record_of(offer)
+    assert fast.peers.request_seal(fast.node.there, 6, 1e9) is None
     assert fast.node.shelf.sealed_soon == [(5, 3.0), (6, limits.PEER_SEAL_WAIT_S_MAX)]
-    fast.peers.forget(fast.node.there, list(range(1, limits.PEER_FORGET_MAX + 2)))
+    fast.peers.release_copies(fast.node.there, list(range(1, limits.PEER_FORGET_MAX + 2)))
     assert len(fast.node.shelf.forgotten) == limits.PEER_FORGET_MAX + 1
     speed = fast.peers.ping(fast.node.there)
-    assert speed.rtt_s is not None and speed == fast.peers.speed(fast.node.there)
+    assert speed.rtt_s is not None and speed == fast.peers.get_stats(fast.node.there)
 
 
 def test_a_call_that_is_no_longer_wanted_ends(pair: Pair, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_nobody_there_says_so_at_once(keyring: Keyring, tmp_path: Path) -> None:
     peers = client("node2", keyring("node2"))
     with pytest.raises(PeerFailed, match="does not answer"):
         peers.ping(There("node1", "127.0.0.1:9"))
-    assert [node.name for node in peers.ranked([There("node1", "127.0.0.1:9"), There("node3", "127.0.0.1:9")])] == ["node3", "node1"]
+    assert [node.name for node in peers.rank([There("node1", "127.0.0.1:9"), There("node3", "127.0.0.1:9")])] == ["node3", "node1"]
     peers.close()
 
 
@@ -251,9 +251,9 @@ def test_loans_and_connections_are_given_back(fast: Pair, tmp_path: Path) -> Non
     with open(tmp_path / "target", "w+b") as file:
         for _ in range(limits.PEER_LOANS_OF_ONE_MAX // 2 + 3):
             fast.peers.fetch([fast.node.there], record_of(offer), [0, 1], file.fileno())
-    eventually(lambda: len(fast.node.server.ledger.loans) == 0, what="loans are returned")
-    fast.peers.keep([])
-    eventually(lambda: fast.node.server.figures()["connections"] == 0, what="connections are closed")
+    eventually(lambda: len(fast.node.server.table.reads) == 0, what="loans are returned")
+    fast.peers.close_except([])
+    eventually(lambda: fast.node.server.get_figures()["connections"] == 0, what="connections are closed")
 
 
 def test_many_at_once(pair: Pair, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_many_at_once(pair: Pair, tmp_path: Path) -> None:
     def one(content: int) -> None:
         fd = file_of(tmp_path, datas[content])
         try:
-            assert pair.peers.send(pair.node.there, offer_of(datas[content], content), fd).verified
+            assert pair.peers.send(pair.node.there, offer_of(datas[content], content), fd).is_verified
         except Exception as failure:
             failures.append(failure)
         finally:

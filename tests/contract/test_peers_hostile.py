@@ -24,18 +24,18 @@ import grpc
 import pytest
 import trio
 from ckptfs_daemon import children, descriptors, peer_bulk, peer_desk, peer_link
-from ckptfs_daemon.peer_bulk import Tickets
+from ckptfs_daemon.peer_bulk import ConnectTokens
 from ckptfs_daemon.peer_client import PeerClient
-from ckptfs_daemon.peer_server import PeerServer, serve
+from ckptfs_daemon.peer_server import PeerServer, serve_peers
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from daemon_under_test import eventually
-from peer_world import CLUSTER, Keyring, MemoryShelf, PeerNode, client, offer_of
+from peer_world import CLUSTER, Keyring, MemoryContentHost, PeerNode, client, offer_of
 
 from ckptfs import limits
 from ckptfs.clique import keys, revoked
 from ckptfs.clique.keys import Identity
 from ckptfs.clique.peers import PeerFailed
-from ckptfs.clique.revoked import Revoked
+from ckptfs.clique.revoked import RevocationList
 from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES
@@ -153,11 +153,11 @@ def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
         changed.setattr(keys, "_demand_name", lambda *_: None)
         changed.setattr(keys, "_name", lambda _cluster, _common, plain=keys._name: plain(named[1], named[0]))
         stranger = keys.load(keys.issue(keyring.directory, secrets.token_hex(4)))
-    assert keys.subject(stranger.certificate) == named
+    assert keys.get_subject(stranger.certificate) == named
     client = Raw(node, stranger)
     assert client.refused("Ping", b"") is Status.PERMISSION_DENIED
     client.channel.close()
-    assert node.server.refusals.figures() == {"unknown": {"stranger": 1}}
+    assert node.server.rejections.get_counts() == {"unknown": {"stranger": 1}}
 
 
 def test_a_client_refuses_the_wrong_node_and_the_wrong_authority(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_client_refuses_the_wrong_node_and_the_wrong_authority(node: PeerNode,
     for identity, name in ((keyring("node2"), "node3"), (Keyring(tmp_path / "other")("node2"), "node1")):
         link = peer_link.Link("node2", CLUSTER, identity, name, node.there.address, bulk=True)
         with pytest.raises(peer_link.PeerFailed, match="without good keys of node3" if name == "node3" else "does not answer"):
-            link.ask(link.calls.Ping, pb.Nothing())
+            link.call(link.stub.Ping, pb.Nothing())
         link.close()
 
 
@@ -178,7 +178,7 @@ def test_an_answer_that_is_no_message_fails_the_call(caplog: pytest.LogCaptureFi
     server.start()
     link = peer_link.Link("node2", CLUSTER, None, "node1", address, bulk=False)
     with pytest.raises(PeerFailed, match="node1 does not answer"):
-        link.ask(link.calls.Ping, pb.Nothing())
+        link.call(link.stub.Ping, pb.Nothing())
     link.close()
     server.stop(None)
     assert caplog.records == []
@@ -196,18 +196,18 @@ def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, k
     """Read again at run time: calls, transfers and bulk connections of the lost keys end, the others' go on, new keys are good."""
     monkeypatch.setattr(limits, "REVOKED_LOOK_S", 0.0)
     monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
-    node = PeerNode(tmp_path, "node1", keyring("node1"), revoked=Revoked(tmp_path))
+    node = PeerNode(tmp_path, "node1", keyring("node1"), revoked=RevocationList(tmp_path))
     lost, other = Raw(node, keyring("node4")), Raw(node, keyring("node2"))
     transfer = pb.TransferRequest(transfer=lost.offer(content=8)).SerializeToString()
     kept = other.offer(content=9)
     bulk = RawBulk(lost)
-    eventually(lambda: "node4" in node.server.bulk._open.values(), what="its token is taken")  # type: ignore[union-attr]
-    revoked.write(tmp_path, {"node4": 1})
+    eventually(lambda: "node4" in node.server.bulk._peer_by_socket.values(), what="its token is taken")  # type: ignore[union-attr]
+    revoked.write_revocations(tmp_path, {"node4": 1})
     assert lost.refused("Finish", transfer) is Status.PERMISSION_DENIED
     assert bulk.ended()
-    eventually(lambda: len(node.server.ledger.transfers) == 1, what="what it had begun ends")
+    eventually(lambda: len(node.server.table.transfers) == 1, what="what it had begun ends")
     other.call("Progress", pb.TransferRequest(transfer=kept).SerializeToString())
-    assert node.server.refusals.figures()["unknown"] == {"stranger": 1}
+    assert node.server.rejections.get_counts()["unknown"] == {"stranger": 1}
     keys.revoke(keyring.directory, "node4")
     new = Raw(node, keyring("node4"))
     new.call("Ping", b"")
@@ -219,9 +219,9 @@ def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, k
 def test_a_server_with_revoked_keys_is_refused_by_whoever_asks_it(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
     """TLS itself refuses it: the name that is demanded is not in the old certificate."""
     (tmp_path / "list").mkdir()
-    made = client("node2", keyring("node2"), revoked=Revoked(tmp_path / "list"))
-    assert made.ping(node.there).room_bytes
-    revoked.write(tmp_path / "list", {"node1": 1})
+    made = client("node2", keyring("node2"), revoked=RevocationList(tmp_path / "list"))
+    assert made.ping(node.there).free_bytes
+    revoked.write_revocations(tmp_path / "list", {"node1": 1})
     eventually(lambda: refuses(made, node), what="the list is read again")
     made.close()
 
@@ -283,8 +283,8 @@ def test_a_port_that_somebody_has_is_told_and_tried_again(tmp_path: Path, monkey
             taken.close()
 
         async with trio.open_nursery() as nursery:
-            begin = partial(PeerServer, MemoryShelf(tmp_path), f"127.0.0.1:{port}", CLUSTER, None, bulk=False)
-            nursery.start_soon(serve, begin, lambda server: serves.set(), failed)
+            begin = partial(PeerServer, MemoryContentHost(tmp_path), f"127.0.0.1:{port}", CLUSTER, None, bulk=False)
+            nursery.start_soon(serve_peers, begin, lambda server: serves.set(), failed)
             with trio.fail_after(60):
                 while not serves.is_set():
                     await trio.sleep(0.01)
@@ -328,7 +328,7 @@ MALFORMED = {
 def test_a_malformed_offer_touches_nothing(node: PeerNode, raw: Raw, name: str) -> None:
     assert raw.refused("Offer", MALFORMED[name]) is Status.INVALID_ARGUMENT
     assert list(node.shelf.directory.iterdir()) == []
-    assert node.server.refusals.figures() == {"node2": {"malformed": 1}}
+    assert node.server.rejections.get_counts() == {"node2": {"malformed": 1}}
 
 
 def test_what_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, caplog: pytest.LogCaptureFixture) -> None:
@@ -339,7 +339,7 @@ def test_what_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, caplog: pytest
     assert raw.refused("GetRecord", b"\x08" + b"\xff" * 9 + b"\x01") is Status.INVALID_ARGUMENT, "a negative id"
     assert raw.refused("Nonsense", b"") is Status.UNIMPLEMENTED
     assert caplog.records == []
-    assert node.server.refusals.figures() == {"node2": {"malformed": 6, "no_method": 1}}
+    assert node.server.rejections.get_counts() == {"node2": {"malformed": 6, "no_method": 1}}
     assert raw.refused("Offer", bytes(limits.PEER_MESSAGE_BYTES_MAX + 1)) is Status.RESOURCE_EXHAUSTED
     assert list(node.shelf.directory.iterdir()) == []
 
@@ -362,7 +362,7 @@ def test_what_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, caplog: pytest
 )
 def test_unknown_ids_and_numbers_out_of_range(node: PeerNode, raw: Raw, method: str, message: object, status: Status) -> None:
     assert raw.refused(method, message.SerializeToString()) is status  # type: ignore[attr-defined]
-    assert sum(node.server.refusals.figures()["node2"].values()) == 1
+    assert sum(node.server.rejections.get_counts()["node2"].values()) == 1
     assert node.shelf.forgotten == [] and node.shelf.sealed_soon == []
 
 
@@ -416,7 +416,7 @@ def test_a_stream_that_is_not_as_it_should_be(node: PeerNode, raw: Raw, name: st
     with pytest.raises(grpc.RpcError) as failure:
         raw.send(*named)
     assert failure.value.code() is status
-    assert sum(node.server.refusals.figures()["node2"].values()) == 1
+    assert sum(node.server.rejections.get_counts()["node2"].values()) == 1
     request = pb.TransferRequest(transfer=number).SerializeToString()
     bits = pb.ProgressReply.FromString(raw.call("Progress", request)).lacking[0]
     left = [one for one in (0, 1) if bits >> one & 1]
@@ -471,20 +471,20 @@ def test_several_of_which_one_is_not_as_it_should_be_touch_nothing(node: PeerNod
     offers, status = NOT_TOGETHER[name]
     assert raw.refused("OfferMany", pb.OffersRequest(offers=offers).SerializeToString()) is status
     assert list(node.shelf.directory.iterdir()) == [] and node.shelf.arriving() == 0
-    assert sum(node.server.refusals.figures()["node2"].values()) == 1
+    assert sum(node.server.rejections.get_counts()["node2"].values()) == 1
 
 
 def test_what_the_shelf_refuses_of_several_does_not_concern_the_others(node: PeerNode, raw: Raw) -> None:
     """And is counted; nothing is left of it that would be in the way of the next offer."""
     number = raw.offer(DATA, 12)
-    other = node.shelf.receive(offer_of(SMALL, 11))
+    other = node.shelf.begin_reception(offer_of(SMALL, 11))
     reply = pb.OffersReply.FromString(
         raw.call("OfferMany", pb.OffersRequest(offers=[whole(SMALL, content) for content in (10, 11, 12)]).SerializeToString())
     )
     assert [verdict.verified for verdict in reply.verdicts] == [True, False, True]
-    assert reply.verdicts[1].code == errno.EBUSY and node.server.refusals.figures() == {"node2": {"busy": 1}}
+    assert reply.verdicts[1].code == errno.EBUSY and node.server.rejections.get_counts() == {"node2": {"busy": 1}}
     assert raw.refused("Finish", pb.TransferRequest(transfer=number).SerializeToString()) is Status.NOT_FOUND
-    node.shelf.abandon(other.token)
+    node.shelf.abort_reception(other.token)
     again = pb.OffersRequest(offers=[whole(SMALL, 11)]).SerializeToString()
     assert pb.OffersReply.FromString(raw.call("OfferMany", again)).verdicts[0].verified
     assert node.shelf.path(11).read_bytes() == SMALL and node.shelf.arriving() == 0
@@ -509,9 +509,9 @@ def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
     for _ in range(limits.PEER_LOANS_OF_ONE_MAX):
         raw.call("GetRecord", borrow)
     assert raw.refused("GetRecord", borrow) is Status.RESOURCE_EXHAUSTED
-    assert node.server.refusals.figures() == {"node2": {"too_many": 2}}
+    assert node.server.rejections.get_counts() == {"node2": {"too_many": 2}}
     monkeypatch.setattr(limits, "PEER_IDLE_S", -1.0)
-    eventually(lambda: node.shelf.arriving() == 0 and len(node.server.ledger.loans) == 0, what="what is idle ends")
+    eventually(lambda: node.shelf.arriving() == 0 and len(node.server.table.reads) == 0, what="what is idle ends")
     assert len(os.listdir("/proc/self/fd")) <= before
     raw.channel.close()
     node.stop()
@@ -528,7 +528,7 @@ def test_what_a_node_had_begun_ends_when_it_dies_and_room_for_what_never_came_is
     some = one.offer(DATA, 2)
     one.send(command(1, some), *block(0), header(1, 0, END))
     going_on = other.offer(DATA, 3)
-    node.server.left("node2")
+    node.server.end_all_of_node("node2")
     eventually(lambda: node.shelf.arriving() == 1, what="what the dead node had begun ends")
     assert (node.shelf.abandoned, node.shelf.kept) == (2, 1)
     other.call("Abandon", pb.TransferRequest(transfer=going_on).SerializeToString())
@@ -556,12 +556,12 @@ def test_refusals_leave_nothing_behind(node: PeerNode, raw: Raw) -> None:
 
 
 def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
-    from ckptfs_daemon.peer_refusals import Refusal, Refusals, Why
+    from ckptfs_daemon.peer_refusals import PeerRejections, Rejection, RejectReason
 
-    refusals = Refusals()
+    refusals = PeerRejections()
     for number in range(3 * limits.PEER_COUNTED_MAX):
-        refusals.add(f"node{number}", Refusal(Why.FULL, ""))
-    figures = refusals.figures()
+        refusals.record(f"node{number}", Rejection(RejectReason.FULL, ""))
+    figures = refusals.get_counts()
     assert len(figures) == limits.PEER_COUNTED_MAX + 1
     assert sum(count for counts in figures.values() for count in counts.values()) == 3 * limits.PEER_COUNTED_MAX
 
@@ -621,7 +621,7 @@ def test_a_call_without_its_message_ends(tmp_path: Path, keyring: Keyring, monke
     assert failure.value.code() is (Status.UNIMPLEMENTED if method == "Nonsense" else Status.CANCELLED)
     over.set()
     counted = "no_method" if method == "Nonsense" else "stalled"
-    eventually(lambda: node.server.refusals.figures() == {"node2": {counted: 1}}, what="it is counted")
+    eventually(lambda: node.server.rejections.get_counts() == {"node2": {counted: 1}}, what="it is counted")
     raw.channel.close()
     node.stop()
 
@@ -642,12 +642,12 @@ def test_a_connection_that_does_not_introduce_itself_ends(tmp_path: Path, keyrin
 
 
 def test_tokens_that_are_not_used_are_bounded_and_the_newest_are_good() -> None:
-    tickets = Tickets()
-    given = [tickets.give("node2").token for _ in range(3 * limits.PEER_TOKENS_OF_ONE_MAX)]
-    other = tickets.give("node3").token
-    good = [token for token in given if tickets.take(token)]
+    tickets = ConnectTokens()
+    given = [tickets.issue("node2").token for _ in range(3 * limits.PEER_TOKENS_OF_ONE_MAX)]
+    other = tickets.issue("node3").token
+    good = [token for token in given if tickets.redeem(token)]
     assert good == given[-limits.PEER_TOKENS_OF_ONE_MAX :]
-    assert tickets.take(other) and not tickets.take(other)
+    assert tickets.redeem(other) and not tickets.redeem(other)
 
 
 class RawBulk:
@@ -689,7 +689,7 @@ def test_a_token_is_good_once(node: PeerNode, raw: Raw) -> None:
     again.settimeout(60)
     again.sendall(bulk.token)
     assert ended(again)
-    eventually(lambda: node.server.refusals.figures() == {"unknown": {"stranger": 1}, "node2": {"unknown": 1}}, what="both are counted")
+    eventually(lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 1}, "node2": {"unknown": 1}}, what="both are counted")
 
 
 @pytest.mark.parametrize(
@@ -703,7 +703,7 @@ def test_a_connection_without_a_token_ends(node: PeerNode, first: bytes) -> None
     with suppress(OSError):
         connected.shutdown(socket.SHUT_WR)
     assert ended(connected)
-    eventually(lambda: node.server.refusals.figures() == {"unknown": {"stranger": 1}}, what="it is counted")
+    eventually(lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 1}}, what="it is counted")
 
 
 @pytest.mark.parametrize("how", ["changed", "replayed", "plain", "other key", "cut off"])
@@ -723,8 +723,8 @@ def test_a_message_that_was_tampered_with_ends_the_connection(node: PeerNode, ra
         bulk.socket.sendall(message[:20])
         bulk.socket.shutdown(socket.SHUT_WR)
     assert bulk.ended()
-    eventually(lambda: node.server.figures()["connections"] == 0, what="the connection is gone")
-    assert how == "cut off" or node.server.refusals.figures() == {"node2": {"malformed": 1}}
+    eventually(lambda: node.server.get_figures()["connections"] == 0, what="the connection is gone")
+    assert how == "cut off" or node.server.rejections.get_counts() == {"node2": {"malformed": 1}}
     raw.call("Abandon", pb.TransferRequest(transfer=number).SerializeToString())
 
 
@@ -732,23 +732,23 @@ def test_strangers_who_say_nothing_keep_nobody_out(node: PeerNode, raw: Raw) -> 
     """P1: many more of them than there is room for, held open; who has a token gets in at once, and threads are bounded."""
     assert node.server.bulk is not None
     threads = threading.active_count()
-    silent = [socket.create_connection(("127.0.0.1", node.server.bulk.port)) for _ in range(4 * peer_bulk.STRANGERS_MAX)]
+    silent = [socket.create_connection(("127.0.0.1", node.server.bulk.port)) for _ in range(4 * peer_bulk.UNAUTHENTICATED_MAX)]
     number = raw.offer()
     bulk = RawBulk(raw)
     bulk.socket.sendall(b"".join(bulk.sealed(one) for one in (command(1, number), *block(0), *block(1), header(2, 0, END))))
     assert len(bulk.socket.recv(1 << 10)) > 0, "it was answered"
     assert FINISHED in raw.call("Finish", pb.TransferRequest(transfer=number).SerializeToString())
-    eventually(lambda: threading.active_count() <= threads + peer_bulk.STRANGERS_MAX + 1, what="those who came first are gone")
-    eventually(lambda: node.server.refusals.figures()["unknown"]["too_many"] >= 3 * peer_bulk.STRANGERS_MAX, what="they are counted")
+    eventually(lambda: threading.active_count() <= threads + peer_bulk.UNAUTHENTICATED_MAX + 1, what="those who came first are gone")
+    eventually(lambda: node.server.rejections.get_counts()["unknown"]["too_many"] >= 3 * peer_bulk.UNAUTHENTICATED_MAX, what="they are counted")
     for one in (*silent, bulk.socket):
         one.close()
-    eventually(lambda: node.server.figures()["connections"] == 0, what="all are closed")
+    eventually(lambda: node.server.get_figures()["connections"] == 0, what="all are closed")
 
 
 def test_strangers_leave_descriptors_for_the_rest(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1: what is not closed of thousands of connections without keys takes a part of what this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(descriptors, "STRANGERS_SHARE", 8 / soft)
+    monkeypatch.setattr(descriptors, "CONNECTIONS_SHARE", 8 / soft)
     node = PeerNode(tmp_path, "node1", keyring("node1"))
     good = Raw(node, keyring("node2"))
     good.call("Ping", b"")
@@ -777,8 +777,8 @@ def is_closed(connected: socket.socket) -> bool:
 def test_connections_of_a_peer_are_bounded(node: PeerNode, raw: Raw) -> None:
     bulks = [RawBulk(raw) for _ in range(limits.PEER_CONNECTIONS_OF_ONE_MAX)]
     assert node.server.bulk is not None
-    eventually(lambda: list(node.server.bulk._open.values()).count("node2") == len(bulks), what="all are open")  # type: ignore[union-attr]
+    eventually(lambda: list(node.server.bulk._peer_by_socket.values()).count("node2") == len(bulks), what="all are open")  # type: ignore[union-attr]
     assert RawBulk(raw).ended()
     for bulk in bulks:
         bulk.socket.close()
-    eventually(lambda: node.server.figures()["connections"] == 0, what="all are closed")
+    eventually(lambda: node.server.get_figures()["connections"] == 0, what="all are closed")

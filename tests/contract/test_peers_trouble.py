@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 from ckptfs_daemon import peer_fetch, peer_link, peer_transfers
 from ckptfs_daemon.peer_client import PeerClient
-from ckptfs_daemon.peer_frames import Command, Kind
-from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs_daemon.peer_frames import Command, CommandKind
+from ckptfs_daemon.peer_refusals import Rejection, RejectReason
 from ckptfs_daemon.peer_sealed import ConnectionEnded
 from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, client, offer_of, record_of
 
 from ckptfs import limits
-from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused
+from ckptfs.clique.peers import PeerCorrupt, PeerFailed, PeerRefused
 
 BLOCK = limits.BLOCK_BYTES
 DATA = os.urandom(8 * BLOCK)
@@ -73,8 +73,8 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, keyring: Keyring) -> I
 
 def holding_up(node: PeerNode, held: threading.Event, after: int) -> None:
     """From its message `after` on, this node's blocks wait for `held`."""
-    streams = node.server._raw._streams
-    departing = streams.departing
+    streams = node.server._raw_streams._streams
+    departing = streams.open_outgoing
 
     @contextmanager
     def slow(peer: str, command: Any) -> Iterator[Iterator[Any]]:
@@ -88,7 +88,7 @@ def holding_up(node: PeerNode, held: threading.Event, after: int) -> None:
 
             yield late()
 
-    streams.departing = slow  # type: ignore[method-assign]
+    streams.open_outgoing = slow  # type: ignore[method-assign]
 
 
 def test_several_sources_bring_one_file(world: World) -> None:
@@ -99,26 +99,26 @@ def test_several_sources_bring_one_file(world: World) -> None:
 def test_a_node_that_answers_no_has_not_failed(world: World) -> None:
     """N4: what is deleted or replaced meanwhile says nothing about its node, nor does what is wanted no more; one that has gone does."""
     node = world.nodes[0]
-    link = world.peers._link(node.there)
-    with pytest.raises(PeerRefused), peer_link.translated(link):
-        raise Refusal(Why.UNKNOWN, "content 1 is not here")
+    link = world.peers._get_link(node.there)
+    with pytest.raises(PeerRefused), peer_link.translate_errors(link):
+        raise Rejection(RejectReason.UNKNOWN, "content 1 is not here")
     with pytest.raises(PeerFailed):
         world.send(node, 2, wanted=lambda: False)
-    assert not world.peers.figures()["node1"]["failed"]
-    with pytest.raises(PeerRefused), peer_link.translated(link):
-        raise Refusal(Why.OUT_OF_ORDER, "the stream stopped before its end")
-    assert world.peers.figures()["node1"]["failed"]
-    link.measured.failed_at -= 2 * limits.PEER_DOUBT_S
+    assert not world.peers.get_figures()["node1"]["failed"]
+    with pytest.raises(PeerRefused), peer_link.translate_errors(link):
+        raise Rejection(RejectReason.OUT_OF_ORDER, "the stream stopped before its end")
+    assert world.peers.get_figures()["node1"]["failed"]
+    link.stats.failed_at -= 2 * limits.PEER_DOUBT_S
     node.stop()
     with pytest.raises(PeerFailed):
         world.fetch([node])
-    assert world.peers.figures()["node1"]["failed"]
+    assert world.peers.get_figures()["node1"]["failed"]
 
 
 @pytest.mark.parametrize("still_s", [0.0, 60.0])
 def test_a_source_that_is_ended_because_all_is_here_has_not_failed(world: World, monkeypatch: pytest.MonkeyPatch, still_s: float) -> None:
     """N2: another one brought its blocks. If it had kept the reader waiting it is asked last for a while."""
-    link = world.peers._link(world.nodes[0].there)
+    link = world.peers._get_link(world.nodes[0].there)
 
     @contextmanager
     def ended(_link: object) -> Iterator[None]:
@@ -128,12 +128,12 @@ def test_a_source_that_is_ended_because_all_is_here_has_not_failed(world: World,
     class Over:
         record, over = record_of(offer_of(DATA)), True
 
-    monkeypatch.setattr(peer_link.Link, "connection", ended)
-    worker = peer_fetch.Worker(link, cast(Any, Over()))
-    worker.moved_at -= still_s
+    monkeypatch.setattr(peer_link.Link, "use_connection", ended)
+    worker = peer_fetch.FetchWorker(link, cast(Any, Over()))
+    worker.progress_at -= still_s
     with pytest.raises(PeerFailed):
-        worker._read(Command(Kind.READ, 1, 0, 1, False))
-    assert link.measured.doubtful == bool(still_s)
+        worker._read_run(Command(CommandKind.READ, 1, 0, 1, False))
+    assert link.stats.has_failed_recently == bool(still_s)
 
 
 def test_a_source_that_dies_in_the_middle_is_not_noticed(world: World) -> None:
@@ -175,7 +175,7 @@ def test_what_a_reader_waits_for_is_asked_of_a_second_source(world: World, monke
     held = threading.Event()
     owed: list[int] = []
     holding_up(world.nodes[0], held, after=1)
-    next_run = peer_fetch.Fetching.run
+    next_run = peer_fetch.FetchJob.assign_run
 
     def run(self: Any, worker: Any, *how: Any) -> list[int]:
         found = next_run(self, worker, *how)
@@ -185,7 +185,7 @@ def test_what_a_reader_waits_for_is_asked_of_a_second_source(world: World, monke
             eventually(lambda: owed, what="the slow source owes something")
         return found
 
-    monkeypatch.setattr(peer_fetch.Fetching, "run", run)
+    monkeypatch.setattr(peer_fetch.FetchJob, "assign_run", run)
     assert world.fetch(world.nodes[:2], asked=lambda: owed[:1]) == DATA
     assert world.came.index(owed[0]) <= 2 and not held.is_set()
     held.set()
@@ -194,23 +194,23 @@ def test_what_a_reader_waits_for_is_asked_of_a_second_source(world: World, monke
 def test_sources_are_ranked_by_what_was_measured_of_them(world: World) -> None:
     """One that was three times as slow as the other comes after it, whichever was named first; who failed comes last."""
     slow, fast, failed = world.nodes
-    streams = slow.server._raw._streams
-    departing, pause = streams.departing, threading.Event()
+    streams = slow.server._raw_streams._streams
+    departing, pause = streams.open_outgoing, threading.Event()
 
     @contextmanager
     def slowly(peer: str, command: Any) -> Iterator[Iterator[Any]]:
         with departing(peer, command) as messages:
             yield (message for message in messages if not pause.wait(0.02))
 
-    streams.departing = slowly  # type: ignore[method-assign]
+    streams.open_outgoing = slowly  # type: ignore[method-assign]
     for node in (slow, fast):
         assert world.fetch([node]) == DATA
     failed.shelf.path(7).write_bytes(bytes(len(DATA)))
-    with pytest.raises(PeerLied):
+    with pytest.raises(PeerCorrupt):
         world.fetch([failed])
     there = [node.there for node in (failed, slow, fast)]
-    assert [node.name for node in world.peers.ranked(there)] == ["node2", "node1", "node3"]
-    speeds = [world.peers.speed(node.there).bytes_per_s for node in (slow, fast)]
+    assert [node.name for node in world.peers.rank(there)] == ["node2", "node1", "node3"]
+    speeds = [world.peers.get_stats(node.there).bytes_per_s for node in (slow, fast)]
     assert None not in speeds and speeds[0] < speeds[1]
 
 
@@ -225,7 +225,7 @@ def test_a_source_that_lies_is_left_and_nothing_of_it_is_kept(world: World) -> N
 def test_when_all_sources_lie_or_are_gone_it_says_so(world: World) -> None:
     for node in world.nodes[:2]:
         node.shelf.path(7).write_bytes(bytes(len(DATA)))
-    with pytest.raises(PeerLied):
+    with pytest.raises(PeerCorrupt):
         world.fetch(world.nodes[:2])
     world.nodes[2].shelf.held.clear()
     with pytest.raises(PeerFailed):
@@ -255,7 +255,7 @@ def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, keyring: Keyr
     def wanted() -> bool:
         if next(asked) == 5:
             assert node.server.bulk is not None
-            for connected in list(node.server.bulk._open):
+            for connected in list(node.server.bulk._peer_by_socket):
                 connected.shutdown(2)
         return True
 
@@ -268,14 +268,14 @@ def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, keyring: Keyr
 def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its transfer fails after a while; meanwhile others go on."""
     held, stuck = threading.Event(), world.nodes[0]
-    write_at = peer_transfers.write_at
+    write_at = peer_transfers.pwrite_all
 
     def slow(fd: int, data: memoryview, offset: int) -> None:
         if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stuck.shelf.directory)):
             held.wait(120)
         write_at(fd, data, offset)
 
-    monkeypatch.setattr(peer_transfers, "write_at", slow)
+    monkeypatch.setattr(peer_transfers, "pwrite_all", slow)
     monkeypatch.setattr(limits, "PEER_STALL_S", 1.0)
     failures: list[Exception] = []
 
@@ -293,7 +293,7 @@ def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch
     assert len(failures) == 1
     held.set()
     eventually(lambda: stuck.shelf.arriving() == 0, what="the slow peer gives up")
-    assert world.peers.ranked([stuck.there, world.nodes[1].there])[0] == world.nodes[1].there
+    assert world.peers.rank([stuck.there, world.nodes[1].there])[0] == world.nodes[1].there
 
 
 def test_a_small_content_that_is_offered_twice_at_once_is_not_mixed(
@@ -301,22 +301,22 @@ def test_a_small_content_that_is_offered_twice_at_once_is_not_mixed(
 ) -> None:
     """P7: an fsync and the seal that follows it may offer two generations of one file at the same time."""
     node, sender = PeerNode(tmp_path, "one", keyring("one")), client("me", keyring("me"))
-    written, refused = peer_transfers.write_at, []
+    written, refused = peer_transfers.pwrite_all, []
 
     def send(data: bytes, generation: int) -> bool:
         path = tmp_path / f"{generation}"
         path.write_bytes(data)
         with path.open("rb") as file:
-            return sender.send(node.there, offer_of(data, generation=generation), file.fileno()).verified
+            return sender.send(node.there, offer_of(data, generation=generation), file.fileno()).is_verified
 
     def slowly(fd: int, data: memoryview, offset: int) -> None:
-        monkeypatch.setattr(peer_transfers, "write_at", written)
+        monkeypatch.setattr(peer_transfers, "pwrite_all", written)
         with pytest.raises(PeerRefused) as refusal:
             send(b"second " * 100, 2)
         refused.append(refusal.value.code)
         written(fd, data, offset)
 
-    monkeypatch.setattr(peer_transfers, "write_at", slowly)
+    monkeypatch.setattr(peer_transfers, "pwrite_all", slowly)
     try:
         with pytest.raises(PeerFailed):
             send(b"first " * 100, 1)
@@ -353,16 +353,16 @@ def test_slow_links_get_zstd_where_it_pays(world: World) -> None:
     text = world.source.read_bytes()
     there = world.nodes[0].there
     world.peers.ping(there)
-    measured = world.peers._link(there).measured
-    measured.wire_per_s = 1e6
+    measured = world.peers._get_link(there).stats
+    measured.wire_bytes_per_s = 1e6
     fd = os.open(world.source, os.O_RDONLY)
     sent = world.peers.send(there, offer_of(text, 90), fd)
-    assert sent.verified and sent.bytes_moved < len(text) // 10
-    measured.wire_per_s = 1e6
+    assert sent.is_verified and sent.bytes_moved < len(text) // 10
+    measured.wire_bytes_per_s = 1e6
     os.pwrite(os.open(world.source, os.O_RDWR), DATA, 0)
     assert world.peers.send(there, offer_of(DATA, 91), fd).bytes_moved > len(DATA)
     os.close(fd)
-    measured.wire_per_s = 1e6
+    measured.wire_bytes_per_s = 1e6
     with open(world.directory / "target", "w+b") as file:
         assert world.peers.fetch([there], record_of(offer_of(text, 90)), range(8), file.fileno()) == len(text)
     assert (world.directory / "target").read_bytes() == text

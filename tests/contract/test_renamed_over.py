@@ -13,7 +13,7 @@ from shared_catalogs import Node, Slow, running
 from trio.testing import MockClock
 
 from ckptfs.catalog import contents, namespace, peers, settling
-from ckptfs.catalog.peers import Known, PeerCopy
+from ckptfs.catalog.peers import KnownNode, PeerCopy
 from ckptfs.catalog.store import Get
 from ckptfs.model import ContentState, Inode, Tier
 
@@ -22,13 +22,13 @@ DIGEST = b"d" * 16
 
 def write(node: Node, inode: Inode, *, sealed: bool) -> int:
     """The file's content, closed; `sealed`: and on node 2, too."""
-    with node.db.change():
-        content = contents.begin(node.db, inode.id, Tier.RAM)
-        contents.close(node.db, inode.id, content, 3, 1, 2)
-    row = settling.content(node.db, content)
+    with node.db.transaction():
+        content = contents.insert_content(node.db, inode.id, Tier.RAM)
+        contents.mark_closed(node.db, inode.id, content, 3, 1, 2)
+    row = settling.get_content(node.db, content)
     if sealed and row is not None:
-        settling.seal(node.db, [settling.Seal(content, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
-        peers.peer_has(node.db, PeerCopy(content, 2, 1, DIGEST))
+        settling.mark_sealed(node.db, [settling.SealResult(content, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
+        peers.insert_peer_copy(node.db, PeerCopy(content, 2, 1, DIGEST))
     return content
 
 
@@ -39,7 +39,7 @@ def play(root: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -
         etcd = MemoryEtcd()
         nodes = [Node(root / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2)]
         for node in nodes:
-            peers.set_world(node.db, node.number, 2, [Known(number, f"n{number}", f"d{number}") for number in (1, 2)])
+            peers.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
         await running(nodes, lambda: act(*nodes, etcd))
 
     trio.run(run, clock=MockClock(autojump_threshold=0))
@@ -48,7 +48,7 @@ def play(root: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -
 def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(tmp_path: Path) -> None:
     async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
         reaped = []
-        one.sharing.serve(lambda inodes: reaped.append(namespace.reap(one.db, inodes)))
+        one.sharing.serve(lambda inodes: reaped.append(namespace.delete_forgotten(one.db, inodes)))
         replaced = await one.make("file")
         former = write(one, replaced, sealed=True)
         await one.sharing.published()
@@ -77,10 +77,10 @@ def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(tmp_path: Path) ->
         await two.sharing.published()
         inode = await two.unlink("theirs")
         await two.unlink("own")
-        with two.db.change():
-            namespace.reap(two.db, [inode.id, own.id])
-        settling.forget(two.db, settling.doomed(two.db, (Tier.RAM,), 0, 10))
-        assert [copy for copy in peers.unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
+        with two.db.transaction():
+            namespace.delete_forgotten(two.db, [inode.id, own.id])
+        settling.delete_doomed(two.db, settling.list_doomed(two.db, (Tier.RAM,), 0, 10))
+        assert [copy for copy in peers.list_unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
         (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % theirs)]).results
         assert not found
 
@@ -96,11 +96,11 @@ def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_store(tmp
         write(two, await two.make("file.tmp"), sealed=False)
         await two.sharing.published()
         await two.rename("file.tmp", "file")
-        with one.db.change():
+        with one.db.transaction():
             settling.set_state(one.db, former, ContentState.DOOMED)
-            settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
+            settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
         await one.sharing.published()
         (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
-        assert not found and settling.content(one.db, former) is None
+        assert not found and settling.get_content(one.db, former) is None
 
     play(tmp_path, act)

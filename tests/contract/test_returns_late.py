@@ -14,19 +14,19 @@ from shared_catalogs import Node, Slow
 from trio.testing import MockClock
 
 from ckptfs.catalog import contents, holding, peers, settling
-from ckptfs.catalog.holding import Heard
-from ckptfs.catalog.peers import Known
+from ckptfs.catalog.holding import RemoteState
+from ckptfs.catalog.peers import KnownNode
 from ckptfs.catalog.store import Get
 from ckptfs.model import CopyState, Tier
 
 
 def write(node: Node, inode: int, content: int, size: int, mtime_ns: int, digest: bytes) -> None:
     """Somebody closes what is open, and it is sealed."""
-    with node.db.change():
-        contents.close(node.db, inode, content, size, 1, mtime_ns)
-    row = settling.content(node.db, content)
+    with node.db.transaction():
+        contents.mark_closed(node.db, inode, content, size, 1, mtime_ns)
+    row = settling.get_content(node.db, content)
     assert row is not None
-    settling.seal(node.db, [settling.Seal(content, inode, row.change, Tier.RAM, size, digest, digest)])
+    settling.mark_sealed(node.db, [settling.SealResult(content, inode, row.change, Tier.RAM, size, digest, digest)])
 
 
 def said(etcd: MemoryEtcd, key: bytes) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
         etcd, first = MemoryEtcd(), trio.CancelScope()
         one, two = (Node(tmp_path / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2))
         for node in (one, two):
-            peers.set_world(node.db, node.number, 2, [Known(number, f"n{number}", f"d{number}") for number in (1, 2)])
+            peers.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
 
         async def live() -> None:
             with first:
@@ -52,22 +52,22 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
             nursery.start_soon(live)
             nursery.start_soon(two.sharing.run)
             inode = (await one.make("log")).id
-            with one.db.change():
-                content = contents.begin(one.db, inode, Tier.RAM)
+            with one.db.transaction():
+                content = contents.insert_content(one.db, inode, Tier.RAM)
             write(one, inode, content, 3, 2, b"a" * 16)
-            with one.db.change():
-                contents.reopen(one.db, inode, content, Tier.RAM)
+            with one.db.transaction():
+                contents.mark_open(one.db, inode, content, Tier.RAM)
             await one.sharing.published()
             first.cancel()
-            peers.snapshot(one.db, content)
+            peers.record_open_snapshot(one.db, content)
             await two.stat("log")
-            seen = settling.content(two.db, content)
+            seen = settling.get_content(two.db, content)
             assert seen is not None
-            holding.fall_back(two.db, seen, Heard(content, inode, 1, 3, b"a" * 16, b"a" * 16), None)
+            holding.restore_verified(two.db, seen, RemoteState(content, inode, 1, 3, b"a" * 16, b"a" * 16), None)
             two.db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, 'ram', 1, 1)", content)
             for number in range(times):
-                with two.db.change():
-                    contents.reopen(two.db, inode, content, Tier.RAM)
+                with two.db.transaction():
+                    contents.mark_open(two.db, inode, content, Tier.RAM)
                 write(two, inode, content, 7, 20 + number, b"b" * 16)
             await two.sharing.published()
             write(one, inode, content, 5, 10, b"c" * 16)
@@ -76,9 +76,9 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
             file, bytes_ = said(etcd, b"i/%016x" % inode), said(etcd, b"c/%016x" % content)
             assert (file["content"], file["generation"], file["size"], file["mtime_ns"]) == (content, 2 + times, 7, 19 + times)
             assert (bytes_["node"], bytes_["generation"], bytes_["size"], bytes_["digest"]) == (2, 2 + times, 7, (b"b" * 16).hex())
-            known = settling.content(one.db, content)
-            assert known is not None and known.peer and (known.generation, known.digest) == (2 + times, b"b" * 16)
-            assert [copy.state for copy in settling.copies(one.db, content)] == [CopyState.OLDER]
+            known = settling.get_content(one.db, content)
+            assert known is not None and known.is_remote and (known.generation, known.digest) == (2 + times, b"b" * 16)
+            assert [copy.state for copy in settling.list_copies(one.db, content)] == [CopyState.STALE]
             nursery.cancel_scope.cancel()
 
     trio.run(run, clock=MockClock(autojump_threshold=0))

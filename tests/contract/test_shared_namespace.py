@@ -15,8 +15,8 @@ from shared_catalogs import Node, Slow, running, settled, stored_tree
 
 from ckptfs.catalog import journal, namespace, renaming
 from ckptfs.catalog.sharing import forgetting, seen, touching
-from ckptfs.catalog.sharing.applying import Told
-from ckptfs.catalog.sharing.kinds import INODE, Key
+from ckptfs.catalog.sharing.applying import StoreValue
+from ckptfs.catalog.sharing.kinds import INODE, SharedKey
 from ckptfs.catalog.store import Compare, Get, Operation, Outcome
 from ckptfs.model import ROOT
 
@@ -97,7 +97,7 @@ def test_a_name_is_never_missing_while_another_file_takes_its_place(tmp_path: Pa
             await a.make(name)
         told = b.sharing._told
 
-        async def slowly(keys: list[Key]) -> dict[Key, Told]:
+        async def slowly(keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
             found = await told(keys)
             if others:
                 await a.rename(others.pop(), "x")
@@ -235,13 +235,13 @@ def test_what_other_nodes_have_is_forgotten_in_time(tmp_path: Path) -> None:
             await a.make(f"d/{number}")
         assert len(await b.names("d")) == 50
         await b.make("own")
-        assert forgetting.too_many(b.db, 20)
+        assert forgetting.is_cache_full(b.db, 20)
         after = 0
-        while after := forgetting.forget(b.db, after, 7):
+        while after := forgetting.delete_unneeded(b.db, after, 7):
             pass
-        forgetting.forget(b.db, 0)
-        assert not forgetting.too_many(b.db, 20)
-        assert seen.get(b.db, Key(INODE, ROOT)).revision and touching.count(b.db) == 0
+        forgetting.delete_unneeded(b.db, 0)
+        assert not forgetting.is_cache_full(b.db, 20)
+        assert seen.get_cached(b.db, SharedKey(INODE, ROOT)).revision and touching.count_dirty(b.db) == 0
         assert len(await b.names("d")) == 50 and (await b.stat("own")).nlink == 1
 
     play(tmp_path, act)
@@ -325,7 +325,7 @@ def test_the_pfs_is_not_told_of_what_was_taken_back(tmp_path: Path) -> None:
             await b.stat("gone")
             codes = await both(lambda: a.mkdir("d"), lambda: b.mkdir("d"))
             assert sorted(codes) == [0, errno.EEXIST]
-            rows = [(row.op, row.name) for node in nodes for row in journal.head(node.db, 100)]
+            rows = [(row.op, row.name) for node in nodes for row in journal.list_oldest(node.db, 100)]
             assert sorted(rows) == [("make", b"d"), ("make", b"gone")]
 
         await running(nodes, race)
@@ -545,7 +545,7 @@ def test_a_name_that_another_node_gave_goes_with_the_file_s_move(tmp_path: Path)
         assert (await a.stat("new")).id == made.id
         await b.rename("new", "newer")
         await a.sharing.fresh_directory(ROOT)
-        with a.db.change() as db:
+        with a.db.transaction() as db:
             renaming.rename(db, ROOT, b"newer", ROOT, b"newest", 0)
         assert await a.sharing.published([(ROOT, b"newer"), (ROOT, b"newest")])
         assert [(await node.stat("newest")).nlink for node in (a, b)] == [1, 1]

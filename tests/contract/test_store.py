@@ -13,8 +13,21 @@ from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
 from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import ENDLESS, Compare, Delete, Get, Item, Outcome, Put, Store, Target, WatchEvents, prefix_end, scan
-from ckptfs.errors import Compacted, LeaseGone, StoreRefused, Unreachable
+from ckptfs.catalog.store import (
+    ENDLESS,
+    Compare,
+    CompareTarget,
+    Delete,
+    Get,
+    Item,
+    Outcome,
+    Put,
+    Store,
+    WatchEvents,
+    iter_range,
+    prefix_end,
+)
+from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable
 
 PATIENCE_S = 60.0
 
@@ -110,7 +123,7 @@ def pairs(items: Sequence[Item]) -> list[tuple[bytes, bytes]]:
 def waits_in_vain(call: Callable[[], object]) -> bool:
     try:
         call()
-    except Unreachable:
+    except StoreUnreachable:
         return True
     return False
 
@@ -221,7 +234,7 @@ def test_a_long_range_comes_in_pages_of_one_revision(store: Store, monkeypatch: 
     keys = [b"d/%03d" % number for number in range(21)]
     revision = put(store, *((key, b"x") for key in keys))
     found = []
-    for seen, item in scan(store, b"d/", prefix_end(b"d/")):
+    for seen, item in iter_range(store, b"d/", prefix_end(b"d/")):
         put(store, (b"d/999", b"later"))
         assert seen == revision
         found.append(item.key)
@@ -244,7 +257,7 @@ def test_nothing_changes_where_nothing_is_deleted(store: Store) -> None:
 def test_a_commit_whose_comparison_fails_changes_nothing_and_reads(store: Store) -> None:
     first = put(store, (b"a", b"1"))
     outcome = store.commit(
-        [Compare(b"a", Target.MOD, "=", first + 1), Compare(b"a", Target.VALUE, "=", b"1")], [Put(b"b", b"x")], [Get(b"a"), Get(b"b")]
+        [Compare(b"a", CompareTarget.MOD, "=", first + 1), Compare(b"a", CompareTarget.VALUE, "=", b"1")], [Put(b"b", b"x")], [Get(b"a"), Get(b"b")]
     )
     assert not outcome.succeeded and outcome.revision == first
     assert [pairs(found) for found in outcome.results] == [[(b"a", b"1")], []]
@@ -255,34 +268,34 @@ def test_comparisons(store: Store) -> None:
     first = put(store, (b"a", b"b1"))
     second = put(store, (b"a", b"b2"))
 
-    def holds(key: bytes, target: Target, relation: Any, value: int | bytes) -> bool:
+    def holds(key: bytes, target: CompareTarget, relation: Any, value: int | bytes) -> bool:
         return store.commit([Compare(key, target, relation, value)], []).succeeded
 
-    assert holds(b"a", Target.VERSION, "=", 2) and not holds(b"a", Target.VERSION, "=", 1)
-    assert holds(b"a", Target.CREATE, "=", first) and holds(b"a", Target.CREATE, "<", second)
-    assert holds(b"a", Target.MOD, "=", second) and holds(b"a", Target.MOD, ">", first) and holds(b"a", Target.MOD, "!=", first)
-    assert holds(b"a", Target.VALUE, "=", b"b2") and holds(b"a", Target.VALUE, ">", b"b1") and not holds(b"a", Target.VALUE, "<", b"b2")
-    assert all(holds(b"none", target, "=", 0) for target in (Target.VERSION, Target.CREATE, Target.MOD))
-    assert not any(holds(b"none", Target.VALUE, relation, b"x") for relation in ("=", "!=", "<", ">"))
+    assert holds(b"a", CompareTarget.VERSION, "=", 2) and not holds(b"a", CompareTarget.VERSION, "=", 1)
+    assert holds(b"a", CompareTarget.CREATE, "=", first) and holds(b"a", CompareTarget.CREATE, "<", second)
+    assert holds(b"a", CompareTarget.MOD, "=", second) and holds(b"a", CompareTarget.MOD, ">", first) and holds(b"a", CompareTarget.MOD, "!=", first)
+    assert holds(b"a", CompareTarget.VALUE, "=", b"b2") and holds(b"a", CompareTarget.VALUE, ">", b"b1") and not holds(b"a", CompareTarget.VALUE, "<", b"b2")
+    assert all(holds(b"none", target, "=", 0) for target in (CompareTarget.VERSION, CompareTarget.CREATE, CompareTarget.MOD))
+    assert not any(holds(b"none", CompareTarget.VALUE, relation, b"x") for relation in ("=", "!=", "<", ">"))
 
 
 def test_comparisons_of_ranges(store: Store) -> None:
     """What rmdir needs: that there is nothing below a key."""
-    empty = Compare(b"d/", Target.VERSION, "=", 0, end=prefix_end(b"d/"))
+    empty = Compare(b"d/", CompareTarget.VERSION, "=", 0, end=prefix_end(b"d/"))
     put(store, (b"d", b""), (b"d0", b""))
     assert store.commit([empty], [Put(b"seen", b"")]).succeeded
     newest = put(store, (b"d/a", b"same"), (b"d/b", b"same"))
     assert not store.commit([empty], []).succeeded
-    assert store.commit([Compare(b"d/", Target.VALUE, "=", b"same", end=prefix_end(b"d/"))], []).succeeded
+    assert store.commit([Compare(b"d/", CompareTarget.VALUE, "=", b"same", end=prefix_end(b"d/"))], []).succeeded
     put(store, (b"d/b", b"other"))
-    assert not store.commit([Compare(b"d/", Target.VALUE, "=", b"same", end=prefix_end(b"d/"))], []).succeeded
-    assert not store.commit([Compare(b"d/", Target.MOD, "<", newest + 1, end=prefix_end(b"d/"))], []).succeeded
+    assert not store.commit([Compare(b"d/", CompareTarget.VALUE, "=", b"same", end=prefix_end(b"d/"))], []).succeeded
+    assert not store.commit([Compare(b"d/", CompareTarget.MOD, "<", newest + 1, end=prefix_end(b"d/"))], []).succeeded
 
 
 def test_the_largest_commit_and_one_beyond(store: Store) -> None:
     most = limits.ETCD_TRANSACTION_MAX
     keys = [b"%03d" % number for number in range(most + 1)]
-    absent = [Compare(key, Target.CREATE, "=", 0) for key in keys]
+    absent = [Compare(key, CompareTarget.CREATE, "=", 0) for key in keys]
     large = limits.ETCD_REQUEST_BYTES_MAX // most - 200
     outcome = store.commit(absent[:most], [Put(key, bytes(large)) for key in keys[:most]], [Get(key) for key in keys[:most]])
     assert outcome.succeeded and len(get(store, b"", end=ENDLESS)) == most
@@ -310,7 +323,7 @@ def test_of_many_who_create_one_key_one_succeeds(store: Store, world: World) -> 
 
     def create(number: int) -> Outcome:
         mine = stores[number % 2]
-        return mine.commit([Compare(b"a", Target.CREATE, "=", 0)], [Put(b"a", b"%d" % number)], [Get(b"a")], timeout_s=PATIENCE_S)
+        return mine.commit([Compare(b"a", CompareTarget.CREATE, "=", 0)], [Put(b"a", b"%d" % number)], [Get(b"a")], timeout_s=PATIENCE_S)
 
     with ThreadPoolExecutor(8) as pool:
         outcomes = list(pool.map(create, range(32)))
@@ -457,5 +470,5 @@ def test_a_store_that_is_gone_is_unreachable_and_comes_back(store: Store, world:
 def test_a_closed_store_is_unreachable(store: Store) -> None:
     put(store, (b"a", b"1"))
     store.close()
-    with pytest.raises(Unreachable):
+    with pytest.raises(StoreUnreachable):
         store.read([Get(b"a")])

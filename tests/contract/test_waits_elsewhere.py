@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 import trio
 from ckptfs_daemon.cluster_figures import ClusterFigures
-from ckptfs_daemon.control_waits import Waiting
+from ckptfs_daemon.control_waits import LevelCheck
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running
 from trio.testing import MockClock
 
 from ckptfs.catalog import contents, peers, report, settling
-from ckptfs.catalog.peers import Known
+from ckptfs.catalog.peers import KnownNode
 from ckptfs.catalog.store import Put
 from ckptfs.clique import holders
 from ckptfs.model import ROOT, Inode, Level, Tier
@@ -24,16 +24,16 @@ DIGEST = b"d" * 16
 
 def close(node: Node, inode: Inode) -> int:
     """The file is written and closed here; its content."""
-    with node.db.change():
-        content = contents.begin(node.db, inode.id, Tier.RAM)
-        contents.close(node.db, inode.id, content, 3, 1, 2)
+    with node.db.transaction():
+        content = contents.insert_content(node.db, inode.id, Tier.RAM)
+        contents.mark_closed(node.db, inode.id, content, 3, 1, 2)
     return content
 
 
 def seal(node: Node, inode: Inode, number: int) -> None:
-    row = settling.content(node.db, number)
+    row = settling.get_content(node.db, number)
     assert row is not None
-    settling.seal(node.db, [settling.Seal(number, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
+    settling.mark_sealed(node.db, [settling.SealResult(number, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
 
 
 def put(etcd: MemoryEtcd, key: str, value: object) -> None:
@@ -48,9 +48,9 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
     async def run() -> None:
         etcd = MemoryEtcd()
         one, two, three = (Node(tmp_path / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in (1, 2, 3))
-        known = [Known(number, f"n{number}", f"d{number}") for number in (1, 2, 3)]
+        known = [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2, 3)]
         for node in (one, two, three):
-            peers.set_world(node.db, node.number, 2, known)
+            peers.set_live_nodes(node.db, node.number, 2, known)
         figures = ClusterFigures(cast(Any, None), three.db, three.store)
 
         async def act() -> None:
@@ -58,22 +58,22 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
             content = close(one, inode)
             await one.sharing.published()
             await three.stat("file")
-            waiting = Waiting(three.db, inode.id, wanted)
-            figures.ask_for([inode.id])
-            assert not waiting.look({}).done, "it is not sealed"
+            waiting = LevelCheck(three.db, inode.id, wanted)
+            figures.refresh_files([inode.id])
+            assert not waiting.check_next({}).done, "it is not sealed"
             seal(one, inode, content)
             await one.sharing.published()
             if wanted is not Level.LOCAL:
-                holders.tell(two.store, 2, [(_sealed(one, content), True)])
+                holders.announce(two.store, 2, [(_sealed(one, content), True)])
             if wanted is Level.PFS:
                 put(etcd, f"x/{ROOT:016x}/file", {"inode": inode.id})
                 published = [1, 1, 3, 2, 77, DIGEST.hex()]
                 put(etcd, f"f/{inode.id:016x}", {"names": [[ROOT, "file"]], "seen": [77, stat.S_IFREG, 0, 0], "published": published})
             if gone:
-                peers.set_world(three.db, 3, 2, known[1:])
-            figures.ask_for([inode.id])
+                peers.set_live_nodes(three.db, 3, 2, known[1:])
+            figures.refresh_files([inode.id])
             level = {Level.LOCAL: Level.NONE, Level.CLIQUE: Level.LOCAL}.get(wanted, wanted) if gone else wanted
-            assert report.level(three.db, inode.id) is level and waiting.look({}).done is (level is wanted)
+            assert report.get_level(three.db, inode.id) is level and waiting.check_next({}).done is (level is wanted)
 
         await running([one, two, three], act)
 
@@ -81,6 +81,6 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
 
 
 def _sealed(node: Node, number: int) -> Any:
-    row = settling.content(node.db, number)
+    row = settling.get_content(node.db, number)
     assert row is not None and row.digest == DIGEST
     return row

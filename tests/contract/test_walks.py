@@ -199,7 +199,7 @@ def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: 
                 await other.rename("a/b/c/new", "a/b/c/f")
                 raise OSError(errno.ESTALE, "replaced")
             here.append(inode)
-            return wants.HERE
+            return wants.FETCHED
 
         def attributes(inode: Inode) -> Inode:
             return inode

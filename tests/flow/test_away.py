@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, around, bring, level, replicated
+from clique_world import LocalCluster, Node, bring, cluster_of, level, replicated
 
 from ckptfs.catalog import settling, telling, wants
 from ckptfs.catalog.store import Get
@@ -13,7 +13,7 @@ from ckptfs.model import ContentState, CopyState, Level, Tier
 
 
 def tell(node: Node, *, begin: bool = False) -> None:
-    flow = Tell(node.db, around(node))
+    flow = Tell(node.db, cluster_of(node))
     if begin:
         flow.prepare()
     flow.step()
@@ -27,7 +27,7 @@ def hear(node: Node, content: int) -> list[int]:
 @pytest.mark.parametrize("how", ["wiped", "bad"])
 def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str) -> None:
     """On all nodes; and again when the copy has come back."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster, b"file", b"data" * 1000)
     assert hear(three, content) == [1, 2] and level(three, content) is Level.CLIQUE
@@ -35,7 +35,7 @@ def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str
         one.lose_ram()
         tell(one, begin=True)
     else:
-        settling.mark(one.db, content, Tier.RAM, CopyState.QUARANTINED)
+        settling.set_copy_state(one.db, content, Tier.RAM, CopyState.QUARANTINED)
         tell(one)
     assert hear(three, content) == [2] and hear(two, content) == [2]
     assert level(one, content) is level(two, content) is level(three, content) is Level.LOCAL
@@ -45,12 +45,12 @@ def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str
     tell(one)
     assert hear(three, content) == hear(two, content) == [1, 2]
     assert level(one, content) is level(two, content) is level(three, content) is Level.CLIQUE
-    assert cluster.store.read([Get(holders.copy_key(content, 1))]).results[0] == () and telling.untold(one.db, 10) == []
+    assert cluster.store.read([Get(holders.build_copy_key(content, 1))]).results[0] == () and telling.list_unannounced(one.db, 10) == []
 
 
 def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
     """The word is about one generation."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, _, three = cluster.nodes
     content = replicated(cluster, b"file", b"data" * 1000)
     one.lose_ram()
@@ -59,35 +59,35 @@ def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
     one.rewrite(content, lambda data: data.reverse())
     assert hear(three, content) == [1], "also before it was taken back"
     tell(one)
-    assert cluster.store.read([Get(holders.copy_key(content, 1))]).results[0] == ()
+    assert cluster.store.read([Get(holders.build_copy_key(content, 1))]).results[0] == ()
 
 
 def test_what_nobody_else_has_is_not_told_of(tmp_path: Path) -> None:
     """It is lost, which `c/` says; and what the PFS has needs no word."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, _ = cluster.nodes
     there = replicated(cluster, b"file", b"data" * 1000)
     alone = one.written(b"alone", b"data")
     one.publish(there)
     one.lose_ram()
-    telling.take_back(one.db)
-    assert telling.untold(one.db, 10) == [] and one.copies(alone) == {}
+    telling.mark_dropped_unannounced(one.db)
+    assert telling.list_unannounced(one.db, 10) == [] and one.copies(alone) == {}
 
 
 def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
     """What it says under `p/` is of what it had before."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster, b"file", b"data" * 1000)
     two.rewrite(content, lambda data: data.reverse())
     tell(two)
-    assert cluster.store.read([Get(holders.copy_key(content, 2))]).results[0] == () and hear(one, content) == [2]
+    assert cluster.store.read([Get(holders.build_copy_key(content, 2))]).results[0] == () and hear(one, content) == [2]
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_what_is_taken_for_lost_comes_back_from_who_says_in_the_store_to_have_it(tmp_path: Path, lives: bool) -> None:
     """P9: this node died before it heard that its peer had verified it, and its RAM with it."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster, b"file", b"data" * 1000)
     one.lose_ram()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, around
+from clique_world import LocalCluster, cluster_of
 from former_world import NEW, OLD, file_of, overwrite, publish, replicated, send
 
 from ckptfs import limits
@@ -18,25 +18,25 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BURY_FIRST_S", 0.0)
 
 
-def said(cluster: Cluster) -> set[int]:
+def said(cluster: LocalCluster) -> set[int]:
     """The contents of which the store says anything."""
     items = cluster.store.read([Get(start, prefix_end(start)) for start in (b"c/", b"p/")]).results
     return {int(item.key.split(b"/")[1], 16) for one in items for item in one}
 
 
-def bury(cluster: Cluster, number: int) -> None:
-    flow = Bury(cluster.nodes[number].db, around(cluster.nodes[number]))
+def bury(cluster: LocalCluster, number: int) -> None:
+    flow = Bury(cluster.nodes[number].db, cluster_of(cluster.nodes[number]))
     while flow.step():
         pass
 
 
-def remove(cluster: Cluster, inode: int) -> None:
+def remove(cluster: LocalCluster, inode: int) -> None:
     cluster.store.commit([], [Delete(b"i/%016x" % inode)])
 
 
 def test_of_a_file_that_is_gone(tmp_path: Path) -> None:
     """When neither who wrote it nor who had a copy lives."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, _ = cluster.nodes
     content = replicated(cluster)
     remove(cluster, one.inode(content))
@@ -51,7 +51,7 @@ def test_of_a_file_that_is_gone(tmp_path: Path) -> None:
 
 def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     """The file holds what a third one wrote by now, and that is safe."""
-    cluster = Cluster(tmp_path, 4)
+    cluster = LocalCluster(tmp_path, 4)
     one, two, three, _ = cluster.nodes
     content = replicated(cluster)
     newer = overwrite(one, content, "truncated")
@@ -67,7 +67,7 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     bury(cluster, 3)
     assert said(cluster) == {content, newer, third}, "nobody else has the third"
     send(three, third)
-    row = settling.content(three.db, third)
+    row = settling.get_content(three.db, third)
     assert row is not None and row.digest is not None
     cluster.put(f"p/{third:016x}/00000004", {"generation": row.generation, "digest": row.digest.hex()})
     value = {**file_of(cluster, inode).value, "missed": f'{{"content": {newer}, "generation": 1, "node": 1, "shows": 0, "shown": 0}}'}
@@ -82,7 +82,7 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
 
 def test_nothing_of_a_node_that_lives_again(tmp_path: Path) -> None:
     """The store decides who lives, not what this node saw."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, _ = cluster.nodes
     content = one.written(b"file", OLD)
     remove(cluster, one.inode(content))

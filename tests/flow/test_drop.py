@@ -29,8 +29,8 @@ def drop(node: Node, *, sweep: bool = False) -> Drop:
 
 
 def doom(node: Node, content: int) -> None:
-    with node.db.change():
-        mount_side.doom(node.db, content)
+    with node.db.transaction():
+        mount_side.mark_doomed(node.db, content)
 
 
 def age(node: Node, tier: Tier, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_who_still_has_it_open_keeps_it(node: Node) -> None:
 
 
 def test_many_go_in_batches(node: Node) -> None:
-    with node.db.change():
+    with node.db.transaction():
         contents = [node.make(b"%d" % number, b"x") for number in range(300)]
         for content in contents:
             doom(node, content)
@@ -100,7 +100,7 @@ def test_leftovers_go_when_they_are_old_and_never_before(node: Node, monkeypatch
 def test_a_row_that_is_committed_during_the_sweep_saves_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make(b"new", b"1")
     age(node, Tier.RAM, content, monkeypatch)
-    monkeypatch.setattr("ckptfs.catalog.settling.copies_in", lambda *_: {})
+    monkeypatch.setattr("ckptfs.catalog.settling.list_copies_in_tier", lambda *_: {})
     drop(node, sweep=True).step()
     assert node.files(Tier.RAM) == {content}
 
@@ -136,10 +136,10 @@ def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.
 def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
     lonely, paired = node.make(b"lonely", b"1"), node.make(b"paired", b"2")
     Seal(node.db, node.places, node.config, node.told).step()
-    row = duplicate.settling.content(node.db, paired)
+    row = duplicate.settling.get_content(node.db, paired)
     assert row is not None
     duplicate.make(node.db, node.places, row, Tier.RAM, Tier.NVME)
-    with node.db.change():
+    with node.db.transaction():
         node.db.run("UPDATE copy SET state = 2, verified_ns = 0 WHERE tier = 'ram'")
     drop(node, sweep=True).step()
     assert node.copies(lonely) == {Tier.RAM: CopyState.QUARANTINED}
@@ -151,17 +151,17 @@ def test_a_quarantined_copy_that_is_brought_back_just_now_keeps_its_file(node: N
     content = node.make(b"f", b"old")
     Seal(node.db, node.places, node.config, node.told).step()
     node.publish(content)
-    with node.db.change():
+    with node.db.transaction():
         node.db.run("UPDATE copy SET state = 2, verified_ns = 0")
-    forget = settling.forget_copy
+    forget = settling.delete_copy
     meant = drop(node, sweep=True)
 
     def brought_back(*values: object) -> None:
         forget(*values)  # type: ignore[arg-type]
-        with node.db.change():
+        with node.db.transaction():
             node.db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 0)", content)
 
-    monkeypatch.setattr(settling, "forget_copy", brought_back)
+    monkeypatch.setattr(settling, "delete_copy", brought_back)
     meant.step()
     assert node.files(Tier.RAM) == {content}
 

@@ -40,10 +40,10 @@ def test_a_quarantined_copy_that_cannot_be_removed_is_forgotten_all_the_same(tmp
     node = Node(tmp_path)
     content = node.make(b"file", b"data")
     Seal(node.db, node.places, node.config, node.told).step()
-    row = settling.content(node.db, content)
+    row = settling.get_content(node.db, content)
     assert row is not None
     duplicate.make(node.db, node.places, row, Tier.RAM, Tier.NVME)
-    with node.db.change():
+    with node.db.transaction():
         node.db.run("UPDATE copy SET state = ? WHERE tier = ?", int(CopyState.QUARANTINED), str(Tier.RAM))
     monkeypatch.setattr(disk, "_fault", "drop:quarantined=EIO@*")
     with pytest.raises(OSError, match="injected"):

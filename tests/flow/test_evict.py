@@ -31,7 +31,7 @@ def filled(node: Node, count: int = 10, *, tier: Tier = Tier.RAM, room: int = 10
     contents = [node.make(b"%d" % number, os.urandom(SIZE), tier=tier) for number in range(count)]
     Seal(node.db, node.places, node.config, node.told).step()
     for number, content in enumerate(contents):
-        with node.db.change():
+        with node.db.transaction():
             node.db.run("UPDATE copy SET used_ns = ? WHERE content = ?", number, content)
     node.squeeze(tier, room * SIZE)
     return contents
@@ -63,16 +63,16 @@ def test_what_becomes_safe_while_evict_rests_leaves_without_another_hint(node: N
     """The last hint may come while evict rests after having found nothing to do."""
     contents = filled(node, 8)
     step = evict(node)
-    assert not step.step() and step.due_s() is None
+    assert not step.step() and step.next_due_s() is None
     for content in contents:
         node.publish(content)
     assert not step.step()
-    due_s = step.due_s()
+    due_s = step.next_due_s()
     assert due_s is not None
     now = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + due_s)
     settle(step)
-    assert node.files(Tier.RAM) == set(contents[2:]) and step.due_s() is None
+    assert node.files(Tier.RAM) == set(contents[2:]) and step.next_due_s() is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_is_nowhere_else_moves_to_nvme_verified(node: Node) -> None:
     settle(evict(node))
     assert node.files(Tier.NVME) == set(contents[:4]) and node.files(Tier.RAM) == set(contents[4:])
     for content, data in zip(contents[:4], before, strict=False):
-        (copy,) = settling.copies(node.db, content)
+        (copy,) = settling.list_copies(node.db, content)
         assert copy.tier is Tier.NVME and copy.state is CopyState.GOOD and copy.verified_ns > 0
         assert node.data(content, Tier.NVME) == data
 
@@ -128,7 +128,7 @@ def test_a_publication_that_is_not_this_very_content_does_not_count(node: Node, 
     for content in contents:
         node.publish(content)
     value = {"digest": None, "generation": 0, "complete": 0}[lacks]
-    with node.db.change():
+    with node.db.transaction():
         node.db.run(f"UPDATE published SET {lacks} = ?", value)
     settle(evict(node))
     assert node.files(Tier.RAM) == set(contents), "the last copy of something was dropped"
@@ -138,14 +138,14 @@ def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: p
     contents = filled(node)
     for content in contents:
         node.publish(content)
-    chosen = settling.spare
+    chosen = settling.list_evictable
 
     def spare(*values: object, **named: object) -> object:
         found = chosen(*values, **named)  # type: ignore[arg-type]
         node.hold(contents[0])
         return found
 
-    monkeypatch.setattr(settling, "spare", spare)
+    monkeypatch.setattr(settling, "list_evictable", spare)
     evict(node).step()
     assert contents[0] in node.files(Tier.RAM)
 
@@ -159,8 +159,8 @@ def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: 
 
     def interrupted(label: str, *values: object, **named: object) -> object:
         if label == "evict:forgotten":
-            row = settling.content(node.db, contents[0])
-            assert row is not None and settling.fill(node.db, row, Tier.RAM)
+            row = settling.get_content(node.db, contents[0])
+            assert row is not None and settling.insert_filling_copy(node.db, row, Tier.RAM)
             with os.fdopen(node.places[Tier.RAM].create(contents[0]), "wb") as file:
                 file.write(b"new")
         return act(label, *values, **named)  # type: ignore[arg-type]
@@ -174,12 +174,12 @@ def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: 
 def test_what_somebody_copies_just_now_is_not_copied_by_a_second_one(node: Node) -> None:
     """P5: two who fill one file would take each other's away, after one of them said that it is whole."""
     contents = filled(node)
-    row = settling.content(node.db, contents[0])
-    assert row is not None and settling.fill(node.db, row, Tier.NVME)
-    assert not settling.fill(node.db, row, Tier.NVME)
+    row = settling.get_content(node.db, contents[0])
+    assert row is not None and settling.insert_filling_copy(node.db, row, Tier.NVME)
+    assert not settling.insert_filling_copy(node.db, row, Tier.NVME)
     settle(evict(node))
     assert contents[0] in node.files(Tier.RAM) and contents[0] not in node.files(Tier.NVME)
-    settling.mark(node.db, contents[0], Tier.NVME, CopyState.GOOD)
+    settling.set_copy_state(node.db, contents[0], Tier.NVME, CopyState.GOOD)
     assert node.copies(contents[0])[Tier.NVME] is CopyState.FILLING, "whoever checked an older file of this name says nothing of this one"
 
 
@@ -187,17 +187,17 @@ def test_a_file_that_is_deleted_while_it_is_moved_is_no_trouble(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     contents = filled(node)
-    fill = settling.fill
+    fill = settling.insert_filling_copy
 
     def deleted(*values: object) -> bool:
         announced = fill(*values)  # type: ignore[arg-type]
-        with node.db.change():
+        with node.db.transaction():
             node.db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", contents[0])
         node.places[Tier.RAM].remove(contents[0])
-        monkeypatch.setattr(settling, "fill", fill)
+        monkeypatch.setattr(settling, "insert_filling_copy", fill)
         return announced
 
-    monkeypatch.setattr(settling, "fill", deleted)
+    monkeypatch.setattr(settling, "insert_filling_copy", deleted)
     with caplog.at_level(logging.WARNING):
         settle(evict(node))
     assert caplog.messages == []
@@ -211,7 +211,7 @@ def test_without_nvme_and_pfs_nothing_is_lost_and_it_is_said_once(node: Node, ca
     assert not step.step() and not step.step()
     assert node.files(Tier.RAM) == set(contents)
     assert caplog.text.count("nothing may leave it now") == 1
-    assert step.due_s() is not None, "it must look again"
+    assert step.next_due_s() is not None, "it must look again"
 
 
 def test_a_bad_copy_in_ram_is_not_carried_on(node: Node) -> None:
@@ -223,7 +223,7 @@ def test_a_bad_copy_in_ram_is_not_carried_on(node: Node) -> None:
     assert node.copies(contents[0]) == {Tier.RAM: CopyState.QUARANTINED}
     assert contents[0] not in node.files(Tier.NVME) and contents[0] in node.files(Tier.RAM)
     assert node.state(contents[0]) is ContentState.LOST
-    step.hurry()
+    step.retry_now()
     settle(step)
     assert node.files(Tier.NVME) == set(contents[1:5])
 
@@ -238,7 +238,7 @@ def test_trouble_with_nvme_is_reported_and_does_not_stop_dropping(node: Node, fa
     assert node.copies(contents[0]) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
     for content in contents:
         node.publish(content)
-    step.hurry()
+    step.retry_now()
     settle(step)
     assert node.files(Tier.RAM) == set(contents[4:])
     assert node.db.value("SELECT value FROM report WHERE key = ?", TROUBLE) is None
@@ -248,7 +248,7 @@ def test_a_full_nvme_lets_go_what_is_on_the_pfs_only(node: Node) -> None:
     contents = filled(node, tier=Tier.NVME)
     for content in contents[:5]:
         node.publish(content)
-    with node.db.change():  # A copy in RAM is no reason to drop the one that survives a power cut.
+    with node.db.transaction():  # A copy in RAM is no reason to drop the one that survives a power cut.
         node.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'ram', 1, 1)", contents[9])
         node.db.run("UPDATE copy SET used_ns = -1 WHERE content = ?", contents[9])
     settle(evict(node))
@@ -270,13 +270,13 @@ def test_nobody_looks_while_nobody_writes(node: Node) -> None:
     content = node.make(b"file", b"data", closed=False)
     step = evict(node)
     step.step()
-    assert step.due_s() is None
+    assert step.next_due_s() is None
     handle = node.hold(content, writer=True)
-    waits = [step.due_s() for _ in range(8)]
+    waits = [step.next_due_s() for _ in range(8)]
     assert waits[0] == 0.25 and waits[-1] == 5.0, "the looks must become rare while nothing changes"
-    with node.db.change():
+    with node.db.transaction():
         node.db.run("DELETE FROM handle WHERE id = ?", handle)
-    assert step.due_s() is None
+    assert step.next_due_s() is None
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import time
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, around
+from clique_world import LocalCluster, Node, cluster_of
 from former_world import NEW, OLD, decide, fall_back_of, file_of, overwrite, publish, replicated, send, tidy
 
 from ckptfs import disk, limits
 from ckptfs.catalog import former, namespace, settling
 from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import CONTENT, Key
+from ckptfs.catalog.sharing.kinds import CONTENT, SharedKey
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.flow.drop import Drop
@@ -34,13 +34,13 @@ HOW = pytest.mark.parametrize("how", ["truncated", "renamed"])
 @pytest.mark.parametrize("sealed", [True, False])
 def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, how: str, sealed: bool) -> None:
     """P9: whole, with its size and time, and told to people; and it gets as many copies as before."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster)
     newer = overwrite(one, content, how)
     if not sealed:
         row = one.db.value("SELECT inode FROM content WHERE id = ?", newer)
-        closed = {**(kinds.read(one.db, Key(CONTENT, newer)) or {}), "state": 1, "digest": None, "inode": row}
+        closed = {**(kinds.get_value(one.db, SharedKey(CONTENT, newer)) or {}), "state": 1, "digest": None, "inode": row}
         cluster.put(f"c/{newer:016x}", closed)
     tidy(two)
     decide(two)
@@ -51,9 +51,9 @@ def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, 
         decide(node)
     file = file_of(cluster, inode)
     assert (file.content, file.value["size"], file.value["mtime_ns"]) == (content, len(OLD), 2)
-    assert file.missed is not None and file.missed["content"] == newer
-    shared = holders.read(cluster.store, [content])[content]
-    assert shared.writer == 2 and shared.heard is not None and shared.heard.inode == inode
+    assert file.salvaged is not None and file.salvaged["content"] == newer
+    shared = holders.load(cluster.store, [content])[content]
+    assert shared.writer == 2 and shared.state is not None and shared.state.inode == inode
     assert two.data(content) == OLD and two.shown(inode) == content
     assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 1
     tidy(two)
@@ -65,14 +65,14 @@ def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, 
 
 @HOW
 def test_the_former_content_goes_when_the_newer_one_is_safe(tmp_path: Path, how: str) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     newer = overwrite(one, content, how)
     tidy(two)
     assert content in one.files(Tier.RAM) & two.files(Tier.RAM)
     send(one, newer)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     publish(one)
     tidy(one)
     send(one, newer)
@@ -84,7 +84,7 @@ def test_the_former_content_goes_when_the_newer_one_is_safe(tmp_path: Path, how:
 
 
 def test_what_no_other_node_had_is_not_kept(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, _ = cluster.nodes
     content = one.make(b"file", OLD)
     one.seal()
@@ -95,7 +95,7 @@ def test_what_no_other_node_had_is_not_kept(tmp_path: Path) -> None:
 @HOW
 def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> None:
     """Nobody has written the file meanwhile: it holds what was closed last."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     newer = overwrite(one, content, how)
@@ -108,7 +108,7 @@ def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> 
     assert newer in one.files(Tier.RAM), "the others may want it"
     decide(two)
     file = file_of(cluster, inode)
-    assert (file.content, file.value["size"], file.missed) == (newer, len(NEW), None)
+    assert (file.content, file.value["size"], file.salvaged) == (newer, len(NEW), None)
     assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 0
     tidy(two)
     assert content in two.files(Tier.RAM), "it is the former content again"
@@ -116,7 +116,7 @@ def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> 
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
     """Both stay."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     newer = overwrite(one, content, "truncated")
@@ -132,14 +132,14 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     decide(two)
     tidy(one)
     assert file_of(cluster, inode).content == third
-    beside = namespace.find(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
     assert beside is not None and (beside.content, beside.size) == (newer, len(NEW))
     assert one.data(newer) == NEW and one.state(newer) is ContentState.SEALED
 
 
 def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
     """What was told between looking and deciding stays."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     newer = overwrite(one, content, "truncated")
@@ -166,7 +166,7 @@ def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
 
 def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows here follow when somebody asks for the file; nothing of it goes meanwhile."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     newer = overwrite(one, content, "truncated")
@@ -177,14 +177,14 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
         decide(two)
     tidy(two)
     assert file_of(cluster, one.inode(newer)).content == content and two.data(content) == OLD
-    row = settling.content(two.db, content)
+    row = settling.get_content(two.db, content)
     assert row is not None and row.state is ContentState.SEALED
 
 
 @pytest.mark.parametrize("renamer", [1, 2])
 def test_another_node_s_file_is_renamed_over(tmp_path: Path, renamer: int) -> None:
     """P9: who dies with the newer file leaves the name to the content that it had before; else that goes."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, other = cluster.nodes[0], cluster.nodes[renamer]
     survivors = [node for node in cluster.nodes if node is not other]
     content = replicated(cluster)
@@ -206,12 +206,12 @@ def test_another_node_s_file_is_renamed_over(tmp_path: Path, renamer: int) -> No
 
 
 def test_what_another_node_renamed_over_goes_when_its_own_file_is_safe(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     newer = renamed_over(two, one.inode(content), content)
     send(two, newer)
-    Tell(one.db, around(one)).step()
+    Tell(one.db, cluster_of(one)).step()
     publish(two)
     tidy(two)
     tidy(one)
@@ -220,16 +220,16 @@ def test_what_another_node_renamed_over_goes_when_its_own_file_is_safe(tmp_path:
 
 def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
     """Nobody's file held it before."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, _ = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
     cluster.store.commit([], [Delete(b"i/%016x" % inode)])
-    with one.db.change():
+    with one.db.transaction():
         one.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", inode)
-        former.gone_elsewhere(one.db, inode)
-        assert namespace.reap(one.db, [inode]) == {inode: []}
-    flow = Reconcile(one.db, one.places, one.told, around(one), one.hold.doubted)
+        former.mark_awaiting_store_check(one.db, inode)
+        assert namespace.delete_forgotten(one.db, [inode]) == {inode: []}
+    flow = Reconcile(one.db, one.places, one.told, cluster_of(one), one.hold.doubted)
     flow.step()
     Drop(one.db, one.places, one.config, one.told, (Tier.RAM,)).step()
     assert one.files(Tier.RAM) == set()
@@ -237,17 +237,17 @@ def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
 
 def renamed_over(node: Node, replaced: int, content: int) -> int:
     """This node renames a new file of its own over one that another node made; its content."""
-    told = holders.read(node.store, [content])[content]
-    assert told.heard is not None
-    node.learn(replaced, b"file", content, told.heard.size)
+    told = holders.load(node.store, [content])[content]
+    assert told.state is not None
+    node.learn(replaced, b"file", content, told.state.size)
     node.db.run("UPDATE inode SET mtime_ns = 2 WHERE id = ?", replaced)
     holders.refresh(node.db, node.store, [content], node.number)
     node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('c', ?, x'', 1, ?)", content, told.items[0].value)
     newer = overwrite(node, content, "renamed")
     for other in node.cluster.nodes:
         if other is not node:
-            with other.db.change():
+            with other.db.transaction():
                 other.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", replaced)
-                former.gone_elsewhere(other.db, replaced)
-                namespace.reap(other.db, [replaced])
+                former.mark_awaiting_store_check(other.db, replaced)
+                namespace.delete_forgotten(other.db, [replaced])
     return newer

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, offer_of
+from clique_world import LocalCluster, Node, offer_of
 from former_world import (
     NEW,
     OLD,
@@ -29,9 +29,9 @@ from ckptfs import disk, limits
 from ckptfs.catalog import namespace, settling, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import INODE, SHOWN, Key
-from ckptfs.catalog.sharing.touching import Touching
-from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.sharing.kinds import INODE, PFS_STATE, SharedKey
+from ckptfs.catalog.sharing.touching import DirtyKeyTracker
+from ckptfs.catalog.sharing.truth import StoreSnapshot
 from ckptfs.clique import holders
 from ckptfs.model import ROOT, Tier
 
@@ -44,7 +44,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
 
 
-def alone(cluster: Cluster) -> int:
+def alone(cluster: LocalCluster) -> int:
     """A file of the first node that no other one has a copy of; its content."""
     one = cluster.nodes[0]
     content = one.make(b"file", OLD)
@@ -55,7 +55,7 @@ def alone(cluster: Cluster) -> int:
 
 def write_back(node: Node, content: int, *, complete: bool = True, size: int | None = None, mtime_ns: int = 2) -> None:
     """The PFS shows what this node has of a content, as the store says."""
-    row = settling.content(node.db, content)
+    row = settling.get_content(node.db, content)
     assert row is not None
     size, digest = row.size if size is None else size, None if row.digest is None else row.digest.hex()
     published = [row.generation, int(complete), size, mtime_ns, 77, digest]
@@ -67,7 +67,7 @@ def ask(node: Node, inode: int) -> int:
     content = file_of(node.cluster, inode).content
     if content is not None:
         node.learn(inode, b"file", content, 1)
-    want = wants.ask(node.db, wants.LEFT, inode)
+    want = wants.insert_request(node.db, wants.SALVAGE, inode)
     decide(node)
     found = wants.get(node.db, want)
     assert found is not None
@@ -89,7 +89,7 @@ def newer(one: Node, content: int, how: str, stop: str = "sealed") -> int:
 @pytest.mark.parametrize("stop", ["open", "closed", "sealed"])
 def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how: str, stop: str) -> None:
     """P9: with its size and time; one node of those that are asked decides it."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = alone(cluster)
     inode = one.inode(content)
@@ -99,18 +99,18 @@ def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how
     one.kill()
     assert ask(two, inode) == wants.DONE
     assert shown(cluster, inode) == (0, 1, len(OLD), 2)
-    missed = file_of(cluster, inode).missed or {}
+    missed = file_of(cluster, inode).salvaged or {}
     assert (missed["content"], missed["generation"], missed["node"], missed["shows"]) == (lost, 2, 1, None)
     decided = file_of(cluster, inode).item
     assert ask(three, inode) == wants.DONE and file_of(cluster, inode).item == decided, "once"
     for node in (two, three):
-        assert (kinds.read(node.db, Key(INODE, inode)) or {})["content"] is None
-        assert (kinds.read(node.db, Key(SHOWN, inode)) or {})["published"][:2] == [1, 1]
+        assert (kinds.get_value(node.db, SharedKey(INODE, inode)) or {})["content"] is None
+        assert (kinds.get_value(node.db, SharedKey(PFS_STATE, inode)) or {})["published"][:2] == [1, 1]
 
 
 def test_what_was_fsynced_of_an_open_file_is_the_whole_of_it(tmp_path: Path) -> None:
     """As on a node that is alone."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = alone(cluster)
     inode = one.inode(content)
@@ -118,18 +118,18 @@ def test_what_was_fsynced_of_an_open_file_is_the_whole_of_it(tmp_path: Path) -> 
     write_back(one, content, complete=False, size=7, mtime_ns=5)
     one.kill()
     assert ask(two, inode) == wants.DONE
-    assert shown(cluster, inode) == (0, 2, 7, 5) and (kinds.read(two.db, Key(SHOWN, inode)) or {})["published"][1] == 1
+    assert shown(cluster, inode) == (0, 2, 7, 5) and (kinds.get_value(two.db, SharedKey(PFS_STATE, inode)) or {})["published"][1] == 1
 
 
 @pytest.mark.parametrize("who", ["nobody", "the PFS is being changed", "a living node has it"])
 def test_what_is_not_certain_is_not_decided(tmp_path: Path, who: str) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster) if who == "a living node has it" else alone(cluster)
     inode = one.inode(content)
     if who == "the PFS is being changed":
         write_back(one, content)
-        on_pfs = holders.on_pfs(cluster.store, inode)
+        on_pfs = holders.load_pfs_state(cluster.store, inode)
         assert on_pfs is not None
         cluster.put(f"f/{inode:016x}", {**on_pfs.value, "by": 1})
     change(one, content, appended)
@@ -139,24 +139,24 @@ def test_what_is_not_certain_is_not_decided(tmp_path: Path, who: str) -> None:
     if who == "a living node has it":
         assert held(two, inode) == OLD
     else:
-        assert decided == (wants.FAILED if who == "nobody" else wants.WANTED) and file_of(cluster, inode).item == before
+        assert decided == (wants.FAILED if who == "nobody" else wants.OPEN) and file_of(cluster, inode).item == before
 
 
 def test_a_node_that_may_have_a_newer_one_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = alone(cluster)
     write_back(one, content)
     change(one, content, appended)
     one.kill()
     monkeypatch.setattr(limits, "FALL_BACK_RIVALS_S", 1000.0)
-    assert ask(two, one.inode(content)) == wants.WANTED
-    assert fall_back_of(two).due_s() is not None, "it is looked at again"
+    assert ask(two, one.inode(content)) == wants.OPEN
+    assert fall_back_of(two).next_due_s() is not None, "it is looked at again"
 
 
 def test_never_an_older_generation_than_the_pfs_has(tmp_path: Path) -> None:
     """P5, P7: the holder of generation 1 does not show it over generation 2, nor has it written back over that."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -165,7 +165,7 @@ def test_never_an_older_generation_than_the_pfs_has(tmp_path: Path) -> None:
     write_back(one, content, mtime_ns=3)
     change(one, content, lambda data: data.reverse(), mtime_ns=4)
     hear(two, content)
-    two.db.journalled = True
+    two.db.is_journalled = True
     one.kill()
     decide(two)
     assert shown(cluster, inode) == (0, 2, len(OLD + NEW), 3)
@@ -174,7 +174,7 @@ def test_never_an_older_generation_than_the_pfs_has(tmp_path: Path) -> None:
 
 def test_what_is_left_on_the_pfs_of_an_open_file_counts_for_no_whole_one(tmp_path: Path) -> None:
     """P9: a part of generation 2 on the PFS does not keep what is left from being shown."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -187,7 +187,7 @@ def test_what_is_left_on_the_pfs_of_an_open_file_counts_for_no_whole_one(tmp_pat
 
 def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Path) -> None:
     """P9: its holder came to it late, and somebody has fetched the older one meanwhile."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -205,14 +205,14 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
     cluster.put(f"i/{inode:016x}", fetched)
     decide(two)
     assert shown(cluster, inode)[:3] == (content, 2, len(OLD + NEW)) and held(two, inode) == OLD + NEW
-    assert (file_of(cluster, inode).missed or {})["content"] == lost
+    assert (file_of(cluster, inode).salvaged or {})["content"] == lost
 
 
 @HOW
 @pytest.mark.parametrize("fetched", [True, False])
 def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
     """Nobody has written the file meanwhile: it holds what was closed last. Whoever fetched what the PFS has wrote nothing."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = alone(cluster)
     inode = one.inode(content)
@@ -223,13 +223,13 @@ def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
     if fetched:
         value = {**file_of(cluster, inode).value, "content": 4242}
         cluster.put(f"i/{inode:016x}", value)
-        with two.db.change():
-            kinds.write(two.db, Key(INODE, inode), value)
-    two.db.journalled = True
+        with two.db.transaction():
+            kinds.write_value(two.db, SharedKey(INODE, inode), value)
+    two.db.is_journalled = True
     one.revive()
     tidy(one)
     decide(two)
-    assert shown(cluster, inode)[:2] == (lost, 2) and file_of(cluster, inode).missed is None
+    assert shown(cluster, inode)[:2] == (lost, 2) and file_of(cluster, inode).salvaged is None
     assert one.data(lost) == (NEW if how == "truncated" else OLD + NEW)
     told = two.db.rows("SELECT op, inode, content, origin FROM journal")
     assert told == [("content", inode, lost, 1)], "the PFS gets it, though its writer has passed over its own row"
@@ -237,7 +237,7 @@ def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
     """Both stay."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = alone(cluster)
     inode = one.inode(content)
@@ -253,13 +253,13 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     decide(two)
     tidy(one)
     assert shown(cluster, inode)[:2] == (third, 2)
-    beside = namespace.find(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
     assert beside is not None and (beside.content, beside.size) == (content, len(OLD + NEW))
 
 
 def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks again finds it decided."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = alone(cluster)
     inode = one.inode(content)
@@ -271,14 +271,14 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
     with contextlib.suppress(OSError):
         ask(two, inode)
     monkeypatch.setattr(disk, "_fault", "")
-    assert ask(two, inode) == wants.DONE and (kinds.read(two.db, Key(INODE, inode)) or {})["content"] is None
+    assert ask(two, inode) == wants.DONE and (kinds.get_value(two.db, SharedKey(INODE, inode)) or {})["content"] is None
 
 
 def test_who_opens_it_gets_it(tmp_path: Path) -> None:
     """P9: at the first try, also long after the death."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
-    two.db = Database(two.root / "state" / "catalog.db", journalled=True, clustered=True, shared=Touching())
+    two.db = Database(two.root / "state" / "catalog.db", journalled=True, clustered=True, hooks=DirtyKeyTracker())
     content = alone(cluster)
     inode = one.inode(content)
     change(one, content, appended)
@@ -289,7 +289,7 @@ def test_who_opens_it_gets_it(tmp_path: Path) -> None:
     for key, said in ((f"f/{inode:016x}", value), (f"x/{ROOT:016x}/file", {"inode": inode})):
         cluster.put(key, said)
     cluster.put(f"e/{ROOT:016x}/file", {"child": inode, "type": stat.S_IFREG})
-    Truth(two.db, two.store).learn("", inodes=[inode])
+    StoreSnapshot(two.db, two.store).load("", inodes=[inode])
     one.kill()
     shows = opens(two, inode)
     assert shows not in (None, content) and two.data(shows) == OLD
@@ -297,7 +297,7 @@ def test_who_opens_it_gets_it(tmp_path: Path) -> None:
 
 def test_without_copies_on_other_nodes(tmp_path: Path) -> None:
     """Where one copy is all that is wanted the PFS is all the more what is left."""
-    cluster = Cluster(tmp_path, 2, factor=1)
+    cluster = LocalCluster(tmp_path, 2, factor=1)
     one, two = cluster.nodes
     content = alone(cluster)
     inode = one.inode(content)

@@ -5,16 +5,16 @@ import stat
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node
+from clique_world import LocalCluster, Node
 from former_world import NEW, OLD, decide, file_of, opens, publish, shown, tidy
 
 from ckptfs import limits
 from ckptfs.catalog import namespace, renaming, wants
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import INODE, PLACE, SHOWN, Key
-from ckptfs.catalog.sharing.touching import Touching
-from ckptfs.catalog.sharing.truth import Truth
+from ckptfs.catalog.sharing.kinds import INODE, PFS_NAME, PFS_STATE, SharedKey
+from ckptfs.catalog.sharing.touching import DirtyKeyTracker
+from ckptfs.catalog.sharing.truth import StoreSnapshot
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.model import ROOT
@@ -30,14 +30,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
 
 
-def world(tmp_path: Path, count: int = 2) -> tuple[Cluster, int, int, int]:
+def world(tmp_path: Path, count: int = 2) -> tuple[LocalCluster, int, int, int]:
     """Nodes with catalogs of a cluster; what the PFS shows, which is gone, and what the first node alone has renamed over it: (inode of
     the former, inode, content).
     """
-    cluster = Cluster(tmp_path, count)
+    cluster = LocalCluster(tmp_path, count)
     one, others = cluster.nodes[0], cluster.nodes[1:]
     for node in others:
-        node.db = Database(node.root / "state" / "catalog.db", journalled=True, clustered=True, shared=Touching())
+        node.db = Database(node.root / "state" / "catalog.db", journalled=True, clustered=True, hooks=DirtyKeyTracker())
         (node.root / "pfs" / "file").write_bytes(OLD)
     there = os.stat(others[0].root / "pfs" / "file")
     content = one.make(b"file", OLD)
@@ -49,9 +49,9 @@ def world(tmp_path: Path, count: int = 2) -> tuple[Cluster, int, int, int]:
     cluster.put(f"f/{former:016x}", on_pfs)
     cluster.put(NAME, {"inode": former})
     newer = one.make(b"file.tmp", NEW)
-    with one.db.change():
+    with one.db.transaction():
         renaming.rename(one.db, ROOT, b"file.tmp", ROOT, b"file")
-        namespace.reap(one.db, [former])
+        namespace.delete_forgotten(one.db, [former])
     cluster.store.commit([], [Delete(b"i/%016x" % former), Delete(b"c/%016x" % content)])
     one.seal()
     publish(one)
@@ -61,13 +61,13 @@ def world(tmp_path: Path, count: int = 2) -> tuple[Cluster, int, int, int]:
 
 
 def learn(node: Node, inode: int) -> None:
-    Truth(node.db, node.store).learn("", inodes=[inode])
+    StoreSnapshot(node.db, node.store).load("", inodes=[inode])
 
 
 def ask(node: Node, inode: int) -> int:
     """Somebody opens the file there, and nobody gives what it holds; how that ended."""
     learn(node, inode)
-    want = wants.ask(node.db, wants.LEFT, inode)
+    want = wants.insert_request(node.db, wants.SALVAGE, inode)
     decide(node)
     found = wants.get(node.db, want)
     assert found is not None
@@ -82,14 +82,14 @@ def test_it_shows_what_the_pfs_has(tmp_path: Path) -> None:
     one.kill()
     assert ask(two, inode) == wants.DONE
     assert shown(cluster, inode)[:3] == (0, 0, len(OLD))
-    assert (file_of(cluster, inode).missed or {})["content"] == newer
+    assert (file_of(cluster, inode).salvaged or {})["content"] == newer
     decided = file_of(cluster, inode).item
     assert ask(three, inode) == wants.DONE and file_of(cluster, inode).item == decided, "once"
-    assert holders.on_pfs(cluster.store, former) is None
+    assert holders.load_pfs_state(cluster.store, former) is None
     for node in (two, three):
-        assert (kinds.read(node.db, Key(INODE, inode)) or {})["content"] is None
-        assert (kinds.read(node.db, Key(SHOWN, inode)) or {})["published"][:3] == [0, 1, len(OLD)]
-        assert kinds.read(node.db, Key(PLACE, ROOT, b"file")) == {"inode": inode} and kinds.read(node.db, Key(SHOWN, former)) is None
+        assert (kinds.get_value(node.db, SharedKey(INODE, inode)) or {})["content"] is None
+        assert (kinds.get_value(node.db, SharedKey(PFS_STATE, inode)) or {})["published"][:3] == [0, 1, len(OLD)]
+        assert kinds.get_value(node.db, SharedKey(PFS_NAME, ROOT, b"file")) == {"inode": inode} and kinds.get_value(node.db, SharedKey(PFS_STATE, former)) is None
 
 
 def test_who_opens_it_gets_it(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_writer_returns(tmp_path: Path) -> None:
     one.revive()
     tidy(one)
     decide(two)
-    assert shown(cluster, inode)[:3] == (newer, 1, len(NEW)) and file_of(cluster, inode).missed is None
+    assert shown(cluster, inode)[:3] == (newer, 1, len(NEW)) and file_of(cluster, inode).salvaged is None
     assert one.data(newer) == NEW
     assert two.db.rows("SELECT op, inode, content, origin FROM journal") == [("content", inode, newer, 1)]
 
@@ -121,7 +121,7 @@ def test_what_is_not_certain_is_not_decided(tmp_path: Path, why: str) -> None:
     """P7: nothing that may belong to another file, or change just now."""
     cluster, former, inode, newer = world(tmp_path)
     one, two = cluster.nodes
-    on_pfs = holders.on_pfs(cluster.store, former)
+    on_pfs = holders.load_pfs_state(cluster.store, former)
     assert on_pfs is not None
     match why:
         case "it has another name":
@@ -134,4 +134,4 @@ def test_what_is_not_certain_is_not_decided(tmp_path: Path, why: str) -> None:
             cluster.put(NAME, {"inode": former, "by": 1, "next": inode})
     one.kill()
     waits = why in {"it is being changed", "the name is"}
-    assert ask(two, inode) == (wants.WANTED if waits else wants.FAILED) and shown(cluster, inode)[0] == newer
+    assert ask(two, inode) == (wants.OPEN if waits else wants.FAILED) and shown(cluster, inode)[0] == newer

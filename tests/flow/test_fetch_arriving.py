@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, bring, fetch_of, replicated
+from clique_world import LocalCluster, Node, bring, fetch_of, replicated
 from pfs_world import World, bytes_here, corrupt, lose_copies, wants
 
 from ckptfs import disk, limits
@@ -23,7 +23,7 @@ BLOCKS = 6
 class Reader:
     """What a mount process does while a content arrives, between one block and the next."""
 
-    def __init__(self, place: Place, content: int, want: Callable[[], wants.Want | None], data: bytes, first: list[int]) -> None:
+    def __init__(self, place: Place, content: int, want: Callable[[], wants.MoverRequest | None], data: bytes, first: list[int]) -> None:
         self.order: list[int] = []
         self.counts: list[int] = []
         self._place, self._content, self._want, self._data, self._first = place, content, want, data, first
@@ -33,7 +33,7 @@ class Reader:
         found = Arrival.find(self._place.root, self._content)
         assert found is not None and found.published
         row = self._want()
-        assert row is not None and (row.state, row.result) == (wants.WANTED, wants.BEGUN)
+        assert row is not None and (row.state, row.result) == (wants.OPEN, wants.READABLE)
         with os.fdopen(self._place.open(self._content), "rb") as file:
             assert found.is_of(file.fileno())
             for number in range(found.blocks):
@@ -51,7 +51,7 @@ class Reader:
 
 def arriving(node: Node, content: int, data: bytes, first: list[int], monkeypatch: pytest.MonkeyPatch) -> Reader:
     """Fetch from peers while a reader looks at it before every block."""
-    want = wants.ask(node.db, wants.FETCH, node.inode(content))
+    want = wants.insert_request(node.db, wants.FETCH, node.inode(content))
     reader = Reader(node.places[Tier.RAM], content, lambda: wants.get(node.db, want), data, first)
     real = Arrival.asked
 
@@ -64,12 +64,12 @@ def arriving(node: Node, content: int, data: bytes, first: list[int], monkeypatc
 
     looking: list[bool] = []
     monkeypatch.setattr(Arrival, "asked", asked)
-    assert bring(node, node.inode(content)).result == wants.HERE
+    assert bring(node, node.inode(content)).result == wants.FETCHED
     return reader
 
 
 def test_what_somebody_waits_for_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     three = cluster.nodes[2]
     data = os.urandom(BLOCKS * BLOCK - 9)
     content = replicated(cluster, b"a", data)
@@ -80,7 +80,7 @@ def test_what_somebody_waits_for_comes_first(tmp_path: Path, monkeypatch: pytest
 
 
 def test_holes_and_what_an_older_generation_had_are_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, _, three = cluster.nodes
     content = replicated(cluster, b"a", data := bytes(BLOCK) + os.urandom(3 * BLOCK))
     bring(three, one.inode(content))
@@ -92,14 +92,14 @@ def test_holes_and_what_an_older_generation_had_are_there_at_once(tmp_path: Path
 
 
 def test_a_small_file_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     content = replicated(cluster, b"a", os.urandom(BLOCK))
     monkeypatch.setattr(Arrival, "publish", lambda *_: pytest.fail("it is here sooner than anybody could begin to read"))
-    assert bring(cluster.nodes[2], cluster.nodes[0].inode(content)).result == wants.HERE
+    assert bring(cluster.nodes[2], cluster.nodes[0].inode(content)).result == wants.FETCHED
 
 
 def test_without_room_for_what_is_published_a_file_comes_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     content = replicated(cluster, b"a", data := os.urandom(2 * BLOCK))
 
     def full(*_: object) -> None:
@@ -108,14 +108,14 @@ def test_without_room_for_what_is_published_a_file_comes_as_a_whole(tmp_path: Pa
     monkeypatch.setattr(os, "posix_fallocate", full)
     three = cluster.nodes[2]
     assert fetch_of(three).step() is False
-    assert bring(three, cluster.nodes[0].inode(content)).result == wants.HERE and three.data(content) == data
+    assert bring(three, cluster.nodes[0].inode(content)).result == wants.FETCHED and three.data(content) == data
 
 
 def test_what_a_dead_mover_published_is_not_believed_of_the_next_one_s_file(tmp_path: Path) -> None:
     """P7: the marks are those of another file, with blocks that are not in this one."""
-    cluster = Cluster(tmp_path, 1)
+    cluster = LocalCluster(tmp_path, 1)
     place = cluster.nodes[0].places[Tier.RAM]
-    content = settling.content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
     with os.fdopen(place.create(1000), "wb") as before, os.fdopen(place.create(1001), "wb") as after:
         old = Arrival.publish(place.root, content, Tier.RAM, before.fileno(), [1])
@@ -144,7 +144,7 @@ def staged(tmp_path: Path) -> World:
 
 def test_a_file_on_the_pfs_is_read_as_it_comes(staged: World, monkeypatch: pytest.MonkeyPatch) -> None:
     content, data = int(str(staged.column("d/file", "content"))), (staged.pfs / "d" / "file").read_bytes()
-    want = wants.ask(staged.db, wants.FETCH, staged.inode("d/file"))
+    want = wants.insert_request(staged.db, wants.FETCH, staged.inode("d/file"))
     reader = Reader(staged.places[Tier.RAM], content, lambda: wants.get(staged.db, want), data, [6, 2])
     real = disk.act
 
@@ -154,7 +154,7 @@ def test_a_file_on_the_pfs_is_read_as_it_comes(staged: World, monkeypatch: pytes
         return real(label, *values, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(disk, "act", act)
-    assert staged.bring("d/file").result == wants.HERE
+    assert staged.bring("d/file").result == wants.FETCHED
     # It was asked when the first block was being read already; what follows comes after it, then the rest.
     assert reader.order == [0, 6, 2, 3, 4, 5]
     assert bytes_here(staged, "d/file") == (Tier.RAM, data)
@@ -172,9 +172,9 @@ def test_a_bad_block_on_the_pfs_is_never_shown(staged: World, caplog: pytest.Log
 
 def test_what_is_published_and_damaged_is_nothing(tmp_path: Path) -> None:
     """P7: no reader looks beyond what is mapped, or fails for another reason than that nothing arrives."""
-    cluster = Cluster(tmp_path, 1)
+    cluster = LocalCluster(tmp_path, 1)
     place = cluster.nodes[0].places[Tier.RAM]
-    content = settling.content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
     with os.fdopen(place.create(1000), "wb") as target:
         Arrival.publish(place.root, content, Tier.RAM, target.fileno(), [1])
@@ -188,9 +188,9 @@ def test_what_is_published_and_damaged_is_nothing(tmp_path: Path) -> None:
 
 
 def test_publishing_cuts_off_nothing_that_is_mapped(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 1)
+    cluster = LocalCluster(tmp_path, 1)
     place = cluster.nodes[0].places[Tier.RAM]
-    content = settling.content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
     arrival.directory(place.root).mkdir()
     left = arrival.directory(place.root) / f"{content.id:016x}.new"

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, around, bring, fetch_of
+from clique_world import LocalCluster, Node, bring, cluster_of, fetch_of
 from former_world import OLD, decide, overwrite, publish, replicated
 
 from ckptfs import limits
 from ckptfs.catalog import wants
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing.touching import Touching
+from ckptfs.catalog.sharing.touching import DirtyKeyTracker
 from ckptfs.clique import holders
 from ckptfs.clique.peers import PeerFailed, PeerRefused
 from ckptfs.flow.fetch import Fetch
@@ -34,18 +34,18 @@ def decided_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(limits, "FALL_BACK_MARGIN_S", seconds)
 
 
-def knowing(cluster: Cluster, content: int) -> tuple[Node, int, Fetch]:
+def knowing(cluster: LocalCluster, content: int) -> tuple[Node, int, Fetch]:
     """The last node, which has heard of the file that holds a content; the file; how it fetches."""
     one, reader = cluster.nodes[0], cluster.nodes[-1]
     inode = one.inode(content)
     reader.learn(inode, b"file", content, len(OLD))
-    db = Database(reader.db.path, journalled=False, clustered=True, shared=Touching())
-    return reader, inode, Fetch(db, reader.places, reader.config, reader.told, around(reader))
+    db = Database(reader.db.path, journalled=False, clustered=True, hooks=DirtyKeyTracker())
+    return reader, inode, Fetch(db, reader.places, reader.config, reader.told, cluster_of(reader))
 
 
 def tried(node: Node, inode: int, flow: Fetch, times: int) -> int:
     """Somebody opens the file, and it was tried so often; the want."""
-    want = wants.ask(node.db, wants.FETCH, inode)
+    want = wants.insert_request(node.db, wants.FETCH, inode)
     end_s, done = time.monotonic() + 60, 0
     while done < times:
         assert time.monotonic() < end_s
@@ -60,18 +60,18 @@ def answer(node: Node, want: int) -> tuple[int, int]:
     return row.state, row.error
 
 
-def awaited(root: Path, times: int) -> tuple[Cluster, int, Fetch, int]:
+def awaited(root: Path, times: int) -> tuple[LocalCluster, int, Fetch, int]:
     """Two nodes, of which the second one has tried so often to open a file of the first, which lives and does not answer: its content, how
     it is fetched, the want, which is open.
     """
-    cluster = Cluster(root, 2)
+    cluster = LocalCluster(root, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
     publish(one)
     cluster.cut.add("n1")
     flow = fetch_of(two)
     want = tried(two, one.inode(content), flow, times)
-    assert answer(two, want) == (wants.WANTED, 0)
+    assert answer(two, want) == (wants.OPEN, 0)
     return cluster, content, flow, want
 
 
@@ -80,14 +80,14 @@ def test_a_writer_that_lives_and_does_not_answer_is_tried_again(tmp_path: Path) 
     cluster, content, flow, _ = awaited(tmp_path, 4)
     one, two = cluster.nodes
     cluster.cut.clear()
-    assert bring(two, one.inode(content), flow=flow).result == wants.HERE
+    assert bring(two, one.inode(content), flow=flow).result == wants.FETCHED
     assert two.data(content) == b"hello"
 
 
 def test_its_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decided_after(monkeypatch, 0.0)
     monkeypatch.setattr(limits, "FETCH_PATIENCE_S", 0.1)
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
     cluster.cut.add("n1")
@@ -100,7 +100,7 @@ def test_its_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_who_says_that_it_has_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: bool) -> None:
     """Nor does an island wait for anybody."""
     decided_after(monkeypatch, 0.0)
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
 
@@ -119,13 +119,13 @@ def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatc
     """Each look takes as long as the store takes not to answer: eight of them were half a minute in front of an EIO."""
     monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 1000)
     monkeypatch.setattr(limits, "ETCD_WAIT_S", 0.1)
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
     holders.refresh(two.db, two.store, [content], two.number)
     cluster.cut.add("n1")
     two.store.reachable = False
-    failed = bring(two, one.inode(content), flow=Fetch(two.db, two.places, two.config, two.told, replace(around(two), lease=lambda: 0)))
+    failed = bring(two, one.inode(content), flow=Fetch(two.db, two.places, two.config, two.told, replace(cluster_of(two), lease=lambda: 0)))
     assert (failed.state, failed.error) == FAILED
     assert 1 < len([act for act, _ in two.peers.asked if act == "record"]) < 500
 
@@ -144,7 +144,7 @@ def test_a_file_that_lost_its_name_is_not_waited_for(tmp_path: Path, monkeypatch
 def test_after_a_death_the_former_content_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """P9: until those who hold it have decided, opening the file is no error; then it shows what is left."""
     decided_after(monkeypatch, 40.0)
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, _ = cluster.nodes
     content = replicated(cluster)
     newer = overwrite(one, content, how)
@@ -153,15 +153,15 @@ def test_after_a_death_the_former_content_is_waited_for(tmp_path: Path, monkeypa
     want = tried(three, inode, flow, 2)
     one.kill()
     tried(three, inode, flow, 2)
-    assert answer(three, want) == (wants.WANTED, 0), "nobody has decided"
+    assert answer(three, want) == (wants.OPEN, 0), "nobody has decided"
     decide(two)
-    assert bring(three, inode, flow=flow).result == wants.HERE
+    assert bring(three, inode, flow=flow).result == wants.FETCHED
     assert three.data(content) == OLD
 
 
 def test_long_after_a_death_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decided_after(monkeypatch, 0.0)
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one = cluster.nodes[0]
     content = one.written(b"a", b"hello")
     publish(one)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Cluster, Node, around, bring, level, replicate_of, replicated, until
+from clique_world import MIB, LocalCluster, Node, bring, cluster_of, level, replicate_of, replicated, until
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, holding, settling, telling, wants
 from ckptfs.clique import holders
-from ckptfs.clique.claims import Claim
+from ckptfs.clique.claims import ClusterLock
 from ckptfs.errors import Busy
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
@@ -25,34 +25,34 @@ BLOCK = limits.BLOCK_BYTES
 
 
 def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, _, three = cluster.nodes
     content = replicated(cluster, b"a", data := os.urandom(2 * BLOCK + 5))
     inode = one.inode(content)
-    assert bring(three, inode).result == wants.HERE
+    assert bring(three, inode).result == wants.FETCHED
     assert three.data(content) == data
-    (copy,) = settling.copies(three.db, content)
+    (copy,) = settling.list_copies(three.db, content)
     assert copy.state is CopyState.GOOD and copy.verified_ns > 0
     assert level(three, content) is Level.CLIQUE
-    Tell(three.db, around(three)).step()
-    assert holders.read(three.store, [content])[content].holders == [1, 2, 3]
-    assert telling.untold(three.db, 10) == []
+    Tell(three.db, cluster_of(three)).step()
+    assert holders.load(three.store, [content])[content].holders == [1, 2, 3]
+    assert telling.list_unannounced(three.db, 10) == []
 
 
 def test_what_is_closed_and_not_sealed_is_sealed_for_the_reader(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.make(b"a", b"hello")
     one.publish_shared(content)
-    held = contents.held(two.db, one.inode(content))
-    assert held is not None and held.state is ContentState.CLOSED and held.peer
-    assert bring(two, one.inode(content)).result == wants.HERE
+    held = contents.get_file_content(two.db, one.inode(content))
+    assert held is not None and held.state is ContentState.CLOSED and held.is_remote
+    assert bring(two, one.inode(content)).result == wants.FETCHED
     assert two.data(content) == b"hello"
 
 
 @pytest.mark.parametrize("trouble", ["dead", "lies", "cut"])
 def test_the_holder_serves_when_the_writer_does_not(tmp_path: Path, trouble: str) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, _, three = cluster.nodes
     content = replicated(cluster, b"a", data := os.urandom(3 * BLOCK))
     if trouble == "dead":
@@ -61,26 +61,26 @@ def test_the_holder_serves_when_the_writer_does_not(tmp_path: Path, trouble: str
         three.peers.spoil.add("n1")
     else:
         cluster.cut.add("n1")
-    assert bring(three, one.inode(content)).result == wants.HERE
+    assert bring(three, one.inode(content)).result == wants.FETCHED
     assert three.data(content) == data
 
 
 def test_a_node_that_lost_its_ram_gets_its_own_files_back(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster, b"a", data := os.urandom(BLOCK))
     one.lose_ram()
     Recover(one.db, one.places, one.config, one.told).step()
     assert one.state(content) is ContentState.SEALED, "it is not lost: a peer has it"
     assert level(one, content) is Level.LOCAL, "one copy is less than was wanted"
-    assert bring(one, one.inode(content)).result == wants.HERE
+    assert bring(one, one.inode(content)).result == wants.FETCHED
     assert one.data(content) == data and level(one, content) is Level.CLIQUE
     assert two.files(Tier.RAM) == {content}
 
 
 def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
     """P4, D3: it was quarantined; what is good in it need not travel."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, _ = cluster.nodes
     content = replicated(cluster, b"a", data := os.urandom(4 * BLOCK))
     one.spoil(content, Tier.RAM)
@@ -95,7 +95,7 @@ def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
         return fetch(sources, record, wanted, *rest, **named)  # type: ignore[arg-type]
 
     one.peers.fetch = counted  # type: ignore[method-assign,assignment]
-    assert bring(one, one.inode(content)).result == wants.HERE
+    assert bring(one, one.inode(content)).result == wants.FETCHED
     assert one.data(content) == data and level(one, content) is Level.CLIQUE
     assert len(came) == 1
 
@@ -103,7 +103,7 @@ def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
 def test_nobody_left_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FALL_BACK_RIVALS_S", "FALL_BACK_LOOK_S", "FALL_BACK_MARGIN_S"):
         monkeypatch.setattr(limits, name, 0.0)
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster, b"a", b"hello")
     one.kill()
@@ -113,33 +113,33 @@ def test_nobody_left_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: p
     assert three.copies(content) == {} and three.files(Tier.RAM) == set()
     assert three.state(content) is ContentState.SEALED
     two.revive()
-    assert bring(three, one.inode(content)).result == wants.HERE
+    assert bring(three, one.inode(content)).result == wants.FETCHED
 
 
 def test_an_island_goes_by_what_it_knows(tmp_path: Path) -> None:
     """P1: without the store the peers that are known to have it serve."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster, b"a", b"hello")
     one.lose_ram()
     one.store.reachable = False
-    assert bring(one, one.inode(content)).result == wants.HERE
+    assert bring(one, one.inode(content)).result == wants.FETCHED
     assert one.data(content) == b"hello" and two.data(content) == b"hello"
 
 
 def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
     """The others' copies are an older generation then, which does not count and is never served."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster, b"a", os.urandom(4 * BLOCK))
     inode = one.inode(content)
-    assert bring(three, inode, wants.FOR_WRITING).result == wants.HERE
+    assert bring(three, inode, wants.FOR_WRITING).result == wants.FETCHED
     three.rewrite(content, lambda data: data.__setitem__(0, data[0] ^ 1))
-    row = settling.content(three.db, content)
-    assert row is not None and not row.peer and row.generation == 2
-    assert one.copies(content) == two.copies(content) == {Tier.RAM: CopyState.OLDER}
+    row = settling.get_content(three.db, content)
+    assert row is not None and not row.is_remote and row.generation == 2
+    assert one.copies(content) == two.copies(content) == {Tier.RAM: CopyState.STALE}
     assert level(three, content) is Level.LOCAL
-    assert bring(one, inode).result == wants.HERE
+    assert bring(one, inode).result == wants.FETCHED
     assert one.data(content) == three.data(content)
     fetched = [act for act, _ in one.peers.asked if act == "fetch"]
     assert len(fetched) == 1
@@ -148,7 +148,7 @@ def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
 
 
 def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, _, three = cluster.nodes
     content = replicated(cluster, b"a", os.urandom(4 * BLOCK))
     bring(three, one.inode(content))
@@ -168,7 +168,7 @@ def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("gather:")))
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
 def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tmp_path, 3, nvme=True)
+    cluster = LocalCluster(tmp_path, 3, nvme=True)
     one, _, three = cluster.nodes
     content = replicated(cluster, b"a", os.urandom(BLOCK + 3))
     if tier is Tier.NVME:
@@ -179,137 +179,137 @@ def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Ti
     monkeypatch.setattr(disk, "_calls", type(disk._calls)())
     bring(three, one.inode(content))
     monkeypatch.setattr(disk, "_fault", "")
-    assert settling.by_state(three.db, CopyState.FILLING) == []
-    assert bring(three, one.inode(content)).result == wants.HERE
+    assert settling.list_copies_in_state(three.db, CopyState.FILLING) == []
+    assert bring(three, one.inode(content)).result == wants.FETCHED
     assert three.data(content, tier) == one.data(content)
 
 
 def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     one.publish_shared(content)
     inode = one.inode(content)
-    assert bring(two, inode).result == wants.HERE
+    assert bring(two, inode).result == wants.FETCHED
     assert two.data(content) == data
     with open(one.places[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
         file.write(b"more")
-    with one.db.change():
-        contents.close(one.db, inode, content, len(data) + 4, 1, 2)
+    with one.db.transaction():
+        contents.mark_closed(one.db, inode, content, len(data) + 4, 1, 2)
     one.seal()
     one.publish_shared(content)
-    assert two.copies(content) == {Tier.RAM: CopyState.OLDER}
-    assert bring(two, inode).result == wants.HERE
+    assert two.copies(content) == {Tier.RAM: CopyState.STALE}
+    assert bring(two, inode).result == wants.FETCHED
     assert two.data(content) == data + b"more"
 
 
 def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path) -> None:
     """P7: this node has an older state, and never heard of what was closed in between."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"log", data := os.urandom(BLOCK + 9))
     inode = one.inode(content)
-    assert bring(two, inode).result == wants.HERE
-    with one.db.change():
-        contents.reopen(one.db, inode, content, Tier.RAM)
+    assert bring(two, inode).result == wants.FETCHED
+    with one.db.transaction():
+        contents.mark_open(one.db, inode, content, Tier.RAM)
     one.publish_shared(content)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "what is closed is what everybody reads while it is written"
     with open(one.places[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
         file.write(b"more")
-    with one.db.change():
-        contents.close(one.db, inode, content, len(data) + 4, 1, 2)
-        contents.reopen(one.db, inode, content, Tier.RAM)
+    with one.db.transaction():
+        contents.mark_closed(one.db, inode, content, len(data) + 4, 1, 2)
+        contents.mark_open(one.db, inode, content, Tier.RAM)
     one.publish_shared(content)
-    assert two.copies(content) == {Tier.RAM: CopyState.OLDER}
+    assert two.copies(content) == {Tier.RAM: CopyState.STALE}
     cluster.cut.add("n1")
     with pytest.raises(Busy):
-        FromPeers(two.db, two.places, around(two)).look(inode, lambda: None)
+        FromPeers(two.db, two.places, cluster_of(two)).look(inode, lambda: None)
     cluster.cut.clear()
-    assert bring(two, inode).result == wants.HERE
+    assert bring(two, inode).result == wants.FETCHED
     assert two.data(content) == data + b"more"
 
 
 def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_that(tmp_path: Path) -> None:
     """P7: this node has an older state, another one the last that was closed, and its writer is half way through the next."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster, b"file", os.urandom(BLOCK + 9))
     inode = one.inode(content)
-    assert bring(three, inode).result == wants.HERE
+    assert bring(three, inode).result == wants.FETCHED
     cluster.nodes.remove(three)  # Nobody there looks.
     one.rewrite(content, lambda data: data.extend(b"more"))
     closed = one.data(content)
     flow = replicate_of(one)
     until(lambda: two.data(content) == closed and two.copies(content) == {Tier.RAM: CopyState.GOOD}, flow.step)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     cluster.nodes.append(three)
-    with one.db.change():
-        contents.reopen(one.db, inode, content, Tier.RAM)
+    with one.db.transaction():
+        contents.mark_open(one.db, inode, content, Tier.RAM)
     (one.places[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"half")
     one.publish_shared(content)
-    assert bring(three, inode).result == wants.HERE
+    assert bring(three, inode).result == wants.FETCHED
     assert three.data(content) == closed
 
 
 def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
     """P9: with fsync=clique, from a node that holds it to any other."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = Secure(one.db, one.places, one.told, around(one))
-    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    secure = Secure(one.db, one.places, one.told, cluster_of(one))
+    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
     one.publish_shared(content)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     one.kill()
     for node in (two, three):
-        assert bring(node, one.inode(content)).result == wants.HERE
+        assert bring(node, one.inode(content)).result == wants.FETCHED
         assert node.data(content) == data
 
 
 def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> None:
     """P3, P9: who holds the last state of a file that was open when its writer died sees to it that there are two copies again."""
-    cluster = Cluster(tmp_path, 4)
+    cluster = LocalCluster(tmp_path, 4)
     one, two, three, four = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = Secure(one.db, one.places, one.told, around(one))
-    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    secure = Secure(one.db, one.places, one.told, cluster_of(one))
+    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     one.publish_shared(content)
     one.kill()
     while two.repair.step():
         pass
     flow = replicate_of(two)
     until(lambda: three.copies(content), flow.step)
-    Tell(three.db, around(three)).step()
+    Tell(three.db, cluster_of(three)).step()
     two.kill()
     for node in (three, four):
-        assert bring(node, one.inode(content)).result == wants.HERE
+        assert bring(node, one.inode(content)).result == wants.FETCHED
         assert node.data(content) == data
 
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: Path, first: int) -> None:
     """P3, P9: it had told that there is more, closed and not sealed, of which nobody has anything now."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, _ = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = Secure(one.db, one.places, one.told, around(one))
-    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    secure = Secure(one.db, one.places, one.told, cluster_of(one))
+    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
-    Tell(two.db, around(two)).step()
-    with one.db.change():
-        contents.close(one.db, one.inode(content), content, len(data), 1, 2)
+    Tell(two.db, cluster_of(two)).step()
+    with one.db.transaction():
+        contents.mark_closed(one.db, one.inode(content), content, len(data), 1, 2)
     one.publish_shared(content)
     cluster.cut.add("n1")
     with pytest.raises(Busy):
-        FromPeers(two.db, two.places, around(two)).look(one.inode(content), lambda: None)
+        FromPeers(two.db, two.places, cluster_of(two)).look(one.inode(content), lambda: None)
     one.kill()
-    assert two.copies(content) == {Tier.RAM: CopyState.OLDER}
+    assert two.copies(content) == {Tier.RAM: CopyState.STALE}
     Evict(two.db, two.places, two.config, two.told)._drop_older(two.places[Tier.RAM])
     for node in (cluster.nodes[first], cluster.nodes[3 - first]):
-        assert bring(node, one.inode(content)).result == wants.HERE
+        assert bring(node, one.inode(content)).result == wants.FETCHED
         assert node.data(content) == data
 
 
@@ -329,18 +329,18 @@ class Claimer:
     def __init__(self, every: OneClaim, number: int) -> None:
         self._every, self._number = every, number
 
-    def take(self, what: str) -> Claim | None:
-        mine = self._every.taken.setdefault(what, self._number) == self._number
-        return Claim(what, self._number, 1) if mine else None
+    def try_acquire(self, name: str) -> ClusterLock | None:
+        mine = self._every.taken.setdefault(name, self._number) == self._number
+        return ClusterLock(name, self._number, 1) if mine else None
 
-    def release(self, claim: Claim) -> None:
-        del self._every.taken[claim.what]
+    def release(self, lock: ClusterLock) -> None:
+        del self._every.taken[lock.name]
 
 
 def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """G4: who comes second waits, and takes it from the first; a first one that is too slow is not waited for."""
     monkeypatch.setattr(limits, "FETCH_SHARED_BYTES_MIN", 1)
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     _, two, three = cluster.nodes
     content = cluster.nodes[0].written(b"a", data := os.urandom(1000))
     cluster.nodes[0].lose_ram()
@@ -348,35 +348,35 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
     read: list[int] = []
 
     def fetching(node: Node) -> Fetch:
-        flow = Fetch(node.db, node.places, node.config, node.told, replace(around(node), claims=claims.of(node.number)))
+        flow = Fetch(node.db, node.places, node.config, node.told, replace(cluster_of(node), claims=claims.of(node.number)))
 
         def from_pfs(want: object, found: object) -> str:
             read.append(node.number)
-            known = settling.content(node.db, content)
-            assert known is not None and settling.fill(node.db, known, Tier.RAM)
+            known = settling.get_content(node.db, content)
+            assert known is not None and settling.insert_filling_copy(node.db, known, Tier.RAM)
             with os.fdopen(node.places[Tier.RAM].create(content), "wb") as file:
                 file.write(data)
-            assert holding.came(node.db, known, Tier.RAM, digest.block(data))
-            return wants.HERE
+            assert holding.record_fetched_copy(node.db, known, Tier.RAM, digest.hash_block(data))
+            return wants.FETCHED
 
         monkeypatch.setattr(flow, "_from_pfs", from_pfs)
         return flow
 
     for node in (two, three):
-        row = settling.content(node.db, content)
+        row = settling.get_content(node.db, content)
         assert row is not None
         node.publish(content)
     claims.taken[f"fetch/{content:016x}"] = 2
     waiting = fetching(three)
-    want = wants.ask(three.db, wants.FETCH, inode)
+    want = wants.insert_request(three.db, wants.FETCH, inode)
     waiting.step()
-    assert read == [] and waiting.due_s() is not None
-    assert bring(two, inode, flow=fetching(two)).result == wants.HERE
+    assert read == [] and waiting.next_due_s() is not None
+    assert bring(two, inode, flow=fetching(two)).result == wants.FETCHED
     until(lambda: (row := wants.get(three.db, want)) is not None and row.state == wants.DONE, waiting.step)
     assert read == [2] and three.data(content) == data and claims.taken == {}
     three.lose_ram()
     two.kill()
     claims.taken[f"fetch/{content:016x}"] = 2
     monkeypatch.setattr(limits, "FETCH_SHARED_WAIT_S", 0.2)
-    assert bring(three, inode, flow=waiting).result == wants.HERE
+    assert bring(three, inode, flow=waiting).result == wants.FETCHED
     assert read == [2, 3]

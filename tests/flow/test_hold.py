@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Cluster, early, offer_of
+from clique_world import MIB, LocalCluster, early, offer_of
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, holding, settling
-from ckptfs.clique.peers import PeerFailed, PeerLied, PeerRefused
-from ckptfs.clique.shelf import NotHere, Offer
-from ckptfs.errors import Busy, NoRoom, Refused
+from ckptfs.clique.peers import PeerCorrupt, PeerFailed, PeerRefused
+from ckptfs.clique.shelf import CopyNotFound, Offer
+from ckptfs.errors import Busy, InvalidArgument, NoSpace
 from ckptfs.flow.recover import Recover
 from ckptfs.model import ContentState, CopyState, Tier
 
@@ -20,11 +20,11 @@ BLOCK = limits.BLOCK_BYTES
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path, 2)
+def two(tmp_path: Path) -> LocalCluster:
+    return LocalCluster(tmp_path, 2)
 
 
-def send(cluster: Cluster, content: int, offer: Offer | None = None) -> int:
+def send(cluster: LocalCluster, content: int, offer: Offer | None = None) -> int:
     """Node 1 sends to node 2; how many bytes moved."""
     one, other = cluster.nodes[:2]
     fd = one.places[Tier.RAM].open(content)
@@ -34,22 +34,22 @@ def send(cluster: Cluster, content: int, offer: Offer | None = None) -> int:
         os.close(fd)
 
 
-def test_what_was_received_is_a_verified_copy_of_a_peer(two: Cluster) -> None:
+def test_what_was_received_is_a_verified_copy_of_a_peer(two: LocalCluster) -> None:
     one, other = two.nodes
     data = os.urandom(2 * BLOCK + 77)
     content = one.written(b"a", data)
     assert send(two, content) == len(data)
     assert other.data(content) == data
-    (copy,) = settling.copies(other.db, content)
-    row = settling.content(other.db, content)
+    (copy,) = settling.list_copies(other.db, content)
+    row = settling.get_content(other.db, content)
     assert copy.state is CopyState.GOOD and copy.verified_ns > 0
-    assert row is not None and row.peer and row.state is ContentState.SEALED and row.digest == digest.whole(row.blocks or b"", len(data))
+    assert row is not None and row.is_remote and row.state is ContentState.SEALED and row.digest == digest.hash_content(row.block_digests or b"", len(data))
     assert other.files(Tier.RAM) == {content}
-    assert holding.held_bytes(other.db) == len(data)
+    assert holding.count_hosted_bytes(other.db) == len(data)
     assert send(two, content) == 0, "what is there already is not sent again"
 
 
-def test_ids_of_this_node_stay_its_own(two: Cluster) -> None:
+def test_ids_of_this_node_stay_its_own(two: LocalCluster) -> None:
     one, other = two.nodes
     mine = other.make(b"mine", b"x")
     send(two, one.written(b"a", b"hello"))
@@ -57,7 +57,7 @@ def test_ids_of_this_node_stay_its_own(two: Cluster) -> None:
     assert one.make(b"more", b"z") >> limits.ID_COUNTER_BITS == 1
 
 
-def test_a_next_generation_brings_only_what_changed(two: Cluster) -> None:
+def test_a_next_generation_brings_only_what_changed(two: LocalCluster) -> None:
     """Issue: re-saving a file of which a part changed moves that part."""
     one, other = two.nodes
     data = os.urandom(8 * BLOCK)
@@ -68,12 +68,12 @@ def test_a_next_generation_brings_only_what_changed(two: Cluster) -> None:
         bytes_[3 * BLOCK + 5] ^= 1
 
     one.rewrite(content, change)
-    assert other.copies(content) == {Tier.RAM: CopyState.OLDER}, "the older one does not count as soon as the newer one is known"
+    assert other.copies(content) == {Tier.RAM: CopyState.STALE}, "the older one does not count as soon as the newer one is known"
     assert send(two, content) == BLOCK
     assert other.copies(content) == {Tier.RAM: CopyState.GOOD} and other.data(content) == one.data(content)
 
 
-def test_another_file_of_the_series_lends_its_blocks(two: Cluster) -> None:
+def test_another_file_of_the_series_lends_its_blocks(two: LocalCluster) -> None:
     one, other = two.nodes
     frozen = os.urandom(5 * BLOCK)
     send(two, one.written(b"step_10", frozen + os.urandom(BLOCK)))
@@ -82,7 +82,7 @@ def test_another_file_of_the_series_lends_its_blocks(two: Cluster) -> None:
     assert other.data(content) == one.data(content)
 
 
-def test_small_files_that_came_in_between_do_not_hide_blocks_that_are_here(two: Cluster) -> None:
+def test_small_files_that_came_in_between_do_not_hide_blocks_that_are_here(two: LocalCluster) -> None:
     one = two.nodes[0]
     frozen = os.urandom(2 * BLOCK)
     send(two, one.written(b"step_10", frozen + b"1"))
@@ -91,7 +91,7 @@ def test_small_files_that_came_in_between_do_not_hide_blocks_that_are_here(two: 
     assert send(two, one.written(b"step_20", frozen + b"22")) == 2
 
 
-def test_whoever_reads_the_older_generation_keeps_it(two: Cluster) -> None:
+def test_whoever_reads_the_older_generation_keeps_it(two: LocalCluster) -> None:
     one, other = two.nodes
     data = os.urandom(BLOCK + 9)
     content = one.written(b"a", data)
@@ -104,7 +104,7 @@ def test_whoever_reads_the_older_generation_keeps_it(two: Cluster) -> None:
     assert other.data(content) == data[::-1]
 
 
-def test_holes_do_not_travel(two: Cluster) -> None:
+def test_holes_do_not_travel(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.written(b"a", bytes(6 * BLOCK) + b"end")
     assert send(two, content) == 3
@@ -113,7 +113,7 @@ def test_holes_do_not_travel(two: Cluster) -> None:
     assert found is not None and found.st_blocks * 512 < BLOCK
 
 
-def test_a_transfer_that_broke_goes_on_where_it_was(two: Cluster) -> None:
+def test_a_transfer_that_broke_goes_on_where_it_was(two: LocalCluster) -> None:
     one, other = two.nodes
     data = os.urandom(4 * BLOCK)
     content = one.written(b"a", data)
@@ -134,7 +134,7 @@ def test_a_transfer_that_broke_goes_on_where_it_was(two: Cluster) -> None:
     assert other.data(content) == data and other.files(Tier.RAM) == {content}
 
 
-def test_blocks_of_a_file_that_is_still_written_come_first(two: Cluster) -> None:
+def test_blocks_of_a_file_that_is_still_written_come_first(two: LocalCluster) -> None:
     """X7: an early offer makes no copy; the offer after the seal brings the rest, and what changed meanwhile."""
     one, other = two.nodes
     data = bytearray(os.urandom(4 * BLOCK + 5))
@@ -145,17 +145,17 @@ def test_blocks_of_a_file_that_is_still_written_come_first(two: Cluster) -> None
     data += b"more"
     path = one.places[Tier.RAM].root / "contents" / f"{content:016x}"
     path.write_bytes(data)
-    with one.db.change():
+    with one.db.transaction():
         from ckptfs.catalog import contents
 
-        contents.close(one.db, one.inode(content), content, len(data), 1, 2)
+        contents.mark_closed(one.db, one.inode(content), content, len(data), 1, 2)
     one.seal()
     assert send(two, content) == 2 * BLOCK + 9
     assert other.data(content) == bytes(data)
 
 
 @pytest.mark.parametrize("state", ["deleted", "newer", "written", "other digest"])
-def test_what_is_known_to_be_outdated_is_refused(two: Cluster, state: str) -> None:
+def test_what_is_known_to_be_outdated_is_refused(two: LocalCluster, state: str) -> None:
     one, other = two.nodes
     content = one.written(b"a", b"hello")
     if state == "deleted":
@@ -171,16 +171,16 @@ def test_what_is_known_to_be_outdated_is_refused(two: Cluster, state: str) -> No
     assert other.copies(content) == {} and other.files(Tier.RAM) == set()
 
 
-def test_a_generation_far_in_the_future_is_refused(two: Cluster) -> None:
+def test_a_generation_far_in_the_future_is_refused(two: LocalCluster) -> None:
     """No count of generations can come to its end by a peer's word: the file could never be written again."""
     one, other = two.nodes
     content = one.written(b"a", b"hello")
     send(two, content)
     offer = offer_of(one, content)
     for generation in (offer.generation + limits.GENERATIONS_AHEAD_MAX + 1, 2**63 - 1):
-        with pytest.raises(Refused):
+        with pytest.raises(InvalidArgument):
             other.hold.receive(replace(offer, generation=generation))
-        with pytest.raises(Refused):
+        with pytest.raises(InvalidArgument):
             other.hold.receive(replace(offer, content=content + 1, generation=generation))
     assert other.data(content) == b"hello"
 
@@ -188,17 +188,17 @@ def test_a_generation_far_in_the_future_is_refused(two: Cluster) -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_nobody_else_says_what_a_file_holds(tmp_path: Path, known: bool) -> None:
     """F6: a node with good keys offers bytes of its own for another one's content. Who has what the store says is welcome."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, other, liar = cluster.nodes
     content = one.written(b"a", b"hello")
     if known:
         send(cluster, content)
     offer = offer_of(one, content)
-    blocks = digest.block(b"lies!")
-    lie = replace(offer, generation=offer.generation + 1, blocks=blocks, digest=digest.whole(blocks, 5))
+    blocks = digest.hash_block(b"lies!")
+    lie = replace(offer, generation=offer.generation + 1, blocks=blocks, digest=digest.hash_content(blocks, 5))
     elsewhere = replace(offer, content=content + 1)
     for wrong in (lie, replace(lie, generation=offer.generation), elsewhere):
-        with pytest.raises((Busy, Refused)):
+        with pytest.raises((Busy, InvalidArgument)):
             other.hold.receive(replace(wrong, sender=liar.member.name))
     assert other.files(Tier.RAM) == ({content} if known else set())
     reception = other.hold.receive(replace(offer, sender=liar.member.name))
@@ -209,7 +209,7 @@ def test_nobody_else_says_what_a_file_holds(tmp_path: Path, known: bool) -> None
 
 def test_an_island_believes_its_peers(tmp_path: Path) -> None:
     """P1: what they say the store may hear of later."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, other, third = cluster.nodes
     offer = replace(offer_of(one, one.written(b"a", b"hello")), sender=third.member.name)
     offer = replace(offer, generation=offer.generation + 1)
@@ -230,21 +230,21 @@ def test_an_island_believes_its_peers(tmp_path: Path) -> None:
         Offer(7, -5, 1, 10, None, bytes(16)),
     ],
 )
-def test_offers_that_contradict_themselves_are_refused(two: Cluster, offer: Offer) -> None:
+def test_offers_that_contradict_themselves_are_refused(two: LocalCluster, offer: Offer) -> None:
     """P11."""
-    with pytest.raises(Refused):
+    with pytest.raises(InvalidArgument):
         two.nodes[1].hold.receive(offer)
     assert two.nodes[1].files(Tier.RAM) == set()
 
 
-def test_the_same_content_arrives_once_at_a_time(two: Cluster) -> None:
+def test_the_same_content_arrives_once_at_a_time(two: LocalCluster) -> None:
     one, other = two.nodes
     offer = offer_of(one, one.written(b"a", os.urandom(BLOCK)))
     reception = other.hold.receive(offer)
     with pytest.raises(Busy):
         other.hold.receive(offer)
     other.hold.abandon(reception.token)
-    with pytest.raises(Refused):
+    with pytest.raises(InvalidArgument):
         other.hold.received(reception.token)
     again = other.hold.receive(offer)
     assert again.token != reception.token
@@ -252,7 +252,7 @@ def test_the_same_content_arrives_once_at_a_time(two: Cluster) -> None:
 
 
 @pytest.mark.parametrize("came", ["nothing", "some", "nothing after some"])
-def test_what_was_offered_and_never_sent_gives_its_room_back(two: Cluster, came: str) -> None:
+def test_what_was_offered_and_never_sent_gives_its_room_back(two: LocalCluster, came: str) -> None:
     """P10: at once; what came stays for the next offer."""
     one, other = two.nodes
     content = one.written(b"a", os.urandom(2 * BLOCK))
@@ -265,7 +265,7 @@ def test_what_was_offered_and_never_sent_gives_its_room_back(two: Cluster, came:
     other.hold.close()
 
 
-def test_what_is_not_all_there_does_not_count(two: Cluster) -> None:
+def test_what_is_not_all_there_does_not_count(two: LocalCluster) -> None:
     """The length of the file is looked at; its blocks are the server's word, and on a disk are read back."""
     one, other = two.nodes
     data = os.urandom(BLOCK + 1)
@@ -277,7 +277,7 @@ def test_what_is_not_all_there_does_not_count(two: Cluster) -> None:
 
 
 def test_on_nvme_the_copy_is_read_back(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2, nvme=True)
+    cluster = LocalCluster(tmp_path, 2, nvme=True)
     one, other = cluster.nodes
     data = os.urandom(BLOCK + 1)
     content = one.written(b"a", data)
@@ -292,42 +292,42 @@ def test_on_nvme_the_copy_is_read_back(tmp_path: Path) -> None:
     assert other.data(content, Tier.NVME) == data
 
 
-def test_the_share_of_the_peers_is_bounded(two: Cluster) -> None:
+def test_the_share_of_the_peers_is_bounded(two: LocalCluster) -> None:
     one, other = two.nodes
     other.squeeze(Tier.RAM, 40 * MIB)
     other.hold_anew()
     assert other.hold.room() == 20 * MIB
     send(two, one.written(b"a", os.urandom(12 * MIB)))
     assert other.hold.room() == 8 * MIB
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoSpace):
         other.hold.receive(offer_of(one, one.written(b"b", os.urandom(9 * MIB))))
 
 
-def test_lent_copies_stay_readable_and_only_good_ones_are_lent(two: Cluster) -> None:
+def test_lent_copies_stay_readable_and_only_good_ones_are_lent(two: LocalCluster) -> None:
     one, other = two.nodes
     data = os.urandom(BLOCK)
     content = one.written(b"a", data)
-    with pytest.raises(NotHere):
+    with pytest.raises(CopyNotFound):
         other.hold.lend(content, None)
     send(two, content)
-    with pytest.raises(NotHere):
+    with pytest.raises(CopyNotFound):
         other.hold.lend(content, b"another digest!!")
     loan = other.hold.lend(content, None)
-    settling.forget_copy(other.db, content, Tier.RAM)
+    settling.delete_copy(other.db, content, Tier.RAM)
     other.places[Tier.RAM].remove(content)
-    assert os.pread(loan.fd, BLOCK, 0) == data and loan.digest == digest.whole(loan.blocks, loan.size)
+    assert os.pread(loan.fd, BLOCK, 0) == data and loan.digest == digest.hash_content(loan.blocks, loan.size)
     os.close(loan.fd)
-    with pytest.raises(NotHere):
+    with pytest.raises(CopyNotFound):
         other.hold.lend(content, None)
 
 
-def test_a_closed_content_is_sealed_for_who_asks(two: Cluster) -> None:
+def test_a_closed_content_is_sealed_for_who_asks(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.make(b"a", b"hello")
     assert one.hold.seal_soon(content, 0.0) is None
-    record = other.peers.seal_soon(one.member, content, 1.0)
+    record = other.peers.request_seal(one.member, content, 1.0)
     assert record is not None and record.size == 5
-    with pytest.raises(NotHere):
+    with pytest.raises(CopyNotFound):
         other.hold.seal_soon(content, 0.0)
 
 
@@ -338,7 +338,7 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
     tmp_path: Path, label: str, older: bool, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P7: whatever fails, no copy counts that is not what it is said to be, and the next offer brings it."""
-    cluster = Cluster(tmp_path, 2, nvme=True)
+    cluster = LocalCluster(tmp_path, 2, nvme=True)
     one, other = cluster.nodes
     if tier is Tier.NVME:
         other.squeeze(Tier.RAM, MIB)
@@ -353,32 +353,32 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
         send(cluster, content)
     monkeypatch.setattr(disk, "_fault", "")
     Recover(other.db, other.places, other.config, other.told).step()
-    for copy in settling.copies(other.db, content):
+    for copy in settling.list_copies(other.db, content):
         if copy.state is CopyState.GOOD:
             assert other.data(content, copy.tier) == one.data(content)
     send(cluster, content)
     assert other.data(content, tier) == one.data(content) and other.copies(content) == {tier: CopyState.GOOD}
 
 
-def test_after_a_death_what_was_arriving_is_gone(two: Cluster) -> None:
+def test_after_a_death_what_was_arriving_is_gone(two: LocalCluster) -> None:
     one, other = two.nodes
     other.hold.receive(offer_of(one, one.written(b"a", os.urandom(BLOCK))))
     assert len(other.files(Tier.RAM)) == 1
     Recover(other.db, other.places, other.config, other.told).step()
-    assert other.files(Tier.RAM) == set() and settling.by_state(other.db, CopyState.FILLING) == []
+    assert other.files(Tier.RAM) == set() and settling.list_copies_in_state(other.db, CopyState.FILLING) == []
     assert other.db.rows("SELECT state FROM content WHERE state IN (3, 4)") == [], "a peer's content that is not here is not lost"
 
 
-def test_a_liar_is_found_out(two: Cluster) -> None:
+def test_a_liar_is_found_out(two: LocalCluster) -> None:
     one, _ = two.nodes
     content = one.written(b"a", os.urandom(BLOCK))
     offer = offer_of(one, content)
     one.spoil(content, Tier.RAM)
-    with pytest.raises(PeerLied):
+    with pytest.raises(PeerCorrupt):
         send(two, content, offer)
 
 
-def test_what_is_written_here_while_a_peer_sends_does_not_give_way(two: Cluster) -> None:
+def test_what_is_written_here_while_a_peer_sends_does_not_give_way(two: LocalCluster) -> None:
     """P5: the copy of what was closed here a moment ago goes on to count."""
     one, other = two.nodes
     content = one.written(b"a", b"x" * BLOCK)
@@ -388,9 +388,9 @@ def test_what_is_written_here_while_a_peer_sends_does_not_give_way(two: Cluster)
     reception = other.hold.receive(offer)
     os.pwrite(reception.fd, b"x" * BLOCK, 0)
     other.db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, 'ram', 1, 1)", content)
-    with other.db.change():
-        contents.reopen(other.db, other.inode(content), content, Tier.RAM)
-        contents.close(other.db, other.inode(content), content, 5, 1, 2)
+    with other.db.transaction():
+        contents.mark_open(other.db, other.inode(content), content, Tier.RAM)
+        contents.mark_closed(other.db, other.inode(content), content, 5, 1, 2)
     with pytest.raises(Busy):
         other.hold.received(reception.token)
     assert other.state(content) is ContentState.CLOSED

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, around, offer_of
+from clique_world import LocalCluster, cluster_of, offer_of
 from former_world import NEW, OLD, appended, change, decide, file_of, hear, held, publish, replicated, send, shown, tidy
 
 from ckptfs import disk, limits
@@ -32,14 +32,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heard", [False, True])
 def test_the_generation_that_others_have_is_shown(tmp_path: Path, stop: str, heard: bool) -> None:
     """P9: whole, with its size and time, on all nodes; and it gets as many copies as before."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
     change(one, content, appended, stop=stop)
     if heard:
         hear(two, content)
-        assert two.copies(content) == {Tier.RAM: CopyState.GOOD if stop == "open" else CopyState.OLDER}
+        assert two.copies(content) == {Tier.RAM: CopyState.GOOD if stop == "open" else CopyState.STALE}
     decide(two)
     assert file_of(cluster, inode).content == content, "its writer lives"
     one.kill()
@@ -48,7 +48,7 @@ def test_the_generation_that_others_have_is_shown(tmp_path: Path, stop: str, hea
     former, generation, size, mtime_ns = shown(cluster, inode)
     assert former != content and (generation, size, mtime_ns) == (1, len(OLD), 2)
     assert held(two, inode) == OLD
-    assert (file_of(cluster, inode).missed or {})["content"] == content
+    assert (file_of(cluster, inode).salvaged or {})["content"] == content
     assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 1
     tidy(two)
     assert two.files(Tier.RAM) == {former}, "one file, and one copy of it"
@@ -60,7 +60,7 @@ def test_the_generation_that_others_have_is_shown(tmp_path: Path, stop: str, hea
 
 
 def test_the_next_generation_takes_its_place_when_it_is_there(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     change(one, content, appended)
@@ -72,12 +72,12 @@ def test_the_next_generation_takes_its_place_when_it_is_there(tmp_path: Path) ->
     one.kill()
     decide(two)
     assert shown(cluster, one.inode(content)) == (content, 2, len(OLD + NEW), 3) and two.data(content) == OLD + NEW
-    assert holders.read(cluster.store, [content])[content].holders == [1, 2]
+    assert holders.load(cluster.store, [content])[content].holders == [1, 2]
 
 
 def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) -> None:
     """P5: neither a sweep nor a tier that is full."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster)
     change(one, content, appended)
@@ -87,30 +87,30 @@ def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) 
     for _ in range(2):
         tidy(two)
         evict.step()
-        evict.hurry()
+        evict.retry_now()
     assert two.data(content) == OLD
     change(one, content, appended)
     hear(two, content)
-    told = holders.read(cluster.store, [content])[content]
+    told = holders.load(cluster.store, [content])[content]
     assert [(copy.node, copy.generation) for copy in told.copies] == [(2, 1)], "the others know what it has"
     fd = one.places[Tier.RAM].open(content)
     with disk.closing(fd):
-        assert one.peers.send(three.member, offer_of(one, content), fd).verified
+        assert one.peers.send(three.member, offer_of(one, content), fd).is_verified
     hear(three, content)
     tidy(two)
     assert content not in two.files(Tier.RAM), "its writer and another node have what came after it"
 
 
 def test_a_mover_that_begins_anew_still_has_it(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     change(one, content, appended)
     hear(two, content)
-    tell = Tell(two.db, around(two))
+    tell = Tell(two.db, cluster_of(two))
     tell.prepare()
     tell.step()
-    assert [copy.generation for copy in holders.read(cluster.store, [content])[content].copies] == [1]
+    assert [copy.generation for copy in holders.load(cluster.store, [content])[content].copies] == [1]
     one.kill()
     decide(two)
     assert held(two, one.inode(content)) == OLD
@@ -118,7 +118,7 @@ def test_a_mover_that_begins_anew_still_has_it(tmp_path: Path) -> None:
 
 def test_the_writer_returns_with_what_it_changed(tmp_path: Path) -> None:
     """Nobody has written the file meanwhile: it holds what was closed last, and gets its copies."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -129,7 +129,7 @@ def test_the_writer_returns_with_what_it_changed(tmp_path: Path) -> None:
     one.revive()
     tidy(one)
     decide(two)
-    assert shown(cluster, inode) == (content, 2, len(OLD + NEW), 3) and file_of(cluster, inode).missed is None
+    assert shown(cluster, inode) == (content, 2, len(OLD + NEW), 3) and file_of(cluster, inode).salvaged is None
     assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 0
     tidy(two)
     assert former in two.files(Tier.RAM), "it is the former content again"
@@ -141,7 +141,7 @@ def test_the_writer_returns_with_what_it_changed(tmp_path: Path) -> None:
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
     """Both stay."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -156,7 +156,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     decide(two)
     tidy(one)
     assert shown(cluster, inode)[:2] == (former, 2) and two.data(former) == OLD[::-1]
-    beside = namespace.find(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
     assert beside is not None and (beside.content, beside.size) == (content, len(OLD + NEW))
     assert one.data(content) == OLD + NEW and one.state(content) is ContentState.SEALED
 
@@ -165,7 +165,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
 @pytest.mark.parametrize("heard", [False, True])
 def test_another_node_changed_it(tmp_path: Path, stop: str, heard: bool) -> None:
     """P9: who wrote it first has what the other one destroyed by writing into it."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -184,7 +184,7 @@ def test_another_node_changed_it(tmp_path: Path, stop: str, heard: bool) -> None
 
 def test_of_several_generations_the_newest_is_shown(tmp_path: Path) -> None:
     """Also when who has an older one looks first; never a mixture of both (P7)."""
-    cluster = Cluster(tmp_path, 4)
+    cluster = LocalCluster(tmp_path, 4)
     one, two, three, four = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -206,7 +206,7 @@ def test_of_several_generations_the_newest_is_shown(tmp_path: Path) -> None:
 
 def test_changed_in_place_and_then_written_anew(tmp_path: Path) -> None:
     """P9: what nobody else had of the former content does not hide what they had before."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -225,7 +225,7 @@ def test_changed_in_place_and_then_written_anew(tmp_path: Path) -> None:
 
 def test_what_is_read_here_stays_what_it_is(tmp_path: Path) -> None:
     """P7: whoever has the former generation open shares nothing with what the file holds from now on."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     two.hold_open(content)
@@ -242,7 +242,7 @@ def test_what_is_read_here_stays_what_it_is(tmp_path: Path) -> None:
 
 def test_what_is_not_what_it_was_is_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P4, P7: a bad copy is found out before anybody is told of it."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     change(one, content, appended)
@@ -258,7 +258,7 @@ def test_what_is_not_what_it_was_is_not_shown(tmp_path: Path, caplog: pytest.Log
 @pytest.mark.parametrize("label", ["fallback:shown", "gather:older:read"])
 def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: the former generation is still there, and a mover that begins anew shows it."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -274,17 +274,17 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
     decide(two)
     former = shown(cluster, inode)[0]
     assert former != content and two.data(former) == OLD
-    row = settling.content(two.db, former)
-    assert row is not None and not row.peer and two.db.value("SELECT lacking FROM content WHERE id = ?", former) == 1
+    row = settling.get_content(two.db, former)
+    assert row is not None and not row.is_remote and two.db.value("SELECT lacking FROM content WHERE id = ?", former) == 1
 
 
 def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:
     """Who shows a former generation writes it back, if its writer did not come to that."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     change(one, content, appended)
-    two.db.journalled = True
+    two.db.is_journalled = True
     one.kill()
     decide(two)
     former = shown(cluster, one.inode(content))[0]
@@ -293,7 +293,7 @@ def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:
 
 def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: the former generation gives way to the next one only when that is here."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -307,9 +307,9 @@ def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: py
         raise PeerFailed("the writer died in the middle of it")
 
     monkeypatch.setattr(two.peers, "fetch", broken)
-    want = wants.ask(two.db, wants.FETCH, inode)
-    Fetch(two.db, two.places, two.config, two.told, around(two)).step()
-    assert wants.is_open(two.db, want) and two.copies(content) == {Tier.RAM: CopyState.OLDER} and two.data(content) == OLD
+    want = wants.insert_request(two.db, wants.FETCH, inode)
+    Fetch(two.db, two.places, two.config, two.told, cluster_of(two)).step()
+    assert wants.is_open(two.db, want) and two.copies(content) == {Tier.RAM: CopyState.STALE} and two.data(content) == OLD
     decide(two)
     assert shown(cluster, inode)[1:3] == (1, len(OLD)) and held(two, inode) == OLD
     tidy(two)
@@ -317,37 +317,37 @@ def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: py
 
 
 def test_a_fetch_that_does_not_fail_leaves_nothing_aside(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     two.learn(one.inode(content), b"file", content, len(OLD))
     change(one, content, appended)
     hear(two, content)
-    wants.ask(two.db, wants.FETCH, one.inode(content))
-    Fetch(two.db, two.places, two.config, two.told, around(two)).step()
+    wants.insert_request(two.db, wants.FETCH, one.inode(content))
+    Fetch(two.db, two.places, two.config, two.told, cluster_of(two)).step()
     assert two.data(content) == OLD + NEW and two.files(Tier.RAM) == {content}
 
 
 @pytest.mark.parametrize("renamed", [True, False])
 def test_a_mover_that_dies_while_it_fetches(tmp_path: Path, renamed: bool) -> None:
     """P5, P8: what was put aside is put back, also when its file never got its other name."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     change(one, content, appended)
     hear(two, content)
-    seen = settling.content(two.db, content)
+    seen = settling.get_content(two.db, content)
     assert seen is not None
-    with two.db.change():
+    with two.db.transaction():
         number = aside.put(two.db, two.places[Tier.RAM], content)
-        assert number is not None and settling.fill(two.db, seen, Tier.RAM)
+        assert number is not None and settling.insert_filling_copy(two.db, seen, Tier.RAM)
     if renamed:
         os.close(two.places[Tier.RAM].create(content))
     else:
         two.places[Tier.RAM].rename(number, content)
         two.db.run("DELETE FROM copy WHERE state = 0")
     Recover(two.db, two.places, two.config, two.told).step()
-    assert two.copies(content) == {Tier.RAM: CopyState.OLDER} and two.data(content) == OLD and two.files(Tier.RAM) == {content}
+    assert two.copies(content) == {Tier.RAM: CopyState.STALE} and two.data(content) == OLD and two.files(Tier.RAM) == {content}
     one.kill()
     decide(two)
     assert held(two, one.inode(content)) == OLD

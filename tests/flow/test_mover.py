@@ -107,7 +107,7 @@ def test_a_want_is_answered_and_the_mount_told(node: Node, start: Callable[..., 
     (node.root / "pfs" / "theirs").write_text("already there")
     mover = start()
     mover.hear(READY)
-    want = wants.ask(node.db, wants.VISIT, 1)
+    want = wants.insert_request(node.db, wants.SCAN, 1)
     mover.bell.send(b"!")
     mover.bell.settimeout(DEADLINE_S)
     heard = set()

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, around, until
+from clique_world import LocalCluster, Node, cluster_of, until
 from former_world import appended, change, decide, held, publish, replicated, shown, tidy
 
 from ckptfs import limits
@@ -38,16 +38,16 @@ def write(node: Node, content: int, data: bytes) -> None:
 
 
 def fsync(node: Node, content: int) -> int:
-    return wants.ask(node.db, wants.COPY, node.inode(content))
+    return wants.insert_request(node.db, wants.REPLICATE_LATER, node.inode(content))
 
 
 def regularly(node: Node) -> Regularly:
-    return Regularly(node.db, node.places, around(node))
+    return Regularly(node.db, node.places, cluster_of(node))
 
 
 def test_what_was_fsynced_is_copied(tmp_path: Path) -> None:
     """Only that; and only when it has changed."""
-    one, two = Cluster(tmp_path, 2).nodes
+    one, two = LocalCluster(tmp_path, 2).nodes
     content = log_of(one)
     flow = regularly(one)
     flow.step()
@@ -68,7 +68,7 @@ def test_what_was_fsynced_is_copied(tmp_path: Path) -> None:
 
 def test_what_changes_is_copied_on_a_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "OPEN_COPIED_S", 0.0)
-    one, two = Cluster(tmp_path, 2).nodes
+    one, two = LocalCluster(tmp_path, 2).nodes
     content = log_of(one)
     flow = regularly(one)
     flow.step()
@@ -83,7 +83,7 @@ def test_what_changes_is_copied_on_a_timer(tmp_path: Path, monkeypatch: pytest.M
 def test_what_was_only_opened_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its seal has brought it to the others."""
     monkeypatch.setattr(limits, "OPEN_COPIED_S", 0.0)
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, _ = cluster.nodes
     content = replicated(cluster)
     sent = len(one.peers.sent)
@@ -97,21 +97,21 @@ def test_what_was_only_opened_is_not_copied(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_fsync_that_nobody_could_take_is_made_good(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = log_of(one)
     flow = regularly(one)
     cluster.cut = {"n2"}
     fsync(one, content)
     flow.step()
-    assert wants.wanted(one.db, wants.COPY) != []
+    assert wants.list_open(one.db, wants.REPLICATE_LATER) != []
     cluster.cut = set()
     until(lambda: content in two.files(Tier.RAM), flow.step)
-    assert wants.wanted(one.db, wants.COPY) == []
+    assert wants.list_open(one.db, wants.REPLICATE_LATER) == []
 
 
 def test_what_was_closed_meanwhile_is_left_to_its_seal(tmp_path: Path) -> None:
-    one, _ = Cluster(tmp_path, 2).nodes
+    one, _ = LocalCluster(tmp_path, 2).nodes
     content = one.make(b"file", DATA)
     want = fsync(one, content)
     regularly(one).step()
@@ -121,7 +121,7 @@ def test_what_was_closed_meanwhile_is_left_to_its_seal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool) -> None:
     """P7, P9: of a log that was never closed, and of one that was opened again; the same on all nodes."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     if again:
         content = replicated(cluster)
@@ -134,7 +134,7 @@ def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool) 
     flow = regularly(one)
     until(lambda: content in two.files(Tier.RAM) and two.data(content) == data, flow.step)
     publish(one)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     mtime_ns = os.stat(one.places[Tier.RAM].root / "contents" / f"{content:016x}").st_mtime_ns
     write(one, content, b"this nobody has")
     one.kill()

@@ -18,7 +18,7 @@ def test_equal_ids_of_two_catalogs_are_two_files(tmp_path: Path, tier: Tier, mon
     nodes = [Node(tmp_path / name) for name in ("one", "two")]
     for node in nodes:
         node.configure(nvme=tmp_path / "one" / "nvme", pfs=tmp_path / "one" / "pfs")
-        node.places = Places.adopt(node.config, adoption.instance(node.db))
+        node.places = Places.adopt(node.config, adoption.get_instance_id(node.db))
         assert node.places[Tier.PFS].uuid
     first, second = (node.make(b"file", os.urandom(8), tier=tier) for node in nodes)
     assert first == second, "the ids must be equal for this test to mean anything"
@@ -35,7 +35,7 @@ def test_a_shared_directory_has_one_identity(tmp_path: Path) -> None:
     nodes = [Node(tmp_path / name) for name in ("one", "two")]
     for node in nodes:
         node.configure(pfs=tmp_path / "one" / "pfs")
-        node.places = Places.adopt(node.config, adoption.instance(node.db))
+        node.places = Places.adopt(node.config, adoption.get_instance_id(node.db))
     assert nodes[0].places[Tier.PFS].uuid == nodes[1].places[Tier.PFS].uuid
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, Node, around, level, replicate_of, until
+from clique_world import LocalCluster, Node, cluster_of, level, replicate_of, until
 
 from ckptfs import disk, limits
 from ckptfs.catalog import holding, peers, settling, telling
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
-from ckptfs.errors import Unreachable
+from ckptfs.errors import StoreUnreachable
 from ckptfs.flow.drop import Drop
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.reconcile import Reconcile
@@ -28,29 +28,29 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sweep(node: Node) -> None:
     """Look through everything, and drop what is doomed."""
-    flow = Reconcile(node.db, node.places, node.told, around(node), node.hold.doubted)
+    flow = Reconcile(node.db, node.places, node.told, cluster_of(node), node.hold.doubted)
     while flow.step():
         pass
     Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
 
 
-def replicated(cluster: Cluster, name: bytes = b"a") -> int:
+def replicated(cluster: LocalCluster, name: bytes = b"a") -> int:
     one, two = cluster.nodes[:2]
     content = one.written(name, os.urandom(3000))
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     for node in (one, two):
         node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'')", node.inode(content))
     return content
 
 
-def delete(cluster: Cluster, *keys: str) -> None:
+def delete(cluster: LocalCluster, *keys: str) -> None:
     cluster.store.commit([], [Delete(key.encode()) for key in keys])
 
 
 def test_what_everybody_counts_on_stays(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     content = replicated(cluster)
     for node in cluster.nodes:
         sweep(node)
@@ -58,7 +58,7 @@ def test_what_everybody_counts_on_stays(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}")
@@ -66,24 +66,24 @@ def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
         node.db.run("DELETE FROM entry")
         sweep(node)
         assert node.files(Tier.RAM) == set() and node.state(content) is None
-    assert holders.read(two.store, [content])[content].copies == ()
+    assert holders.load(two.store, [content])[content].copies == ()
 
 
 def test_nobody_is_left_to_say_that_a_dead_node_s_file_is_gone(tmp_path: Path) -> None:
     """Its holder takes its word out of the store."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}")
     one.kill()
     sweep(two)
-    found = holders.read(two.store, [content])[content]
-    assert found.heard is None and found.copies == () and two.files(Tier.RAM) == set()
+    found = holders.load(two.store, [content])[content]
+    assert found.state is None and found.copies == () and two.files(Tier.RAM) == set()
 
 
 def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
     """P1: an island's files."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
@@ -99,16 +99,16 @@ def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
 def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third node deleted the file and tells both at once: the copy here stayed until the next sweep."""
     monkeypatch.setattr(limits, "DOUBT_AGAIN_S", 0.01)
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
-    flow = Reconcile(two.db, two.places, two.told, around(two), two.hold.doubted)
+    flow = Reconcile(two.db, two.places, two.told, cluster_of(two), two.hold.doubted)
     while flow.step():  # The first sweep is over.
         pass
     two.hold.doubted.add(content)
     flow.step()
-    assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and (flow.due_s() or 0.0) < 1.0
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and (flow.next_due_s() or 0.0) < 1.0
     one.db.run("UPDATE content SET state = 3 WHERE id = ?", content)
     until(lambda: two.state(content) is ContentState.DOOMED, flow.step)
 
@@ -116,7 +116,7 @@ def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, m
 @pytest.mark.parametrize("why", ["lost", "open"])
 def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why: str) -> None:
     """P5: it wrote the file, told nobody, and has lost its RAM or writes again. The copy here may be the last one."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
@@ -134,7 +134,7 @@ def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why
 
 def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
     """The former content stays until its successor is sealed and has reached another node."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster)
     inode = one.inode(content)
@@ -154,18 +154,18 @@ def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
 
 
 def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one = cluster.nodes[0]
     content = replicated(cluster)
-    row = settling.content(one.db, content)
+    row = settling.get_content(one.db, content)
     assert row is not None and row.digest is not None
     value = {"node": 2, "inode": row.inode, "generation": 7, "state": 2, "size": 3, "digest": "11" * 16, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", value)
     loan = one.hold.lend(content, None)
     os.close(loan.fd)
     sweep(one)
-    seen = settling.content(one.db, content)
-    assert seen is not None and seen.peer and seen.generation == 7
+    seen = settling.get_content(one.db, content)
+    assert seen is not None and seen.is_remote and seen.generation == 7
     assert one.files(Tier.RAM) == {content}, "the newer one may die with its writer"
     cluster.put(f"p/{content:016x}/00000003", {"generation": 7, "digest": "11" * 16})
     sweep(one)
@@ -173,7 +173,7 @@ def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
 
 
 def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     content = replicated(cluster)
     delete(cluster, f"i/{cluster.nodes[0].inode(content):016x}")
     for node in cluster.nodes:
@@ -184,7 +184,7 @@ def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
 
 def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
     """A node died, its copies were made again elsewhere, and it comes back with what it had."""
-    cluster = Cluster(tmp_path, 4)
+    cluster = LocalCluster(tmp_path, 4)
     one, two, *_ = cluster.nodes
     content = replicated(cluster)
     two.kill()
@@ -192,19 +192,19 @@ def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     two.revive()
     for node in cluster.nodes:
-        Tell(node.db, around(node)).step()
+        Tell(node.db, cluster_of(node)).step()
     for node in cluster.nodes:
         sweep(node)
     having = [node.member.name for node in cluster.nodes if node.copies(content)]
     assert having == ["n1", "n2"]
-    assert sorted(holders.read(one.store, [content])[content].holders) == [1, 2]
+    assert sorted(holders.load(one.store, [content])[content].holders) == [1, 2]
     for node in cluster.nodes:
         assert len(node.files(Tier.RAM)) == len(node.copies(content))
 
 
 def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path) -> None:
     """P5, P9: the writer comes back without its RAM, and still has the last word in the store."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = replicated(cluster)
     one.kill()
@@ -212,7 +212,7 @@ def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path)
         pass
     flow = replicate_of(two)
     until(lambda: three.copies(content), flow.step)
-    Tell(three.db, around(three)).step()
+    Tell(three.db, cluster_of(three)).step()
     one.lose_ram()
     one.revive()
     for node in cluster.nodes:
@@ -222,13 +222,13 @@ def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path)
 
 def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -> None:
     """P4, P9: it went bad there. The writer finds out, and its file is not `clique` until there is another one."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     sweep(one)
     assert level(one, content) is Level.CLIQUE
-    settling.mark(two.db, content, Tier.RAM, CopyState.QUARANTINED)
-    Tell(two.db, around(two)).step()
+    settling.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED)
+    Tell(two.db, cluster_of(two)).step()
     sweep(one)
     assert level(one, content) is Level.LOCAL
     flow = replicate_of(one)
@@ -237,46 +237,46 @@ def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -
 
 
 def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"p/{content:016x}/00000002")
     sweep(one)
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, around(two)).step()
-    assert holders.read(one.store, [content])[content].holders == [1, 2]
+    Tell(two.db, cluster_of(two)).step()
+    assert holders.load(one.store, [content])[content].holders == [1, 2]
 
 
 @pytest.mark.parametrize("first", [CopyState.GOOD, CopyState.QUARANTINED])
 def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: Path, first: CopyState) -> None:
     """P4: no word stays in the store that is not true, and none is missing."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     two = cluster.nodes[1]
     content = replicated(cluster)
-    settling.mark(two.db, content, Tier.RAM, first)
-    holding.tell_again(two.db, content)
-    news = telling.untold(two.db, 10)
-    holders.tell(two.store, 2, news)
-    settling.mark(two.db, content, Tier.RAM, CopyState.QUARANTINED if first is CopyState.GOOD else CopyState.GOOD)
+    settling.set_copy_state(two.db, content, Tier.RAM, first)
+    holding.mark_unannounced(two.db, content)
+    news = telling.list_unannounced(two.db, 10)
+    holders.announce(two.store, 2, news)
+    settling.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED if first is CopyState.GOOD else CopyState.GOOD)
     if first is CopyState.QUARANTINED:
-        holding.tell_again(two.db, content)
-    telling.told(two.db, news)
-    Tell(two.db, around(two)).step()
-    told = [copy.node for copy in holders.read(two.store, [content])[content].copies]
+        holding.mark_unannounced(two.db, content)
+    telling.mark_announced(two.db, news)
+    Tell(two.db, cluster_of(two)).step()
+    told = [copy.node for copy in holders.load(two.store, [content])[content].copies]
     assert told == ([] if first is CopyState.GOOD else [2])
 
 
 def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: an island comes back to a file that another node has written too. Both are there until the mount has settled it."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     for node, word in ((one, b"here"), (two, b"there"), (two, b"again")):
         monkeypatch.setattr(node, "publish_shared", lambda content: None)
         node.rewrite(content, lambda data, word=word: data.extend(word))  # type: ignore[misc]
     one.db.run("INSERT INTO touched_key (change, kind, number, name) VALUES (1, 'c', ?, x'')", content)
-    there = settling.content(two.db, content)
+    there = settling.get_content(two.db, content)
     assert there is not None and there.digest is not None
     value = {"node": 2, "inode": there.inode, "generation": there.generation, "state": 2, "size": there.size, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", {**value, "digest": there.digest.hex()})
@@ -287,27 +287,27 @@ def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path
     until(lambda: flow.in_flight() == (0, 0))
     assert one.data(content).endswith(b"here") and one.copies(content) == {Tier.RAM: CopyState.GOOD}
     one.db.run("DELETE FROM touched_key")
-    flow.hurry()
+    flow.retry_now()
     until(lambda: level(two, content) is Level.CLIQUE, flow.step)
     assert one.data(content).endswith(b"again")
 
 
 def test_two_that_are_too_many_do_not_go_at_once(tmp_path: Path) -> None:
     """Each rests on the other: the second finds that the store has changed since it was asked."""
-    cluster = Cluster(tmp_path, 4)
+    cluster = LocalCluster(tmp_path, 4)
     one, two, three, _ = cluster.nodes
     content = replicated(cluster)
-    shared = holders.read(one.store, [content])[content]
+    shared = holders.load(one.store, [content])[content]
     cluster.put(f"p/{content:016x}/00000003", {"generation": 1, "digest": "00"})
-    mine = holders.copy_key(content, 2)
-    assert holders.release(two.store, 2, content, [item for item in shared.items if item.key != mine]), "what came later is no matter"
-    again = holders.read(one.store, [content])[content]
+    mine = holders.build_copy_key(content, 2)
+    assert holders.withdraw_copy(two.store, 2, content, [item for item in shared.items if item.key != mine]), "what came later is no matter"
+    again = holders.load(one.store, [content])[content]
     cluster.put(f"c/{content:016x}", {"node": 1})
-    assert not holders.release(three.store, 3, content, list(again.items))
+    assert not holders.withdraw_copy(three.store, 3, content, list(again.items))
 
 
 def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     two.hold.forget([content])
@@ -321,17 +321,17 @@ def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None
 
 def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_path: Path) -> None:
     """Rank 0 removes everybody's checkpoints: nobody waits for a sweep to get the room back."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content, kept = replicated(cluster), replicated(cluster, b"b")
-    flows = {node: Reconcile(node.db, node.places, node.told, around(node), node.hold.doubted) for node in (one, two)}
+    flows = {node: Reconcile(node.db, node.places, node.told, cluster_of(node), node.hold.doubted) for node in (one, two)}
     for flow in flows.values():
         while flow.step():  # The first sweep; the next one comes half an hour later.
             pass
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}", f"p/{content:016x}/00000002")
     settling.set_state(three.db, content, ContentState.DOOMED)
-    settling.forget(three.db, [(content, None)])
-    peers.is_to_hear(three.db, content, 1)
+    settling.delete_doomed(three.db, [(content, None)])
+    peers.insert_unneeded_copy(three.db, content, 1)
     replicate_of(three).step()
     assert one.hold.doubted == {content}
     for node, flow in flows.items():
@@ -346,11 +346,11 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
 
 def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: Path) -> None:
     """It was cut off while they deleted, and its mover lives on; what is young it looks at once more."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content, kept = replicated(cluster), replicated(cluster, b"b")
     lease = [1]
-    flow = Reconcile(two.db, two.places, two.told, replace(around(two), lease=lambda: lease[0]), two.hold.doubted)
+    flow = Reconcile(two.db, two.places, two.told, replace(cluster_of(two), lease=lambda: lease[0]), two.hold.doubted)
     while flow.step():
         pass
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
@@ -365,19 +365,19 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
 
 
 def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}")
     two.store.reachable = False
-    with pytest.raises(Unreachable):
+    with pytest.raises(StoreUnreachable):
         sweep(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("reconcile:")))
 def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}")
@@ -392,11 +392,11 @@ def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, mo
 
 def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path) -> None:
     """P10: a former generation, then copies that are whole elsewhere; the store learns that they went."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, _ = cluster.nodes
     former, held = replicated(cluster, b"a"), replicated(cluster, b"b")
     one.rewrite(former, lambda data: data.reverse())
-    row = settling.content(one.db, former)
+    row = settling.get_content(one.db, former)
     assert row is not None and row.digest is not None
     cluster.put(f"p/{former:016x}/00000003", {"generation": row.generation, "digest": row.digest.hex()})
     holders.refresh(two.db, two.store, [former], 2)
@@ -409,5 +409,5 @@ def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path
     evict = Evict(two.db, two.places, two.config, two.told)
     evict.step()
     assert two.files(Tier.RAM) == set()
-    Tell(two.db, around(two)).step()
-    assert holders.read(one.store, [held])[held].copies == ()
+    Tell(two.db, cluster_of(two)).step()
+    assert holders.load(one.store, [held])[held].copies == ()

@@ -43,7 +43,7 @@ def lose(node: Node, tier: Tier) -> None:
 
 
 def second_copy(node: Node, content: int, tier: Tier) -> None:
-    row = settling.content(node.db, content)
+    row = settling.get_content(node.db, content)
     assert row is not None
     duplicate.make(node.db, node.places, row, Tier.RAM, tier)
 
@@ -112,7 +112,7 @@ def test_an_open_file_falls_back_to_what_it_had_fsynced_and_not_to_what_was_befo
     inode = node.inode(old)
     new = node.write(inode, b"step 1, step 2", closed=False)
     node.publish(old)
-    with node.db.change():
+    with node.db.transaction():
         node.db.run("UPDATE published SET generation = generation + 1, complete = 0, size = 6 WHERE inode = ?", inode)
     lose(node, Tier.RAM)
     recover(node)
@@ -129,7 +129,7 @@ def test_a_closed_file_that_was_not_sealed_yet_shows_what_it_had_fsynced(node: N
     new = node.write(inode, b"step 1")
     node.publish(old)
     generation = node.db.value("SELECT generation FROM content WHERE id = ?", new)
-    with node.db.change():
+    with node.db.transaction():
         node.db.run("UPDATE published SET generation = ?, complete = 0, size = 6 WHERE inode = ?", generation, inode)
     lose(node, Tier.RAM)
     recover(node)
@@ -185,8 +185,8 @@ def test_the_first_adoption_forgets_nothing(tmp_path: Path) -> None:
 def test_unfinished_copies_go(node: Node) -> None:
     content = node.make(b"file", b"data")
     seal(node)
-    row = settling.content(node.db, content)
-    assert row is not None and settling.fill(node.db, row, Tier.NVME)
+    row = settling.get_content(node.db, content)
+    assert row is not None and settling.insert_filling_copy(node.db, row, Tier.NVME)
     node.places[Tier.NVME].create(content)
     recover(node)
     assert node.copies(content) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
@@ -256,7 +256,7 @@ def test_an_nvme_that_was_given_up_is_replaced(node: Node) -> None:
     (node.root / "nvme" / adoption.GIVEN_UP).touch()
     recover(node)
     assert node.state(content) is ContentState.LOST and Tier.NVME in node.places
-    assert settling.tier_uuid(node.db, Tier.NVME) == node.places[Tier.NVME].uuid
+    assert settling.get_tier_uuid(node.db, Tier.NVME) == node.places[Tier.NVME].uuid
 
 
 def test_another_nvme_is_taken_at_once_when_nothing_lies_only_on_the_former(node: Node) -> None:
@@ -293,8 +293,8 @@ def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, la
     published, lost, gone = node.make(b"published", b"p"), node.make(b"lost", b"l"), node.make(b"gone", b"g", tier=Tier.NVME)
     seal(node)
     node.publish(published)
-    row = settling.content(node.db, published)
-    assert row is not None and settling.fill(node.db, row, Tier.NVME)
+    row = settling.get_content(node.db, published)
+    assert row is not None and settling.insert_filling_copy(node.db, row, Tier.NVME)
     os.close(node.places[Tier.NVME].create(published))
     node.places[Tier.NVME].remove(gone)
     lose(node, Tier.RAM)

@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import Cluster, around, level, replicate_of, until
+from clique_world import LocalCluster, cluster_of, level, replicate_of, until
 
 from ckptfs import limits
 from ckptfs.catalog import peers, telling, wants
-from ckptfs.errors import Unreachable
+from ckptfs.errors import StoreUnreachable
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.tell import Tell
 from ckptfs.model import Level, Tier
 
 
-def settle(cluster: Cluster) -> None:
+def settle(cluster: LocalCluster) -> None:
     """Everything that the living nodes want to do is done."""
     flows = {node.number: replicate_of(node) for node in cluster.nodes if node.alive}
 
@@ -26,11 +26,11 @@ def settle(cluster: Cluster) -> None:
                 while node.repair.step():
                     pass
                 flows[node.number].step()
-                Tell(node.db, around(node)).step()
+                Tell(node.db, cluster_of(node)).step()
 
     def quiet() -> bool:
         return all(
-            flow.in_flight() == (0, 0) and not peers.lacking(node.db, 0, 1) and not telling.untold(node.db, 1)
+            flow.in_flight() == (0, 0) and not peers.list_under_replicated(node.db, 0, 1) and not telling.list_unannounced(node.db, 1)
             for node in cluster.nodes
             if node.alive and (flow := flows[node.number])
         )
@@ -39,13 +39,13 @@ def settle(cluster: Cluster) -> None:
     until(quiet, step)
 
 
-def copies(cluster: Cluster, content: int) -> set[str]:
+def copies(cluster: LocalCluster, content: int) -> set[str]:
     """The living nodes that have a copy that counts."""
     return {node.member.name for node in cluster.nodes if node.alive and Tier.RAM in node.copies(content)}
 
 
 def test_the_writer_replaces_a_holder_that_died(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one = cluster.nodes[0]
     content = one.written(b"a", b"hello")
     settle(cluster)
@@ -58,7 +58,7 @@ def test_the_writer_replaces_a_holder_that_died(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [2, 3])
 def test_the_holders_replace_a_writer_that_died(tmp_path: Path, factor: int) -> None:
-    cluster = Cluster(tmp_path, 5, factor=factor)
+    cluster = LocalCluster(tmp_path, 5, factor=factor)
     one = cluster.nodes[0]
     written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(70)]
     settle(cluster)
@@ -71,7 +71,7 @@ def test_the_holders_replace_a_writer_that_died(tmp_path: Path, factor: int) -> 
 
 
 def test_it_goes_on_death_after_death(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 5)
+    cluster = LocalCluster(tmp_path, 5)
     content = cluster.nodes[0].written(b"a", data := os.urandom(5000))
     settle(cluster)
     for _ in range(3):
@@ -83,7 +83,7 @@ def test_it_goes_on_death_after_death(tmp_path: Path) -> None:
 
 
 def test_a_node_that_lives_again_without_its_ram_is_not_believed(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
     settle(cluster)
@@ -96,7 +96,7 @@ def test_a_node_that_lives_again_without_its_ram_is_not_believed(tmp_path: Path)
 
 
 def test_a_node_that_joins_gets_the_copies_that_nobody_could_hold(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3, factor=3)
+    cluster = LocalCluster(tmp_path, 3, factor=3)
     one, _, three = cluster.nodes
     three.kill()
     content = one.written(b"a", b"hello")
@@ -108,13 +108,13 @@ def test_a_node_that_joins_gets_the_copies_that_nobody_could_hold(tmp_path: Path
 
 
 def test_without_the_store_the_repair_waits(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, _ = cluster.nodes
     content = one.written(b"a", b"hello")
     settle(cluster)
     two.store.reachable = False
     one.kill()
-    with pytest.raises(Unreachable):
+    with pytest.raises(StoreUnreachable):
         two.repair.step()
     two.store.reachable = True
     settle(cluster)
@@ -122,7 +122,7 @@ def test_without_the_store_the_repair_waits(tmp_path: Path) -> None:
 
 
 def test_nothing_is_copied_where_the_writer_lives(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 4)
+    cluster = LocalCluster(tmp_path, 4)
     one, two, _, four = cluster.nodes
     content = one.written(b"a", b"hello")
     settle(cluster)
@@ -134,28 +134,28 @@ def test_nothing_is_copied_where_the_writer_lives(tmp_path: Path) -> None:
 
 def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) -> None:
     """P9: one copy is left while the writer lives; nobody else would make another one."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one = cluster.nodes[0]
     written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(3)]
     settle(cluster)
     one.lose_ram()
     one.member = replace(one.member, incarnation="another.2")
     cluster.changed()
-    fetch = Fetch(one.db, one.places, one.config, one.told, around(one))
+    fetch = Fetch(one.db, one.places, one.config, one.told, cluster_of(one))
 
     def step() -> None:
         one.repair.step()
-        assert len(wants.wanted(one.db, wants.FETCH)) <= limits.REFILLS_MAX, "those who wait come first"
+        assert len(wants.list_open(one.db, wants.FETCH)) <= limits.REFILLS_MAX, "those who wait come first"
         fetch.step()
 
     until(lambda: all(one.copies(content) for content in written), step)
     assert all(level(one, content) is Level.CLIQUE for content in written)
     step()
-    assert one.repair.due_s() != limits.WANT_LOOK_S
+    assert one.repair.next_due_s() != limits.WANT_LOOK_S
 
 
 def test_what_does_not_fit_is_not_asked_for_file_by_file(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one = cluster.nodes[0]
     for number in range(3):
         one.written(b"f%d" % number, os.urandom(1000))
@@ -165,8 +165,8 @@ def test_what_does_not_fit_is_not_asked_for_file_by_file(tmp_path: Path) -> None
     cluster.changed()
     asked = set()
     for _ in range(5):
-        for want in wants.wanted(one.db, wants.FETCH):
+        for want in wants.list_open(one.db, wants.FETCH):
             asked.add(want.inode)
-            wants.failed(one.db, want.id, errno.ENOSPC)
+            wants.mark_failed(one.db, want.id, errno.ENOSPC)
         one.repair.step()
     assert len(asked) == 1

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Cluster, around, level, offer_of, replicate_of, until
+from clique_world import MIB, LocalCluster, cluster_of, level, offer_of, replicate_of, until
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, peers, settling
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
-from ckptfs.clique.peers import PeerFailed, PeerLied
+from ckptfs.clique.peers import PeerCorrupt, PeerFailed
 from ckptfs.flow.tell import Tell
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
@@ -20,19 +20,19 @@ BLOCK = limits.BLOCK_BYTES
 
 
 def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
-    one, two, three = (cluster := Cluster(tmp_path, 3)).nodes
+    one, two, three = (cluster := LocalCluster(tmp_path, 3)).nodes
     content = one.written(b"a", data := os.urandom(BLOCK + 7))
     assert level(one, content) is Level.LOCAL
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     assert two.data(content) == data and three.copies(content) == {}
-    until(lambda: not peers.lacking(one.db, 0, 10), flow.step)
-    assert peers.lag(one.db)[0] == 0
+    until(lambda: not peers.list_under_replicated(one.db, 0, 10), flow.step)
+    assert peers.get_replication_lag(one.db)[0] == 0
     assert cluster.nodes[0].peers.sent == [("n2", content, len(data))]
 
 
 def test_three_copies_in_three_failure_domains(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 5, domains=["r1", "r1", "r2", "r2", "r3"], factor=3)
+    cluster = LocalCluster(tmp_path, 5, domains=["r1", "r1", "r2", "r2", "r3"], factor=3)
     one = cluster.nodes[0]
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
@@ -42,7 +42,7 @@ def test_three_copies_in_three_failure_domains(tmp_path: Path) -> None:
 
 
 def test_a_node_alone_waits_until_there_is_somebody(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     two.kill()
     content = one.written(b"a", b"hello")
@@ -54,7 +54,7 @@ def test_a_node_alone_waits_until_there_is_somebody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trouble", ["dead", "full", "refuses"])
 def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str) -> None:
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     if trouble == "dead":
         cluster.cut.add("n2")
@@ -77,7 +77,7 @@ def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str
 
 def test_a_peer_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
     """Two copies are wanted; the one that goes to the node that answers arrives while the other one hangs."""
-    cluster = Cluster(tmp_path, 3, factor=3)
+    cluster = LocalCluster(tmp_path, 3, factor=3)
     one, two, three = cluster.nodes
     released = threading.Event()
 
@@ -97,7 +97,7 @@ def test_a_peer_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_tried_again(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one = cluster.nodes[0]
     failures = [2]
 
@@ -110,13 +110,13 @@ def test_what_failed_is_tried_again(tmp_path: Path) -> None:
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     flow.step()
-    until(lambda: failures[0] < 2 and flow.due_s() is not None)
+    until(lambda: failures[0] < 2 and flow.next_due_s() is not None)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
 
 
 def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path) -> None:
     """P7: the peer gets no mixture, and the next generation goes its own way."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", os.urandom(3 * BLOCK))
     flow = replicate_of(one)
@@ -125,13 +125,13 @@ def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path
     def reopen(act: str, name: str) -> None:
         if act == "block" and not seen:
             seen.append(1)
-            with one.db.change():
-                contents.reopen(one.db, one.inode(content), content, Tier.RAM)
+            with one.db.transaction():
+                contents.mark_open(one.db, one.inode(content), content, Tier.RAM)
 
     one.peers.fault = reopen
     flow.step()
     until(lambda: flow.in_flight() == (0, 0) and seen)
-    assert two.copies(content) == {} and peers.peer_copies(one.db, content) == []
+    assert two.copies(content) == {} and peers.list_peer_copies(one.db, content) == []
     assert one.state(content) is ContentState.OPEN
     one.rewrite(content, lambda data: data.reverse())
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -140,7 +140,7 @@ def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path
 
 def test_a_copy_that_went_bad_here_is_found_when_it_is_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P4."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one = cluster.nodes[0]
     content = one.written(b"a", os.urandom(BLOCK))
     one.spoil(content, Tier.RAM)
@@ -151,39 +151,39 @@ def test_a_copy_that_went_bad_here_is_found_when_it_is_sent(tmp_path: Path, capl
 
 
 def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     settling.set_state(one.db, content, ContentState.DOOMED)
-    settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
+    settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
     until(lambda: two.hold.doubted == {content}, flow.step)
-    assert peers.unneeded(one.db, 10) == []
+    assert peers.list_unneeded(one.db, 10) == []
 
 
 def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
     """Only the store knows of a copy that was made by reading."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    held = settling.content(one.db, content)
+    held = settling.get_content(one.db, content)
     assert held is not None
-    holders.tell(cluster.store, three.number, [(held, True)])
+    holders.announce(cluster.store, three.number, [(held, True)])
     settling.set_state(one.db, content, ContentState.DOOMED)
-    settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
-    cluster.store.commit([], [Delete(holders.content_key(content))])
+    settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
+    cluster.store.commit([], [Delete(holders.build_content_key(content))])
     until(lambda: two.hold.doubted == {content} == three.hold.doubted, flow.step)
-    assert holders.read(cluster.store, [content])[content].copies == ()
+    assert holders.load(cluster.store, [content])[content].copies == ()
 
 
 def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
-    one, two = Cluster(tmp_path, 2).nodes
-    with one.db.change():
+    one, two = LocalCluster(tmp_path, 2).nodes
+    with one.db.transaction():
         for content in range(1000, 1200):
-            peers.is_to_hear(one.db, content, 2)
+            peers.insert_unneeded_copy(one.db, content, 2)
     flow = replicate_of(one)
     while flow.step():
         pass
@@ -193,40 +193,40 @@ def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
 def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood still, or was cut off for a moment; others are told meanwhile. Who died is not waited for."""
     monkeypatch.setattr(limits, "RETRY_FIRST_S", 0.05)
-    cluster = Cluster(tmp_path, 4)
+    cluster = LocalCluster(tmp_path, 4)
     one, two, three, four = cluster.nodes
     cluster.cut.add("n2")
     four.kill()
-    with one.db.change():
+    with one.db.transaction():
         for content in range(1000, 1200):
             for node in (2, 3, 4):
-                peers.is_to_hear(one.db, content, node)
+                peers.insert_unneeded_copy(one.db, content, node)
     flow = replicate_of(one)
     until(lambda: three.hold.doubted == set(range(1000, 1200)), flow.step)
-    until(lambda: {copy.node for copy in peers.unneeded(one.db, 1000)} == {2}, flow.step)
+    until(lambda: {copy.node for copy in peers.list_unneeded(one.db, 1000)} == {2}, flow.step)
     cluster.cut.clear()
-    until(lambda: two.hold.doubted == set(range(1000, 1200)) and not peers.unneeded(one.db, 1), flow.step)
+    until(lambda: two.hold.doubted == set(range(1000, 1200)) and not peers.list_unneeded(one.db, 1), flow.step)
 
 
 def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
     """This node lost its RAM, another one has truncated the file since, and who had a copy died: `drain` comes to an end."""
-    one, two, three = Cluster(tmp_path, 3).nodes
+    one, two, three = LocalCluster(tmp_path, 3).nodes
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    until(lambda: not peers.lacking(one.db, 0, 10), flow.step)
+    until(lambda: not peers.list_under_replicated(one.db, 0, 10), flow.step)
     one.lose_ram()
     two.kill()
-    assert (peers.unsafe(one.db), peers.lag(one.db)[0], peers.copies_of_lacking(one.db)[0]) == (1, 1, 2), "the file still needs it"
+    assert (peers.count_unsafe(one.db), peers.get_replication_lag(one.db)[0], peers.count_wanted_copies(one.db)[0]) == (1, 1, 2), "the file still needs it"
     newer = three.make(b"b", b"other")
     one.learn(one.inode(content), b"a", newer, 5)
-    assert (peers.unsafe(one.db), peers.lag(one.db)[0], peers.copies_of_lacking(one.db)[0]) == (0, 0, 0)
-    assert peers.oldest_lacking(one.db) == 0
+    assert (peers.count_unsafe(one.db), peers.get_replication_lag(one.db)[0], peers.count_wanted_copies(one.db)[0]) == (0, 0, 0)
+    assert peers.get_oldest_under_replicated_ns(one.db) == 0
 
 
 def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """More than the queue holds, too; one that went bad here and one that is refused there are nothing to the others (P4)."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     found = [one.make(b"%d" % number, b"%d" % number) for number in range(limits.PEER_QUEUE_MAX + 40)]
     one.seal()
@@ -234,10 +234,10 @@ def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog
     blocking = two.hold.receive(replace(offer_of(one, found[5]), sender=one.member.name))
     flow = replicate_of(one)
     flow.step()
-    until(lambda: one.state(found[3]) is ContentState.LOST and peers.lag(one.db)[0] == 1, flow.step)
+    until(lambda: one.state(found[3]) is ContentState.LOST and peers.get_replication_lag(one.db)[0] == 1, flow.step)
     assert level(one, found[4]) is Level.CLIQUE and level(one, found[5]) is Level.LOCAL
     two.hold.abandon(blocking.token)
-    until(lambda: not peers.lag(one.db)[0], flow.step)
+    until(lambda: not peers.get_replication_lag(one.db)[0], flow.step)
     assert all(two.data(content) == one.data(content) for content in found if content != found[3])
     assert sum(one.peers.together) > len(found) / 2 and max(one.peers.together) == limits.PEER_MANY_MAX
     assert "is lost" in caplog.text
@@ -245,7 +245,7 @@ def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog
 
 def test_a_peer_that_takes_none_of_many_failed_once(tmp_path: Path) -> None:
     """It is asked again as soon as after any other failure."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one = cluster.nodes[0]
     found = [one.make(b"%d" % number, b"%d" % number) for number in range(200)]
     one.seal()
@@ -260,12 +260,12 @@ def test_a_peer_that_takes_none_of_many_failed_once(tmp_path: Path) -> None:
     flow = replicate_of(one)
     flow.step()
     until(lambda: failed and flow.in_flight() == (0, 0))
-    assert flow.due_s() is None or flow.due_s() < 2 ** (limits.PEER_SENDS_MAX + 1) * limits.RETRY_FIRST_S  # type: ignore[operator]
+    assert flow.next_due_s() is None or flow.next_due_s() < 2 ** (limits.PEER_SENDS_MAX + 1) * limits.RETRY_FIRST_S  # type: ignore[operator]
     until(lambda: all(level(one, content) is Level.CLIQUE for content in found), flow.step)
 
 
 def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     written = []
     for number in range(300):
@@ -274,13 +274,13 @@ def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
     flow = replicate_of(one)
     until(lambda: all(level(one, content) is Level.CLIQUE for content in written), flow.step)
     assert two.files(Tier.RAM) == set(written)
-    until(lambda: peers.lag(one.db)[0] == 0, flow.step)
+    until(lambda: peers.get_replication_lag(one.db)[0] == 0, flow.step)
 
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("replicate:")))
 def test_a_failure_here_costs_a_try(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while a copy that is suspected is read for its digest."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", os.urandom(BLOCK))
     lied = [1]
@@ -288,7 +288,7 @@ def test_a_failure_here_costs_a_try(tmp_path: Path, label: str, monkeypatch: pyt
     def lie(act: str, name: str) -> None:
         if act == "block" and lied:
             lied.clear()
-            raise PeerLied("so it seems")
+            raise PeerCorrupt("so it seems")
 
     one.peers.fault = lie
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
@@ -300,13 +300,13 @@ def test_a_failure_here_costs_a_try(tmp_path: Path, label: str, monkeypatch: pyt
 
 def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     """P1, P9: that something need not be held any more cannot be told then; that costs no thread and no copy."""
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     gone = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, gone) is Level.CLIQUE, flow.step)
     settling.set_state(one.db, gone, ContentState.DOOMED)
-    settling.forget(one.db, settling.doomed(one.db, (Tier.RAM,), 0, 10))
+    settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
     one.store.reachable = False
     failures = [3 * limits.PEER_SENDS_MAX]
 
@@ -320,34 +320,34 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     one.seal()
 
     def step() -> None:
-        flow.hurry()
+        flow.retry_now()
         flow.step()
 
     until(lambda: all(two.copies(content) for content in written), step)
-    assert peers.unneeded(one.db, 10) != []
+    assert peers.list_unneeded(one.db, 10) != []
     one.store.reachable = True
-    until(lambda: peers.unneeded(one.db, 10) == [], flow.step)
+    until(lambda: peers.list_unneeded(one.db, 10) == [], flow.step)
     assert two.hold.doubted == {gone}
 
 
 def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -> None:
     """P5: this node forgets it, and that is no word about the copies of what others read."""
-    cluster = Cluster(tmp_path, 3)
+    cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, around(two)).step()
+    Tell(two.db, cluster_of(two)).step()
     holders.refresh(three.db, three.store, [content], 3)
     settling.set_state(three.db, content, ContentState.DOOMED)
-    settling.forget(three.db, settling.doomed(three.db, (Tier.RAM,), 0, 10))
+    settling.delete_doomed(three.db, settling.list_doomed(three.db, (Tier.RAM,), 0, 10))
     replicate_of(three).step()
-    assert peers.unneeded(three.db, 10) == []
-    assert holders.read(one.store, [content])[content].holders == [1, 2]
+    assert peers.list_unneeded(three.db, 10) == []
+    assert holders.load(one.store, [content])[content].holders == [1, 2]
 
 
 def test_what_lies_in_a_tier_that_is_not_there_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
     one.db.run("UPDATE copy SET tier = 'nvme' WHERE content = ?", content)
@@ -360,7 +360,7 @@ def test_what_lies_in_a_tier_that_is_not_there_waits(tmp_path: Path, caplog: pyt
 
 
 def test_what_nobody_foresaw_is_not_tried_for_ever_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = Cluster(tmp_path, 2)
+    cluster = LocalCluster(tmp_path, 2)
     one = cluster.nodes[0]
     tried = []
 
@@ -372,8 +372,8 @@ def test_what_nobody_foresaw_is_not_tried_for_ever_at_once(tmp_path: Path, caplo
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     flow.step()
-    until(lambda: flow.due_s() is not None)
+    until(lambda: flow.next_due_s() is not None)
     until(lambda: flow.in_flight() == (0, 0))
     assert len(tried) == 1 and "nobody foresaw" in caplog.text
-    flow.hurry()
+    flow.retry_now()
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)

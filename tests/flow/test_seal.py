@@ -26,11 +26,11 @@ def seal(node: Node) -> Seal:
 
 
 def sealed_as(node: Node, content: int, data: bytes) -> bool:
-    row = settling.content(node.db, content)
-    running = digest.Running()
+    row = settling.get_content(node.db, content)
+    running = digest.RunningDigest()
     running.update(data)
     assert row is not None
-    return (row.state, row.size, row.digest, row.blocks) == (ContentState.SEALED, len(data), *running.finish())
+    return (row.state, row.size, row.digest, row.block_digests) == (ContentState.SEALED, len(data), *running.finish())
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -40,7 +40,7 @@ def test_a_closed_content_is_sealed_with_its_digest(node: Node, tier: Tier, size
     content = node.make(b"file", data, tier=tier)
     assert seal(node).step() is False
     assert sealed_as(node, content, data)
-    assert settling.copies(node.db, content)[0].verified_ns > 0
+    assert settling.list_copies(node.db, content)[0].verified_ns > 0
     assert node.told.works == 1
 
 
@@ -68,14 +68,14 @@ def test_a_mapping_that_outlives_its_handle_delays_the_seal_and_nothing_else(nod
     step = seal(node)
     step.step()
     assert node.state(mapped) is ContentState.CLOSED and node.state(other) is ContentState.SEALED
-    due_s = step.due_s()
+    due_s = step.next_due_s()
     assert due_s is not None and due_s > 0
     mapping[:4] = b"late"
     mapping.close()
     step._waiting.clear()
     step.step()
     assert sealed_as(node, mapped, b"late" + b"a" * 4092)
-    assert step.due_s() is None
+    assert step.next_due_s() is None
 
 
 def test_who_opens_for_writing_meanwhile_wins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,22 +90,22 @@ def test_who_opens_for_writing_meanwhile_wins(node: Node, monkeypatch: pytest.Mo
     monkeypatch.setattr(transfer, "read", read_slowly)
     seal(node).step()
     assert node.state(content) is ContentState.OPEN
-    assert settling.content(node.db, content).digest is None  # type: ignore[union-attr]
+    assert settling.get_content(node.db, content).digest is None  # type: ignore[union-attr]
 
 
 def test_a_writer_who_breaks_the_lease_stops_the_reading(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make(b"file", os.urandom(9 * MIB))
     pieces: list[int] = []
-    before = digest.Running.update
+    before = digest.RunningDigest.update
 
-    def update(self: digest.Running, data: bytes) -> None:
+    def update(self: digest.RunningDigest, data: bytes) -> None:
         pieces.append(len(data))
         if len(pieces) == 1:
             with pytest.raises(BlockingIOError):
                 node.places[Tier.RAM].open(content, os.O_RDWR | os.O_NONBLOCK)
         before(self, data)
 
-    monkeypatch.setattr(digest.Running, "update", update)
+    monkeypatch.setattr(digest.RunningDigest, "update", update)
     seal(node).step()
     assert node.state(content) is ContentState.CLOSED
     assert sum(pieces) <= 4 * MIB, "the lease was kept after somebody wanted it"
@@ -180,7 +180,7 @@ def test_the_former_generation_goes_once_its_successor_is_sealed(node: Node) -> 
     new = node.write(node.inode(old), b"new", closed=False)
     seal(node).step()
     assert node.state(old) is ContentState.SEALED, "the successor is not whole yet"
-    with node.db.change():
+    with node.db.transaction():
         settling.set_state(node.db, new, ContentState.CLOSED)
     seal(node).step()
     assert node.state(new) is ContentState.SEALED and node.state(old) is ContentState.DOOMED

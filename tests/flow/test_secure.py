@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clique_world import MIB, Cluster, Node, around, level, replicate_of, until
+from clique_world import MIB, LocalCluster, Node, cluster_of, level, replicate_of, until
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, peers, report, settling, wants
 from ckptfs.catalog.sharing import touching
-from ckptfs.catalog.sharing.kinds import CONTENT, NAME, Key
+from ckptfs.catalog.sharing.kinds import CONTENT, NAME, SharedKey
 from ckptfs.flow.ahead import Ahead
 from ckptfs.flow.secure import Secure
 from ckptfs.model import CopyState, Level, Tier
@@ -20,8 +20,8 @@ BLOCK = limits.BLOCK_BYTES
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path, 2)
+def two(tmp_path: Path) -> LocalCluster:
+    return LocalCluster(tmp_path, 2)
 
 
 def file_of(node: Node, content: int) -> Path:
@@ -29,17 +29,17 @@ def file_of(node: Node, content: int) -> Path:
 
 
 def close(node: Node, content: int) -> None:
-    with node.db.change():
+    with node.db.transaction():
         size = file_of(node, content).stat().st_size
-        contents.close(node.db, node.inode(content), content, size, 1, 2)
+        contents.mark_closed(node.db, node.inode(content), content, size, 1, 2)
         node.db.run("DELETE FROM handle")
     node.seal()
     node.publish_shared(content)
 
 
 def secured(node: Node, content: int, flow: Secure | None = None) -> None:
-    flow = flow or Secure(node.db, node.places, node.told, around(node))
-    want = wants.ask(node.db, wants.SECURE, node.inode(content), os.urandom(4).hex())
+    flow = flow or Secure(node.db, node.places, node.told, cluster_of(node))
+    want = wants.insert_request(node.db, wants.REPLICATE_NOW, node.inode(content), os.urandom(4).hex())
 
     def done() -> bool:
         row = wants.get(node.db, want)
@@ -48,7 +48,7 @@ def secured(node: Node, content: int, flow: Secure | None = None) -> None:
     until(done, flow.step)
 
 
-def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: Cluster) -> None:
+def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 5), closed=False)
     secured(one, content)
@@ -62,12 +62,12 @@ def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: Cluster) 
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     assert one.peers.sent[-1][2] == 0 and other.data(content) == data + more
-    row = settling.content(other.db, content)
-    mine = settling.content(one.db, content)
+    row = settling.get_content(other.db, content)
+    mine = settling.get_content(one.db, content)
     assert row is not None and mine is not None and row.generation == mine.generation
 
 
-def test_a_file_that_is_written_meanwhile_is_read_again(two: Cluster) -> None:
+def test_a_file_that_is_written_meanwhile_is_read_again(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.make(b"log", os.urandom(2 * BLOCK), closed=False)
     left = [2]
@@ -83,7 +83,7 @@ def test_a_file_that_is_written_meanwhile_is_read_again(two: Cluster) -> None:
     assert other.data(content) == one.data(content) and left == [0]
 
 
-def test_a_state_that_was_read_later_has_the_higher_number(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """P3: when the writer dies the highest number wins; what was fsynced must be in it."""
     one, other = two.nodes
     content = one.make(b"log", os.urandom(100), closed=False)
@@ -103,51 +103,51 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: Cluster, monkeyp
     loan = one.hold.seal_soon(content, 1.0)
     assert loan is not None and asked
     os.close(loan.fd)
-    row = settling.content(other.db, content)
+    row = settling.get_content(other.db, content)
     assert row is not None and row.generation > loan.generation and other.data(content).endswith(b"fsynced")
 
 
-def test_too_few_nodes_leave_the_want_open(two: Cluster) -> None:
+def test_too_few_nodes_leave_the_want_open(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.make(b"log", b"hello", closed=False)
     other.kill()
-    flow = Secure(one.db, one.places, one.told, around(one))
-    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    flow = Secure(one.db, one.places, one.told, cluster_of(one))
+    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     flow.step()
     row = wants.get(one.db, want)
-    assert row is not None and row.state == wants.WANTED and flow.due_s() is not None
+    assert row is not None and row.state == wants.OPEN and flow.next_due_s() is not None
     other.revive()
     until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, flow.step)
     assert other.data(content) == b"hello"
 
 
-def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: Cluster) -> None:
+def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: LocalCluster) -> None:
     one, _ = two.nodes
     content = one.written(b"a", b"hello")
     replicate = replicate_of(one)
-    secure = Secure(one.db, one.places, one.told, around(one))
-    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+    secure = Secure(one.db, one.places, one.told, cluster_of(one))
+    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     secure.step()
     row = wants.get(one.db, want)
-    assert row is not None and row.state == wants.WANTED
+    assert row is not None and row.state == wants.OPEN
     until(lambda: level(one, content) is Level.CLIQUE, replicate.step)
     until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, secure.step)
 
 
 @pytest.mark.parametrize("label", ["secure:read", "secure:counted", "ahead:read"])
-def test_a_failure_is_tried_again(two: Cluster, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = two.nodes
     content = one.make(b"log", os.urandom(20 * MIB), closed=False)
     one.hold_open(content)
     one.db.run("UPDATE handle SET writer = 1")
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
     monkeypatch.setattr(disk, "_calls", type(disk._calls)())
-    ahead = Ahead(one.db, one.places, around(one))
+    ahead = Ahead(one.db, one.places, cluster_of(one))
     ahead.step()
     ahead.step()
     if label != "ahead:read":
-        want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
-        secure = Secure(one.db, one.places, one.told, around(one))
+        want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
+        secure = Secure(one.db, one.places, one.told, cluster_of(one))
         with pytest.raises(OSError):
             secure.step()
         until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, secure.step)
@@ -157,17 +157,17 @@ def test_a_failure_is_tried_again(two: Cluster, label: str, monkeypatch: pytest.
     assert other.data(content) == one.data(content)
 
 
-def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: Cluster) -> None:
+def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster) -> None:
     one, other = two.nodes
     first = os.urandom(8 * BLOCK + 3)
     content = one.make(b"big", first, closed=False)
     one.hold_open(content)
     one.db.run("UPDATE handle SET writer = 1")
-    flow = Ahead(one.db, one.places, around(one))
+    flow = Ahead(one.db, one.places, cluster_of(one))
     flow.step()
     assert one.peers.sent == [], "nothing is known to be complete at the first look"
     flow.step()
-    assert one.peers.sent == [("n2", content, 8 * BLOCK)] and flow.due_s() == limits.AHEAD_LOOK_S
+    assert one.peers.sent == [("n2", content, 8 * BLOCK)] and flow.next_due_s() == limits.AHEAD_LOOK_S
     flow.step()
     assert len(one.peers.sent) == 1
     with open(file_of(one, content), "r+b") as file:
@@ -178,54 +178,54 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: Cluster) -> N
     assert other.copies(content) == {}, "what came ahead counts for nothing"
     close(one, content)
     flow.step()
-    assert flow.due_s() == limits.AHEAD_IDLE_S
+    assert flow.next_due_s() == limits.AHEAD_IDLE_S
     replicate = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, replicate.step)
     assert one.peers.sent[-1][2] == 3 * BLOCK + 3
     assert other.data(content) == one.data(content)
 
 
-def test_small_files_do_not_go_ahead(two: Cluster) -> None:
+def test_small_files_do_not_go_ahead(two: LocalCluster) -> None:
     one, _ = two.nodes
     content = one.make(b"small", os.urandom(2 * BLOCK), closed=False)
     one.hold_open(content)
     one.db.run("UPDATE handle SET writer = 1")
-    flow = Ahead(one.db, one.places, around(one))
+    flow = Ahead(one.db, one.places, cluster_of(one))
     for _ in range(3):
         flow.step()
     assert one.peers.sent == []
 
 
-def test_what_an_island_made_has_not_reached_the_clique(two: Cluster) -> None:
+def test_what_an_island_made_has_not_reached_the_clique(two: LocalCluster) -> None:
     """P3, P9: its bytes may lie on other nodes; as long as these do not know its name they are lost with the one that does."""
     one, _ = two.nodes
     closed, content = one.written(b"closed", b"hello"), one.make(b"log", b"hello", closed=False)
     flow = replicate_of(one)
     until(lambda: level(one, closed) is Level.CLIQUE, flow.step)
-    with one.db.change():
+    with one.db.transaction():
         for number in (closed, content):
             parent, name = one.db.row("SELECT parent, name FROM entry WHERE child = ?", one.inode(number)) or (0, b"")
-            touching.touch(one.db, Key(NAME, parent, name))
-    assert level(one, closed) is Level.LOCAL and report.counts(one.db).by_level[Level.LOCAL] == 2
-    flow = Secure(one.db, one.places, one.told, around(one))
-    want = wants.ask(one.db, wants.SECURE, one.inode(content), "1")
+            touching.mark_dirty(one.db, SharedKey(NAME, parent, name))
+    assert level(one, closed) is Level.LOCAL and report.load_counts(one.db).by_level[Level.LOCAL] == 2
+    flow = Secure(one.db, one.places, one.told, cluster_of(one))
+    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     flow.step()
     row = wants.get(one.db, want)
-    assert row is not None and row.state == wants.WANTED
-    with one.db.change():
-        touching.told(one.db, touching.names(one.db), touching.last(one.db))
-    flow.hurry()
+    assert row is not None and row.state == wants.OPEN
+    with one.db.transaction():
+        touching.mark_clean(one.db, touching.list_dirty_names(one.db), touching.get_last_change(one.db))
+    flow.retry_now()
     until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, flow.step)
     assert level(one, closed) is Level.CLIQUE
 
 
-def test_a_content_of_which_nobody_knows_has_not_reached_the_clique(two: Cluster) -> None:
+def test_a_content_of_which_nobody_knows_has_not_reached_the_clique(two: LocalCluster) -> None:
     """P3: a file that an island opened anew; which generation of a known content it is, others learn from who has a copy."""
     one, _ = two.nodes
     content = one.make(b"log", b"hello", closed=False)
-    row = settling.content(one.db, content)
-    assert row is not None and peers.is_known(one.db, row)
-    touching.touch(one.db, Key(CONTENT, content))
-    assert not peers.is_known(one.db, row)
+    row = settling.get_content(one.db, content)
+    assert row is not None and peers.is_published(one.db, row)
+    touching.mark_dirty(one.db, SharedKey(CONTENT, content))
+    assert not peers.is_published(one.db, row)
     one.db.run("INSERT INTO seen_key (kind, number, name, revision, value) VALUES ('c', ?, x'', 1, x'')", content)
-    assert peers.is_known(one.db, row)
+    assert peers.is_published(one.db, row)

@@ -33,33 +33,33 @@ def state(world: World, settle: Settle, want: int) -> int:
 
 def test_a_level(world: World, settle: Settle) -> None:
     inode = world.inode("file")
-    assert state(world, settle, wants.ask(world.db, wants.SETTLE, inode, "pfs")) == wants.DONE
-    assert settle.due_s() is None
-    with world.db.change():
-        content = contents.begin(world.db, inode, Tier.RAM)
-        contents.close(world.db, inode, content, 0, 0, 0)
-    want = wants.ask(world.db, wants.SETTLE, inode, "pfs")
-    assert state(world, settle, want) == wants.WANTED and settle.due_s() is not None
-    assert state(world, settle, wants.ask(world.db, wants.SETTLE, inode, "local")) == wants.DONE
+    assert state(world, settle, wants.insert_request(world.db, wants.WAIT_LEVEL, inode, "pfs")) == wants.DONE
+    assert settle.next_due_s() is None
+    with world.db.transaction():
+        content = contents.insert_content(world.db, inode, Tier.RAM)
+        contents.mark_closed(world.db, inode, content, 0, 0, 0)
+    want = wants.insert_request(world.db, wants.WAIT_LEVEL, inode, "pfs")
+    assert state(world, settle, want) == wants.OPEN and settle.next_due_s() is not None
+    assert state(world, settle, wants.insert_request(world.db, wants.WAIT_LEVEL, inode, "local")) == wants.DONE
     world.db.run("UPDATE content SET state = 2, digest = x'01' WHERE id = ?", content)
     world.db.run("UPDATE published SET generation = 1, digest = x'01' WHERE inode = ?", inode)
-    assert state(world, settle, want) == wants.WANTED, "something about it is still to be told"
+    assert state(world, settle, want) == wants.OPEN, "something about it is still to be told"
     world.db.run("DELETE FROM journal")
     assert state(world, settle, want) == wants.DONE
 
 
 def test_what_was_recorded(world: World, settle: Settle) -> None:
     inode = world.inode("file")
-    with world.db.change():
+    with world.db.transaction():
         journal.append(world.db, "synced", inode)
-    want = wants.ask(world.db, wants.SETTLE, inode, wants.until_told(journal.last(world.db, inode)))
-    assert state(world, settle, want) == wants.WANTED
+    want = wants.insert_request(world.db, wants.WAIT_LEVEL, inode, wants.build_journal_argument(journal.get_last_seq(world.db, inode)))
+    assert state(world, settle, want) == wants.OPEN
     world.db.run("DELETE FROM journal")
     assert state(world, settle, want) == wants.DONE
 
 
 def test_a_file_that_is_gone(world: World, settle: Settle) -> None:
-    want = wants.ask(world.db, wants.SETTLE, 4711, "pfs")
+    want = wants.insert_request(world.db, wants.WAIT_LEVEL, 4711, "pfs")
     assert state(world, settle, want) == wants.FAILED
     row = wants.get(world.db, want)
     assert row is not None and row.error == errno.ENOENT

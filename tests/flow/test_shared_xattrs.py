@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import trio
-from writers_together import Cluster
+from writers_together import WriterCluster
 
 from ckptfs import limits
 from ckptfs.catalog import attributes
 
 
 def test_values_of_any_bytes_up_to_the_bound(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 2, 0)
+    cluster = WriterCluster(tmp_path, 2, 0)
     one, two = cluster.nodes
     value = bytes(range(256)) * (limits.XATTR_VALUE_BYTES_MAX // 256)
 
@@ -20,10 +20,10 @@ def test_values_of_any_bytes_up_to_the_bound(tmp_path: Path) -> None:
         inode = (await one.make("file")).id
         held = {b"user.%d" % number: value for number in range(limits.XATTR_SHARED_BYTES_MAX // len(value) - 1)}
         for name, content in held.items():
-            with one.db.change():
+            with one.db.transaction():
                 attributes.set_xattr(one.db, inode, name, content)
         for name in (b"user.x", b"user.y"):
-            with pytest.raises(OSError) as failure, one.db.change():
+            with pytest.raises(OSError) as failure, one.db.transaction():
                 attributes.set_xattr(one.db, inode, b"user.x", value)
                 attributes.set_xattr(one.db, inode, name + b"2", value)
             assert failure.value.errno == errno.ENOSPC

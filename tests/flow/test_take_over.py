@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import trio
 from shared_catalogs import settled, stored
-from writers_together import Cluster, Writer
+from writers_together import Writer, WriterCluster
 
 from ckptfs import limits
-from ckptfs.catalog.sharing.kinds import ROW
+from ckptfs.catalog.sharing.kinds import JOURNAL_ROW
 
 
-def run(root: Path, act: Callable[[Cluster], Any], count: int = 3) -> None:
-    cluster = Cluster(root, count, 0)
+def run(root: Path, act: Callable[[WriterCluster], Any], count: int = 3) -> None:
+    cluster = WriterCluster(root, count, 0)
 
     async def main() -> None:
         async def body() -> None:
@@ -25,12 +25,12 @@ def run(root: Path, act: Callable[[Cluster], Any], count: int = 3) -> None:
     trio.run(main)
 
 
-def rows(cluster: Cluster, node: Writer) -> int:
+def rows(cluster: WriterCluster, node: Writer) -> int:
     """How many rows the store has of this node's journal."""
-    return sum(key.kind == ROW and key.number == node.number for key in stored(cluster.etcd))
+    return sum(key.kind == JOURNAL_ROW and key.number == node.number for key in stored(cluster.etcd))
 
 
-async def left_behind(cluster: Cluster) -> None:
+async def left_behind(cluster: WriterCluster) -> None:
     """The last node makes, changes and removes things, writes nothing of it back, and dies."""
     one, two, dead = cluster.nodes
     await one.put("kept", b"1")
@@ -50,7 +50,7 @@ async def left_behind(cluster: Cluster) -> None:
 
 
 def test_survivors_write_back_what_a_dead_node_had_to(tmp_path: Path) -> None:
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         await left_behind(cluster)
         await cluster.settle()
         assert set(cluster.shared()) == {b"d", b"d/f", b"d/kept", b"d/e"}
@@ -62,7 +62,7 @@ def test_survivors_write_back_what_a_dead_node_had_to(tmp_path: Path) -> None:
 def test_a_node_that_comes_back_finds_its_rows_taken(tmp_path: Path) -> None:
     """Its own journal still holds them: none is done again, not even after others went on."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         await left_behind(cluster)
         await cluster.settle()
         one, _, dead = cluster.nodes
@@ -78,7 +78,7 @@ def test_a_node_that_comes_back_finds_its_rows_taken(tmp_path: Path) -> None:
 
 
 def test_one_of_several_takes_each_row(tmp_path: Path) -> None:
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         await left_behind(cluster)
         one, two, dead = cluster.nodes
         for _ in range(3):
@@ -94,7 +94,7 @@ def test_one_of_several_takes_each_row(tmp_path: Path) -> None:
 def test_who_dies_while_taking_over_leaves_it_to_the_next(tmp_path: Path) -> None:
     """Killed when the rows are in its journal and still in the dead node's: both are written back, which changes nothing more."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         await left_behind(cluster)
         cluster.deadly = {"take_over:appended"}
         await cluster.take_over(cluster.nodes[0])
@@ -105,7 +105,7 @@ def test_who_dies_while_taking_over_leaves_it_to_the_next(tmp_path: Path) -> Non
     run(tmp_path, act)
 
 
-async def left_out(cluster: Cluster) -> int:
+async def left_out(cluster: WriterCluster) -> int:
     """The last node dies with a file of which nobody else has the bytes, and the others do the rest of what it had to; its content."""
     dead = cluster.nodes[-1]
     content = await dead.put("lost", b"nobody has it")
@@ -127,7 +127,7 @@ async def left_out(cluster: Cluster) -> int:
 def test_what_nobody_holds_is_left_out(tmp_path: Path) -> None:
     """A file of which no copy lives holds up nothing."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         content = await left_out(cluster)
         assert not (cluster.pfs / "lost").exists()
         assert content in cluster.nodes[-1].bytes
@@ -138,7 +138,7 @@ def test_what_nobody_holds_is_left_out(tmp_path: Path) -> None:
 def test_what_was_left_out_is_written_back_by_its_writer_when_that_returns(tmp_path: Path) -> None:
     """P3, P9: it was killed, not wiped; the others have taken its rows, and could do nothing with this one."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         await left_out(cluster)
         dead = cluster.nodes[-1]
         dead.live()
@@ -154,7 +154,7 @@ def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_the_retu
     """By then the writer has done all else that it had to."""
     monkeypatch.setattr(limits, "LEFT_OUT_LOOK_S", 0.0)
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         content = await left_out(cluster)
         dead = cluster.nodes[-1]
         dead.live()
@@ -177,7 +177,7 @@ def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_the_retu
 def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(tmp_path: Path, label: str) -> None:
     """P6, P9: under the same name, of the same file; and what is there is nobody's who is to be kept beside it."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, two, dead = cluster.nodes
         await one.put("f", b"1")
         await cluster.settle()
@@ -205,7 +205,7 @@ def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(tmp_path:
 def test_who_stood_still_for_long_touches_nothing_any_more(tmp_path: Path, label: str) -> None:
     """P6, P9: stopped in the middle of a batch until its lease had run out, while others finished it and went on."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, two, still = cluster.nodes
         await one.put("f", b"1")
         await still.put("h", b"1")

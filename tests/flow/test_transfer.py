@@ -21,8 +21,8 @@ MIB = limits.MIB
 def plain(data: bytes) -> transfer.Digested:
     """What the digest of `data` must be, by the simplest means."""
     pieces = [data[at : at + limits.BLOCK_BYTES] for at in range(0, len(data), limits.BLOCK_BYTES)]
-    blocks = b"".join(map(digest.block, pieces))
-    return len(data), digest.whole(blocks, len(data)), blocks
+    blocks = b"".join(map(digest.hash_block, pieces))
+    return len(data), digest.hash_content(blocks, len(data)), blocks
 
 
 def pair(directory: Path, data: bytes) -> tuple[int, int]:
@@ -66,10 +66,10 @@ def test_a_terabyte_of_nothing_is_read_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [[5], [4 * MIB], [1, 4 * MIB - 1, 8 * MIB], [4 * MIB + 1, 3 * MIB]])
 def test_zeros_are_digested_like_zero_bytes(sizes: list[int]) -> None:
-    running = digest.Running()
+    running = digest.RunningDigest()
     running.update(b"x")
     for size in sizes:
-        running.zeros(size)
+        running.update_zeros(size)
     data = b"x" + bytes(sum(sizes))
     assert (running.size, *running.finish()) == plain(data)
 

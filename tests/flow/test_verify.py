@@ -26,7 +26,7 @@ def twice(node: Node, data: bytes = b"data" * 1000) -> int:
     """A sealed content with a copy in RAM and one on NVMe."""
     content = node.make(b"file", data)
     Seal(node.db, node.places, node.config, node.told).step()
-    row = settling.content(node.db, content)
+    row = settling.get_content(node.db, content)
     assert row is not None
     duplicate.make(node.db, node.places, row, Tier.RAM, Tier.NVME)
     return content
@@ -34,10 +34,10 @@ def twice(node: Node, data: bytes = b"data" * 1000) -> int:
 
 def test_good_copies_are_good_and_freshly_verified(node: Node) -> None:
     content = twice(node)
-    with node.db.change():
+    with node.db.transaction():
         node.db.run("UPDATE copy SET verified_ns = 1")
     assert verify(node.db, node.places, content) == [Checked(Tier.RAM, True), Checked(Tier.NVME, True)]
-    assert all(copy.verified_ns > 1 for copy in settling.copies(node.db, content))
+    assert all(copy.verified_ns > 1 for copy in settling.list_copies(node.db, content))
 
 
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])

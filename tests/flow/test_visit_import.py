@@ -61,7 +61,7 @@ def test_our_own_names_are_hidden(world: World) -> None:
     world.look(again=False)
     world.look("deep", again=False)
     assert world.names() == {"deep"} and world.names("deep") == {".ckptfs"}
-    assert report.reports(world.db, "trouble:") == []
+    assert report.list_reports(world.db, "trouble:") == []
 
 
 @pytest.mark.parametrize("old", [True, False])
@@ -74,7 +74,7 @@ def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: py
     world.look()
     assert world.names() == set()
     assert (world.pfs / ".ckptfs.parked.77").exists() is not old and (world.pfs / ".ckptfs.parked.78").exists()
-    told = [json.loads(value)["path"] for _, value, _ in report.reports(world.db, "trouble:")]
+    told = [json.loads(value)["path"] for _, value, _ in report.list_reports(world.db, "trouble:")]
     assert told == ([".ckptfs.parked.78"] if old else [])
 
 
@@ -85,10 +85,10 @@ def test_what_cannot_be_swept_is_told_and_tried_again(world: World, monkeypatch:
     left.write_bytes(b"renamed")
     monkeypatch.setattr(disk, "_fault", "visit:parked=EIO@*")
     world.look()
-    assert left.exists() and [json.loads(value)["path"] for _, value, _ in report.reports(world.db, "trouble:")] == [left.name]
+    assert left.exists() and [json.loads(value)["path"] for _, value, _ in report.list_reports(world.db, "trouble:")] == [left.name]
     monkeypatch.setattr(disk, "_fault", "")
     world.look()
-    assert not left.exists() and report.reports(world.db, "trouble:") == []
+    assert not left.exists() and report.list_reports(world.db, "trouble:") == []
 
 
 @pytest.mark.parametrize("what", ["a name like ours", "in the work area", "in its place"])
@@ -105,12 +105,12 @@ def test_what_is_hidden_and_not_ours_is_told(world: World, what: str, caplog: py
     foreign.write_bytes(b"somebody's")
     for _ in range(2):
         world.look()
-    ((_, told, _),) = report.reports(world.db, "trouble:")
+    ((_, told, _),) = report.list_reports(world.db, "trouble:")
     assert json.loads(told)["path"] == str(foreign.relative_to(world.pfs)) and world.names() == set()
     assert [record.levelname for record in caplog.records if "hidden" in record.message] == ["WARNING"]
     foreign.unlink()
     world.look()
-    assert report.reports(world.db, "trouble:") == []
+    assert report.list_reports(world.db, "trouble:") == []
 
 
 def test_hard_links_become_one_inode(world: World) -> None:
@@ -132,13 +132,13 @@ def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pyte
     rows: list[int] = []
     from ckptfs.flow.visit import compare
 
-    apply = compare.visits.importing
+    apply = compare.visits.import_transaction
 
     def counted(db: object, directory: int) -> object:
         rows.append(0)
         return apply(world.db, directory)
 
-    monkeypatch.setattr(compare.visits, "importing", counted)
+    monkeypatch.setattr(compare.visits, "import_transaction", counted)
     world.look(again=False)
     assert len(world.names()) == count
     assert compare.IMPORTED_TOGETHER * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / compare.IMPORTED_TOGETHER
@@ -157,10 +157,10 @@ def test_what_was_made_blindly_stays_and_directories_are_joined(world: World) ->
     (world.pfs / "both").mkdir()
     (world.pfs / "both" / "theirs").write_bytes(b"1")
     (world.pfs / "file").write_bytes(b"theirs")
-    with world.db.change():
-        ours = namespace.make(world.db, ROOT, b"both", stat.S_IFDIR | 0o755, uid=0, gid=0, blind=True).id
-        namespace.make(world.db, ours, b"mine", stat.S_IFREG | 0o644, uid=0, gid=0)
-        mine = namespace.make(world.db, ROOT, b"file", stat.S_IFREG | 0o644, uid=0, gid=0, blind=True).id
+    with world.db.transaction():
+        ours = namespace.create(world.db, ROOT, b"both", stat.S_IFDIR | 0o755, uid=0, gid=0, allow_unimported=True).id
+        namespace.create(world.db, ours, b"mine", stat.S_IFREG | 0o644, uid=0, gid=0)
+        mine = namespace.create(world.db, ROOT, b"file", stat.S_IFREG | 0o644, uid=0, gid=0, allow_unimported=True).id
     world.db.run("DELETE FROM journal")
     world.look(again=False)
     assert world.inode("both") == ours and world.inode("file") == mine
@@ -174,12 +174,12 @@ def test_what_was_made_blindly_stays_and_directories_are_joined(world: World) ->
 def test_a_pending_name_is_left_alone(world: World) -> None:
     (world.pfs / "gone").write_bytes(b"1")
     world.look(again=False)
-    with world.db.change():
+    with world.db.transaction():
         namespace.unlink(world.db, ROOT, b"gone")
     world.look()
     assert world.names() == set(), "it is on the PFS still, but we have removed it"
     world.db.run("DELETE FROM journal")
-    with world.db.change():
+    with world.db.transaction():
         journal.append(world.db, "rename", 77, parent=5, name=b"x", new_parent=ROOT, new_name=b"new")
     (world.pfs / "new").write_bytes(b"1")
     world.look()

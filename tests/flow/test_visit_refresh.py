@@ -35,9 +35,9 @@ def rewrite(path: Path, data: bytes) -> None:
 
 def write_here(world: World, path: str) -> int:
     """As the mount does: a writer truncates and writes a file; the content, still open."""
-    with world.db.change():
-        content = contents.begin(world.db, world.inode(path), Tier.RAM)
-        handles.add(world.db, world.inode(path), content, writer=True, backing=0)
+    with world.db.transaction():
+        content = contents.insert_content(world.db, world.inode(path), Tier.RAM)
+        handles.insert(world.db, world.inode(path), content, is_writer=True, backing_id=0)
     os.close(world.places[Tier.RAM].create(content))
     return content
 
@@ -51,7 +51,7 @@ def test_nothing_changed_changes_nothing(world: World) -> None:
 
 
 def test_new_changed_vanished_and_other_attributes(world: World) -> None:
-    assert world.bring("file").result == wants.HERE
+    assert world.bring("file").result == wants.FETCHED
     first = world.column("file", "content")
     rewrite(world.pfs / "file", b"second, longer")
     (world.pfs / "new").write_bytes(b"n")
@@ -142,20 +142,20 @@ def test_what_is_newer_here_stays(world: World, how: str) -> None:
 
 
 def test_an_open_file_waits(world: World) -> None:
-    with world.db.change():
-        handle = handles.add(world.db, world.inode("file"), None, writer=False, backing=0)
+    with world.db.transaction():
+        handle = handles.insert(world.db, world.inode("file"), None, is_writer=False, backing_id=0)
     rewrite(world.pfs / "file", b"a stranger's")
     world.look()
     assert world.column("file", "size") == 5
-    with world.db.change():
-        handles.remove(world.db, handle)
+    with world.db.transaction():
+        handles.delete(world.db, handle)
     world.look()
     assert world.column("file", "size") == 12
 
 
 def test_a_vanished_directory_with_something_newer_in_it_stays(world: World) -> None:
-    with world.db.change():
-        namespace.make(world.db, world.inode("d/deep"), b"ours", stat.S_IFREG | 0o644, uid=0, gid=0)
+    with world.db.transaction():
+        namespace.create(world.db, world.inode("d/deep"), b"ours", stat.S_IFREG | 0o644, uid=0, gid=0)
     world.db.run("DELETE FROM journal")
     os.rename(world.pfs / "d", world.root / "away")
     world.look()
@@ -172,8 +172,8 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
         (world.pfs / "published").write_bytes(b"by write-back")
         (world.pfs / "file").write_bytes(b"by write-back too")
         found = pfs_listing.look(fd, b"published")
-        with world.db.change():
-            one = namespace.make(world.db, ROOT, b"published", stat.S_IFREG | 0o644, uid=0, gid=0).id
+        with world.db.transaction():
+            one = namespace.create(world.db, ROOT, b"published", stat.S_IFREG | 0o644, uid=0, gid=0).id
             world.db.run("DELETE FROM journal")
             world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"published", one)
             world.db.run("INSERT INTO published VALUES (?,1,1,?,?,?,NULL,NULL,0)", one, found.size, found.mtime_ns, found.ino)
@@ -227,7 +227,7 @@ def test_a_pfs_that_keeps_no_fractions_of_seconds(world: World) -> None:
 
 def test_refresh_comes_by_the_timer(world: World) -> None:
     world.visit.step()
-    due = world.visit.due_s()
+    due = world.visit.next_due_s()
     assert due is not None and due > 0
     (world.pfs / "new").write_bytes(b"")
     world.visit.step()
@@ -239,14 +239,14 @@ def test_refresh_comes_by_the_timer(world: World) -> None:
 
 
 def test_directories_of_ours_are_compared_once_they_are_on_the_pfs(world: World) -> None:
-    with world.db.change():
-        mine = namespace.make(world.db, ROOT, b"mine", stat.S_IFDIR | 0o755, uid=0, gid=0).id
+    with world.db.transaction():
+        mine = namespace.create(world.db, ROOT, b"mine", stat.S_IFDIR | 0o755, uid=0, gid=0).id
     world.db.run("DELETE FROM journal")
-    assert visits.due(world.db, time.time_ns()) != mine
+    assert visits.find_due_directory(world.db, time.time_ns()) != mine
     (world.pfs / "mine").mkdir()
     world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"mine", mine)
-    assert visits.due(world.db, time.time_ns()) == mine
-    assert visits.due(world.db, time.time_ns() - 10**12) is None, "just made: not its turn yet"
+    assert visits.find_due_directory(world.db, time.time_ns()) == mine
+    assert visits.find_due_directory(world.db, time.time_ns() - 10**12) is None, "just made: not its turn yet"
 
 
 @pytest.mark.crash
@@ -267,5 +267,5 @@ def test_evicted_files_are_dropped_like_others(world: World) -> None:
     world.db.run("DELETE FROM copy")
     rewrite(world.pfs / "file", b"changed after it was evicted")
     world.look()
-    found = fetching.look(world.db, world.inode("file"))
+    found = fetching.load_fetch_state(world.db, world.inode("file"))
     assert found is not None and found.content is None

@@ -31,7 +31,7 @@ def test_everything_there_is_appears_on_the_pfs(mount: Mount) -> None:
     mount.put(b"b\xff\n", b"a name of any bytes")
     mount.settle()
     mount.exact()
-    assert report.level(mount.db, mount.number(b"run/model.pt")) is Level.PFS
+    assert report.get_level(mount.db, mount.number(b"run/model.pt")) is Level.PFS
     assert mount.told.works > 0
 
 
@@ -120,7 +120,7 @@ def test_the_old_file_stays_until_the_new_one_is_whole(mount: Mount) -> None:
     flow = mount.write_back()
     while flow.step():
         pass
-    assert flow.due_s() is not None
+    assert flow.next_due_s() is not None
     assert mount.on_pfs() == {b"state.cpt": ("file", b"old", 0o644)}
     mount.seal(content)
     mount.seal(content + 1)
@@ -181,7 +181,7 @@ def test_every_name_of_a_file_shows_its_new_bytes(mount: Mount) -> None:
     mount.unlink(b"a")
     mount.settle()
     mount.exact()
-    assert report.level(mount.db, mount.number(b"b")) is Level.PFS
+    assert report.get_level(mount.db, mount.number(b"b")) is Level.PFS
 
 
 def test_a_pfs_without_links_gets_copies(mount: Mount, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -291,13 +291,13 @@ def test_an_fsynced_open_file_is_published_as_it_is(mount: Mount) -> None:
     content = mount.put(b"md.log", b"step 1\n", closed=False)
     mount.synced(content)
     mount.settle()
-    row = pfs_view.published(mount.db, mount.number(b"md.log"))
-    assert mount.on_pfs() == {b"md.log": ("file", b"step 1\n", 0o644)} and row is not None and row.complete is False
-    assert report.level(mount.db, mount.number(b"md.log")) is Level.LOCAL
+    row = pfs_view.get_published(mount.db, mount.number(b"md.log"))
+    assert mount.on_pfs() == {b"md.log": ("file", b"step 1\n", 0o644)} and row is not None and row.is_complete is False
+    assert report.get_level(mount.db, mount.number(b"md.log")) is Level.LOCAL
     mount.close(content, 7)
     mount.settle()
-    row = pfs_view.published(mount.db, mount.number(b"md.log"))
-    assert row is not None and row.complete is True
+    row = pfs_view.get_published(mount.db, mount.number(b"md.log"))
+    assert row is not None and row.is_complete is True
     mount.exact()
 
 
@@ -308,12 +308,12 @@ def test_a_large_open_file_waits_for_its_turn(mount: Mount) -> None:
     flow._pauses.took(content, 1000.0)
     mount.synced(content)
     mount.settle(flow)
-    due_s = flow.due_s()
+    due_s = flow.next_due_s()
     assert mount.on_pfs() == {} and due_s is not None and due_s > 100
-    flow.hurry()
-    assert flow.due_s() == 0.0
+    flow.retry_now()
+    assert flow.next_due_s() == 0.0
     mount.settle(flow)
-    assert mount.on_pfs() == {b"traj.trr": ("file", b"frame 1", 0o644)} and flow.due_s() is None
+    assert mount.on_pfs() == {b"traj.trr": ("file", b"frame 1", 0o644)} and flow.next_due_s() is None
 
 
 def test_the_same_bytes_are_not_copied_again(mount: Mount) -> None:
@@ -325,13 +325,13 @@ def test_the_same_bytes_are_not_copied_again(mount: Mount) -> None:
     mount.settle()
     mount.exact()
     assert (mount.pfs / "file").stat().st_ino == before.st_ino
-    assert report.level(mount.db, mount.number(b"file")) is Level.PFS
+    assert report.get_level(mount.db, mount.number(b"file")) is Level.PFS
     mount.put(b"file", b"data")
     mount.put(b"file", b"other")
     mount.put(b"file", b"data")
     mount.settle()
     mount.exact()
-    assert report.level(mount.db, mount.number(b"file")) is Level.PFS
+    assert report.get_level(mount.db, mount.number(b"file")) is Level.PFS
 
 
 def test_a_pfs_with_room_for_some_takes_these(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,15 +358,15 @@ def test_a_mapped_file_does_not_hold_up_the_others_for_ever(mount: Mount) -> Non
     mapped = mount.put(b"mapped", b"m")
     other = mount.put(b"other", b"o")
     mount.seal(other)
-    with mount.db.change():
+    with mount.db.transaction():
         mount.db.run("UPDATE content SET closed_ns = 1")
         mount.db.run("UPDATE journal SET at_ns = 1")
     flow = mount.write_back()
     while flow.step():
         pass
     assert mount.on_pfs() == {b"mapped": ("file", b"m", 0o644), b"other": ("file", b"o", 0o644)}
-    row = pfs_view.published(mount.db, mount.number(b"mapped"))
-    assert row is not None and row.complete is False, "its seal is still to come"
+    row = pfs_view.get_published(mount.db, mount.number(b"mapped"))
+    assert row is not None and row.is_complete is False, "its seal is still to come"
     mount.seal(mapped)
     mount.settle(flow)
     mount.exact()
@@ -375,7 +375,7 @@ def test_a_mapped_file_does_not_hold_up_the_others_for_ever(mount: Mount) -> Non
 def test_a_bad_copy_is_quarantined_and_another_one_used(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     """P4."""
     content = mount.put(b"file", b"x" * 10_000)
-    with mount.db.change():
+    with mount.db.transaction():
         mount.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'nvme', 1, 1)", content)
     (mount.places[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(b"x" * 10_000)
     mount.spoil(content, Tier.RAM)
@@ -434,12 +434,12 @@ def test_other_tiers_are_sources_too(mount: Mount, tier: Tier) -> None:
 
 def test_a_catalog_that_meets_a_pfs_tells_it_everything(tmp_path: Path) -> None:
     mount = Mount(tmp_path)
-    mount.db.journalled = False
+    mount.db.is_journalled = False
     mount.mkdir(b"d")
     mount.put(b"d/f", b"data")
     mount.link(b"d/f", b"g")
     mount.symlink(b"s", b"d")
-    mount.db.journalled = True
+    mount.db.is_journalled = True
     mount.settle()
     mount.exact()
 
@@ -448,21 +448,21 @@ def test_what_lies_only_on_another_pfs_is_not_given_up(mount: Mount) -> None:
     """P11."""
     content = mount.put(b"file", b"data")
     mount.settle()
-    with mount.db.change():
-        settling.forget_copy(mount.db, content, Tier.RAM)
+    with mount.db.transaction():
+        settling.delete_copy(mount.db, content, Tier.RAM)
         mount.db.run("DELETE FROM tier WHERE name = 'pfs'")
         mount.db.run("UPDATE meta SET value = 'another' WHERE key = 'pfs'")
     with pytest.raises(Exception, match="only on another PFS"):
         mount.write_back().step()
-    assert pfs_view.published(mount.db, mount.number(b"file")) is not None
+    assert pfs_view.get_published(mount.db, mount.number(b"file")) is not None
 
 
 def test_a_catalog_does_not_go_on_without_its_pfs(mount: Mount) -> None:
     """P11: what changes meanwhile would never be told to it."""
-    adoption.demand_none(mount.db, mount.root)
+    adoption.require_no_pfs(mount.db, mount.root)
     mount.write_back().prepare()
     with pytest.raises(ConfigError, match="belong to a PFS") as refusal:
-        adoption.demand_none(mount.db, mount.root)
+        adoption.require_no_pfs(mount.db, mount.root)
     assert "pfs=" in refusal.value.remedy
 
 
@@ -501,8 +501,8 @@ def test_what_fails_first_does_not_hold_back_what_came_before(mount: Mount, monk
 def test_a_long_name_and_a_deep_path(mount: Mount) -> None:
     parent = ROOT
     for _ in range(300):
-        with mount.db.change():
-            parent = namespace.make(mount.db, parent, b"d" * 12, stat.S_IFDIR | 0o755, uid=0, gid=0).id
+        with mount.db.transaction():
+            parent = namespace.create(mount.db, parent, b"d" * 12, stat.S_IFDIR | 0o755, uid=0, gid=0).id
     mount.put(b"n" * 255, b"long")
     mount.settle(steps=20_000)
     assert (mount.pfs / ("n" * 255)).read_bytes() == b"long"

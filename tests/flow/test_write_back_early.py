@@ -82,7 +82,7 @@ def test_bytes_that_changed_before_the_seal_are_not_what_appears(mount: Mount) -
 def test_a_content_that_is_opened_again_is_thrown_away(mount: Mount) -> None:
     content = mount.put(b"large", os.urandom(LARGE))
     in_vain(mount, lambda: mount.reopen(content, Tier.RAM))
-    with mount.db.change():
+    with mount.db.transaction():
         mount.close(content, LARGE)
     mount.seal(content)
     mount.settle()
@@ -105,7 +105,7 @@ def test_a_seal_that_does_not_come_is_waited_for_once(mount: Mount, monkeypatch:
         for _ in range(4):
             flow.step()
         assert not flow.step()
-    assert seen.count("write_back:create") == 1 and flow.due_s() is not None
+    assert seen.count("write_back:create") == 1 and flow.next_due_s() is not None
     assert mount.on_pfs() == {} and mount.temporaries() == []
     mount.seal(content)
     mount.settle(flow)

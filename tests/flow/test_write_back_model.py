@@ -134,7 +134,7 @@ class World:
                 if not flow.step():
                     break
         if goes_on:
-            flow.hurry()
+            flow.retry_now()
             self.mount.settle(flow)
 
     def finish(self) -> None:

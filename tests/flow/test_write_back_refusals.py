@@ -46,7 +46,7 @@ def rest(flow: WriteBack) -> None:
 
 
 def troubles(mount: Mount) -> list[dict[str, str]]:
-    return [json.loads(text) for _, text, _ in report.reports(mount.db, "trouble:")]
+    return [json.loads(text) for _, text, _ in report.list_reports(mount.db, "trouble:")]
 
 
 @pytest.mark.parametrize("code", sorted(OF_ONE_FILE))
@@ -70,14 +70,14 @@ def test_one_owner_s_refusal_holds_up_nobody_else(
     [trouble] = troubles(mount)
     assert trouble["path"] == "b" and errno.errorcode[code] in trouble["what"] and trouble["remedy"]
     assert len(caplog.messages) == 1
-    assert not journal.waiting(mount.db, mount.number(b"a"), 10**9)
-    assert journal.waiting(mount.db, mount.number(b"b"), 10**9), "who waits for it still waits"
-    due_s = flow.due_s()
+    assert not journal.has_pending(mount.db, mount.number(b"a"), 10**9)
+    assert journal.has_pending(mount.db, mount.number(b"b"), 10**9), "who waits for it still waits"
+    due_s = flow.next_due_s()
     assert due_s is not None and due_s > 0
-    flow.hurry()
+    flow.retry_now()
     mount.settle(flow)
     mount.exact()
-    assert troubles(mount) == [] and flow.due_s() is None
+    assert troubles(mount) == [] and flow.next_due_s() is None
 
 
 def test_generations_keep_their_order(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_generations_keep_their_order(mount: Mount, monkeypatch: pytest.MonkeyPa
         mount.put(b"f", b"another")
         rest(flow)
         assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"g": b"shown", b"f": b"another"}
-    flow.hurry()
+    flow.retry_now()
     mount.settle(flow)
     mount.exact()
     assert (mount.pfs / "g").read_bytes() == b"two"

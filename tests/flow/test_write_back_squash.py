@@ -63,7 +63,7 @@ def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
     mount.put(b"run/a", b"1")
     mount.put(b"run/logs/b", b"2")
     mount.symlink(b"run/latest", b"a")
-    with mount.db.change():
+    with mount.db.transaction():
         for number in [row[0] for row in mount.db.rows("SELECT id FROM inode")]:
             attributes.set_attributes(mount.db, number, uid=USER, gid=USER)
     squash = Squash()
@@ -89,7 +89,7 @@ def test_a_refusal_that_stays_is_told_and_costs_nothing_else(tmp_path: Path, mon
     while flow.step():
         pass
     assert set(mount.on_pfs()) == {b"directory"}
-    [(_, text, _)] = report.reports(mount.db, "trouble:")
+    [(_, text, _)] = report.list_reports(mount.db, "trouble:")
     assert "EACCES" in text and '"path": "file"' in text and "owner" in text
     monkeypatch.setattr(disk, "_fault", "")
     mount.settle()

@@ -134,8 +134,8 @@ def test_rmdir_leaves_a_directory_that_holds_theirs(mount: Mount) -> None:
 def test_a_file_whose_only_copy_they_removed_is_never_shown_as_empty(mount: Mount) -> None:
     content = mount.shown(mount.number(b"run/a"))
     assert content is not None
-    with mount.db.change():
-        settling.forget_copy(mount.db, content, Tier.RAM)
+    with mount.db.transaction():
+        settling.delete_copy(mount.db, content, Tier.RAM)
     os.unlink(mount.pfs / "run" / "a")
     mount.rename(b"run/a", b"run/b")
     mount.settle()

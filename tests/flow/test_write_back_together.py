@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from shared_catalogs import run_seeded, stored
-from writers_together import Cluster
+from writers_together import WriterCluster
 
 from ckptfs.catalog.sharing import touching
-from ckptfs.catalog.sharing.kinds import PLACE, Key
+from ckptfs.catalog.sharing.kinds import PFS_NAME, SharedKey
 from ckptfs.model import ROOT
 
 
-def run(root: Path, seed: int, act: Callable[[Cluster], Any], count: int = 2) -> Cluster:
-    cluster = Cluster(root, count, seed)
+def run(root: Path, seed: int, act: Callable[[WriterCluster], Any], count: int = 2) -> WriterCluster:
+    cluster = WriterCluster(root, count, seed)
 
     async def main() -> None:
         async def body() -> None:
@@ -34,7 +34,7 @@ def do_anything(root: Path, seed: int, disturbance: float, *, cutting: float = 0
     probabilities.
     """
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         cluster.disturbing = cluster.act_somewhere
         cluster.disturbance, cluster.cutting, cluster.killing = disturbance, cutting, killing
         for name in ("d", "e", "d/f"):
@@ -51,7 +51,7 @@ def do_anything(root: Path, seed: int, disturbance: float, *, cutting: float = 0
 def test_what_two_nodes_made_is_one_tree_there(tmp_path: Path) -> None:
     """P6: each node's files, in a directory of the other one."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, two = cluster.nodes
         await one.mkdir("d")
         await two.put("d/from two", b"2")
@@ -64,7 +64,7 @@ def test_what_two_nodes_made_is_one_tree_there(tmp_path: Path) -> None:
 
 
 def test_each_undoes_what_the_other_has_written_back(tmp_path: Path) -> None:
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, two = cluster.nodes
         await one.mkdir("d")
         for name in ("removed", "renamed", "overwritten", "dressed"):
@@ -85,7 +85,7 @@ def test_each_undoes_what_the_other_has_written_back(tmp_path: Path) -> None:
 def test_what_an_island_wrote_too_is_there_beside_the_other(tmp_path: Path, later: bool) -> None:
     """P1, P6: a file of its own, of which the island's journal has said nothing under that name."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, two = cluster.nodes
         await one.put("f", b"1")
         await cluster.settle()
@@ -117,13 +117,13 @@ def test_with_islands_it_ends_as_what_is_shared_too(tmp_path: Path, seed: int) -
 def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) -> None:
     """P6: what the last batch left to be told must not look like news about the name that the next one is at."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, _ = cluster.nodes
-        name = Key(PLACE, ROOT, b"f")
+        name = SharedKey(PFS_NAME, ROOT, b"f")
 
         async def tell_again() -> None:
-            with one.db.change():
-                touching.touch(one.db, name)
+            with one.db.transaction():
+                touching.mark_dirty(one.db, name)
             await one.sharing.published()
             assert stored(cluster.etcd)[name]["by"] == one.number
 
@@ -139,7 +139,7 @@ def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) ->
 def test_a_directory_that_another_node_is_just_moving_is_not_gone(tmp_path: Path, deep: bool) -> None:
     """P6: between the move on the PFS and the word of it nobody finds it under either name; what is in it was nobody else's doing."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, two = cluster.nodes
         await one.mkdir("d")
         inside = "d/e" if deep else "d"
@@ -169,7 +169,7 @@ def test_a_directory_has_the_times_there_that_the_last_change_gave_it(tmp_path: 
     """P6: whichever node writes back last."""
     shared: list[int] = []
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, two = cluster.nodes
         await one.mkdir("d")
         await cluster.settle()
@@ -188,7 +188,7 @@ def test_a_directory_has_the_times_there_that_the_last_change_gave_it(tmp_path: 
 def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, label: str) -> None:
     """P8: killed when the others know of the batch, and when it is settled there but not here."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster: WriterCluster) -> None:
         one, two = cluster.nodes
         await one.mkdir("d")
         await one.put("d/f", b"1")

@@ -10,7 +10,7 @@ from daemon_under_test import DaemonUnderTest, NotStarted, eventually
 from etcd_server import Etcd, free_ports
 
 from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.clique.membership import Node, read_nodes
+from ckptfs.clique.membership import Node, load_nodes
 
 Make = Callable[..., DaemonUnderTest]
 
@@ -25,7 +25,7 @@ def options(etcd: str, node: str) -> dict[str, str]:
 def living(etcd: Etcd) -> dict[str, Node]:
     store = EtcdStore(etcd.addresses, "c")
     try:
-        return {node.name: node for node in read_nodes(store)[0]}
+        return {node.name: node for node in load_nodes(store)[0]}
     finally:
         store.close()
 

@@ -16,7 +16,7 @@ from etcd_server import Etcd, free_ports, start_etcd
 from ckptfs import limits
 from ckptfs.catalog.etcd import EtcdStore
 from ckptfs.catalog.store import Get
-from ckptfs.errors import Unreachable
+from ckptfs.errors import StoreUnreachable
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -84,7 +84,7 @@ def answers(address: str) -> int:
     store = EtcdStore([address], "test")
     try:
         return store.read([Get(b"epoch")], timeout_s=1.0).revision
-    except Unreachable:
+    except StoreUnreachable:
         return 0
     finally:
         store.close()

@@ -57,7 +57,7 @@ def test_only_for_the_owner(make_daemon: Any) -> None:
     def ask(level: str) -> None:
         try:
             with Client(find(daemon.path)) as client:
-                client.log_level(level)
+                client.get_or_set_log_level(level)
         except NotPermitted as refusal:
             raise PermissionError(errno.EPERM, str(refusal)) from refusal
 

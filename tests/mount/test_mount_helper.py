@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client.mount_helper import LOG
-from ckptfs_client.mounts import runs
+from ckptfs_client.mounts import is_running
 from daemon_under_test import REPOSITORY, DaemonUnderTest, environment, eventually
 from programs import with_mounts_of_its_own
 
@@ -31,7 +31,7 @@ def place(make_daemon: MakeDaemon) -> Iterator[DaemonUnderTest]:
     for pid in {int(one.get("pid") or 0) for one in place.processes().values() if isinstance(one, dict)} - {0}:
         place.abort()
         subprocess.run(["umount", "-l", str(place.path)], check=False, capture_output=True)
-        eventually(lambda pid=pid: not runs(pid), what=f"process {pid} has ended")
+        eventually(lambda pid=pid: not is_running(pid), what=f"process {pid} has ended")
 
 
 def options(place: DaemonUnderTest, *more: str) -> str:
@@ -60,7 +60,7 @@ def test_mount_use_and_unmount(place: DaemonUnderTest) -> None:
     assert os.getpgid(supervisor) == supervisor != os.getpgid(0)
     result = helper("umount", place.path, "-n", "-v")
     assert (result.returncode, result.stderr) == (0, "")
-    assert not os.path.ismount(place.path) and not runs(supervisor)
+    assert not os.path.ismount(place.path) and not is_running(supervisor)
     assert len([name for name in os.listdir(place.pfs) if name.startswith("shard")]) == 30
 
 
@@ -126,7 +126,7 @@ def test_a_mount_waits_for_the_daemon_that_still_drains(place: DaemonUnderTest) 
     try:
         (place.path / "kept").write_bytes(b"x" * 1000)
         subprocess.run(["umount", "-i", str(place.path)], check=True)
-        assert runs(place.pid("supervisor"))
+        assert is_running(place.pid("supervisor"))
         assert mount(place, "drain_deadline=1s").returncode == 0
     finally:
         subprocess.run(["umount", "-l", str(place.pfs)], check=True)

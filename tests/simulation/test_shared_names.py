@@ -16,7 +16,7 @@ from memory_store import MemoryEtcd
 from shared_catalogs import Node, Slow, replayed, running, settled, stored, stored_tree
 
 from ckptfs.catalog import renaming
-from ckptfs.catalog.sharing.kinds import Key, Value
+from ckptfs.catalog.sharing.kinds import SharedKey, Value
 from ckptfs.model import Inode
 
 NODES = 3
@@ -90,7 +90,7 @@ class World:
                     node.cut(node.store.reachable)
 
 
-def simulate(directory: Path, seed: int, steps: int, islands: float) -> tuple[dict[Key, Value], int]:
+def simulate(directory: Path, seed: int, steps: int, islands: float) -> tuple[dict[SharedKey, Value], int]:
     """What the store has in the end, and its revision."""
     etcd, world = MemoryEtcd(), World(seed, islands)
 

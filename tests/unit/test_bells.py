@@ -28,9 +28,9 @@ def heard(end: socket.socket, count: int) -> list[bytes]:
 
 def test_what_is_rung_is_heard(ends: tuple[socket.socket, socket.socket]) -> None:
     notify = MountNotify(Bell(ends[0]), lambda _: None)
-    notify.inode(2**40 + 1)
-    notify.entry(7, b"a name \xff")
-    notify.wants()
+    notify.invalidate_inode(2**40 + 1)
+    notify.invalidate_entry(7, b"a name \xff")
+    notify.notify_replies()
     messages = heard(ends[1], 3)
     assert [bells.parse(message) for message in messages] == [
         (bells.INODE, 2**40 + 1, b""), (bells.ENTRY, 7, b"a name \xff"), (bells.WANTS, 0, b""),
@@ -38,7 +38,7 @@ def test_what_is_rung_is_heard(ends: tuple[socket.socket, socket.socket]) -> Non
 
 
 def test_a_name_of_255_bytes_fits(ends: tuple[socket.socket, socket.socket]) -> None:
-    MountNotify(Bell(ends[0]), lambda _: None).entry(1, b"n" * 255)
+    MountNotify(Bell(ends[0]), lambda _: None).invalidate_entry(1, b"n" * 255)
     assert bells.parse(heard(ends[1], 1)[0])[2] == b"n" * 255
 
 
@@ -72,6 +72,6 @@ def test_the_end_of_the_other_side_ends_the_listening(ends: tuple[socket.socket,
 def test_work_wakes_the_lanes(ends: tuple[socket.socket, socket.socket]) -> None:
     woken: list[str] = []
     notify = MountNotify(Bell(ends[0]), woken.append)
-    notify.work()
-    notify.work("replicate")
+    notify.wake_lanes()
+    notify.wake_lanes("replicate")
     assert woken == ["", "replicate"]

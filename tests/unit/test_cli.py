@@ -27,7 +27,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     (tmp_path / "mnt").mkdir()
     with serving(Node(tmp_path)) as served:
         mount = Mount("test", tmp_path / "mnt", os.geteuid(), os.stat(tmp_path).st_dev)
-        monkeypatch.setattr(mounts, "mounted", lambda: [mount])
+        monkeypatch.setattr(mounts, "list_mounts", lambda: [mount])
         yield served
 
 
@@ -48,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_status(served: Served, run: Run, tmp_path: Path) -> None:
     served.node.make(b"file", b"x" * 2048)
-    settling.report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a [b]", "remedy": "chmod it"})
+    settling.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a [b]", "remedy": "chmod it"})
     code, out, err = run("status", tmp_path / "mnt")
     assert (code, err) == (0, "")
     assert f"test on {tmp_path}/mnt: degraded" in out and "1 file (2.0 KiB)" in out and "a [b]: EACCES: no; chmod it" in out
@@ -108,7 +108,7 @@ def test_a_mount_that_does_not_answer(run: Run, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(client.Client.__init__, "__kwdefaults__", {"answer_s": 0.2})
-    monkeypatch.setattr(mounts, "mounted", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
     code, out, err = run("status")
     assert (code, out) == (3, "") and f"the daemon of gone ({tmp_path}) does not answer; its log says why" in err
 
@@ -118,7 +118,7 @@ def test_a_mount_whose_daemon_has_ended(run: Run, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(client, "ENDED_ANSWER_S", 0.2)
-    monkeypatch.setattr(mounts, "mounted", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
     ended = subprocess.Popen(["true"])
     ended.wait()
     (tmp_path / "gone.json").write_text(json.dumps({"pid": ended.pid}))
@@ -130,7 +130,7 @@ def test_a_mount_whose_daemon_has_ended(run: Run, tmp_path: Path, monkeypatch: p
     ("name", "words"), [(b"plain [x]", "plain [x]"), (b"bad\xff", "bad\\xff"), (b"two\nlines\x1b[m", "two\\nlines\\x1b[m")]
 )
 def test_a_name_keeps_to_its_line(name: bytes, words: str) -> None:
-    assert show.printable(os.fsdecode(name)) == words
+    assert show.escape_unprintable(os.fsdecode(name)) == words
 
 
 def test_version_is_quick() -> None:
@@ -151,26 +151,26 @@ def test_mountinfo_is_understood(tmp_path: Path) -> None:
         "40 22 0:44 / /ckpt\\040one rw shared:2 master:3 - fuse.ckptfs job rw,user_id=1000,group_id=1000,allow_other\n"
         "41 22 0:45 / /other rw - fuse.sshfs host: rw,user_id=0\n"
     )
-    assert mounts.mounted(str(table)) == [Mount("job", Path("/ckpt one"), 1000, os.makedev(0, 44))]
+    assert mounts.list_mounts(str(table)) == [Mount("job", Path("/ckpt one"), 1000, os.makedev(0, 44))]
 
 
 def test_the_deepest_and_latest_mount_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outer, inner, over = (Mount(name, tmp_path / path, 0, 1) for name, path in (("o", "a"), ("i", "a/b"), ("v", "a/b")))
-    monkeypatch.setattr(mounts, "mounted", lambda: [inner, over, outer])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [inner, over, outer])
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     assert mounts.find(tmp_path / "a" / "b" / "c") is over and mounts.find(tmp_path / "a" / "x") is outer
     assert mounts.find(tmp_path / "link" / "c") is over
     with pytest.raises(NoMount, match="several ckptfs are mounted"):
-        mounts.chosen(None)
+        mounts.choose(None)
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (150 << 20, "150 MiB")])
 def test_sizes_for_people(count: int, words: str) -> None:
-    assert show.size(count) == words
+    assert show.format_size(count) == words
 
 
 def test_doctor_looks_at_everything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "mounted", list)
+    monkeypatch.setattr(mounts, "list_mounts", list)
     names = {finding.name for finding in doctor.examine()}
     assert {"kernel", "/dev/fuse", "libfuse", "permissions", "daemon", "leases", "memory", "space", "clock"} <= names
     monkeypatch.setattr(doctor, "CLOCK_MIN", 2**40)
@@ -193,6 +193,6 @@ def test_doctor_advises_to_poll_before_halting(tmp_path: Path, monkeypatch: pyte
 
 def test_doctor_finds_a_mount_without_a_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(mounts, "mounted", lambda: [Mount("dead", tmp_path, 0, 0)])
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("dead", tmp_path, 0, 0)])
     found = next(finding for finding in doctor.examine() if finding.name == "dead")
     assert found.verdict == findings.BAD and "no daemon serves it" in found.what and f"umount -l {tmp_path}" in found.remedy

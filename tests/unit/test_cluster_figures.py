@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client import doctor_cluster, findings, show
-from ckptfs_client.failures import Usage
+from ckptfs_client.failures import UsageError
 from ckptfs_client.findings import Finding
 from ckptfs_daemon import cluster_figures
-from ckptfs_daemon.cluster_figures import ClusterFigures, Transport
-from ckptfs_daemon.control_questions import Questions
+from ckptfs_daemon.cluster_figures import ClusterFigures, TransportFigures
+from ckptfs_daemon.control_questions import QueryService
 from control_served import serving
 from local_node import Node
 from memory_store import MemoryStore
 
 from ckptfs.catalog import belonging, identity, peers, settling
-from ckptfs.catalog.peers import Known, PeerCopy
+from ckptfs.catalog.peers import KnownNode, PeerCopy
 from ckptfs.catalog.store import Get, Put
 from ckptfs.clique import membership
 from ckptfs.clique.keys import Identity
-from ckptfs.clique.peers import PeerFailed, Speed
+from ckptfs.clique.peers import PeerFailed, PeerStats
 from ckptfs.flow.replicate.queues import Load
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
@@ -32,7 +32,7 @@ NAMES = ("node1", "node2", "node3")
 def node(tmp_path: Path) -> Node:
     found = Node(tmp_path)
     found.configure(cluster="c", etcd=("a:1",), node="node1", replication_factor=2)
-    identity.take_number(found.db, 1)
+    identity.set_node_number(found.db, 1)
     return found
 
 
@@ -41,15 +41,15 @@ def store(node: Node) -> MemoryStore:
     """Two of three nodes live; the second has told its figures."""
     made = MemoryStore()
     nodes = [membership.Node(number, name, f"{name}:1", number - 1, name, 5000) for number, name in enumerate(NAMES, 1)]
-    peers.set_world(node.db, 1, 2, [Known(one.number, one.name, one.domain) for one in nodes])
-    puts = [Put(membership.node_key(one.number), membership.to_value(one)) for one in nodes[:2]]
-    made.commit([], [*puts, Put(cluster_figures.figures_key(2), cluster_figures.told(node.db))])
+    peers.set_live_nodes(node.db, 1, 2, [KnownNode(one.number, one.name, one.domain) for one in nodes])
+    puts = [Put(membership.node_key(one.number), membership.encode_node(one)) for one in nodes[:2]]
+    made.commit([], [*puts, Put(cluster_figures.figures_key(2), cluster_figures.encode_figures(node.db))])
     return made
 
 
 def test_who_lives_and_where_copies_go(node: Node, store: MemoryStore) -> None:
     """N1, N4."""
-    found = ClusterFigures(node.config, node.db, store).described()
+    found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert (found.name, found.node, found.number, found.island, found.replication_factor) == ("c", "node1", 1, False, 2)
     members = [(one.name, one.alive, list(one.peers), one.told) for one in found.members]
     assert members == [("node1", True, ["node2"], False), ("node2", True, ["node1"], True), ("node3", False, [], False)]
@@ -62,9 +62,9 @@ def test_figures_are_those_of_the_catalog(node: Node, store: MemoryStore) -> Non
     content = node.make(b"file", b"x" * 1000)
     with serving(node) as served:
         served.seal()
-    peers.lacks(node.db, [content])
-    store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.told(node.db))])
-    first = ClusterFigures(node.config, node.db, store).described().members[0]
+    peers.mark_under_replicated(node.db, [content])
+    store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.encode_figures(node.db))])
+    first = ClusterFigures(node.config, node.db, store).build_cluster().members[0]
     assert (first.behind_files, first.behind_bytes, first.held_files) == (1, 1000, 0)
     assert first.lag_s > 0
 
@@ -74,29 +74,29 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     behind, gone, dead = (node.make(name, b"x" * 1000) for name in (b"behind", b"gone", b"dead"))
     with serving(node) as served:
         served.seal()
-    peers.lacks(node.db, [behind, dead])
-    row = settling.content(node.db, gone)
+    peers.mark_under_replicated(node.db, [behind, dead])
+    row = settling.get_content(node.db, gone)
     assert row is not None and row.digest is not None
-    settling.forget_copy(node.db, gone, Tier.RAM)
-    peers.peer_has(node.db, PeerCopy(gone, 2, row.generation, row.digest))
+    settling.delete_copy(node.db, gone, Tier.RAM)
+    peers.insert_peer_copy(node.db, PeerCopy(gone, 2, row.generation, row.digest))
     node.db.run("UPDATE content SET peer = 1 WHERE id = ?", dead)
-    transport = Transport(
+    transport = TransportFigures(
         lambda: [Load("node2", 3, 3000, 1, 1000)],
         lambda: {
             "node2": {"rtt_s": 0.002, "bytes_per_s": 5e8, "failed": 0.0},
             "node3": {"rtt_s": None, "bytes_per_s": None, "failed": 1.0},
         },
         lambda: {"transfers": 2, "loans": 1, "refused": {"node2": {"malformed": 3}, "unknown": {"stranger": 4, "malformed": 1}}},
-        lambda node: Speed(None, None, None),
+        lambda node: PeerStats(None, None, None),
     )
     figures = ClusterFigures(node.config, node.db, store, transport)
-    found = figures.under_way()
+    found = figures.build_clique()
     assert (found.behind_files, found.copies_there, found.copies_wanted) == (1, 2, 4)
     assert (found.refill_files, found.refill_bytes, found.repair_files, found.receiving, found.lending) == (1, 1000, 1, 2, 1)
     assert [(one.node, one.waiting_files, one.sending_bytes, one.doubtful) for one in found.links] == [
         ("node2", 3, 1000, False), ("node3", 0, 0, True),
     ]  # fmt: skip
-    status = Questions(node.config, node.db, node.places, figures).GetStatus(pb.StatusRequest(), None)
+    status = QueryService(node.config, node.db, node.places, figures).GetStatus(pb.StatusRequest(), None)
     assert [(one.where, one.who, one.reason, one.count) for one in status.refused] == [
         ("peers", "node2", "malformed", 3), ("peers", "unknown", "malformed", 1), ("peers", "unknown", "stranger", 4),
     ]  # fmt: skip
@@ -109,21 +109,21 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
         "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately", "as far as this one has heard",
     ):  # fmt: skip
         assert words in text, text
-    assert show.plain(status)["clique"]["links"][0]["waiting_bytes"] == 3000
-    store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.told(node.db))])
-    member = figures.described().members[0]
+    assert show.message_to_dict(status)["clique"]["links"][0]["waiting_bytes"] == 3000
+    store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.encode_figures(node.db))])
+    member = figures.build_cluster().members[0]
     assert (member.refill_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)
 
 
-def examined(node: Node, store: MemoryStore, ping: Callable[[membership.Node], Speed], identity: Identity | None = None) -> list[Finding]:
+def examined(node: Node, store: MemoryStore, ping: Callable[[membership.Node], PeerStats], identity: Identity | None = None) -> list[Finding]:
     """What doctor says of the cluster."""
-    transport = Transport(list, dict, dict, ping)
-    return list(doctor_cluster.judged("m", ClusterFigures(node.config, node.db, store, transport, identity).examined()))
+    transport = TransportFigures(list, dict, dict, ping)
+    return list(doctor_cluster.check_cluster("m", ClusterFigures(node.config, node.db, store, transport, identity).build_probed_cluster()))
 
 
 def test_doctor_is_content_with_a_cluster_that_is_well(node: Node, store: MemoryStore) -> None:
     """F5."""
-    found = examined(node, store, lambda _: Speed(0.002, None, 5, 0.1))
+    found = examined(node, store, lambda _: PeerStats(0.002, None, 5, 0.1))
     assert [one.verdict for one in found] == [findings.GOOD, findings.GOOD]
     assert "1 other node answers, the slowest within 2.0 ms" in found[1].what
 
@@ -131,26 +131,26 @@ def test_doctor_is_content_with_a_cluster_that_is_well(node: Node, store: Memory
 def test_doctor_names_whom_it_cannot_reach_and_whose_clock_is_off(node: Node, store: MemoryStore) -> None:
     """F5, N5."""
 
-    def silent(_: membership.Node) -> Speed:
+    def silent(_: membership.Node) -> PeerStats:
         raise PeerFailed("node2 does not answer: unavailable")
 
     (reach,) = [one for one in examined(node, store, silent) if one.verdict == findings.BAD]
     assert "node2 at node2:1: node2 does not answer" in reach.what and "open" in reach.remedy
 
-    def revoked(_: membership.Node) -> Speed:
+    def revoked(_: membership.Node) -> PeerStats:
         raise PeerFailed("node2 refuses: these keys were revoked")
 
     assert "issue new ones" in next(one.remedy for one in examined(node, store, revoked) if one.verdict == findings.BAD)
-    (clock,) = [one for one in examined(node, store, lambda _: Speed(0.001, None, None, -90.0)) if one.verdict == findings.NOTE]
+    (clock,) = [one for one in examined(node, store, lambda _: PeerStats(0.001, None, None, -90.0)) if one.verdict == findings.NOTE]
     assert "node2 by 1 min behind" in clock.what
 
 
 def test_doctor_doubts_domains_ranks_and_numbers(node: Node, store: MemoryStore) -> None:
     """N1."""
-    well = lambda _: Speed(0.001, None, None, 0.0)  # noqa: E731
+    well = lambda _: PeerStats(0.001, None, None, 0.0)  # noqa: E731
     for number in (1, 2):
         one = membership.Node(number, f"node{number}", f"node{number}:1", 7, "rack", 5000)
-        store.commit([], [Put(membership.node_key(number), membership.to_value(one))])
+        store.commit([], [Put(membership.node_key(number), membership.encode_node(one))])
     words = [one.what for one in examined(node, store, well) if one.verdict == findings.NOTE]
     assert len(words) == 2 and "all 2 nodes are in the failure domain rack" in words[0] and "share the rank 7" in words[1]
     node.configure(replication_factor=3)
@@ -161,7 +161,7 @@ def test_doctor_doubts_domains_ranks_and_numbers(node: Node, store: MemoryStore)
 def test_doctor_sees_etcd_away_and_certificates_that_end(node: Node, store: MemoryStore) -> None:
     """P1, F6."""
     store.reachable = False
-    found = examined(node, store, lambda _: Speed(0.001, None, None, 0.0))
+    found = examined(node, store, lambda _: PeerStats(0.001, None, None, 0.0))
     assert found[0].verdict == findings.BAD and "etcd" in found[0].what
     for days, verdict, words in (
         (400, findings.GOOD, "good for 400 days"),
@@ -170,20 +170,20 @@ def test_doctor_sees_etcd_away_and_certificates_that_end(node: Node, store: Memo
     ):
         expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days, seconds=-60)
         identity = Identity("node1", "c", b"", b"", b"", expires)
-        last = examined(node, store, lambda _: Speed(0.001, None, None, 0.0), identity)[-1]
+        last = examined(node, store, lambda _: PeerStats(0.001, None, None, 0.0), identity)[-1]
         assert last.verdict == verdict and words in last.what, last
 
 
 def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> None:
     """P1."""
     store.reachable = False
-    found = ClusterFigures(node.config, node.db, store).described()
+    found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert found.island
     assert [(one.name, one.alive) for one in found.members] == [(name, True) for name in NAMES]
     assert "1 of 3 nodes" in str(show.cluster(found).renderables[0])  # type: ignore[attr-defined]
     last = [membership.Node(number, name, f"{name}:1", number + 3, name, 5000) for number, name in enumerate(NAMES, 1)]
-    belonging.keep_world(node.db, [membership.to_value(one) for one in last])
-    found = ClusterFigures(node.config, node.db, store).described()
+    belonging.record_last_members(node.db, [membership.encode_node(one) for one in last])
+    found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert [(one.name, one.address, one.rank) for one in found.members] == [(one.name, one.address, one.rank) for one in last]
 
 
@@ -191,26 +191,26 @@ def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> Non
 def test_broken_records_are_passed_over(node: Node, store: MemoryStore, garbage: bytes) -> None:
     """P11."""
     store.commit([], [Put(cluster_figures.figures_key(2), garbage), Put(membership.node_key(7), garbage)])
-    found = ClusterFigures(node.config, node.db, store).described()
+    found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert [(one.name, one.told) for one in found.members if one.alive] == [("node1", False), ("node2", False)]
 
 
 def test_a_mount_without_a_cluster_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P11."""
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
-    with serving(Node(tmp_path)) as served, pytest.raises(Usage, match="belongs to no cluster"):
-        served.client.cluster()
+    with serving(Node(tmp_path)) as served, pytest.raises(UsageError, match="belongs to no cluster"):
+        served.client.get_cluster()
 
 
 def test_figures_are_told_when_they_change_or_the_lease_does(node: Node, store: MemoryStore) -> None:
     """The store hears nothing while nothing changes."""
     key = cluster_figures.figures_key(1)
-    told = cluster_figures._tell_once(node.db, store, key, 0, None)
+    told = cluster_figures._publish_if_changed(node.db, store, key, 0, None)
     assert told is None and not store.read([Get(key)]).results[0]
     lease = store.grant(10)
-    told = cluster_figures._tell_once(node.db, store, key, lease, told)
+    told = cluster_figures._publish_if_changed(node.db, store, key, lease, told)
     revision = store.read([Get(key)]).results[0][0].mod_revision
-    told = cluster_figures._tell_once(node.db, store, key, lease, told)
+    told = cluster_figures._publish_if_changed(node.db, store, key, lease, told)
     assert store.read([Get(key)]).results[0][0].mod_revision == revision
-    cluster_figures._tell_once(node.db, store, key, store.grant(10), told)
+    cluster_figures._publish_if_changed(node.db, store, key, store.grant(10), told)
     assert store.read([Get(key)]).results[0][0].mod_revision > revision

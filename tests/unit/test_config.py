@@ -182,19 +182,19 @@ def test_a_missing_file_is_refused(place: Path) -> None:
 def test_the_sample_says_the_truth(place: Path) -> None:
     """deploy/systemd/ckptfs.toml is what `sample` writes, names every key, and shows the defaults."""
     text = (REPOSITORY / "deploy/systemd/ckptfs.toml").read_text()
-    assert text == config.sample()
+    assert text == config.build_sample()
     assert tomllib.loads(text) == {}
-    shown = "\n".join(line[2:] for line in text.splitlines() if any(line.startswith(f"# {key.name} = ") for key in config.KEYS))
+    shown = "\n".join(line[2:] for line in text.splitlines() if any(line.startswith(f"# {key.name} = ") for key in config.SETTINGS))
     values = tomllib.loads(shown)
-    assert set(values) == {key.name for key in config.KEYS}
+    assert set(values) == {key.name for key in config.SETTINGS}
     file = place / "all.toml"
-    with_default = {key.name for key in config.KEYS if key.default is not None} - {"nvme_size"}
+    with_default = {key.name for key in config.SETTINGS if key.default is not None} - {"nvme_size"}
     file.write_text("\n".join(line for line in shown.splitlines() if line.split(" = ")[0] in with_default))
     assert load(place, config=file, allow_other="true") == load(place, allow_other="true")
 
 
 def test_every_field_has_a_key() -> None:
-    assert {key.field for key in config.KEYS} == {field.name for field in fields(Config)} - {"name", "mount_flags"}
+    assert {key.field for key in config.SETTINGS} == {field.name for field in fields(Config)} - {"name", "mount_flags"}
 
 
 @given(st.text())

@@ -20,17 +20,17 @@ def db(tmp_path: Path) -> Iterator[Database]:
 
 
 def _file(db: Database, name: bytes = b"file") -> int:
-    with db.change():
-        return namespace.make(db, ROOT, name, 0o100644, uid=1, gid=2).id
+    with db.transaction():
+        return namespace.create(db, ROOT, name, 0o100644, uid=1, gid=2).id
 
 
 def _begun(db: Database, inode: int, tier: Tier = Tier.RAM) -> int:
-    with db.change():
-        return contents.begin(db, inode, tier)
+    with db.transaction():
+        return contents.insert_content(db, inode, tier)
 
 
-def _held(db: Database, inode: int) -> contents.Held:
-    held = contents.held(db, inode)
+def _held(db: Database, inode: int) -> contents.FileContent:
+    held = contents.get_file_content(db, inode)
     assert held is not None
     return held
 
@@ -39,7 +39,7 @@ def test_a_new_file_has_an_open_content_in_one_tier(db: Database) -> None:
     inode = _file(db)
     content = _begun(db, inode, Tier.NVME)
     held = _held(db, inode)
-    assert (held.content, held.state, held.tiers, held.published) == (content, ContentState.OPEN, (Tier.NVME,), False)
+    assert (held.content, held.state, held.tiers, held.is_on_pfs) == (content, ContentState.OPEN, (Tier.NVME,), False)
     assert held.inode.generation == 1
 
 
@@ -47,8 +47,8 @@ def test_closing_records_size_and_times_and_tells_the_pfs(db: Database) -> None:
     inode = _file(db)
     content = _begun(db, inode)
     row = _held(db, inode).inode
-    with db.change():
-        contents.close(db, inode, content, 42, row.atime_ns + 1, row.mtime_ns + 5)
+    with db.transaction():
+        contents.mark_closed(db, inode, content, 42, row.atime_ns + 1, row.mtime_ns + 5)
     held = _held(db, inode)
     assert held.state is ContentState.CLOSED
     assert (held.inode.size, held.inode.atime_ns, held.inode.mtime_ns) == (42, row.atime_ns + 1, row.mtime_ns + 5)
@@ -60,8 +60,8 @@ def test_a_close_without_a_write_leaves_ctime_alone(db: Database) -> None:
     inode = _file(db)
     content = _begun(db, inode)
     row = _held(db, inode).inode
-    with db.change():
-        contents.close(db, inode, content, 0, row.atime_ns, row.mtime_ns)
+    with db.transaction():
+        contents.mark_closed(db, inode, content, 0, row.atime_ns, row.mtime_ns)
     assert _held(db, inode).inode.ctime_ns == row.ctime_ns
 
 
@@ -69,23 +69,23 @@ def test_a_former_state_that_is_written_again_has_a_number_that_nobody_saw(db: D
     """P7: the state that was lost may come back with its node, and must not seem to be the same."""
     inode = _file(db)
     content = _begun(db, inode)
-    with db.change():
-        contents.close(db, inode, content, 0, 1, 2)
+    with db.transaction():
+        contents.mark_closed(db, inode, content, 0, 1, 2)
         db.run("UPDATE inode SET generation = 6")
-        contents.reopen(db, inode, content, Tier.RAM)
+        contents.mark_open(db, inode, content, Tier.RAM)
     assert db.value("SELECT generation FROM content") == 7 == _held(db, inode).inode.generation
 
 
 def test_writing_in_place_begins_a_generation_and_leaves_one_copy(db: Database) -> None:
     inode = _file(db)
     content = _begun(db, inode)
-    with db.change():
-        contents.close(db, inode, content, 1, 1, 1)
+    with db.transaction():
+        contents.mark_closed(db, inode, content, 1, 1, 1)
         db.run("UPDATE content SET state = 2, digest = x'00', blocks = x'00' WHERE id = ?", content)
         db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'nvme', 1)", content)
     before = db.value("SELECT change FROM content WHERE id = ?", content)
-    with db.change():
-        contents.reopen(db, inode, content, Tier.RAM)
+    with db.transaction():
+        contents.mark_open(db, inode, content, Tier.RAM)
     assert db.row("SELECT state, generation, digest, blocks FROM content WHERE id = ?", content) == (0, 2, None, None)
     assert db.value("SELECT change FROM content WHERE id = ?", content) > before
     assert _held(db, inode).tiers == (Tier.RAM,)
@@ -95,8 +95,8 @@ def test_writing_in_place_begins_a_generation_and_leaves_one_copy(db: Database) 
 def test_a_content_begun_anew_leaves_the_former_one_until_it_is_sealed(db: Database) -> None:
     inode = _file(db)
     old = _begun(db, inode)
-    with db.change():
-        contents.close(db, inode, old, 1, 1, 1)
+    with db.transaction():
+        contents.mark_closed(db, inode, old, 1, 1, 1)
     new = _begun(db, inode)
     assert _held(db, inode).content == new
     assert db.value("SELECT state FROM content WHERE id = ?", old) == ContentState.CLOSED
@@ -107,28 +107,28 @@ def test_a_content_begun_anew_leaves_the_former_one_until_it_is_sealed(db: Datab
 def test_what_no_writer_has_open_is_abandoned(db: Database) -> None:
     kept, left = _file(db, b"kept"), _file(db, b"left")
     written, abandoned = _begun(db, kept), _begun(db, left)
-    with db.change():
-        handles.add(db, kept, written, writer=True, backing=3)
-        handles.add(db, left, abandoned, writer=False, backing=4)
-        reserved = contents.reserve(db, Tier.PFS)
-    assert set(contents.abandoned(db)) == {(abandoned, left, Tier.RAM), (reserved, 0, Tier.PFS)}
+    with db.transaction():
+        handles.insert(db, kept, written, is_writer=True, backing_id=3)
+        handles.insert(db, left, abandoned, is_writer=False, backing_id=4)
+        reserved = contents.insert_reserved_content(db, Tier.PFS)
+    assert set(contents.list_abandoned(db)) == {(abandoned, left, Tier.RAM), (reserved, 0, Tier.PFS)}
 
 
 def test_handles_outlive_the_process_until_a_new_connection_begins(db: Database) -> None:
     inode = _file(db)
     content = _begun(db, inode)
-    with db.change():
-        first = handles.add(db, inode, content, writer=True, backing=3)
-        second = handles.add(db, inode, content, writer=False, backing=3)
-        assert handles.remove(db, first)
-        assert not handles.remove(db, first), "a release that is told twice"
+    with db.transaction():
+        first = handles.insert(db, inode, content, is_writer=True, backing_id=3)
+        second = handles.insert(db, inode, content, is_writer=False, backing_id=3)
+        assert handles.delete(db, first)
+        assert not handles.delete(db, first), "a release that is told twice"
     other = Database(db.path, journalled=True)
-    (handle,) = handles.every(other)
-    assert (handle.id, handle.inode, handle.content, handle.writer, handle.backing) == (second, inode, content, False, 3)
-    with other.change():
-        assert handles.clear(other) == 1
+    (handle,) = handles.list_all(other)
+    assert (handle.id, handle.inode, handle.content, handle.is_writer, handle.backing_id) == (second, inode, content, False, 3)
+    with other.transaction():
+        assert handles.delete_all(other) == 1
     other.close()
-    assert handles.every(db) == []
+    assert handles.list_all(db) == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_handles_outlive_the_process_until_a_new_connection_begins(db: Database)
 def test_the_way_of_a_writer(
     db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, shared: bool, way: write.Way
 ) -> None:
-    held = contents.Held(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
+    held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
     assert write.way(held, truncate=truncate, shared=shared) is way
 
 
@@ -167,7 +167,7 @@ def test_the_way_of_a_writer(
     ],
 )
 def test_the_way_of_a_reader(db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: read.Way) -> None:
-    held = contents.Held(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
+    held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
     assert read.way(held) is way
 
 

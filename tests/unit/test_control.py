@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ckptfs_client import show
 from ckptfs_client.client import Client
-from ckptfs_client.failures import Failed, NoMount, NotInTime, Usage
+from ckptfs_client.failures import CommandFailed, NoMount, NotInTime, UsageError
 from ckptfs_client.mounts import Mount
 from ckptfs_daemon import control
 from control_served import Served, serving
@@ -40,20 +40,20 @@ def later(act: object, delay_s: float = 0.1) -> threading.Timer:
 
 def test_only_the_owner_may_give_orders(served: Served) -> None:
     """F6: the sockets' own permissions decide."""
-    paths = (served.mount.socket, served.mount.admin_socket, rendezvous.directory())
+    paths = (served.mount.socket, served.mount.admin_socket, rendezvous.get_path())
     eventually(lambda: [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o666, 0o600, 0o755], what="modes of the sockets")
 
 
 def test_what_is_refused_is_counted_and_shown(served: Served) -> None:
     """P11: by reason; a status of a mount without a cluster has no word of one."""
     for _ in range(2):
-        with pytest.raises(Usage):
+        with pytest.raises(UsageError):
             next(served.client.wait(ROOT, "nowhere", 5.0))
-    with pytest.raises(Usage):
-        served.client.cluster()
-    answer = served.client.status()
+    with pytest.raises(UsageError):
+        served.client.get_cluster()
+    answer = served.client.get_status()
     assert [(one.where, one.reason, one.count) for one in answer.refused] == [("control", "failed_precondition", 3)]
-    assert show.plain(answer)["clique"] is None
+    assert show.message_to_dict(answer)["clique"] is None
 
 
 def test_status_says_what_there_is(served: Served) -> None:
@@ -64,7 +64,7 @@ def test_status_says_what_there_is(served: Served) -> None:
     processes = {"supervisor": {"pid": os.getpid()}, "mount": {"pid": 1, "restarts": 3}}
     words = {"data_path": "buffered", "data_path_reason": "asked for"}
     (served.node.config.state / "processes.json").write_text(json.dumps(processes | words))
-    found = served.client.status()
+    found = served.client.get_status()
     assert (found.name, found.health, found.data_path, found.data_path_reason) == ("test", "ok", "buffered", "asked for")
     assert dict(found.counts.by_level) == {"local": 3} and found.counts.writers == 1 and found.counts.directories == 1
     assert {tier.name: tier.contents for tier in found.tiers} == {"ram": 3, "nvme": 0, "pfs": 0}
@@ -76,13 +76,13 @@ def test_status_says_what_there_is(served: Served) -> None:
 
 
 def test_troubles_are_shown_with_path_and_remedy(served: Served) -> None:
-    settling.report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
-    found = served.client.status()
+    settling.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
+    found = served.client.get_status()
     assert found.health == "degraded"
     trouble = found.troubles[0]
     assert (trouble.where, trouble.what, trouble.path, trouble.remedy) == ("write_back", "EACCES: no", "a/b", "chmod it")
-    settling.report(served.node.db, "trouble:write_back", None)
-    assert not served.client.status().troubles
+    settling.set_report(served.node.db, "trouble:write_back", None)
+    assert not served.client.get_status().troubles
 
 
 def test_a_tier_that_is_gone_is_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_tier_that_is_gone_is_down(served: Served, monkeypatch: pytest.MonkeyP
         raise TierUnavailable("gone")
 
     monkeypatch.setattr(served.node.places[Tier.NVME], "room", gone)
-    found = served.client.status()
+    found = served.client.get_status()
     assert {tier.name: tier.health for tier in found.tiers}["nvme"] == "down" and found.health == "degraded"
 
 
@@ -105,7 +105,7 @@ def test_status_and_ls_do_not_touch_the_pfs(served: Served, monkeypatch: pytest.
     for name in ("room", "open", "stat"):
         monkeypatch.setattr(served.node.places[Tier.PFS], name, hang)
     inode = served.node.inode(served.node.make(b"a", b"x"))
-    assert served.client.status().pfs and served.client.records([inode])[0].known
+    assert served.client.get_status().pfs and served.client.list_records([inode])[0].known
     assert not touched.is_set()
 
 
@@ -113,14 +113,14 @@ def test_records(served: Served) -> None:
     content = served.node.make(b"file", b"z" * 1234)
     served.seal()
     inode = served.node.inode(content)
-    file, directory, unknown = served.client.records([inode, ROOT, 999])
+    file, directory, unknown = served.client.list_records([inode, ROOT, 999])
     assert (file.kind, file.size, file.level, file.state, file.waiting, file.progress) == ("file", 1234, "local", "sealed", True, 0.0)
     assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good")] and file.copies[0].verified_age_s >= 0
     assert (directory.kind, directory.level) == ("directory", "") and not unknown.known
     served.node.publish(content)
-    with served.node.db.change():
+    with served.node.db.transaction():
         served.node.db.run("DELETE FROM journal")
-    file = served.client.records([inode])[0]
+    file = served.client.list_records([inode])[0]
     assert (file.level, file.waiting, file.progress) == ("pfs", False, 1.0)
     assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good"), ("pfs", "published")]
 
@@ -130,18 +130,18 @@ def test_progress_of_a_large_file(served: Served) -> None:
     inode = served.node.inode(served.node.make(b"large", b"x" * 1000))
     served.seal()
     value = {"inode": inode, "path": "large", "copied_bytes": 250, "size_bytes": 1000}
-    settling.report(served.node.db, "write_back", value)
-    assert served.client.records([inode])[0].progress == 0.25
+    settling.set_report(served.node.db, "write_back", value)
+    assert served.client.list_records([inode])[0].progress == 0.25
     assert next(served.client.wait(inode, "pfs")).bytes_left == next(served.client.drain()).bytes_left == 750
-    behind = served.client.status().write_back
+    behind = served.client.get_status().write_back
     assert (behind.now_path, behind.now_copied_bytes, behind.now_size_bytes) == ("large", 250, 1000)
-    settling.report(served.node.db, "write_back", None)
-    assert served.client.records([inode])[0].progress == 0.0 and not served.client.status().write_back.now_path
+    settling.set_report(served.node.db, "write_back", None)
+    assert served.client.list_records([inode])[0].progress == 0.0 and not served.client.get_status().write_back.now_path
 
 
 def test_more_records_than_one_message_holds(served: Served) -> None:
     numbers = list(range(1, 2 * limits.CONTROL_LIST_MAX + 50))
-    assert [record.inode for record in served.client.records(numbers)] == numbers
+    assert [record.inode for record in served.client.list_records(numbers)] == numbers
 
 
 def test_waiting_for_local(served: Served) -> None:
@@ -152,8 +152,8 @@ def test_waiting_for_local(served: Served) -> None:
     first = next(served.client.wait(inode, "local", 5.0))
     assert not first.done and first.files_left == 1 and first.obstacle == "a file is still open for writing"
 
-    with served.node.db.change():
-        contents.close(served.node.db, inode, content, 100, 1, 2)
+    with served.node.db.transaction():
+        contents.mark_closed(served.node.db, inode, content, 100, 1, 2)
     closed = next(served.client.wait(inode, "local", 5.0))
     assert not closed.done and not closed.obstacle, "its seal is to come, on which `ckptfs latest` rests"
     timer = later(served.seal)
@@ -171,7 +171,7 @@ def test_waiting_for_the_pfs_follows_the_journal(served: Served) -> None:
     served.node.publish(content)
     with pytest.raises(NotInTime):
         list(served.client.wait(ROOT, "pfs", 0.5))
-    with served.node.db.change():
+    with served.node.db.transaction():
         served.node.db.run("DELETE FROM journal")
     assert list(messages)[-1].done
 
@@ -179,18 +179,18 @@ def test_waiting_for_the_pfs_follows_the_journal(served: Served) -> None:
 def test_a_wait_that_can_never_end_is_refused(served: Served) -> None:
     content = served.node.make(b"lost", b"x")
     inode = served.node.inode(content)
-    with served.node.db.change():
+    with served.node.db.transaction():
         settling.set_state(served.node.db, content, ContentState.LOST)
-    with pytest.raises(Failed, match="lost is lost: no place holds its content") as failure:
+    with pytest.raises(CommandFailed, match="lost is lost: no place holds its content") as failure:
         list(served.client.wait(inode, "local"))
     assert failure.value.remedy == "write it again, or delete it"
-    with pytest.raises(Usage, match="is not a level that can be waited for; accepted: local, clique, pfs"):
+    with pytest.raises(UsageError, match="is not a level that can be waited for; accepted: local, clique, pfs"):
         list(served.client.wait(inode, "none"))
-    with pytest.raises(Usage, match="keeps no copies on other nodes"):
+    with pytest.raises(UsageError, match="keeps no copies on other nodes"):
         list(served.client.wait(inode, "clique"))
-    with pytest.raises(Failed, match="No such file"):
+    with pytest.raises(CommandFailed, match="No such file"):
         list(served.client.wait(4711, "local"))
-    assert served.client.status().counts.lost == 1
+    assert served.client.get_status().counts.lost == 1
 
 
 def test_waiting_for_a_pfs_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,17 +198,17 @@ def test_waiting_for_a_pfs_that_is_not_there_is_refused(tmp_path: Path, monkeypa
     node = Node(tmp_path)
     node.configure(pfs=None)
     with serving(node) as served:
-        with pytest.raises(Usage, match="has no PFS") as failure:
+        with pytest.raises(UsageError, match="has no PFS") as failure:
             list(served.client.wait(ROOT, "pfs"))
         assert failure.value.exit_code == 2 and "pfs=DIRECTORY" in failure.value.remedy
-        with pytest.raises(Usage, match="has no PFS"):
+        with pytest.raises(UsageError, match="has no PFS"):
             served.client.refresh(ROOT)
 
 
 def test_drain_hurries_the_lanes_and_ends_with_the_journal(served: Served) -> None:
     """G1: drain forgets backoffs, and says what holds it up."""
     served.node.make(b"file", b"x" * 100)
-    settling.report(served.node.db, "trouble:write_back", {"what": "ENOSPC: full", "path": "", "remedy": "make room"})
+    settling.set_report(served.node.db, "trouble:write_back", {"what": "ENOSPC: full", "path": "", "remedy": "make room"})
     with pytest.raises(NotInTime):
         list(served.client.drain(0.5))
     assert served.lanes.times >= 1
@@ -216,7 +216,7 @@ def test_drain_hurries_the_lanes_and_ends_with_the_journal(served: Served) -> No
     first = next(messages)
     assert (first.files_left, first.obstacle, first.remedy) == (1, "ENOSPC: full", "make room")
     served.seal()
-    with served.node.db.change():
+    with served.node.db.transaction():
         served.node.db.run("DELETE FROM journal")
     assert list(messages)[-1].done
 
@@ -228,29 +228,29 @@ def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:
     assert not next(messages).done
     served.stop()
     served.start()
-    with served.node.db.change():
+    with served.node.db.transaction():
         served.node.db.run("UPDATE content SET state = 2, digest = x'00'")
     assert list(messages)[-1].done
-    assert served.client.status().name == "test"
+    assert served.client.get_status().name == "test"
 
 
 def test_a_deleted_socket_comes_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LOOK_S", 0.05)
+    monkeypatch.setattr(control, "SOCKET_CHECK_S", 0.05)
     served.stop()
     served.start()
     served.mount.socket.unlink()
     eventually(served.mount.socket.exists, what="a new socket")
-    assert Client(served.mount).status().name == "test"
+    assert Client(served.mount).get_status().name == "test"
 
 
 def test_refresh_asks_for_a_visit_and_tells_its_end(served: Served) -> None:
     def answer(error: int) -> None:
-        want = eventually(lambda: wants.wanted(served.node.db, wants.VISIT))[0]
-        assert (want.inode, want.argument) == (ROOT, wants.AGAIN if error else wants.TREE)
+        want = eventually(lambda: wants.list_open(served.node.db, wants.SCAN))[0]
+        assert (want.inode, want.argument) == (ROOT, wants.COMPARE_AGAIN if error else wants.TREE)
         if error:
-            wants.failed(served.node.db, want.id, error)
+            wants.mark_failed(served.node.db, want.id, error)
         else:
-            wants.done(served.node.db, want.id)
+            wants.mark_done(served.node.db, want.id)
 
     thread = threading.Thread(target=answer, args=(0,))
     thread.start()
@@ -258,7 +258,7 @@ def test_refresh_asks_for_a_visit_and_tells_its_end(served: Served) -> None:
     thread.join()
     thread = threading.Thread(target=answer, args=(5,))
     thread.start()
-    with pytest.raises(Failed, match="Input/output error"):
+    with pytest.raises(CommandFailed, match="Input/output error"):
         served.client.refresh(ROOT)
     thread.join()
     with pytest.raises(NotInTime):
@@ -290,12 +290,12 @@ def test_verify_mends_from_what_lies_elsewhere(served: Served) -> None:
 
     def fetch() -> None:
         """The lane, as far as it matters here."""
-        (want,) = eventually(lambda: wants.wanted(node.db, wants.FETCH), what="the file is wanted")
+        (want,) = eventually(lambda: wants.list_open(node.db, wants.FETCH), what="the file is wanted")
         assert node.copies(content) == {Tier.RAM: CopyState.QUARANTINED}
         node.spoil(content, Tier.RAM)
-        settling.mark(node.db, content, Tier.RAM, CopyState.GOOD)
+        settling.set_copy_state(node.db, content, Tier.RAM, CopyState.GOOD)
         fetched.set()
-        wants.done(node.db, want.id, wants.HERE)
+        wants.mark_done(node.db, want.id, wants.FETCHED)
 
     thread = threading.Thread(target=fetch)
     thread.start()
@@ -308,8 +308,8 @@ def test_verify_mends_from_what_lies_elsewhere(served: Served) -> None:
 
 def test_too_many_questions_at_once_are_refused(served: Served) -> None:
     too_many = pb.ListRequest(inodes=range(1, limits.CONTROL_LIST_MAX + 2))
-    with pytest.raises(Usage, match="accepted: up to"):
-        served.client._call(served.client._questions().List, too_many)
+    with pytest.raises(UsageError, match="accepted: up to"):
+        served.client._call(served.client._build_query_stub().List, too_many)
 
 
 def test_nobody_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_nobody_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(Mount("gone", Path("/mnt"), os.geteuid(), 0), answer_s=0.3)
     begun = time.monotonic()
     with pytest.raises(NoMount, match="does not answer") as failure:
-        client.status()
+        client.get_status()
     with pytest.raises(NoMount):
         list(client.wait(1, "local"))
     assert failure.value.exit_code == 3 and time.monotonic() - begun < 60

@@ -29,7 +29,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
     for bound in ("CONTROL_MESSAGE_S", "CONTROL_IDLE_S"):
         monkeypatch.setattr(limits, bound, 0.5)
-    monkeypatch.setattr(control, "LOOK_S", 0.05)
+    monkeypatch.setattr(control, "SOCKET_CHECK_S", 0.05)
     with serving(Node(tmp_path)) as served:
         yield served
 
@@ -43,7 +43,7 @@ def refused(path: Path, method: str, message: bytes) -> Status:
 
 
 def counted(served: Served) -> dict[str, int]:
-    return {one.reason: one.count for one in served.client.status().refused}
+    return {one.reason: one.count for one in served.client.get_status().refused}
 
 
 def test_what_is_no_message_and_no_method_is_refused_and_counted(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +64,7 @@ def test_numbers_that_no_inode_has_are_unknown(served: Served, caplog: pytest.Lo
         assert refused(served.mount.socket, "Questions/Wait", wait) is Status.NOT_FOUND
         for method, order in (("Verify", pb.VerifyRequest(inode=number)), ("Refresh", pb.RefreshRequest(inode=number))):
             assert refused(served.mount.admin_socket, f"Orders/{method}", order.SerializeToString()) is Status.NOT_FOUND
-    assert [record.known for record in served.client.records([0, *BEYOND])] == [False] * 3
+    assert [record.known for record in served.client.list_records([0, *BEYOND])] == [False] * 3
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -95,7 +95,7 @@ def test_calls_whose_message_never_comes_end(served: Served, caplog: pytest.LogC
 
 def test_idle_connections_end(served: Served) -> None:
     """Also those that never said anything, and there are no more than `limits.CONTROL_CONNECTIONS_MAX`."""
-    served.client.status()
+    served.client.get_status()
     before = len(os.listdir("/proc/self/fd"))
     silent = [socket.socket(socket.AF_UNIX) for _ in range(64)]
     for one in silent:
@@ -107,4 +107,4 @@ def test_idle_connections_end(served: Served) -> None:
                 pass
         one.close()
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, what="all are closed")
-    assert served.client.status().name == "test"
+    assert served.client.get_status().name == "test"

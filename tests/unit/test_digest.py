@@ -12,21 +12,21 @@ BLOCK = limits.BLOCK_BYTES
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
 def test_pieces_of_any_length_give_the_same(size: int) -> None:
     data = os.urandom(size)
-    running, at_once = digest.Running(), digest.Running()
+    running, at_once = digest.RunningDigest(), digest.RunningDigest()
     for start in range(0, size, 1_000_003):
         running.update(data[start : start + 1_000_003])
     at_once.update(data)
     whole, blocks = running.finish()
     assert (whole, blocks) == at_once.finish()
-    assert blocks == b"".join(digest.block(data[start : start + BLOCK]) for start in range(0, size, BLOCK))
-    assert whole == digest.whole(blocks, size)
+    assert blocks == b"".join(digest.hash_block(data[start : start + BLOCK]) for start in range(0, size, BLOCK))
+    assert whole == digest.hash_content(blocks, size)
 
 
 def test_a_hole_is_the_zeros_it_reads_as() -> None:
     size = 3 * BLOCK + 12345
-    hole, zeros = digest.Running(), digest.Running()
+    hole, zeros = digest.RunningDigest(), digest.RunningDigest()
     hole.update(b"x")
-    hole.zeros(size)
+    hole.update_zeros(size)
     zeros.update(b"x" + bytes(size))
     assert hole.finish() == zeros.finish()
 
@@ -34,14 +34,14 @@ def test_a_hole_is_the_zeros_it_reads_as() -> None:
 def test_length_counts_although_zeros_are_all_alike() -> None:
     digests = set()
     for size in (0, 1, BLOCK, BLOCK + 1):
-        running = digest.Running()
-        running.zeros(size)
+        running = digest.RunningDigest()
+        running.update_zeros(size)
         digests.add(running.finish()[0])
     assert len(digests) == 4
 
 
 def test_a_petabyte_of_nothing_has_a_digest_and_no_list_of_blocks() -> None:
-    running = digest.Running()
-    running.zeros(10**15)
+    running = digest.RunningDigest()
+    running.update_zeros(10**15)
     whole, blocks = running.finish()
     assert (running.size, len(whole), blocks) == (10**15, 16, b"")

@@ -8,8 +8,8 @@ import pytest
 
 from ckptfs import limits
 from ckptfs.catalog.etcd import endpoints
-from ckptfs.catalog.etcd.endpoints import Call
-from ckptfs.errors import Unreachable
+from ckptfs.catalog.etcd.endpoints import EndpointCall
+from ckptfs.errors import StoreUnreachable
 
 WAIT_S = 3.0
 
@@ -84,11 +84,11 @@ def test_who_stood_still_asks_once_more(
 ) -> None:
     member = Member(takes_s)
     monkeypatch.setattr(endpoints.time, "monotonic", lambda: member.now_s)
-    call: Call[str] = Call(member, "transaction", object(), str, WAIT_S)  # type: ignore[arg-type]
-    call.next_try()
+    call: EndpointCall[str] = EndpointCall(member, "transaction", object(), str, WAIT_S)  # type: ignore[arg-type]
+    call.start_next_try()
     assert member.asked == [WAIT_S] * asked
     if answered:
         assert call.future.result(timeout=0) == "answer"
     else:
-        with pytest.raises(Unreachable):
+        with pytest.raises(StoreUnreachable):
             call.future.result(timeout=0)

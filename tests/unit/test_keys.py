@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ckptfs import limits
 from ckptfs.clique import keys, revoked
-from ckptfs.errors import ConfigError, Refused
+from ckptfs.errors import ConfigError, InvalidArgument
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_a_node_gets_what_it_needs_and_nothing_of_the_authority(authority: Path)
     assert sorted(os.listdir(directory)) == ["ca.pem", "node.key", "node.pem"]
     identity = keys.load(directory)
     assert (identity.node, identity.cluster) == ("node1", "moon")
-    assert keys.subject(identity.certificate) == ("node1", "moon")
+    assert keys.get_subject(identity.certificate) == ("node1", "moon")
     for path in (authority / "ca.key", directory / "node.key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -40,15 +40,15 @@ def test_revoked_keys_are_refused_and_new_ones_are_good(authority: Path) -> None
     for count in (1, 2):
         lists = keys.revoke(authority, "node1")
         assert lists == [authority / "revoked", authority / "node2" / "revoked"]
-        assert revoked.read(authority / "node2") == {"node1": count}
-        assert not keys.is_good(lost.certificate, revoked.read(authority))
-        assert keys.is_good(other.certificate, revoked.read(authority))
+        assert revoked.read_revocations(authority / "node2") == {"node1": count}
+        assert not keys.is_current(lost.certificate, revoked.read_revocations(authority))
+        assert keys.is_current(other.certificate, revoked.read_revocations(authority))
         new = keys.load(keys.issue(authority, "node1"))
-        assert keys.is_good(new.certificate, revoked.read(authority))
-        assert keys.is_good(new.certificate, {}), "nodes that have not heard of it go on"
+        assert keys.is_current(new.certificate, revoked.read_revocations(authority))
+        assert keys.is_current(new.certificate, {}), "nodes that have not heard of it go on"
         lost = new
     put_aside = authority / ".node1.revoked-1"
-    revoked.write(put_aside, {"node1": 2})
+    revoked.write_revocations(put_aside, {"node1": 2})
     with pytest.raises(ConfigError, match="were revoked"):
         keys.load(put_aside)
 
@@ -56,7 +56,7 @@ def test_revoked_keys_are_refused_and_new_ones_are_good(authority: Path) -> None
 def test_what_cannot_be_revoked_is_refused(authority: Path, tmp_path: Path) -> None:
     """P11."""
     for directory, node in ((tmp_path / "nowhere", "node1"), (authority, "../node1")):
-        with pytest.raises(Refused):
+        with pytest.raises(InvalidArgument):
             keys.revoke(directory, node)
     result = CliRunner().invoke(app, ["keys", "revoke", str(authority), "node1"])
     assert result.exit_code == 0 and "of every node" in result.output
@@ -66,15 +66,15 @@ def test_what_cannot_be_revoked_is_refused(authority: Path, tmp_path: Path) -> N
 def test_a_broken_list_is_named_and_what_was_known_holds(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P11."""
     monkeypatch.setattr(limits, "REVOKED_LOOK_S", 0.0)
-    revoked.write(tmp_path, {"node7": 3})
-    known = revoked.Revoked(tmp_path)
-    assert (known.count("node7"), known.count("node1")) == (3, 0)
+    revoked.write_revocations(tmp_path, {"node7": 3})
+    known = revoked.RevocationList(tmp_path)
+    assert (known.get_count("node7"), known.get_count("node1")) == (3, 0)
     (tmp_path / "revoked").write_text(text)
     with pytest.raises(ConfigError, match="line 1 is not NODE COUNT"):
-        revoked.read(tmp_path)
-    assert known.count("node7") == 3
-    revoked.write(tmp_path, {"node1": 1})
-    assert known.now() == {"node1": 1}
+        revoked.read_revocations(tmp_path)
+    assert known.get_count("node7") == 3
+    revoked.write_revocations(tmp_path, {"node1": 1})
+    assert known.get_counts() == {"node1": 1}
 
 
 def test_openssl_agrees(authority: Path) -> None:
@@ -88,21 +88,21 @@ def test_nothing_is_overwritten(authority: Path) -> None:
     directory = keys.issue(authority, "node1")
     before = {path: path.read_bytes() for path in (*authority.glob("ca.*"), *directory.iterdir())}
     for again in (lambda: keys.init(authority, "moon"), lambda: keys.issue(authority, "node1")):
-        with pytest.raises(Refused, match="never overwritten"):
+        with pytest.raises(InvalidArgument, match="never overwritten"):
             again()
     assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("name", ["", "../node", "a/b", "-a", "a" * 64, "näh"])
 def test_odd_names_are_refused(authority: Path, name: str) -> None:
-    with pytest.raises(Refused, match="accepted"):
+    with pytest.raises(InvalidArgument, match="accepted"):
         keys.issue(authority, name)
-    with pytest.raises(Refused, match="accepted"):
+    with pytest.raises(InvalidArgument, match="accepted"):
         keys.init(authority / "x", name)
 
 
 def test_an_odd_address_is_refused_before_anything_is_written(authority: Path) -> None:
-    with pytest.raises(Refused, match="no host name"):
+    with pytest.raises(InvalidArgument, match="no host name"):
         keys.issue(authority, "node1", ["a b"])
     assert not (authority / "node1").exists()
 
@@ -137,7 +137,7 @@ def test_a_key_that_does_not_fit_is_refused(authority: Path) -> None:
 def test_missing_keys_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         keys.load(tmp_path)
-    with pytest.raises(Refused, match="no keys of a cluster"):
+    with pytest.raises(InvalidArgument, match="no keys of a cluster"):
         keys.issue(tmp_path, "node1")
 
 

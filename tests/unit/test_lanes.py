@@ -44,7 +44,7 @@ class Steps:
             raise told
         return told
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         return self.due
 
 
@@ -92,7 +92,7 @@ def test_hints_are_gathered() -> None:
 
     async def scenario(lane: Lane) -> None:
         for _ in range(10):
-            lane.hint()
+            lane.wake()
             await trio.sleep(0.001)
         await trio.sleep(10)
 
@@ -105,13 +105,13 @@ def test_under_load_the_gathering_grows_and_falls_back_afterwards() -> None:
 
     async def scenario(lane: Lane) -> None:
         for _ in range(5000):
-            lane.hint()
+            lane.wake()
             await trio.sleep(0.001)
         flow.script.clear()
         await trio.sleep(2)
-        lane.hint()
+        lane.wake()
         await trio.sleep(2)
-        lane.hint()
+        lane.wake()
         before = len(flow.ran)
         begun = trio.current_time()
         await trio.sleep(2)
@@ -127,7 +127,7 @@ def test_who_waits_is_served_at_once() -> None:
 
     async def scenario(lane: Lane) -> None:
         await trio.sleep(1)
-        lane.urge()
+        lane.wake_now()
         await trio.sleep(1)
 
     run(flow, scenario)
@@ -140,9 +140,9 @@ def test_an_urgent_run_does_not_swallow_a_fresh_hint() -> None:
 
     async def scenario(lane: Lane) -> None:
         await trio.sleep(1)
-        lane.hint()
+        lane.wake()
         await trio.sleep(0.002)
-        lane.urge()
+        lane.wake_now()
         await trio.sleep(1)
 
     run(flow, scenario)
@@ -190,11 +190,11 @@ def test_hints_do_not_shorten_a_backoff_but_hurry_ends_it() -> None:
     async def scenario(lane: Lane) -> None:
         await trio.sleep(10)
         before = len(flow.ran)
-        lane.hint()
+        lane.wake()
         await trio.sleep(1)
         assert len(flow.ran) == before
         flow.script.clear()
-        lane.hurry()
+        lane.retry_now()
         await trio.sleep(0.01)
         assert len(flow.ran) == before + 1
 
@@ -231,9 +231,9 @@ def test_a_step_that_hangs_holds_up_neither_the_others_nor_the_end(monkeypatch: 
                 every = Lanes([first, second])
                 nursery.start_soon(every.run)
                 await trio.sleep(1)
-                every.hurry()
+                every.retry_now()
                 await trio.sleep(1)
-                every.hint()
+                every.wake()
                 await trio.sleep(1)
                 nursery.cancel_scope.cancel()
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from ckptfs_daemon import lock
 
-from ckptfs.errors import Refused
+from ckptfs.errors import InvalidArgument
 
 SLEEPER = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
 
 
 def test_a_second_one_is_refused_by_the_pid_of_the_first(tmp_path: Path) -> None:
     first = lock.take(tmp_path)
-    with pytest.raises(Refused, match=f"pid {os.getpid()}"):
+    with pytest.raises(InvalidArgument, match=f"pid {os.getpid()}"):
         lock.take(tmp_path)
     os.close(first)
     os.close(lock.take(tmp_path))

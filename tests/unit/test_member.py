@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import trio
-from ckptfs_daemon.member import TROUBLE, Member
+from ckptfs_daemon.member import TROUBLE, MembershipService
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
 from ckptfs.catalog import belonging, database
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.store import Delete, Put
-from ckptfs.clique.joining import join
-from ckptfs.clique.membership import Change, Node
+from ckptfs.clique.joining import register
+from ckptfs.clique.membership import Node, ViewChange
 
 PATIENCE_S = 60.0
 
@@ -38,15 +38,15 @@ class Station:
         self.name = name
         self.db = Database(path, journalled=False)
         self.store = MemoryStore(etcd)
-        self.number = join(self.store, name, belonging.catalog_id(self.db))
+        self.number = register(self.store, name, belonging.get_catalog_id(self.db))
         self.reports: dict[str, Any] = {}
-        self.changes: list[Change] = []
+        self.changes: list[ViewChange] = []
         self.member = self.begin()
 
-    def begin(self) -> Member:
+    def begin(self) -> MembershipService:
         """Another mover of this node."""
-        node = Node(self.number, self.name, "a:1", self.number, self.name, 0, f"{self.name}.{belonging.begin(self.db)}")
-        self.member = Member(self.db, self.store, node, self._report)
+        node = Node(self.number, self.name, "a:1", self.number, self.name, 0, f"{self.name}.{belonging.record_start(self.db)}")
+        self.member = MembershipService(self.db, self.store, node, self._report)
         self.member.subscribe(self.changes.append)
         return self.member
 
@@ -54,7 +54,7 @@ class Station:
         self.reports[key] = value
 
     def names(self) -> list[str]:
-        return sorted(node.name for node in self.member.world.nodes)
+        return sorted(node.name for node in self.member.view.nodes)
 
 
 @pytest.fixture
@@ -105,14 +105,14 @@ def test_nodes_see_one_another_come_and_go(stations: list[Station], etcd: Memory
     async def act(nursery: trio.Nursery) -> None:
         for one in stations:
             nursery.start_soon(one.member.run)
-        await until(lambda: all(one.names() == ["a", "b", "c"] and one.member.in_touch for one in stations))
-        etcd.revoke(b.member.presence.lease)
+        await until(lambda: all(one.names() == ["a", "b", "c"] and one.member.is_connected for one in stations))
+        etcd.revoke(b.member.node_lease.lease_id)
         b.store.reachable = False
         await until(lambda: a.names() == ["a", "c"])
-        assert [node.name for node in a.changes[-1].died] == ["b"]
+        assert [node.name for node in a.changes[-1].dead_nodes] == ["b"]
         b.store.reachable = True
         await until(lambda: a.names() == ["a", "b", "c"])
-        assert [node.name for node in a.changes[-1].joined] == ["b"]
+        assert [node.name for node in a.changes[-1].joined_nodes] == ["b"]
 
     run(act)
 
@@ -123,7 +123,7 @@ def test_what_is_no_record_ends_nobody(stations: list[Station], etcd: MemoryEtcd
 
     async def act(nursery: trio.Nursery) -> None:
         nursery.start_soon(a.member.run)
-        await until(lambda: a.member.in_touch)
+        await until(lambda: a.member.is_connected)
         c.store.commit([], [Put(b"n/nobody", b"{")])
         c.store.commit([], [Delete(b"n/nobody")])
         nursery.start_soon(b.member.run)
@@ -142,17 +142,17 @@ def test_an_outage_of_the_store_kills_nobody(stations: list[Station], etcd: Memo
         await until(lambda: all(one.names() == ["a", "b", "c"] for one in stations))
         for one in stations:
             one.store.reachable = False
-        await until(lambda: all(not one.member.in_touch and one.reports.get(TROUBLE) for one in stations))
+        await until(lambda: all(not one.member.is_connected and one.reports.get(TROUBLE) for one in stations))
         pass_time(etcd, 10 * limits.NODE_LEASE_S)
 
         for one in stations:
             one.store.reachable = True
-            await until(lambda one=one: one.member.in_touch and one.reports[TROUBLE] is None)
-        await until(lambda: all(one.member.presence.lease for one in stations))
+            await until(lambda one=one: one.member.is_connected and one.reports[TROUBLE] is None)
+        await until(lambda: all(one.member.node_lease.lease_id for one in stations))
         assert all(one.names() == ["a", "b", "c"] for one in stations)
 
     run(act)
-    assert [change.died for one in stations for change in one.changes if change.died] == []
+    assert [change.dead_nodes for one in stations for change in one.changes if change.dead_nodes] == []
 
 
 def test_who_does_not_come_back_after_an_outage_is_dead(stations: list[Station], etcd: MemoryEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_who_does_not_come_back_after_an_outage_is_dead(stations: list[Station],
         await until(lambda: all(one.names() == ["a", "b", "c"] for one in stations))
         for one in stations:
             one.store.reachable = False
-        await until(lambda: not any(one.member.in_touch for one in stations))
+        await until(lambda: not any(one.member.is_connected for one in stations))
         pass_time(etcd, 10 * limits.NODE_LEASE_S)
         a.store.reachable = b.store.reachable = True
         await until(lambda: a.names() == b.names() == ["a", "b"])
@@ -199,23 +199,23 @@ def test_a_mover_that_starts_while_the_store_is_away_knows_its_peers(stations: l
     async def before(nursery: trio.Nursery) -> None:
         for one in (a, b):
             nursery.start_soon(one.member.run)
-        await until(lambda: a.names() == ["a", "b"] and len(belonging.last_world(a.db)) == 2)
+        await until(lambda: a.names() == ["a", "b"] and len(belonging.list_last_members(a.db)) == 2)
 
     run(before)
     a.store.reachable = False
-    assert a.begin().world.nodes and a.names() == ["a", "b"] and not a.member.in_touch
+    assert a.begin().view.nodes and a.names() == ["a", "b"] and not a.member.is_connected
 
 
 def test_a_name_that_another_daemon_took_is_told(stations: list[Station]) -> None:
     """P11: and this node does not live any more."""
     a, b, _ = stations
-    join(a.store, "a", "another catalog")
+    register(a.store, "a", "another catalog")
 
     async def act(nursery: trio.Nursery) -> None:
         for one in (a, b):
             nursery.start_soon(one.member.run)
-        await until(lambda: a.reports.get(TROUBLE) and b.names() == ["b"] and b.member.presence.lease)
+        await until(lambda: a.reports.get(TROUBLE) and b.names() == ["b"] and b.member.node_lease.lease_id)
         assert "another daemon has joined the cluster as node a" in a.reports[TROUBLE]["what"]
-        assert not a.member.presence.lease
+        assert not a.member.node_lease.lease_id
 
     run(act)

@@ -11,7 +11,7 @@ import pytest
 from ckptfs import limits
 from ckptfs.catalog import answers, attributes, database, directories, namespace, renaming
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.directories import Unvisited
+from ckptfs.catalog.directories import NotImported
 from ckptfs.model import ROOT, Inode
 
 FILE = stat.S_IFREG | 0o644
@@ -27,8 +27,8 @@ def db(tmp_path: Path) -> Iterator[Database]:
 
 
 def make(db: Database, parent: int, name: bytes, mode: int = FILE, **more: object) -> Inode:
-    with db.change():
-        return namespace.make(db, parent, name, mode, uid=1000, gid=1000, **more)  # type: ignore[arg-type]
+    with db.transaction():
+        return namespace.create(db, parent, name, mode, uid=1000, gid=1000, **more)  # type: ignore[arg-type]
 
 
 def code(call: object, *values: object, **named: object) -> int:
@@ -44,7 +44,7 @@ def ops(db: Database) -> list[str]:
 
 
 def names(db: Database, directory: int) -> list[bytes]:
-    return [entry.name for entry, _ in directories.read(db, directory)]
+    return [entry.name for entry, _ in directories.iterate_entries(db, directory)]
 
 
 def test_what_was_made_is_found_with_all_it_was_made_with(db: Database) -> None:
@@ -61,7 +61,7 @@ def test_a_symlink_has_its_targets_length(db: Database) -> None:
 def test_errnos_of_make(db: Database) -> None:
     file = make(db, ROOT, b"file")
     gone = make(db, ROOT, b"gone", DIRECTORY)
-    with db.change():
+    with db.transaction():
         namespace.rmdir(db, ROOT, b"gone")
     assert code(make, db, ROOT, b"file") == errno.EEXIST
     assert code(make, db, file.id, b"x") == errno.ENOTDIR
@@ -93,7 +93,7 @@ def test_a_refused_change_leaves_nothing_behind(db: Database) -> None:
 
 def test_a_setgid_directory_hands_its_group_down_and_directories_the_bit_too(db: Database) -> None:
     top = make(db, ROOT, b"top", DIRECTORY | stat.S_ISGID)
-    with db.change():
+    with db.transaction():
         attributes.set_attributes(db, top.id, gid=77)
     file, sub = make(db, top.id, b"file"), make(db, top.id, b"sub", DIRECTORY)
     assert (file.gid, bool(file.mode & stat.S_ISGID)) == (77, False)
@@ -102,11 +102,11 @@ def test_a_setgid_directory_hands_its_group_down_and_directories_the_bit_too(db:
 
 def test_links_are_counted_up_to_the_limit(db: Database) -> None:
     file = make(db, ROOT, b"file")
-    with db.change():
+    with db.transaction():
         assert namespace.link(db, file.id, ROOT, b"other").nlink == 2
         assert namespace.unlink(db, ROOT, b"file").nlink == 1
         assert namespace.unlink(db, ROOT, b"other").nlink == 0
-    assert namespace.orphans(db) == {file.id}
+    assert namespace.list_orphans(db) == {file.id}
     assert ops(db) == ["make", "link", "unlink", "unlink"]
     full = make(db, ROOT, b"full")
     db.run("UPDATE inode SET nlink=? WHERE id=?", limits.LINKS_MAX, full.id)
@@ -117,15 +117,15 @@ def test_links_are_counted_up_to_the_limit(db: Database) -> None:
 
 def test_reap_deletes_what_nobody_holds_and_nothing_else(db: Database) -> None:
     file = make(db, ROOT, b"file")
-    with db.change():
+    with db.transaction():
         content = db.insert("INSERT INTO content (inode, generation, state) VALUES (?, 1, 2)", file.id)
         attributes.set_xattr(db, file.id, b"user.x", b"1")
-        assert namespace.reap(db, [file.id]) == {}, "it has a name"
+        assert namespace.delete_forgotten(db, [file.id]) == {}, "it has a name"
         namespace.unlink(db, ROOT, b"file")
         handle = db.insert("INSERT INTO handle (inode, content, writer) VALUES (?, ?, 0)", file.id, content)
-        assert namespace.reap(db, [file.id]) == {}, "it is open"
+        assert namespace.delete_forgotten(db, [file.id]) == {}, "it is open"
         db.run("DELETE FROM handle WHERE id=?", handle)
-        assert namespace.reap(db, [file.id]) == {file.id: [content]}
+        assert namespace.delete_forgotten(db, [file.id]) == {file.id: [content]}
     assert code(namespace.get, db, file.id) == errno.ENOENT
     assert db.value("SELECT state FROM content WHERE id=?", content) == 3
     assert attributes.list_xattrs(db, file.id) == []
@@ -137,7 +137,7 @@ def test_reap_deletes_what_nobody_holds_and_nothing_else(db: Database) -> None:
 def test_rename_keeps_every_name_that_stays_at_its_place_in_readdir(db: Database) -> None:
     for name in (b"a", b"b", b"c"):
         make(db, ROOT, name)
-    with db.change():
+    with db.transaction():
         replaced = renaming.rename(db, ROOT, b"c", ROOT, b"a")
         assert replaced is not None and replaced.nlink == 0
         assert names(db, ROOT) == [b"a", b"b"], "the replaced name keeps its cookie"
@@ -148,7 +148,7 @@ def test_rename_keeps_every_name_that_stays_at_its_place_in_readdir(db: Database
 def test_exchange_swaps_and_keeps_count_of_subdirectories(db: Database) -> None:
     one, two = make(db, ROOT, b"one", DIRECTORY), make(db, ROOT, b"two", DIRECTORY)
     sub, file = make(db, one.id, b"x", DIRECTORY), make(db, two.id, b"x")
-    with db.change():
+    with db.transaction():
         assert renaming.rename(db, one.id, b"x", two.id, b"x", renaming.EXCHANGE) is None
     assert namespace.lookup(db, one.id, b"x").id == file.id
     assert namespace.lookup(db, two.id, b"x").id == sub.id
@@ -159,7 +159,7 @@ def test_exchange_swaps_and_keeps_count_of_subdirectories(db: Database) -> None:
 
 def test_two_names_of_one_file_are_left_as_they_are(db: Database) -> None:
     file = make(db, ROOT, b"a")
-    with db.change():
+    with db.transaction():
         namespace.link(db, file.id, ROOT, b"b")
         assert renaming.rename(db, ROOT, b"a", ROOT, b"b") is None
     assert names(db, ROOT) == [b"a", b"b"]
@@ -204,12 +204,12 @@ def test_what_an_unvisited_directory_holds_is_not_guessed(db: Database) -> None:
         lambda: renaming.rename(db, ROOT, b"file", there.id, b"new"),
         lambda: renaming.rename(db, there.id, b"new", ROOT, b"x"),
     ):
-        with pytest.raises(Unvisited) as missing:
+        with pytest.raises(NotImported) as missing:
             call()
         assert missing.value.directory == there.id
-    with db.change():
+    with db.transaction():
         namespace.unlink(db, there.id, b"known")
-    with pytest.raises(Unvisited):
+    with pytest.raises(NotImported):
         namespace.rmdir(db, ROOT, b"there")
 
 
@@ -217,9 +217,9 @@ def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
     there = make(db, ROOT, b"there", DIRECTORY)
     db.run("UPDATE inode SET complete=0 WHERE id=?", there.id)
     file = make(db, there.id, b"new", blind=True)
-    with db.change():
-        namespace.link(db, file.id, there.id, b"link", blind=True)
-        renaming.rename(db, there.id, b"new", there.id, b"newer", blind=True)
+    with db.transaction():
+        namespace.link(db, file.id, there.id, b"link", allow_unimported=True)
+        renaming.rename(db, there.id, b"new", there.id, b"newer", allow_unimported=True)
     assert names(db, there.id) == [b"newer", b"link"]
 
 
@@ -228,7 +228,7 @@ def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
 
 def test_attributes_are_set_one_by_one_and_ctime_always(db: Database) -> None:
     file = make(db, ROOT, b"file")
-    with db.change():
+    with db.transaction():
         changed = attributes.set_attributes(db, file.id, mode=0o4711, uid=5, mtime_ns=1, ctime_ns=2**62)
     assert (changed.mode, changed.uid, changed.gid) == (stat.S_IFREG | 0o4711, 5, 1000)
     assert (changed.atime_ns, changed.mtime_ns, changed.ctime_ns) == (file.atime_ns, 1, 2**62)
@@ -241,14 +241,14 @@ def test_attributes_are_set_one_by_one_and_ctime_always(db: Database) -> None:
 )
 def test_a_change_of_owner_drops_set_id_bits(db: Database, before: int, after: int) -> None:
     file, directory = make(db, ROOT, b"file", stat.S_IFREG | before), make(db, ROOT, b"dir", stat.S_IFDIR | before)
-    with db.change():
+    with db.transaction():
         assert stat.S_IMODE(attributes.set_attributes(db, file.id, uid=1, kill_set_id=True).mode) == after
         assert stat.S_IMODE(attributes.set_attributes(db, directory.id, uid=1, kill_set_id=True).mode) == before
 
 
 def test_xattrs_obey_their_flags_and_limits(db: Database) -> None:
     file = make(db, ROOT, b"file").id
-    with db.change():
+    with db.transaction():
         attributes.set_xattr(db, file, b"user.a", b"1", attributes.XATTR_CREATE)
         assert code(attributes.set_xattr, db, file, b"user.a", b"2", attributes.XATTR_CREATE) == errno.EEXIST
         assert code(attributes.set_xattr, db, file, b"user.b", b"2", attributes.XATTR_REPLACE) == errno.ENODATA
@@ -268,19 +268,19 @@ def test_xattrs_obey_their_flags_and_limits(db: Database) -> None:
 
 
 def test_an_answer_is_kept_until_the_ring_comes_round(db: Database) -> None:
-    with db.change():
-        answers.keep(db, 4, b"four")
-        assert (answers.told(db, 4), answers.told(db, 6)) == (b"four", None)
-        answers.keep(db, 4 + 2 * limits.ANSWERS_KEPT, b"later")
-        assert answers.told(db, 4) is None
-        answers.forget_all(db)
-        assert answers.told(db, 4 + 2 * limits.ANSWERS_KEPT) is None
+    with db.transaction():
+        answers.record_reply(db, 4, b"four")
+        assert (answers.get_reply(db, 4), answers.get_reply(db, 6)) == (b"four", None)
+        answers.record_reply(db, 4 + 2 * limits.ANSWERS_KEPT, b"later")
+        assert answers.get_reply(db, 4) is None
+        answers.delete_replies(db)
+        assert answers.get_reply(db, 4 + 2 * limits.ANSWERS_KEPT) is None
 
 
 def test_an_answer_goes_with_its_change(db: Database) -> None:
-    with pytest.raises(FileExistsError), db.change():
-        answers.keep(db, 8, b"")
-        namespace.make(db, ROOT, b"x", FILE, uid=0, gid=0)
-        namespace.make(db, ROOT, b"x", FILE, uid=0, gid=0)
-    assert answers.told(db, 8) is None
+    with pytest.raises(FileExistsError), db.transaction():
+        answers.record_reply(db, 8, b"")
+        namespace.create(db, ROOT, b"x", FILE, uid=0, gid=0)
+        namespace.create(db, ROOT, b"x", FILE, uid=0, gid=0)
+    assert answers.get_reply(db, 8) is None
     assert names(db, ROOT) == []

@@ -81,10 +81,10 @@ class Ours:
         return directory, name.encode()
 
     def make(self, path: str, mode: int, target: bytes | None = None) -> None:
-        namespace.make(self.db, *self.walk(path), mode, uid=os.geteuid(), gid=os.getegid(), target=target)
+        namespace.create(self.db, *self.walk(path), mode, uid=os.geteuid(), gid=os.getegid(), target=target)
 
     def act(self, op: str, first: str, second: str = "") -> None:
-        with self.db.change():
+        with self.db.transaction():
             if op == "file":
                 self.make(first, stat.S_IFREG | 0o644)
             elif op == "mkdir":
@@ -108,7 +108,7 @@ class Ours:
     def _gather(self, inode: Inode, path: str, found: dict[str, tuple[int, int]]) -> None:
         found[path] = (stat.S_IFMT(inode.mode), inode.nlink)
         if inode.is_directory:
-            for entry, child in directories.read(self.db, inode.id):
+            for entry, child in directories.iterate_entries(self.db, inode.id):
                 assert not child.is_directory or child.parent == inode.id
                 self._gather(child, f"{path}/{entry.name.decode()}", found)
 
@@ -161,7 +161,7 @@ def test_a_name_that_stays_is_read_exactly_once_whatever_comes_and_goes(operatio
         for op, first, second in operations:
             one, two = f"n{first}", f"n{second}"
             if op == "read":
-                batch = next(directories.read(ours.db, ROOT, cookie), None)
+                batch = next(directories.iterate_entries(ours.db, ROOT, cookie), None)
                 if batch is not None:
                     cookie = batch[0].cookie
                     seen.append(batch[0].name.decode())
@@ -170,7 +170,7 @@ def test_a_name_that_stays_is_read_exactly_once_whatever_comes_and_goes(operatio
             done = outcome(functools.partial(ours.act, *arguments))
             if done == "ok" and (op == "remove" or (op == "rename" and one != two)):
                 staying.discard(one)
-        for entry, _ in directories.read(ours.db, ROOT, cookie):
+        for entry, _ in directories.iterate_entries(ours.db, ROOT, cookie):
             seen.append(entry.name.decode())
         for name in staying:
             assert seen.count(name) == 1, name

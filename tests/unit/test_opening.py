@@ -76,7 +76,7 @@ def test_a_truncation_that_comes_too_late_leaves_the_file_closed(tmp_path: Path,
     assert opener.node.state(opener.content) is ContentState.CLOSED, "its seal and its write-back would never come"
     opener.seal()
     assert opener.node.state(opener.content) is ContentState.SEALED and opener.node.data(opener.content) == b"sealed"
-    assert [handle.writer for handle in handles.every(opener.node.db)] == [False]
+    assert [handle.is_writer for handle in handles.list_all(opener.node.db)] == [False]
 
 
 def test_a_truncation_whose_reader_leaves_meanwhile_leaves_the_old_content_to_be_dropped(
@@ -130,9 +130,9 @@ def test_a_file_whose_name_another_node_took_away_is_opened_while_its_bytes_are_
 def gone_elsewhere(root: Path) -> Opener:
     """The file lost its last name, and its content is to be dropped."""
     opener = Opener(root)
-    with opener.node.db.change() as db:
+    with opener.node.db.transaction() as db:
         db.run("UPDATE inode SET nlink = 0 WHERE id = ?", opener.inode)
-        contents.doom(db, opener.content)
+        contents.mark_doomed(db, opener.content)
     return opener
 
 
@@ -163,7 +163,7 @@ class Mover:
                 db.run(f"INSERT INTO copy VALUES ({','.join('?' * len(row))})", *row)
         if self._code:
             raise OSError(self._code, os.strerror(self._code))
-        return wants.HERE
+        return wants.FETCHED
 
 
 @pytest.mark.parametrize(

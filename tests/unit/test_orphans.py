@@ -28,14 +28,14 @@ class World:
 
     def file(self, name: bytes) -> tuple[int, int]:
         """(inode, content) of a new file that the kernel knows."""
-        with self.db.change():
-            inode = namespace.make(self.db, ROOT, name, 0o100644, uid=0, gid=0).id
+        with self.db.transaction():
+            inode = namespace.create(self.db, ROOT, name, 0o100644, uid=0, gid=0).id
             content = self.db.insert("INSERT INTO content (inode, generation, state) VALUES (?, 1, 2)", inode)
         self.kernel.add(inode)
         return inode, content
 
     def unlink(self, name: bytes) -> None:
-        with self.db.change():
+        with self.db.transaction():
             inode = namespace.unlink(self.db, ROOT, name)
         self.operations.unnamed(inode)
 
@@ -122,7 +122,7 @@ def test_what_a_dead_process_left_is_found_at_start(tmp_path: Path) -> None:
     forgotten, _ = world.file(b"a")
     known, _ = world.file(b"b")
     for name in (b"a", b"b"):
-        with world.db.change():
+        with world.db.transaction():
             namespace.unlink(world.db, ROOT, name)
     world.kernel.discard(forgotten)
 

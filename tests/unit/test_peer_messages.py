@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from ckptfs_daemon import peer_checks, peer_frames
-from ckptfs_daemon.peer_frames import Arriving, Command, bitmap, blocks_of, numbers_of
-from ckptfs_daemon.peer_refusals import Refusal, Why
+from ckptfs_daemon.peer_frames import BlockReceiver, Command, count_blocks, decode_bitmap, encode_bitmap
+from ckptfs_daemon.peer_refusals import Rejection, RejectReason
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,18 +36,18 @@ class Landed:
         self.open: set[int] = set()
         self.written: dict[int, bytes] = {}
 
-    def claim(self, number: int) -> bytes:
+    def claim_block(self, number: int) -> bytes:
         if number in self.written:
-            raise Refusal(Why.OUT_OF_ORDER, "again")
-        assert 0 <= number < blocks_of(self.size) and number not in self.open
+            raise Rejection(RejectReason.OUT_OF_ORDER, "again")
+        assert 0 <= number < count_blocks(self.size) and number not in self.open
         self.open.add(number)
-        return digest.block(self.data[number * BLOCK : (number + 1) * BLOCK])
+        return digest.hash_block(self.data[number * BLOCK : (number + 1) * BLOCK])
 
-    def land(self, number: int, data: memoryview) -> None:
+    def write_block(self, number: int, data: memoryview) -> None:
         self.open.remove(number)
         self.written[number] = bytes(data)
 
-    def drop(self, number: int) -> None:
+    def release_block(self, number: int) -> None:
         self.open.remove(number)
 
 
@@ -60,7 +60,7 @@ def right(data: bytes, number: int) -> list[bytes]:
 def streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
     """A content, and messages: right ones, wrong ones, in any order."""
     data = draw(st.binary(min_size=1, max_size=5 * BLOCK))
-    numbers = st.integers(0, blocks_of(len(data)) - 1)
+    numbers = st.integers(0, count_blocks(len(data)) - 1)
     good = numbers.map(lambda number: right(data, number))
     odd = st.tuples(NUMBERS, st.integers(0, 2**32 - 1), st.integers(0, 255)).map(lambda values: [struct.pack("<QIB3x", *values)])
     anything = st.lists(st.binary(max_size=2 * PIECE), max_size=2)
@@ -74,11 +74,11 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
 def test_whatever_arrives_only_right_blocks_are_written(stream: tuple[bytes, list[bytes]]) -> None:
     data, messages = stream
     landed = Landed(data)
-    arriving = Arriving(landed)
+    arriving = BlockReceiver(landed)
     try:
         for message in messages:
-            arriving.take(message)
-    except Refusal:
+            arriving.accept_message(message)
+    except Rejection:
         pass
     finally:
         arriving.close()
@@ -93,26 +93,26 @@ def test_what_departs_arrives(data: bytes, squeeze: bool, random: object) -> Non
 
     fd = os.memfd_create("source")
     os.write(fd, data)
-    numbers = list(range(blocks_of(len(data))))
+    numbers = list(range(count_blocks(len(data))))
     random.shuffle(numbers)  # type: ignore[attr-defined]
     landed = Landed(data)
-    arriving = Arriving(landed)
-    for message in peer_frames.departing(fd, len(data), numbers, (lambda _block: True) if squeeze else peer_frames.never):
-        arriving.take(bytes(message))
-    arriving.take(peer_frames.end(len(numbers)))
+    arriving = BlockReceiver(landed)
+    for message in peer_frames.encode_blocks(fd, len(data), numbers, (lambda _block: True) if squeeze else peer_frames.never_compress):
+        arriving.accept_message(bytes(message))
+    arriving.accept_message(peer_frames.encode_end(len(numbers)))
     os.close(fd)
-    assert arriving.ended and len(landed.written) == len(numbers)
+    assert arriving.has_ended and len(landed.written) == len(numbers)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.binary(max_size=40), st.binary(min_size=32, max_size=32)))
 def test_any_command_is_refused_or_read_back(message: bytes) -> None:
     try:
-        command = Command.parsed(message)
-    except Refusal as refusal:
-        assert refusal.why is Why.MALFORMED
+        command = Command.parse(message)
+    except Rejection as refusal:
+        assert refusal.reason is RejectReason.MALFORMED
     else:
-        assert command.packed() == message
+        assert command.pack() == message
 
 
 @settings(max_examples=300, deadline=None)
@@ -121,15 +121,15 @@ def test_any_offer_is_refused_or_whole(
     content: int, inode: int, generation: int, size: int, found: bytes, blocks: bytes, whole: bytes, honest: bool
 ) -> None:
     if honest:
-        found = digest.whole(blocks, size % 2**63)
+        found = digest.hash_content(blocks, size % 2**63)
     request = pb.OfferRequest(content=content, inode=inode, generation=generation, size=size, digest=found, blocks=blocks, whole=whole)
     try:
-        offer = peer_checks.offer(pb.OfferRequest.FromString(request.SerializeToString()))
-    except Refusal as refusal:
-        assert refusal.why is Why.MALFORMED
+        offer = peer_checks.parse_offer(pb.OfferRequest.FromString(request.SerializeToString()))
+    except Rejection as refusal:
+        assert refusal.reason is RejectReason.MALFORMED
         return
-    assert offer.content > 0 and offer.inode > 0 and len(offer.blocks) == 16 * blocks_of(offer.size)
-    assert offer.early or digest.whole(offer.blocks, offer.size) == offer.digest
+    assert offer.content > 0 and offer.inode > 0 and len(offer.blocks) == 16 * count_blocks(offer.size)
+    assert offer.is_early or digest.hash_content(offer.blocks, offer.size) == offer.digest
     assert not whole or len(whole) == offer.size
 
 
@@ -138,29 +138,29 @@ def test_any_bytes_as_an_offer(message: bytes) -> None:
     from google.protobuf.message import DecodeError
 
     try:
-        peer_checks.offer(pb.OfferRequest.FromString(message))
-    except (Refusal, DecodeError):
+        peer_checks.parse_offer(pb.OfferRequest.FromString(message))
+    except (Rejection, DecodeError):
         return
 
 
 @given(st.sets(st.integers(0, 100)), st.integers(101, 200))
 def test_maps_of_blocks_are_read_back(numbers: set[int], count: int) -> None:
-    assert numbers_of(bitmap(numbers, count), count) == sorted(numbers)
-    with pytest.raises(Refusal):
-        numbers_of(bitmap(numbers, count) + b"\0", count)
+    assert decode_bitmap(encode_bitmap(numbers, count), count) == sorted(numbers)
+    with pytest.raises(Rejection):
+        decode_bitmap(encode_bitmap(numbers, count) + b"\0", count)
 
 
 @given(NUMBERS, NUMBERS, st.integers(0, 2**40))
 def test_runs_stay_inside_the_content(first: int, count: int, size: int) -> None:
     try:
-        run = peer_checks.run(Command(peer_frames.Kind.READ, 1, first, count), size)
-    except Refusal:
+        run = peer_checks.parse_block_range(Command(peer_frames.CommandKind.READ, 1, first, count), size)
+    except Rejection:
         return
-    assert 0 < len(run) <= limits.PEER_RUN_BLOCKS_MAX and run[0] >= 0 and run[-1] < blocks_of(size)
+    assert 0 < len(run) <= limits.PEER_RUN_BLOCKS_MAX and run[0] >= 0 and run[-1] < count_blocks(size)
 
 
 def test_a_receiver_that_asks_for_what_was_not_offered_is_not_believed() -> None:
-    offer = Offer(1, 1, 1, 2 * BLOCK, None, digest.block(b"") + bytes(16))
-    assert peer_checks.lacking_makes_sense(offer, [0])
-    assert not peer_checks.lacking_makes_sense(offer, [1])
-    assert not peer_checks.lacking_makes_sense(offer, [2])
+    offer = Offer(1, 1, 1, 2 * BLOCK, None, digest.hash_block(b"") + bytes(16))
+    assert peer_checks.are_valid_missing_blocks(offer, [0])
+    assert not peer_checks.are_valid_missing_blocks(offer, [1])
+    assert not peer_checks.are_valid_missing_blocks(offer, [2])

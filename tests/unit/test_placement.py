@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfs.clique import placement
-from ckptfs.clique.membership import Node, World, world
-from ckptfs.clique.placement import peers_of, superfluous, wanted
+from ckptfs.clique.membership import ClusterView, Node, build_view
+from ckptfs.clique.placement import choose_new_holders, choose_peers, choose_superfluous
 
 FACTORS = (1, 2, 3, 4)
 JUMPS = (1, 2, 3)
 
 
-def made(domains: Sequence[object], ranks: Sequence[int] | None = None) -> World:
+def made(domains: Sequence[object], ranks: Sequence[int] | None = None) -> ClusterView:
     """Nodes 1, 2, ... of these failure domains."""
     places = range(len(domains)) if ranks is None else ranks
-    return world(Node(at + 1, f"n{at:05}", "a:1", places[at], str(domain)) for at, domain in enumerate(domains))
+    return build_view(Node(at + 1, f"n{at:05}", "a:1", places[at], str(domain)) for at, domain in enumerate(domains))
 
 
 def partitions(count: int) -> Iterator[tuple[int, ...]]:
@@ -37,16 +37,16 @@ def numbers(nodes: Sequence[Node]) -> list[int]:
     return [node.number for node in nodes]
 
 
-def everybodys(nodes: World, factor: int, jump: int) -> dict[int, list[int]]:
-    return {node.number: numbers(peers_of(nodes, node.number, factor, jump)) for node in nodes.nodes}
+def everybodys(nodes: ClusterView, factor: int, jump: int) -> dict[int, list[int]]:
+    return {node.number: numbers(choose_peers(nodes, node.number, factor, jump)) for node in nodes.nodes}
 
 
-def check(nodes: World, factor: int, jump: int) -> Counter[int]:
+def check(nodes: ClusterView, factor: int, jump: int) -> Counter[int]:
     """What holds in every world; how many others each node holds copies for."""
     domains = {node.domain for node in nodes.nodes}
     load: Counter[int] = Counter({node.number: 0 for node in nodes.nodes})
     for node in nodes.nodes:
-        peers = peers_of(nodes, node.number, factor, jump)
+        peers = choose_peers(nodes, node.number, factor, jump)
         assert len(peers) == min(factor, len(nodes)) - 1
         assert len({node.number, *numbers(peers)}) == len(peers) + 1
         assert len({node.domain, *(peer.domain for peer in peers)}) == min(len(peers) + 1, len(domains))
@@ -70,10 +70,10 @@ def test_a_small_world_whose_nodes_fail_alone_changes_no_more_than_it_must() -> 
             check_leaving(before, gone, factor, jump)
 
 
-def check_leaving(before: World, gone: Node, factor: int, jump: int) -> None:
-    after = world(node for node in before.nodes if node is not gone)
+def check_leaving(before: ClusterView, gone: Node, factor: int, jump: int) -> None:
+    after = build_view(node for node in before.nodes if node is not gone)
     for node in after.nodes:
-        old, new = (numbers(peers_of(nodes, node.number, factor, jump)) for nodes in (before, after))
+        old, new = (numbers(choose_peers(nodes, node.number, factor, jump)) for nodes in (before, after))
         assert [number for number in old if number != gone.number] == new[: len(old) - (gone.number in old)]
 
 
@@ -106,7 +106,7 @@ def test_ranks_of_a_clique_differ_by_the_jump(factor: int, jump: int) -> None:
     nodes = made(range(48))
     for block, lane in itertools.product(range(0, 48, factor * jump), range(jump)):
         group = [block + lane + place * jump for place in range(factor)]
-        assert [nodes.by_number[number].rank for number in (group[0] + 1, *numbers(peers_of(nodes, group[0] + 1, factor, jump)))] == group
+        assert [nodes.by_number[number].rank for number in (group[0] + 1, *numbers(choose_peers(nodes, group[0] + 1, factor, jump)))] == group
 
 
 def test_ranks_may_be_missing_equal_or_far_apart() -> None:
@@ -131,17 +131,17 @@ def test_any_large_world(data: st.DataObject) -> None:
 # --- repair ----------------------------------------------------------------------------------------------------------
 
 
-def check_wanted(nodes: World, holders: set[int], home: int, factor: int, jump: int) -> None:
+def check_wanted(nodes: ClusterView, holders: set[int], home: int, factor: int, jump: int) -> None:
     """Copies are brought to the wanted number, apart where that is possible, and only what is more may go."""
-    more, less = (numbers(act(nodes, holders, home, factor, jump)) for act in (wanted, superfluous))
+    more, less = (numbers(act(nodes, holders, home, factor, jump)) for act in (choose_new_holders, choose_superfluous))
     living = {holder for holder in holders if holder in nodes}
     assert not set(more) & holders and set(less) <= living and not (more and less)
     after = (living | set(more)) - set(less)
     domains = {nodes.by_number[number].domain for number in after}
     assert len(domains) == min(factor, len({node.domain for node in nodes.nodes}))
     assert len(after) >= min(factor, len(nodes)) and (not less or len(after) == factor)
-    assert numbers(wanted(nodes, after, home, factor, jump)) == []
-    assert numbers(superfluous(nodes, after, home, factor, jump)) == [] or more
+    assert numbers(choose_new_holders(nodes, after, home, factor, jump)) == []
+    assert numbers(choose_superfluous(nodes, after, home, factor, jump)) == [] or more
 
 
 def test_repair_in_every_small_world() -> None:
@@ -159,29 +159,29 @@ def test_repair_in_every_small_world() -> None:
 def test_a_home_and_its_peers_want_nothing() -> None:
     nodes = made([place // 4 for place in range(16)])
     for node in nodes.nodes:
-        holders = {node.number, *numbers(peers_of(nodes, node.number, 3, 1))}
-        assert wanted(nodes, holders, node.number, 3, 1) == () == superfluous(nodes, holders, node.number, 3, 1)
+        holders = {node.number, *numbers(choose_peers(nodes, node.number, 3, 1))}
+        assert choose_new_holders(nodes, holders, node.number, 3, 1) == () == choose_superfluous(nodes, holders, node.number, 3, 1)
 
 
 def test_the_copy_that_remains_is_that_of_the_home_and_its_peer() -> None:
     """A node came back: who stood in for it drops its copy."""
     nodes = made(range(6))
-    assert numbers(wanted(nodes, {3, 99}, 3, 2, 1)) == [4]
-    assert numbers(superfluous(nodes, {3, 4, 6}, 3, 2, 1)) == [6]
-    assert numbers(superfluous(nodes, {4, 6}, 3, 2, 1)) == []
+    assert numbers(choose_new_holders(nodes, {3, 99}, 3, 2, 1)) == [4]
+    assert numbers(choose_superfluous(nodes, {3, 4, 6}, 3, 2, 1)) == [6]
+    assert numbers(choose_superfluous(nodes, {4, 6}, 3, 2, 1)) == []
 
 
 def test_copies_in_one_domain_are_too_few() -> None:
     nodes = made([0, 0, 1])
-    assert numbers(wanted(nodes, {1, 2}, 1, 2, 1)) == [3]
-    assert numbers(superfluous(nodes, {1, 2, 3}, 1, 2, 1)) == [2]
+    assert numbers(choose_new_holders(nodes, {1, 2}, 1, 2, 1)) == [3]
+    assert numbers(choose_superfluous(nodes, {1, 2, 3}, 1, 2, 1)) == [2]
 
 
 def test_sources_are_those_who_have_it_as_a_peer() -> None:
     nodes = made(range(5))
-    assert numbers(placement.sources_of(nodes, 1, 3, 1)) == [4, 5]
+    assert numbers(placement.list_sources(nodes, 1, 3, 1)) == [4, 5]
 
 
 def test_nobody_else() -> None:
-    assert peers_of(world([]), 1, 2, 1) == () == wanted(world([]), {1}, 1, 2, 1)
-    assert peers_of(made([0]), 1, 3, 1) == ()
+    assert choose_peers(build_view([]), 1, 2, 1) == () == choose_new_holders(build_view([]), {1}, 1, 2, 1)
+    assert choose_peers(made([0]), 1, 3, 1) == ()

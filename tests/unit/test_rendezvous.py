@@ -26,22 +26,22 @@ def test_a_user_meets_in_the_session_directory(tmp_path: Path, monkeypatch: pyte
     me = 12345
     monkeypatch.setattr(os, "geteuid", lambda: me)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert rendezvous.directory() == Path(f"/tmp/ckptfs-{me}"), "somebody else's session directory is not believed"
+    assert rendezvous.get_path() == Path(f"/tmp/ckptfs-{me}"), "somebody else's session directory is not believed"
     os.chown(tmp_path, me, -1)
-    assert rendezvous.directory() == tmp_path / "ckptfs"
+    assert rendezvous.get_path() == tmp_path / "ckptfs"
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "link"))
-    assert rendezvous.directory() == Path(f"/tmp/ckptfs-{me}")
+    assert rendezvous.get_path() == Path(f"/tmp/ckptfs-{me}")
 
 
 def test_root_finds_the_mount_of_a_user_without_that_users_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert rendezvous.directory(4_000_000) == Path("/tmp/ckptfs-4000000")
+    assert rendezvous.get_path(4_000_000) == Path("/tmp/ckptfs-4000000")
 
 
 def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
-    assert rendezvous.make_directory() == tmp_path / "run"
+    assert rendezvous.create() == tmp_path / "run"
     os.chown(tmp_path / "run", 12345, -1)
     with pytest.raises(PermissionError, match="belongs to another user"):
-        rendezvous.make_directory()
+        rendezvous.create()

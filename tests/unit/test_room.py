@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client import room
-from ckptfs_client.room import Need, Peer, Tier
+from ckptfs_client.room import CapacityNeed, PeerCapacity, TierCapacity
 from control_served import serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,47 +19,47 @@ GIB = 1 << 30
 
 
 def judged(
-    need: Need, ram: tuple[int, int], nvme: tuple[int, int] = (0, 0), peers: list[Peer] | None = None, pfs: bool = False
-) -> room.Verdict:
-    tiers = [Tier("ram", ram[0] * GIB, ram[1] * GIB), Tier("nvme", nvme[0] * GIB, nvme[1] * GIB)]
-    return room.judged(need, tiers, peers or [], pfs=pfs)
+    need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int] = (0, 0), peers: list[PeerCapacity] | None = None, pfs: bool = False
+) -> room.FitResult:
+    tiers = [TierCapacity("ram", ram[0] * GIB, ram[1] * GIB), TierCapacity("nvme", nvme[0] * GIB, nvme[1] * GIB)]
+    return room.check_fit(need, tiers, peers or [], has_pfs=pfs)
 
 
 @pytest.mark.parametrize(
     ("need", "ram", "nvme", "where", "words"),
     [
-        (Need(40 * GIB, 1, 0), (80, 0), (0, 0), ("ram",), "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB that can be used"),
-        (Need(40 * GIB, 1, 0), (79, 0), (1, 0), ("ram", "nvme"), "fits in RAM and NVMe"),
-        (Need(40 * GIB, 0, 0), (40, 0), (0, 0), ("ram",), "40.0 GiB x 1 generation)"),
-        (Need(40 * GIB, 1, 1), (160, 80), (0, 0), ("ram",), "160 GiB (40.0 GiB x 2 generations x 2 copies)"),
-        (Need(40 * GIB, 1, 1), (160, 79), (0, 0), (), "80.0 GiB of them for peers, who may take 79.0 GiB here; raise peer_share="),
-        (Need(40 * GIB, 1, 1), (160, 79), (9, 1), ("ram", "nvme"), "fits in RAM and NVMe"),
-        (Need(40 * GIB, 1, 0), (79, 0), (0, 0), (), "which has 79.0 GiB that can be used; give ram= or nvme= more"),
+        (CapacityNeed(40 * GIB, 1, 0), (80, 0), (0, 0), ("ram",), "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB that can be used"),
+        (CapacityNeed(40 * GIB, 1, 0), (79, 0), (1, 0), ("ram", "nvme"), "fits in RAM and NVMe"),
+        (CapacityNeed(40 * GIB, 0, 0), (40, 0), (0, 0), ("ram",), "40.0 GiB x 1 generation)"),
+        (CapacityNeed(40 * GIB, 1, 1), (160, 80), (0, 0), ("ram",), "160 GiB (40.0 GiB x 2 generations x 2 copies)"),
+        (CapacityNeed(40 * GIB, 1, 1), (160, 79), (0, 0), (), "80.0 GiB of them for peers, who may take 79.0 GiB here; raise peer_share="),
+        (CapacityNeed(40 * GIB, 1, 1), (160, 79), (9, 1), ("ram", "nvme"), "fits in RAM and NVMe"),
+        (CapacityNeed(40 * GIB, 1, 0), (79, 0), (0, 0), (), "which has 79.0 GiB that can be used; give ram= or nvme= more"),
     ],
 )
-def test_a_checkpoint_fits_or_not(need: Need, ram: tuple[int, int], nvme: tuple[int, int], where: tuple[str, ...], words: str) -> None:
+def test_a_checkpoint_fits_or_not(need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int], where: tuple[str, ...], words: str) -> None:
     found = judged(need, ram, nvme)
-    assert found.where == where and words in found.sentence
+    assert found.tier_names == where and words in found.sentence
 
 
 def test_what_the_other_nodes_have_left() -> None:
-    need = Need(GIB, 1, 1)
-    assert judged(need, (4, 2), peers=[Peer("b", 2 * GIB)]).where == ("ram",)
-    assert "b has 1.0 GiB left for others, and 2.0 GiB" in judged(need, (4, 2), peers=[Peer("b", GIB)]).sentence
-    assert judged(Need(GIB, 1, 0), (4, 2), peers=[Peer("b", 0)]).where == ("ram",), "who sends no copies needs no peer"
+    need = CapacityNeed(GIB, 1, 1)
+    assert judged(need, (4, 2), peers=[PeerCapacity("b", 2 * GIB)]).tier_names == ("ram",)
+    assert "b has 1.0 GiB left for others, and 2.0 GiB" in judged(need, (4, 2), peers=[PeerCapacity("b", GIB)]).sentence
+    assert judged(CapacityNeed(GIB, 1, 0), (4, 2), peers=[PeerCapacity("b", 0)]).tier_names == ("ram",), "who sends no copies needs no peer"
 
 
 def test_with_a_pfs_the_rest_is_slow_not_lost() -> None:
     """P10."""
-    assert "is written to the PFS, at its speed; give ram=" in judged(Need(9 * GIB, 1, 0), (4, 0), pfs=True).sentence
+    assert "is written to the PFS, at its speed; give ram=" in judged(CapacityNeed(9 * GIB, 1, 0), (4, 0), pfs=True).sentence
 
 
 @given(st.integers(0, 50), st.integers(0, 4), st.integers(0, 3), *[st.integers(0, 400)] * 2)
 def test_more_room_never_fits_less(size: int, kept: int, copies: int, ram: int, nvme: int) -> None:
-    need = Need(size * GIB, kept, copies)
-    if judged(need, (ram, ram), (nvme, nvme)).where:
-        assert judged(need, (ram + 1, ram + 1), (nvme, nvme)).where and judged(need, (ram, ram), (nvme + 1, nvme + 1)).where
-        assert need.own + need.for_peers <= (ram + nvme) * GIB
+    need = CapacityNeed(size * GIB, kept, copies)
+    if judged(need, (ram, ram), (nvme, nvme)).tier_names:
+        assert judged(need, (ram + 1, ram + 1), (nvme, nvme)).tier_names and judged(need, (ram, ram), (nvme + 1, nvme + 1)).tier_names
+        assert need.own_bytes + need.peer_bytes <= (ram + nvme) * GIB
 
 
 def test_the_clique_of_a_node() -> None:
@@ -72,9 +72,9 @@ def test_the_clique_of_a_node() -> None:
         pb.Member(name="dead", alive=False, peers=["me"]),
     ]
     mine, cluster = pb.Room(node="me", clustered=True), pb.Cluster(members=members)
-    assert [member.name for member in room.clique_of(mine, cluster)] == ["right", "left"]
-    assert room.peers_of(mine, cluster) == [Peer("right", 6)]
-    assert room.clique_of(mine, None) == [] and room.peers_of(mine, None) == []
+    assert [member.name for member in room.list_clique(mine, cluster)] == ["right", "left"]
+    assert room.list_peers(mine, cluster) == [PeerCapacity("right", 6)]
+    assert room.list_clique(mine, None) == [] and room.list_peers(mine, None) == []
 
 
 def test_what_a_node_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +85,13 @@ def test_what_a_node_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         kept, gone = node.make(b"kept", b"x" * 3_000_000), node.make(b"gone", b"y" * 2_000_000)
         served.seal()
         node.publish(gone)
-        assert report.leaving_bytes(node.db, Which.RAM) == 2_000_000
-        tiers = {tier.name: tier for tier in served.client.room().tiers}
+        assert report.count_leaving_bytes(node.db, Which.RAM) == 2_000_000
+        tiers = {tier.name: tier for tier in served.client.get_capacity().tiers}
         assert set(tiers) == {"ram", "nvme", "pfs"} and tiers["ram"].held_bytes == tiers["ram"].share_bytes == 0
         assert tiers["ram"].total_bytes == 64 << 20
         assert tiers["ram"].usable_bytes <= int(node.config.ram_high * (64 << 20)) - tiers["ram"].used_bytes + 2_000_000
         node.hold(gone)
-        assert report.leaving_bytes(node.db, Which.RAM) == 0
+        assert report.count_leaving_bytes(node.db, Which.RAM) == 0
         node.publish(kept)
-        assert report.leaving_bytes(node.db, Which.RAM) == 3_000_000
-        assert json.dumps(str(served.client.room().replication_factor)) == '"1"' and not served.client.room().clustered
+        assert report.count_leaving_bytes(node.db, Which.RAM) == 3_000_000
+        assert json.dumps(str(served.client.get_capacity().replication_factor)) == '"1"' and not served.client.get_capacity().clustered

@@ -7,7 +7,7 @@ import trio.testing
 from ckptfs_daemon.standing_in import StandingIn
 
 from ckptfs import limits
-from ckptfs.errors import Unreachable
+from ckptfs.errors import StoreUnreachable
 
 
 class Store:
@@ -22,7 +22,7 @@ class Store:
         self.kept.append(lease)
         await trio.lowlevel.checkpoint()
         if not self.answers:
-            raise Unreachable("the store is away")
+            raise StoreUnreachable("the store is away")
         return self.left_s
 
 

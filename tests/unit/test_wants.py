@@ -33,44 +33,44 @@ def db(tmp_path: Path) -> Database:
 
 
 def test_who_asks_the_same_shares_a_row(db: Database) -> None:
-    first = wants.ask(db, wants.FETCH, 7)
-    assert wants.ask(db, wants.FETCH, 7) == first
-    assert len({first, wants.ask(db, wants.FETCH, 8), wants.ask(db, wants.VISIT, 7), wants.ask(db, wants.FETCH, 7, wants.FOR_WRITING)}) == 4
-    assert [want.id for want in wants.wanted(db, wants.FETCH)] == sorted(want.id for want in wants.wanted(db, wants.FETCH))
-    wants.done(db, first, wants.HERE)
-    assert wants.ask(db, wants.FETCH, 7) != first, "an answer belongs to those who asked before it"
+    first = wants.insert_request(db, wants.FETCH, 7)
+    assert wants.insert_request(db, wants.FETCH, 7) == first
+    assert len({first, wants.insert_request(db, wants.FETCH, 8), wants.insert_request(db, wants.SCAN, 7), wants.insert_request(db, wants.FETCH, 7, wants.FOR_WRITING)}) == 4
+    assert [want.id for want in wants.list_open(db, wants.FETCH)] == sorted(want.id for want in wants.list_open(db, wants.FETCH))
+    wants.mark_done(db, first, wants.FETCHED)
+    assert wants.insert_request(db, wants.FETCH, 7) != first, "an answer belongs to those who asked before it"
 
 
 def test_an_answer_is_given_once(db: Database) -> None:
-    want = wants.ask(db, wants.FETCH, 7)
-    wants.failed(db, want, errno.EIO)
-    wants.done(db, want, wants.HERE)
+    want = wants.insert_request(db, wants.FETCH, 7)
+    wants.mark_failed(db, want, errno.EIO)
+    wants.mark_done(db, want, wants.FETCHED)
     row = wants.get(db, want)
     assert row is not None and (row.state, row.error, row.result) == (wants.FAILED, errno.EIO, "")
 
 
 def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    short, long, answered = (wants.ask(db, wants.VISIT, inode, wait_s=wait_s) for inode, wait_s in ((1, 1.0), (2, 1000.0), (3, 1000.0)))
-    wants.done(db, answered)
-    assert wants.sweep(db) == 0
+    short, long, answered = (wants.insert_request(db, wants.SCAN, inode, wait_s=wait_s) for inode, wait_s in ((1, 1.0), (2, 1000.0), (3, 1000.0)))
+    wants.mark_done(db, answered)
+    assert wants.delete_stale(db) == 0
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now + 2 * 10**9)
-    assert wants.sweep(db) == 1 and wants.get(db, short) is None
-    wants.progress(db, long, wait_s=5000.0)
+    assert wants.delete_stale(db) == 1 and wants.get(db, short) is None
+    wants.record_progress(db, long, wait_s=5000.0)
     monkeypatch.setattr(time, "time_ns", lambda: now + 2000 * 10**9)
-    assert wants.sweep(db) == 1 and wants.get(db, answered) is None and wants.get(db, long) is not None
+    assert wants.delete_stale(db) == 1 and wants.get(db, answered) is None and wants.get(db, long) is not None
 
 
 def test_until_told(db: Database) -> None:
-    with db.change():
+    with db.transaction():
         journal.append(db, "attributes", 7)
-    _, _, seq = wants.until_told(journal.last(db, 7)).partition(":")
-    with db.change():
+    _, _, seq = wants.build_journal_argument(journal.get_last_seq(db, 7)).partition(":")
+    with db.transaction():
         journal.append(db, "attributes", 7)
-    assert journal.waiting(db, 7, int(seq))
+    assert journal.has_pending(db, 7, int(seq))
     db.run("DELETE FROM journal WHERE seq = ?", int(seq))
-    assert not journal.waiting(db, 7, int(seq)), "what was recorded later is not waited for"
-    assert wants.until_told(journal.last(db, 8)) == "journal:0" and not journal.waiting(db, 8, 0)
+    assert not journal.has_pending(db, 7, int(seq)), "what was recorded later is not waited for"
+    assert wants.build_journal_argument(journal.get_last_seq(db, 8)) == "journal:0" and not journal.has_pending(db, 8, 0)
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def asked(db: Database, answer: Callable[[Asking, int], None] | None, *, timeout
             nursery.start_soon(ask)
             await wait_all_tasks_blocked()
             if answer is not None:
-                answer(asking, wants.wanted(db, wants.FETCH)[0].id)
+                answer(asking, wants.list_open(db, wants.FETCH)[0].id)
 
     trio.run(main, clock=MockClock(autojump_threshold=0.01))
     return results[0], bell
@@ -98,7 +98,7 @@ def asked(db: Database, answer: Callable[[Asking, int], None] | None, *, timeout
 
 def test_the_answer_wakes_who_waits(db: Database) -> None:
     def answer(asking: Asking, want: int) -> None:
-        wants.done(db, want, wants.DIRECT)
+        wants.mark_done(db, want, wants.DIRECT)
         asking.answered()
 
     result, bell = asked(db, answer)
@@ -106,13 +106,13 @@ def test_the_answer_wakes_who_waits(db: Database) -> None:
 
 
 def test_a_lost_answer_is_found_by_looking(db: Database) -> None:
-    result, bell = asked(db, lambda asking, want: wants.done(db, want, wants.HERE))
-    assert result == wants.HERE and len(bell.messages) == 2, "rung again: the mover may be a new one"
+    result, bell = asked(db, lambda asking, want: wants.mark_done(db, want, wants.FETCHED))
+    assert result == wants.FETCHED and len(bell.messages) == 2, "rung again: the mover may be a new one"
 
 
 def test_a_failure_is_raised(db: Database) -> None:
     with pytest.raises(ExceptionGroup) as failures:
-        asked(db, lambda asking, want: wants.failed(db, want, errno.ESTALE))
+        asked(db, lambda asking, want: wants.mark_failed(db, want, errno.ESTALE))
     assert failures.group_contains(OSError, match=r"Stale")
 
 
@@ -122,7 +122,7 @@ def test_a_row_that_was_swept_is_asked_again(db: Database) -> None:
         db.run("CREATE TRIGGER answer_at_once AFTER INSERT ON want BEGIN UPDATE want SET state = 1, result = 'here' WHERE id = NEW.id; END")
         asking.answered()
 
-    assert asked(db, answer)[0] == wants.HERE
+    assert asked(db, answer)[0] == wants.FETCHED
 
 
 def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monk
             rings.append(message)
             clock[0] += int(limits.WANT_LOOK_S * 1e9)
             if len(rings) == 5:
-                wants.progress(db, wants.wanted(db, wants.FETCH)[0].id)
+                wants.record_progress(db, wants.list_open(db, wants.FETCH)[0].id)
 
     monkeypatch.setattr(time, "time_ns", lambda: clock[0])
     with pytest.raises(TimedOut):

@@ -8,8 +8,8 @@ import pytest
 from ckptfs import limits
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.journal import Row
-from ckptfs.catalog.pfs_view import Mark, Published, Shown, View
+from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_view import Fingerprint, PfsEntry, PfsView, PublishedRow
 from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Kind, Planner
 from ckptfs.model import ROOT, Content, ContentState, Inode
 
@@ -29,7 +29,7 @@ class Facts:
         self.earliness = False
         self.changing = False
         self.pausing = False
-        self.shows: dict[int, Published] = {}
+        self.shows: dict[int, PublishedRow] = {}
 
     def inode(self, inode: int) -> Inode | None:
         if inode in self.gone:
@@ -39,13 +39,13 @@ class Facts:
     def content(self, content: int) -> Content | None:
         return Content(content, content, 1, self.states.get(content, ContentState.SEALED), self.sizes.get(content, 1), b"d", b"d", 1)
 
-    def published(self, inode: int) -> Published | None:
+    def published(self, inode: int) -> PublishedRow | None:
         return self.shows.get(inode)
 
-    def repeated(self, row: Row) -> bool:
+    def repeated(self, row: JournalRow) -> bool:
         return row.seq in self.repeats
 
-    def overdue(self, row: Row, content: Content) -> bool:
+    def overdue(self, row: JournalRow, content: Content) -> bool:
         return self.late
 
     def early(self, content: Content) -> bool:
@@ -72,23 +72,23 @@ def facts() -> Facts:
 @pytest.fixture
 def planner(tmp_path: Path, facts: Facts) -> Planner:
     database.create(tmp_path / "catalog.db")
-    return Planner(View(Database(tmp_path / "catalog.db", journalled=True)), facts, lambda key: b"temporary %d" % key)
+    return Planner(PfsView(Database(tmp_path / "catalog.db", journalled=True)), facts, lambda key: b"temporary %d" % key)
 
 
 def acts(planner: Planner) -> list[tuple[str, int, bytes]]:
-    return [(action.act, action.inode, (action.to or action.at).name) for action in planner.actions]
+    return [(action.act, action.inode, (action.new_location or action.location).name) for action in planner.actions]
 
 
-def make(seq: int, inode: int, name: bytes, mode: int = FILE, parent: int = ROOT) -> Row:
-    return Row(seq, "make", inode, parent, name, mode=mode)
+def make(seq: int, inode: int, name: bytes, mode: int = FILE, parent: int = ROOT) -> JournalRow:
+    return JournalRow(seq, "make", inode, parent, name, mode=mode)
 
 
-def content(seq: int, inode: int) -> Row:
-    return Row(seq, "content", inode, content=inode, mode=FILE)
+def content(seq: int, inode: int) -> JournalRow:
+    return JournalRow(seq, "content", inode, content=inode, mode=FILE)
 
 
-def rename(seq: int, inode: int, name: bytes, new: bytes, mode: int = FILE) -> Row:
-    return Row(seq, "rename", inode, ROOT, name, ROOT, new, mode=mode)
+def rename(seq: int, inode: int, name: bytes, new: bytes, mode: int = FILE) -> JournalRow:
+    return JournalRow(seq, "rename", inode, ROOT, name, ROOT, new, mode=mode)
 
 
 def test_a_file_appears_with_its_content_under_the_name_it_then_has(planner: Planner) -> None:
@@ -99,9 +99,9 @@ def test_a_file_appears_with_its_content_under_the_name_it_then_has(planner: Pla
 
 def test_made_and_removed_is_nothing(planner: Planner, facts: Facts) -> None:
     facts.states[7] = ContentState.DOOMED
-    for row in (make(1, 7, b"lock"), content(2, 7), Row(3, "unlink", 7, ROOT, b"lock", mode=FILE)):
+    for row in (make(1, 7, b"lock"), content(2, 7), JournalRow(3, "unlink", 7, ROOT, b"lock", mode=FILE)):
         assert planner.take(row)
-    assert acts(planner) == [] and planner.view.pendings == {(ROOT, b"lock"): None} and planner.last == 3
+    assert acts(planner) == [] and planner.view.pending_entries == {(ROOT, b"lock"): None} and planner.last == 3
 
 
 def test_a_content_without_its_seal_stops_the_batch(planner: Planner, facts: Facts) -> None:
@@ -147,7 +147,7 @@ def test_what_cannot_be_published_is_passed_over(planner: Planner, facts: Facts,
 
 def test_an_fsync_that_comes_too_soon_is_passed_over(planner: Planner, facts: Facts) -> None:
     facts.states[7], facts.pausing = ContentState.OPEN, True
-    assert planner.take(make(1, 7, b"a")) and planner.take(Row(2, "synced", 7, content=7)) and acts(planner) == []
+    assert planner.take(make(1, 7, b"a")) and planner.take(JournalRow(2, "synced", 7, content=7)) and acts(planner) == []
 
 
 def test_a_later_close_of_the_same_content_counts(planner: Planner, facts: Facts) -> None:
@@ -158,8 +158,8 @@ def test_a_later_close_of_the_same_content_counts(planner: Planner, facts: Facts
 
 
 def test_what_is_there_already_is_not_written_again(planner: Planner, facts: Facts) -> None:
-    facts.shows[7] = Published(7, 1, True, 1, 1, 99, b"d", b"d")
-    planner.view.show(ROOT, b"a", Shown(7, Mark(99, 1, 1)))
+    facts.shows[7] = PublishedRow(7, 1, True, 1, 1, 99, b"d", b"d")
+    planner.view.set_entry(ROOT, b"a", PfsEntry(7, Fingerprint(99, 1, 1)))
     assert planner.take(content(1, 7)) and acts(planner) == []
 
 
@@ -169,13 +169,13 @@ def test_an_open_file_over_a_published_one_leaves_it(planner: Planner, facts: Fa
     for row in (make(1, 7, b"final"), content(2, 7), make(3, 8, b"tmp"), rename(4, 8, b"tmp", b"final"), content(5, 8)):
         assert planner.take(row)
     assert acts(planner) == [("put", 7, b"final")]
-    assert planner.view.pending(ROOT, b"final") == 8
-    assert planner.take(Row(6, "unlink", 8, ROOT, b"final", mode=FILE))
+    assert planner.view.get_pending(ROOT, b"final") == 8
+    assert planner.take(JournalRow(6, "unlink", 8, ROOT, b"final", mode=FILE))
     assert acts(planner)[1:] == [("unlink", 7, b"final")]
 
 
 def test_a_moved_directory_is_a_batch_of_its_own(planner: Planner) -> None:
-    planner.view.show(ROOT, b"d", Shown(5, Mark(50)))
+    planner.view.set_entry(ROOT, b"d", PfsEntry(5, Fingerprint(50)))
     assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7))
     assert not planner.take(rename(3, 5, b"d", b"e", DIRECTORY))
     assert planner.last == 2
@@ -188,10 +188,10 @@ def test_what_lies_in_a_directory_of_this_batch_begins_the_next_one(planner: Pla
 
 
 def test_second_names_are_links_to_what_the_batch_makes(planner: Planner) -> None:
-    for row in (make(1, 7, b"a"), Row(2, "link", 7, ROOT, b"b", mode=FILE), content(3, 7), Row(4, "link", 7, ROOT, b"c", mode=FILE)):
+    for row in (make(1, 7, b"a"), JournalRow(2, "link", 7, ROOT, b"b", mode=FILE), content(3, 7), JournalRow(4, "link", 7, ROOT, b"c", mode=FILE)):
         assert planner.take(row)
     assert acts(planner) == [("put", 7, b"a"), ("link", 7, b"b"), ("link", 7, b"c")]
-    assert len({action.mark for action in planner.actions}) == 1
+    assert len({action.fingerprint for action in planner.actions}) == 1
 
 
 def test_batches_are_bounded(planner: Planner, facts: Facts) -> None:

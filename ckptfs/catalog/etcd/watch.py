@@ -9,22 +9,22 @@ from typing import Any
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog.etcd.endpoints import METADATA, Endpoints
-from ckptfs.catalog.etcd.wire import Wire, error, passing
+from ckptfs.catalog.etcd.endpoints import CALL_METADATA, Endpoints
+from ckptfs.catalog.etcd.wire import EtcdCodec, build_error, is_transient
 from ckptfs.catalog.store import Get, WatchEvents
-from ckptfs.errors import Compacted, StoreRefused, Unreachable
+from ckptfs.errors import Compacted, StoreRefused, StoreUnreachable
 from ckptfs.protocol import etcd_pb2 as pb
 
 
 class EtcdWatch:
     """One thread iterates; any thread may close."""
 
-    def __init__(self, endpoints: Endpoints, wire: Wire, key: bytes, end: bytes | None, from_revision: int) -> None:
+    def __init__(self, endpoints: Endpoints, wire: EtcdCodec, key: bytes, end: bytes | None, from_revision: int) -> None:
         self._endpoints, self._wire = endpoints, wire
-        self._key, self._end = wire.key(key), wire.end(end)
+        self._key, self._end = wire.encode_key(key), wire.encode_end(end)
         self._next_revision = from_revision
-        self._parts: list[pb.Event] = []
-        self._endpoint = endpoints.current()
+        self._fragments: list[pb.Event] = []
+        self._endpoint = endpoints.get_current()
         self._stream: Any = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -34,14 +34,14 @@ class EtcdWatch:
 
     def __next__(self) -> WatchEvents:
         while not self._closed.is_set() and not self._endpoints.closed.is_set():
-            response = self._response()
+            response = self._next_response()
             try:
-                told = self._told(response) if response is not None else None
-            except Unreachable:
-                self._again()
+                events = self._handle_response(response) if response is not None else None
+            except StoreUnreachable:
+                self._reconnect()
                 continue
-            if told is not None:
-                return told
+            if events is not None:
+                return events
         raise StopIteration
 
     def close(self) -> None:
@@ -50,71 +50,71 @@ class EtcdWatch:
             if self._stream is not None:
                 self._stream.cancel()
 
-    def _response(self) -> pb.WatchResponse | None:
+    def _next_response(self) -> pb.WatchResponse | None:
         """The next message; None where the stream broke and the next round begins a new one."""
         try:
             if self._stream is None:
-                self._begin()
+                self._open_stream()
             response: pb.WatchResponse | None = next(self._stream, None)
             if response is not None:
                 return response
         except grpc.RpcError as failure:
             code, details = failure.code(), failure.details() or ""
-            if not passing(code, details):
-                raise error(code, details, self._endpoint.address) from failure
+            if not is_transient(code, details):
+                raise build_error(code, details, self._endpoint.address) from failure
         except ValueError:
             # The channel was closed, or we were before the stream began.
             return None
-        self._again()
+        self._reconnect()
         return None
 
-    def _begin(self) -> None:
-        self._endpoint = self._endpoints.current()
+    def _open_stream(self) -> None:
+        self._endpoint = self._endpoints.get_current()
         create = pb.WatchCreateRequest(
             key=self._key, range_end=self._end, start_revision=self._next_revision, progress_notify=True, fragment=True
         )
         with self._lock:
             if self._closed.is_set():
                 raise ValueError("closed")
-            self._stream = self._endpoint.watch(iter((pb.WatchRequest(create_request=create),)), metadata=METADATA)
+            self._stream = self._endpoint.watch(iter((pb.WatchRequest(create_request=create),)), metadata=CALL_METADATA)
 
-    def _again(self) -> None:
+    def _reconnect(self) -> None:
         """The stream broke: another endpoint, in a moment."""
         if not self._closed.is_set():
-            self._endpoints.avoid(self._endpoint)
+            self._endpoints.mark_failed(self._endpoint)
             self._closed.wait(limits.ETCD_PAUSE_S)
-        self._stream, self._parts = None, []
+        self._stream, self._fragments = None, []
 
-    def _told(self, response: pb.WatchResponse) -> WatchEvents | None:
+    def _handle_response(self, response: pb.WatchResponse) -> WatchEvents | None:
         if response.canceled:
-            self._refused(response)
+            self._handle_canceled(response)
             return None
         if response.created:
-            self._created(response.header.revision)
+            self._handle_created(response.header.revision)
             return None
-        self._parts.extend(response.events)
+        self._fragments.extend(response.events)
         if response.fragment:
             return None
-        events, self._parts = self._wire.events(self._parts), []
+        events, self._fragments = self._wire.decode_events(self._fragments), []
         # A message of a watch that lags says the store's revision, which is not yet that of its events.
         revision = events[-1].revision if events else response.header.revision
         self._next_revision = max(self._next_revision, revision + 1)
         return WatchEvents(revision, events)
 
-    def _created(self, revision: int) -> None:
+    def _handle_created(self, revision: int) -> None:
         """The watch stands, at a member that is at this revision."""
         self._next_revision = self._next_revision or revision + 1
         if revision + 1 < self._next_revision:
             # That member lags; or etcd lost its data, and what we wait for will be something else.
             # Without an operation etcd takes a transaction for one that may be old, and the member answers by itself.
-            asked = self._wire.transaction((), [Get(b"")], ())
-            newest = self._endpoints.call("transaction", asked, self._wire.outcome, limits.ETCD_WAIT_S).result().revision
+            newest_request = self._wire.encode_transaction((), [Get(b"")], ())
+            newest = self._endpoints.call("transaction", newest_request, self._wire.decode_outcome, limits.ETCD_WAIT_S).result().revision
             if newest + 1 < self._next_revision:
                 raise Compacted(f"etcd is at revision {newest} and was at {self._next_revision - 1} before: it lost its data")
 
-    def _refused(self, response: pb.WatchResponse) -> None:
+    def _handle_canceled(self, response: pb.WatchResponse) -> None:
         if response.compact_revision:
             raise Compacted(f"etcd keeps nothing before revision {response.compact_revision}, asked for {self._next_revision}")
         if "permission" in response.cancel_reason:
             raise StoreRefused(f"etcd refused a watch: {response.cancel_reason}")
-        self._again()
+        self._reconnect()

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import grpc
 
-from ckptfs.catalog.store import ENDLESS, Compare, Delete, Event, Get, Item, Operation, Outcome, Put, Target, prefix_end
-from ckptfs.errors import CkptfsError, Compacted, LeaseGone, StoreRefused, Unreachable
+from ckptfs.catalog.store import ENDLESS, Compare, CompareTarget, Delete, Event, Get, Item, Operation, Outcome, Put, prefix_end
+from ckptfs.errors import CkptfsError, Compacted, LeaseGone, StoreRefused, StoreUnreachable
 from ckptfs.protocol import etcd_pb2 as pb
 
 _RELATIONS = {
@@ -17,9 +17,9 @@ _RELATIONS = {
     "<": pb.Compare.CompareResult.LESS,
     ">": pb.Compare.CompareResult.GREATER,
 }
-_TARGETS = {Target.VERSION: "version", Target.CREATE: "create_revision", Target.MOD: "mod_revision", Target.VALUE: "value"}
+_TARGETS = {CompareTarget.VERSION: "version", CompareTarget.CREATE: "create_revision", CompareTarget.MOD: "mod_revision", CompareTarget.VALUE: "value"}
 # The connection broke, the member stops or has no leader, or was too slow: another try may be answered.
-_PASSING = {
+_TRANSIENT_CODES = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
@@ -33,60 +33,60 @@ class AnswerTooLarge(StoreRefused):
     """What was asked for does not fit one answer."""
 
 
-class Wire:
+class EtcdCodec:
     """Translates for one cluster."""
 
     def __init__(self, cluster: str) -> None:
         self._prefix = f"/ckptfs/{cluster}/".encode()
 
-    def key(self, key: bytes) -> bytes:
+    def encode_key(self, key: bytes) -> bytes:
         return self._prefix + key
 
-    def end(self, end: bytes | None) -> bytes:
+    def encode_end(self, end: bytes | None) -> bytes:
         """The end of a range; without one etcd means a single key."""
         if end is None:
             return b""
         return prefix_end(self._prefix) if end == ENDLESS else self._prefix + end
 
-    def transaction(self, compares: Iterable[Compare], changes: Iterable[Operation], otherwise: Iterable[Get]) -> pb.TxnRequest:
+    def encode_transaction(self, compares: Iterable[Compare], changes: Iterable[Operation], otherwise: Iterable[Get]) -> pb.TxnRequest:
         return pb.TxnRequest(
-            compare=[self._compare(compare) for compare in compares],
-            success=[self._operation(change) for change in changes],
-            failure=[self._operation(get) for get in otherwise],
+            compare=[self._encode_compare(compare) for compare in compares],
+            success=[self._encode_operation(change) for change in changes],
+            failure=[self._encode_operation(get) for get in otherwise],
         )
 
-    def outcome(self, response: pb.TxnResponse) -> Outcome:
+    def decode_outcome(self, response: pb.TxnResponse) -> Outcome:
         found = (answer.response_range.kvs for answer in response.responses if answer.HasField("response_range"))
-        return Outcome(response.succeeded, response.header.revision, tuple(tuple(map(self._item, items)) for items in found))
+        return Outcome(response.succeeded, response.header.revision, tuple(tuple(map(self._decode_item, items)) for items in found))
 
-    def events(self, events: Sequence[pb.Event]) -> tuple[Event, ...]:
-        return tuple(self._event(event) for event in events)
+    def decode_events(self, events: Sequence[pb.Event]) -> tuple[Event, ...]:
+        return tuple(self._decode_event(event) for event in events)
 
-    def _item(self, item: pb.KeyValue) -> Item:
+    def _decode_item(self, item: pb.KeyValue) -> Item:
         return Item(item.key[len(self._prefix) :], item.value, item.mod_revision, item.create_revision)
 
-    def _event(self, event: pb.Event) -> Event:
-        item = self._item(event.kv)
+    def _decode_event(self, event: pb.Event) -> Event:
+        item = self._decode_item(event.kv)
         return Event(item.key, item.mod_revision, item if event.type == pb.Event.EventType.PUT else None)
 
-    def _compare(self, compare: Compare) -> pb.Compare:
+    def _encode_compare(self, compare: Compare) -> pb.Compare:
         made = pb.Compare(
             result=_RELATIONS[compare.relation],
             target=compare.target.name,
-            key=self.key(compare.key),
-            range_end=self.end(compare.end),
+            key=self.encode_key(compare.key),
+            range_end=self.encode_end(compare.end),
         )
         setattr(made, _TARGETS[compare.target], compare.value)
         return made
 
-    def _operation(self, operation: Operation) -> pb.RequestOp:
-        key = self.key(operation.key)
+    def _encode_operation(self, operation: Operation) -> pb.RequestOp:
+        key = self.encode_key(operation.key)
         match operation:
             case Get():
                 return pb.RequestOp(
                     request_range=pb.RangeRequest(
                         key=key,
-                        range_end=self.end(operation.end),
+                        range_end=self.encode_end(operation.end),
                         limit=operation.limit,
                         revision=operation.revision,
                         keys_only=operation.keys_only,
@@ -95,19 +95,19 @@ class Wire:
             case Put():
                 return pb.RequestOp(request_put=pb.PutRequest(key=key, value=operation.value, lease=operation.lease))
             case Delete():
-                return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key, range_end=self.end(operation.end)))
+                return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key, range_end=self.encode_end(operation.end)))
 
 
-def passing(code: grpc.StatusCode | None, details: str) -> bool:
+def is_transient(code: grpc.StatusCode | None, details: str) -> bool:
     """Whether the same call may be answered at another endpoint, or in a moment."""
-    return code is None or code in _PASSING or "too many requests" in details
+    return code is None or code in _TRANSIENT_CODES or "too many requests" in details
 
 
-def error(code: grpc.StatusCode | None, details: str, address: str) -> CkptfsError:
+def build_error(code: grpc.StatusCode | None, details: str, address: str) -> CkptfsError:
     """What a call that was not answered raises."""
     # An etcd that is full or broken is as good as none: nodes go on without it.
-    if passing(code, details) or "space exceeded" in details or code is grpc.StatusCode.DATA_LOSS:
-        return Unreachable(f"etcd at {address} does not answer: {details or code}", remedy="see whether etcd runs and has a leader")
+    if is_transient(code, details) or "space exceeded" in details or code is grpc.StatusCode.DATA_LOSS:
+        return StoreUnreachable(f"etcd at {address} does not answer: {details or code}", remedy="see whether etcd runs and has a leader")
     if "compacted" in details:
         return Compacted(f"etcd at {address}: {details}")
     if "lease not found" in details:

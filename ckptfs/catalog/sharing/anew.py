@@ -12,166 +12,166 @@ from collections.abc import Mapping
 from ckptfs.catalog import epoch
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, lost, merging, seen, touching
-from ckptfs.catalog.sharing.applying import Told
-from ckptfs.catalog.sharing.island import Returning
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, PLACE, SHOWN, Key, Value
-from ckptfs.catalog.sharing.lost import Was
-from ckptfs.catalog.sharing.refusal import Result
-from ckptfs.catalog.sharing.seen import Seen
+from ckptfs.catalog.sharing.applying import StoreValue
+from ckptfs.catalog.sharing.island import ReintegrationResolver
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, PFS_NAME, PFS_STATE, SharedKey, Value
+from ckptfs.catalog.sharing.lost import PriorRevision
+from ckptfs.catalog.sharing.refusal import CommitResult
+from ckptfs.catalog.sharing.seen import CachedValue
 
-Names = set[tuple[int, bytes]]
+NameSet = set[tuple[int, bytes]]
 
 
-def names_told(told: Mapping[Key, Told]) -> list[Key]:
+def list_stored_names(store_values: Mapping[SharedKey, StoreValue]) -> list[SharedKey]:
     """The names that files have in the store, and those under which the PFS shows something, as it says: they are settled with these."""
-    kinds_of = {INODE: NAME, SHOWN: PLACE}
-    values = [(kinds_of[key.kind], one.seen.content or {}) for key, one in told.items() if key.kind in kinds_of]
-    found = [Key(kind, *name) for kind, value in values for name in _names_in(value)]
-    return [key for key in dict.fromkeys(found) if key not in told]
+    kinds_of = {INODE: NAME, PFS_STATE: PFS_NAME}
+    values = [(kinds_of[key.kind], one.value.fields or {}) for key, one in store_values.items() if key.kind in kinds_of]
+    found = [SharedKey(kind, *name) for kind, value in values for name in _parse_names(value)]
+    return [key for key in dict.fromkeys(found) if key not in store_values]
 
 
-def lost_directories(db: Database, told: Mapping[Key, Told]) -> list[int]:
+def list_unnamed_parents(db: Database, store_values: Mapping[SharedKey, StoreValue]) -> list[int]:
     """Where directories lie in the store, of which this node knows another name."""
     found = []
-    for key, one in told.items():
-        value = one.seen.content if key.kind == INODE else None
-        if value is not None and stat.S_ISDIR(value["mode"]) and value["parent"] and not _is_named_so(db, key.number, told):
+    for key, one in store_values.items():
+        value = one.value.fields if key.kind == INODE else None
+        if value is not None and stat.S_ISDIR(value["mode"]) and value["parent"] and not _has_stored_name(db, key.number, store_values):
             found.append(int(value["parent"]))
     return list(dict.fromkeys(found))
 
 
-def _is_named_so(db: Database, inode: int, told: Mapping[Key, Told]) -> bool:
-    return any(_child(told.get(name)) == inode for name in kinds.names_here(db, inode))
+def _has_stored_name(db: Database, inode: int, store_values: Mapping[SharedKey, StoreValue]) -> bool:
+    return any(_get_child(store_values.get(name)) == inode for name in kinds.list_local_names(db, inode))
 
 
-def _child(one: Told | None) -> int:
-    content = None if one is None else one.seen.content
+def _get_child(one: StoreValue | None) -> int:
+    content = None if one is None else one.value.fields
     return int((content or {"child": 0})["child"])
 
 
-def _names_in(value: Value) -> Names:
+def _parse_names(value: Value) -> NameSet:
     return {(parent, name.encode("latin-1")) for parent, name in value.get("names", ())}
 
 
-class Anew(Returning):
+class RebuildResolver(ReintegrationResolver):
     """A refused batch of a node that tells anew what it knows."""
 
-    def settle(self) -> Result:
+    def resolve(self) -> CommitResult:
         """Names that were read to be compared are not taken over."""
-        self._read = {key: one for key, one in {**self._more, **self._told}.items() if key.kind in (NAME, PLACE)}
-        self._more = {key: one for key, one in self._more.items() if key.kind not in (NAME, PLACE)}
-        return super().settle()
+        self._values_to_compare = {key: one for key, one in {**self._extra_values, **self._store_values}.items() if key.kind in (NAME, PFS_NAME)}
+        self._extra_values = {key: one for key, one in self._extra_values.items() if key.kind not in (NAME, PFS_NAME)}
+        return super().resolve()
 
-    def _differs(self, key: Key, told: Told) -> None:
-        if key not in self._batch.changed or told.seen.value is None:
-            super()._differs(key, told)
+    def _handle_difference(self, key: SharedKey, store_value: StoreValue) -> None:
+        if key not in self._transaction.new_values or store_value.value.raw is None:
+            super()._handle_difference(key, store_value)
         elif key.kind == NAME:
-            self._named(key, told)
+            self._resolve_name_by_age(key, store_value)
         else:
-            self._merging.append((key, told.seen))
+            self._values_to_merge.append((key, store_value.value))
 
     # --- names --------------------------------------------------------------------------------------------------------
 
-    def _named(self, key: Key, told: Told) -> None:
-        here, there = self._here(key), _child(told)
-        theirs, ours = self._was(told.seen), lost.was(self._db, key)
+    def _resolve_name_by_age(self, key: SharedKey, store_value: StoreValue) -> None:
+        here, there = self._get_local_child(key), _get_child(store_value)
+        theirs, ours = self._get_prior_revision(store_value.value), lost.find_prior_revision(self._db, key)
         if here == there:
-            seen.put(self._db, key, told.seen)
+            seen.set_cached(self._db, key, store_value.value)
         elif not here or theirs is None or ours is None:
-            self._names[key] = told.seen
+            self._conflicting_names[key] = store_value.value
         elif self._is_directory(here if theirs >= ours else there):
-            self._names[key] = told.seen  # What is in it may be all there is: it stays beside the other one.
+            self._conflicting_names[key] = store_value.value  # What is in it may be all there is: it stays beside the other one.
         elif theirs >= ours:
-            self._counted |= {here}
-            self._adopt(key, told.seen)
+            self._inodes_to_recount |= {here}
+            self._take_store_name(key, store_value.value)
         else:
-            self._counted |= {here, there}
-            seen.put(self._db, key, told.seen)
+            self._inodes_to_recount |= {here, there}
+            seen.set_cached(self._db, key, store_value.value)
 
     def _is_directory(self, inode: int) -> bool:
-        return stat.S_ISDIR(self._row(inode)[0])
+        return stat.S_ISDIR(self._get_mode_and_mtime(inode)[0])
 
-    def _was(self, now: Seen) -> Was | None:
+    def _get_prior_revision(self, now: CachedValue) -> PriorRevision | None:
         """How new is what the store says; None: it was changed since."""
-        if (known := kinds.was(now.value)) is not None:
+        if (known := kinds.get_prior_revision(now.raw)) is not None:
             return known
-        return epoch.was(self._db, now.revision)
+        return epoch.find_prior_revision_at(self._db, now.revision)
 
     # --- all else -----------------------------------------------------------------------------------------------------
 
-    def _merge(self, key: Key, now: Seen) -> None:
-        theirs, ours = now.content, kinds.read(self._db, key)
+    def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
+        theirs, ours = now.fields, kinds.get_value(self._db, key)
         if theirs is not None and ours is not None and key.kind == INODE:
-            self._inode(key, now, ours, theirs)
-        elif theirs is not None and ours is not None and key.kind in (SHOWN, PLACE):
-            if not self._is_ours(key, now):
-                kinds.write(self._db, key, theirs)
-            elif key.kind == SHOWN:
-                self._take_places_away(key.number, theirs)
-            seen.put(self._db, key, now)
+            self._merge_inode(key, now, ours, theirs)
+        elif theirs is not None and ours is not None and key.kind in (PFS_STATE, PFS_NAME):
+            if not self._is_ours_newer(key, now):
+                kinds.write_value(self._db, key, theirs)
+            elif key.kind == PFS_STATE:
+                self._delete_pfs_names_in_store(key.number, theirs)
+            seen.set_cached(self._db, key, now)
         elif theirs is not None and key.kind == CONTENT and ours is None:
-            before = kinds.unpack(lost.value(self._db, key))
-            if before is None or merging.content(before, theirs) is theirs:
-                lost.told(self._db, [key])
-                kinds.write(self._db, key, theirs)
-            seen.put(self._db, key, now)
+            before = kinds.decode_value(lost.get_lost_value(self._db, key))
+            if before is None or merging.merge_content(before, theirs) is theirs:
+                lost.mark_resent(self._db, [key])
+                kinds.write_value(self._db, key, theirs)
+            seen.set_cached(self._db, key, now)
         else:
-            super()._merge(key, now)
+            super()._merge_key(key, now)
 
-    def _is_ours(self, key: Key, now: Seen) -> bool:
+    def _is_ours_newer(self, key: SharedKey, now: CachedValue) -> bool:
         """Whether what is known here is newer than what the store says."""
-        theirs, ours = self._was(now), lost.was(self._db, key)
+        theirs, ours = self._get_prior_revision(now), lost.find_prior_revision(self._db, key)
         return theirs is not None and (ours is None or ours > theirs)
 
-    def _inode(self, key: Key, now: Seen, ours: Value, theirs: Value) -> None:
-        here = self._names_here(key.number)
-        there_was, here_was = self._was(now), lost.was(self._db, key)
+    def _merge_inode(self, key: SharedKey, now: CachedValue, ours: Value, theirs: Value) -> None:
+        here = self._list_local_names(key.number)
+        there_was, here_was = self._get_prior_revision(now), lost.find_prior_revision(self._db, key)
         if there_was is None and here_was is None:
-            merged = merging.side_by_side(ours, theirs)
+            merged = merging.merge_both(ours, theirs)
             if stat.S_ISDIR(ours["mode"]):
-                self._take_names_of(key.number, here, theirs)
-        elif self._is_ours(key, now):
-            merged = ours if here_was else merging.with_later_bytes(ours, theirs)
-            self._take_names_away(key.number, here)
+                self._delete_superseded_names(key.number, here, theirs)
+        elif self._is_ours_newer(key, now):
+            merged = ours if here_was else merging.merge_later_content(ours, theirs)
+            self._delete_names_in_store(key.number, here)
         else:
-            merged = theirs if there_was else merging.with_later_bytes(theirs, ours)
-            self._take_names_of(key.number, here, theirs)
-        kinds.write(self._db, key, merged)
-        seen.put(self._db, key, now)
-        self._counted.add(key.number)
+            merged = theirs if there_was else merging.merge_later_content(theirs, ours)
+            self._delete_superseded_names(key.number, here, theirs)
+        kinds.write_value(self._db, key, merged)
+        seen.set_cached(self._db, key, now)
+        self._inodes_to_recount.add(key.number)
 
-    def _names_here(self, inode: int) -> Names:
-        return {(key.number, key.name) for key in kinds.names_here(self._db, inode)}
+    def _list_local_names(self, inode: int) -> NameSet:
+        return {(key.number, key.name) for key in kinds.list_local_names(self._db, inode)}
 
-    def _take_names_of(self, inode: int, here: Names, theirs: Value) -> None:
+    def _delete_superseded_names(self, inode: int, here: NameSet, theirs: Value) -> None:
         """Names that it had before, and has no more, go here; those that were given since the loss stay."""
-        there = self._names_there(inode, theirs)
+        there = self._list_store_names(inode, theirs)
         if not there:
             return
         for name in here - there:
-            key = Key(NAME, *name)
-            if stat.S_ISDIR(theirs["mode"]) or lost.was(self._db, key) is not None:
-                kinds.write(self._db, key, None)
-                self._counted.add(key.number)
+            key = SharedKey(NAME, *name)
+            if stat.S_ISDIR(theirs["mode"]) or lost.find_prior_revision(self._db, key) is not None:
+                kinds.write_value(self._db, key, None)
+                self._inodes_to_recount.add(key.number)
 
-    def _take_names_away(self, inode: int, here: Names) -> None:
+    def _delete_names_in_store(self, inode: int, here: NameSet) -> None:
         """Names that the store has of it, and it has no more, go there."""
-        for key, one in self._read.items():
-            if key.kind == NAME and _child(one) == inode and (key.number, key.name) not in here and not self._here(key):
-                seen.put(self._db, key, one.seen)
-                touching.touch(self._db, key)
-                self._counted.add(key.number)
+        for key, one in self._values_to_compare.items():
+            if key.kind == NAME and _get_child(one) == inode and (key.number, key.name) not in here and not self._get_local_child(key):
+                seen.set_cached(self._db, key, one.value)
+                touching.mark_dirty(self._db, key)
+                self._inodes_to_recount.add(key.number)
 
-    def _take_places_away(self, inode: int, theirs: Value) -> None:
+    def _delete_pfs_names_in_store(self, inode: int, theirs: Value) -> None:
         """Names under which the PFS does not show it any more go there."""
-        for name in _names_in(theirs):
-            key = Key(PLACE, *name)
-            one = self._read.get(key)
-            if one is not None and (one.seen.content or {}).get("inode") == inode and kinds.read(self._db, key) is None:
-                seen.put(self._db, key, one.seen)
-                touching.touch(self._db, key)
+        for name in _parse_names(theirs):
+            key = SharedKey(PFS_NAME, *name)
+            one = self._values_to_compare.get(key)
+            if one is not None and (one.value.fields or {}).get("inode") == inode and kinds.get_value(self._db, key) is None:
+                seen.set_cached(self._db, key, one.value)
+                touching.mark_dirty(self._db, key)
 
-    def _names_there(self, inode: int, theirs: Value) -> Names:
+    def _list_store_names(self, inode: int, theirs: Value) -> NameSet:
         if "names" in theirs:
-            return _names_in(theirs)
-        return {(key.number, key.name) for key, one in self._read.items() if key.kind == NAME and _child(one) == inode}
+            return _parse_names(theirs)
+        return {(key.number, key.name) for key, one in self._values_to_compare.items() if key.kind == NAME and _get_child(one) == inode}

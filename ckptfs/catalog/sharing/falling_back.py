@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from ckptfs.catalog import journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, seen, touching
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, Key, Value
-from ckptfs.catalog.sharing.seen import Seen
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SharedKey, Value
+from ckptfs.catalog.sharing.seen import CachedValue
 from ckptfs.model import ROOT, Content, ContentState
 
 
-def owned(content: Content, inode: int, node: int) -> Value:
+def build_content_value(content: Content, inode: int, node: int) -> Value:
     """What `c/` shall say of a former content that is shown again: `node` answers for it."""
     assert content.digest is not None
     return {
@@ -26,77 +26,77 @@ def owned(content: Content, inode: int, node: int) -> Value:
     }  # fmt: skip
 
 
-def shown(db: Database, content: Content, inode: int, values: tuple[Value, Value], revision: int) -> None:
+def record_previous_shown(db: Database, content: Content, inode: int, values: tuple[Value, Value], revision: int) -> None:
     """The store was told that `inode` shows `content`, which lies here: (value of the file, value of the content)."""
-    with db.change():
+    with db.transaction():
         db.run(
             "UPDATE content SET peer = 0, inode = ?, former_ns = NULL, lacking = 1, told = 0, closed_ns = ?, change = change + 1"
             " WHERE id = ? AND generation = ? AND state = 2",
             inode, values[1]["closed_ns"], content.id, content.generation,
         )  # fmt: skip
         journal.append(db, "content", inode, content=content.id)
-        seen.put(db, Key(CONTENT, content.id), Seen(revision, kinds.pack(values[1])))
-        take_over(db, inode, values[0], revision)
+        seen.set_cached(db, SharedKey(CONTENT, content.id), CachedValue(revision, kinds.encode_value(values[1])))
+        apply_inode_value(db, inode, values[0], revision)
 
 
-def take_over(db: Database, inode: int, value: Value, revision: int) -> None:
+def apply_inode_value(db: Database, inode: int, value: Value, revision: int) -> None:
     """The store says this of a file; what was changed here and not told stays."""
-    _take_over(db, Key(INODE, inode), value, revision)
+    _apply_value(db, SharedKey(INODE, inode), value, revision)
 
 
-def _take_over(db: Database, key: Key, value: Value | None, revision: int) -> None:
-    shared = isinstance(db.connection, touching.Marked)
-    with touching.applying(db) if shared else db.change():
-        if not touching.is_touched(db, key) and seen.get(db, key).revision < revision:
-            kinds.write(db, key, value)
-            seen.put(db, key, Seen(revision, kinds.pack(value)))
+def _apply_value(db: Database, key: SharedKey, value: Value | None, revision: int) -> None:
+    shared = isinstance(db.connection, touching.DirtyTrackingConnection)
+    with touching.change_unmarked(db) if shared else db.transaction():
+        if not touching.is_dirty(db, key) and seen.get_cached(db, key).revision < revision:
+            kinds.write_value(db, key, value)
+            seen.set_cached(db, key, CachedValue(revision, kinds.encode_value(value)))
 
 
-def shown_by_pfs(db: Database, told: Iterable[tuple[Key, Value | None, int]]) -> None:
+def record_pfs_shown(db: Database, store_values: Iterable[tuple[SharedKey, Value | None, int]]) -> None:
     """The store was told that a file shows what the PFS has of it: (key, value, revision) of all that says so, in this order."""
-    with db.change():
-        for key, value, revision in told:
-            _take_over(db, key, value, revision)
+    with db.transaction():
+        for key, value, revision in store_values:
+            _apply_value(db, key, value, revision)
 
 
-def shown_again(db: Database, inode: int, value: Value, revision: int, node: int) -> None:
+def record_salvage_undone(db: Database, inode: int, value: Value, revision: int, node: int) -> None:
     """The store was told that `inode` holds what was missed, which `node` has: that one may have taken it for superseded, so the PFS is
     told of it from here.
     """
-    with db.change():
-        take_over(db, inode, value, revision)
-        if db.journalled:
-            row = journal.Row(0, "content", inode, content=value["content"], mode=value["mode"], at_ns=time.time_ns(), origin=node)
-            journal.take(db, [row])
+    with db.transaction():
+        apply_inode_value(db, inode, value, revision)
+        if db.is_journalled:
+            row = journal.JournalRow(0, "content", inode, content=value["content"], mode=value["mode"], at_ns=time.time_ns(), origin=node)
+            journal.insert_taken_over(db, [row])
 
 
-def missed(db: Database) -> list[tuple[int, str]]:
+def list_salvaged(db: Database) -> list[tuple[int, str]]:
     """(inode, what it should hold) of the files that show a former content, as far as they are known here."""
     return [(row[0], row[1]) for row in db.rows("SELECT id, missed FROM inode WHERE missed IS NOT NULL AND nlink > 0")]
 
 
-def forget(db: Database, inode: int) -> None:
+def delete_salvage_record(db: Database, inode: int) -> None:
     """Nobody will bring what this file should hold."""
-    with db.change():
+    with db.transaction():
         db.run("UPDATE inode SET missed = NULL WHERE id = ?", inode)
 
 
-def put_beside(db: Database, content: Content, file: Value, label: str) -> bytes | None:
+def insert_conflict_copy(db: Database, content: Content, file: Value, node_label: str) -> bytes | None:
     """What this node wrote, and others missed and wrote anew, becomes a file beside theirs; its name. None when it has moved on."""
     parent, name = file["names"][0]
     if db.value("SELECT 1 FROM inode WHERE id = ? AND nlink > 0", parent) is None:
         parent = ROOT
-    with db.change():
+    with db.transaction():
         if db.row("SELECT state, change FROM content WHERE id = ?", content.id) != (content.state, content.change):
             return None
-        candidates = kinds.names_beside(name.encode("latin-1"), kinds.CONFLICT, label.encode())
-        beside = next(one for one in candidates if namespace.find(db, parent, one) is None)
-        made = namespace.make(db, parent, beside, file["mode"], uid=file["uid"], gid=file["gid"], blind=True).id
+        candidates = kinds.build_conflict_names(name.encode("latin-1"), kinds.CONFLICT_MARK, node_label.encode())
+        conflict_name = next(one for one in candidates if namespace.find_child(db, parent, one) is None)
+        made = namespace.create(db, parent, conflict_name, file["mode"], uid=file["uid"], gid=file["gid"], allow_unimported=True).id
         db.run("UPDATE content SET inode = ?, change = change + 1 WHERE id = ?", made, content.id)
         db.run(
             "UPDATE inode SET content = ?, generation = ?, size = ?, mtime_ns = ? WHERE id = ?",
             content.id, content.generation, content.size, file["missed_mtime_ns"], made,
         )  # fmt: skip
         journal.append(db, "content", made, content=content.id)
-        forget(db, content.inode)
-        return beside
+        delete_salvage_record(db, content.inode)
+        return conflict_name

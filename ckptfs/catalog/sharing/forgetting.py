@@ -9,7 +9,7 @@ from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import touching
 
-_FREE = (
+_SELECT_UNNEEDED = (
     "SELECT i.id FROM inode i WHERE i.id > ?1 AND i.id >> 40 <> ?2 AND i.id > 1 AND i.nlink > 0"
     " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = i.id) AND NOT EXISTS (SELECT 1 FROM entry e WHERE e.parent = i.id)"
     " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = i.content) AND NOT EXISTS (SELECT 1 FROM journal j WHERE j.inode = i.id)"
@@ -22,15 +22,15 @@ _FREE = (
 )
 
 
-def too_many(db: Database, most: int = limits.SEEN_KEYS_MAX) -> bool:
+def is_cache_full(db: Database, keys_max: int = limits.SEEN_KEYS_MAX) -> bool:
     """Whether more is remembered than should be."""
-    return int(db.value("SELECT count(*) FROM seen_key")) > most
+    return int(db.value("SELECT count(*) FROM seen_key")) > keys_max
 
 
-def forget(db: Database, after: int, at_most: int = limits.FORGET_KEYS) -> int:
+def delete_unneeded(db: Database, after: int, at_most: int = limits.FORGET_KEYS) -> int:
     """Forget some inodes of other nodes after the one with the id `after`; the last one, 0 at the end."""
-    with touching.applying(db):
-        inodes = [row[0] for row in db.rows(_FREE, after, identity.number(db), at_most)]
+    with touching.change_unmarked(db):
+        inodes = [row[0] for row in db.rows(_SELECT_UNNEEDED, after, identity.get_node_number(db), at_most)]
         for inode in inodes:
             db.run("DELETE FROM seen_key WHERE kind = 'e' AND (number, name) IN (SELECT parent, name FROM entry WHERE child = ?)", inode)
             db.run("DELETE FROM entry WHERE child = ?", inode)

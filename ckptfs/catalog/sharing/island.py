@@ -14,215 +14,215 @@ from typing import Any
 from ckptfs.catalog import adoption, identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import applying, kinds, merging, pfs_kinds, reading, seen, touching
-from ckptfs.catalog.sharing.applying import Recent, Told
-from ckptfs.catalog.sharing.batch import Batch
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, ROW, TIMES, Key, Value
-from ckptfs.catalog.sharing.refusal import Refusal, Result
-from ckptfs.catalog.sharing.seen import Seen
+from ckptfs.catalog.sharing.applying import RecentDeletes, StoreValue
+from ckptfs.catalog.sharing.batch import StoreTransaction
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, JOURNAL_ROW, NAME, TIMES, SharedKey, Value
+from ckptfs.catalog.sharing.refusal import CommitResult, ConflictResolver
+from ckptfs.catalog.sharing.seen import CachedValue
 from ckptfs.model import ROOT
 
 
-def wanted(db: Database, told: Mapping[Key, Told]) -> list[Key]:
+def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue]) -> list[SharedKey]:
     """What else must be read before a refusal is settled: what the names lead to that others made, and who wrote what is known here."""
-    made = [key for key in reading.lacking(db, {key: one for key, one in told.items() if key.kind == NAME}) if key.kind != CONTENT]
-    held = {Key(CONTENT, (one.seen.content or {}).get("content") or 0) for key, one in told.items() if key.kind == INODE}
-    return made + [key for key in sorted(held) if key not in told and seen.get(db, key).revision]
+    made = [key for key in reading.list_missing_keys(db, {key: one for key, one in store_values.items() if key.kind == NAME}) if key.kind != CONTENT]
+    held = {SharedKey(CONTENT, (one.value.fields or {}).get("content") or 0) for key, one in store_values.items() if key.kind == INODE}
+    return made + [key for key in sorted(held) if key not in store_values and seen.get_cached(db, key).revision]
 
 
-def moved(db: Database, batch: Batch) -> list[int]:
+def list_move_targets(db: Database, transaction: StoreTransaction) -> list[int]:
     """The directories into which this batch moves others: where they lie must be known before loops can be told."""
     found = []
-    for key in batch.changed:
-        before, now = (seen.get(db, key).content, kinds.read(db, key)) if key.kind == INODE else (None, None)
+    for key in transaction.new_values:
+        before, now = (seen.get_cached(db, key).fields, kinds.get_value(db, key)) if key.kind == INODE else (None, None)
         if before and now and now["parent"] != before["parent"]:
             found.append(int(now["parent"]))
     return found
 
 
-class Returning(Refusal):
+class ReintegrationResolver(ConflictResolver):
     """A refused batch of a node that returns."""
 
     def __init__(
-        self, db: Database, batch: Batch, told: dict[Key, Told], asked: int, recent: Recent, *,
-        more: Mapping[Key, Told], label: str, again: Callable[[int, int], bool], is_written: Callable[[int], bool],
+        self, db: Database, transaction: StoreTransaction, store_values: dict[SharedKey, StoreValue], read_revision: int, recent_deletes: RecentDeletes, *,
+        more: Mapping[SharedKey, StoreValue], label: str, again: Callable[[int, int], bool], is_written: Callable[[int], bool],
     ) -> None:  # fmt: skip
         """`more` is what `wanted` asked for; `label` names this node in names; `again(content, other)` gives its bytes here a second id."""
-        super().__init__(db, batch, told, asked, recent)
-        self._more = more
-        self._label = label.encode()
-        self._again = again
+        super().__init__(db, transaction, store_values, read_revision, recent_deletes)
+        self._extra_values = more
+        self._node_label = label.encode()
+        self._link_content = again
         self._is_written = is_written
-        self._names: dict[Key, Seen] = {}
-        self._moved_there: set[int] = set()
+        self._conflicting_names: dict[SharedKey, CachedValue] = {}
+        self._moved_in_store: set[int] = set()
 
-    def settle(self) -> Result:
+    def resolve(self) -> CommitResult:
         """Names that are taken back first, those that stay side by side afterwards."""
-        for key, one in self._more.items():
-            if one.seen.value is not None and not touching.is_touched(self._db, key) and not self._known(key):
-                applying.apply(self._db, key, one.seen, one.asked, self._recent)
-        result = super().settle()
-        names = {key: now for key, now in self._names.items() if key not in result.reverted}
+        for key, one in self._extra_values.items():
+            if one.value.raw is not None and not touching.is_dirty(self._db, key) and not self._is_cached(key):
+                applying.apply_value(self._db, key, one.value, one.read_revision, self._recent_deletes)
+        result = super().resolve()
+        names = {key: now for key, now in self._conflicting_names.items() if key not in result.reverted_names}
         for key, now in names.items():
-            self._live_on(self._there(key), now)
+            self._keep_moved_directory(self._get_store_child(key), now)
         for key, now in names.items():
-            self._name(key, now)
-        self._recount()
+            self._resolve_name(key, now)
+        self._set_link_counts()
         return result
 
-    def _differs(self, key: Key, told: Told) -> None:
-        if key.kind != NAME or key not in self._batch.changed:
-            super()._differs(key, told)
-        elif self._moved_twice(self._there(key)) or not (self._here(key) or self._there(key) in self._kept):
-            self._contested.add(key)
+    def _handle_difference(self, key: SharedKey, store_value: StoreValue) -> None:
+        if key.kind != NAME or key not in self._transaction.new_values:
+            super()._handle_difference(key, store_value)
+        elif self._is_moved_by_both(self._get_store_child(key)) or not (self._get_local_child(key) or self._get_store_child(key) in self._restored_inodes):
+            self._contested_names.add(key)
         else:
-            self._names[key] = told.seen
+            self._conflicting_names[key] = store_value.value
 
-    def _known(self, key: Key) -> bool:
-        return seen.get(self._db, key).revision != 0
+    def _is_cached(self, key: SharedKey) -> bool:
+        return seen.get_cached(self._db, key).revision != 0
 
-    def _moved_twice(self, inode: int) -> bool:
+    def _is_moved_by_both(self, inode: int) -> bool:
         """What both moved away from this name: it has another name there already."""
-        if not inode or inode in self._kept or inode in self._dead:
+        if not inode or inode in self._restored_inodes or inode in self._deleted_inodes:
             return False
-        return any(self._here(key) == inode for key in touching.names(self._db))
+        return any(self._get_local_child(key) == inode for key in touching.list_dirty_names(self._db))
 
-    def _new(self, children: set[int]) -> set[int]:
+    def _list_new_inodes(self, children: set[int]) -> set[int]:
         """What was made here stays, and what is in it."""
         return set()
 
-    def _take_back(self) -> None:
+    def _revert_contested(self) -> None:
         """What is back where it was finds its place taken by what comes back: that goes beside it."""
-        taken = [(key, self._there(key)) for key in touching.names(self._db) if self._here(key) in self._kept]
-        super()._take_back()
+        taken = [(key, self._get_store_child(key)) for key in touching.list_dirty_names(self._db) if self._get_local_child(key) in self._restored_inodes]
+        super()._revert_contested()
         for key, there in taken:
-            if not there or there in self._kept or there in self._dead or not self._lives(there):
+            if not there or there in self._restored_inodes or there in self._deleted_inodes or not self._is_alive(there):
                 continue
-            if self._db.value("SELECT 1 FROM entry WHERE child = ?", there) is None and self._here(key) in self._kept:
-                self._aside(key, self._here(key))
-                self._enter(key, there)
+            if self._db.value("SELECT 1 FROM entry WHERE child = ?", there) is None and self._get_local_child(key) in self._restored_inodes:
+                self._add_conflict_name(key, self._get_local_child(key))
+                self._insert_name(key, there)
                 self._db.run("UPDATE inode SET parent = ? WHERE id = ? AND mode & 61440 = 16384", key.number, there)
-                self._counted |= {key.number, there}
+                self._inodes_to_recount |= {key.number, there}
 
-    def _set(self, key: Key) -> None:
+    def _set_name(self, key: SharedKey) -> None:
         """What was made here and has no other name stays, beside what has this one."""
-        here = self._here(key)
-        made = here and here not in self._dead and not self._known(Key(INODE, here))
-        super()._set(key)
-        if not made or self._here(key) == here:
+        here = self._get_local_child(key)
+        made = here and here not in self._deleted_inodes and not self._is_cached(SharedKey(INODE, here))
+        super()._set_name(key)
+        if not made or self._get_local_child(key) == here:
             return
-        self._aside(key, here)
-        if stat.S_ISDIR(self._row(here)[0]):
+        self._add_conflict_name(key, here)
+        if stat.S_ISDIR(self._get_mode_and_mtime(here)[0]):
             self._db.run("UPDATE inode SET nlink = 2, parent = ? WHERE id = ?", key.number, here)
-        self._counted |= {here, key.number}
+        self._inodes_to_recount |= {here, key.number}
 
     # --- names --------------------------------------------------------------------------------------------------------
 
-    def _name(self, key: Key, now: Seen) -> None:
+    def _resolve_name(self, key: SharedKey, now: CachedValue) -> None:
         """Both changed what this name leads to."""
-        here, before, there = self._here(key), self._there(key), int((now.content or {"child": 0})["child"])
+        here, before, there = self._get_local_child(key), self._get_store_child(key), int((now.fields or {"child": 0})["child"])
         if not here:
-            self._adopt(key, now)
+            self._take_store_name(key, now)
             return
-        self._counted |= {key.number, here, before, there} - {0}
+        self._inodes_to_recount |= {key.number, here, before, there} - {0}
         if here == there:
             pass
         elif there and not self._has_row(there):
             return  # It went meanwhile: the next batch finds out.
         else:
             if there:
-                self._both(key, here, there, now)
-        seen.put(self._db, key, now)
+                self._resolve_both_named(key, here, there, now)
+        seen.set_cached(self._db, key, now)
 
-    def _both(self, key: Key, here: int, there: int, now: Seen) -> None:
-        ours, theirs = self._row(here), self._row(there)
+    def _resolve_both_named(self, key: SharedKey, here: int, there: int, now: CachedValue) -> None:
+        ours, theirs = self._get_mode_and_mtime(here), self._get_mode_and_mtime(there)
         both = stat.S_ISDIR(ours[0]) and stat.S_ISDIR(theirs[0])
-        if both and not self._known(Key(INODE, here)):
+        if both and not self._is_cached(SharedKey(INODE, here)):
             self._merge_directories(here, there)
-            kinds.write(self._db, key, now.content)
+            kinds.write_value(self._db, key, now.fields)
         elif stat.S_ISDIR(ours[0]) or stat.S_ISDIR(theirs[0]) or theirs[1] >= ours[1]:
-            self._aside(key, here)
-            kinds.write(self._db, key, now.content)
+            self._add_conflict_name(key, here)
+            kinds.write_value(self._db, key, now.fields)
         else:
-            self._aside(key, there)
+            self._add_conflict_name(key, there)
 
-    def _aside(self, key: Key, child: int) -> None:
+    def _add_conflict_name(self, key: SharedKey, child: int) -> None:
         """Give what cannot have this name one beside it."""
-        self._beside(key.number, key.name.split(kinds.CONFLICT)[0], kinds.CONFLICT, child)
+        self._add_first_free_name(key.number, key.name.split(kinds.CONFLICT_MARK)[0], kinds.CONFLICT_MARK, child)
 
-    def _beside(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:
-        for name in kinds.names_beside(stem, mark, self._label):
-            beside = Key(NAME, directory, name)
-            if not self._here(beside) and not self._known(beside):
-                self._enter(beside, child)
+    def _add_first_free_name(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:
+        for name in kinds.build_conflict_names(stem, mark, self._node_label):
+            beside = SharedKey(NAME, directory, name)
+            if not self._get_local_child(beside) and not self._is_cached(beside):
+                self._insert_name(beside, child)
                 return
 
-    def _enter(self, key: Key, child: int) -> None:
-        kinds.write(self._db, key, {"child": child})
-        touching.touch(self._db, key)
-        touching.touch(self._db, Key(INODE, child))
-        self._for_the_pfs("make", child, parent=key.number, name=key.name)
+    def _insert_name(self, key: SharedKey, child: int) -> None:
+        kinds.write_value(self._db, key, {"child": child})
+        touching.mark_dirty(self._db, key)
+        touching.mark_dirty(self._db, SharedKey(INODE, child))
+        self._append_journal_row("make", child, parent=key.number, name=key.name)
 
-    def _adopt(self, key: Key, now: Seen) -> None:
+    def _take_store_name(self, key: SharedKey, now: CachedValue) -> None:
         """The name is as the store has it; what it led to has others here."""
-        self._counted.add(key.number)
-        child = (now.content or {"child": 0})["child"]
-        now = now if child and self._has_row(child) else seen.NEVER
-        kinds.write(self._db, key, now.content)
-        seen.put(self._db, key, now)
+        self._inodes_to_recount.add(key.number)
+        child = (now.fields or {"child": 0})["child"]
+        now = now if child and self._has_row(child) else seen.ABSENT
+        kinds.write_value(self._db, key, now.fields)
+        seen.set_cached(self._db, key, now)
 
     def _merge_directories(self, ours: int, theirs: int) -> None:
         """What was put into the directory that was made here goes into the one that was made there."""
         for name, child in self._db.rows("SELECT name, child FROM entry WHERE parent = ?", ours):
-            old, new = Key(NAME, ours, bytes(name)), Key(NAME, theirs, bytes(name))
-            kinds.write(self._db, old, None)
-            touching.touch(self._db, old)
-            directory = stat.S_ISDIR(self._row(child)[0])
-            other = self._here(new)
-            if other and directory and stat.S_ISDIR(self._row(other)[0]) and not self._known(Key(INODE, child)):
+            old, new = SharedKey(NAME, ours, bytes(name)), SharedKey(NAME, theirs, bytes(name))
+            kinds.write_value(self._db, old, None)
+            touching.mark_dirty(self._db, old)
+            directory = stat.S_ISDIR(self._get_mode_and_mtime(child)[0])
+            other = self._get_local_child(new)
+            if other and directory and stat.S_ISDIR(self._get_mode_and_mtime(other)[0]) and not self._is_cached(SharedKey(INODE, child)):
                 self._merge_directories(child, other)
                 continue
-            self._counted.add(child)
+            self._inodes_to_recount.add(child)
             if other:
-                self._aside(new, child)
+                self._add_conflict_name(new, child)
             else:
-                self._enter(new, child)
+                self._insert_name(new, child)
             if directory:
                 self._db.run("UPDATE inode SET parent = ? WHERE id = ?", theirs, child)
-                touching.touch(self._db, Key(INODE, child))
-        self._counted.add(theirs)
-        touching.touch(self._db, Key(INODE, theirs))
+                touching.mark_dirty(self._db, SharedKey(INODE, child))
+        self._inodes_to_recount.add(theirs)
+        touching.mark_dirty(self._db, SharedKey(INODE, theirs))
         self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", ours)
-        touching.touch(self._db, Key(INODE, ours))
-        self._result.nameless.append(ours)
+        touching.mark_dirty(self._db, SharedKey(INODE, ours))
+        self._result.unlinked_inodes.append(ours)
 
     def _has_row(self, inode: int) -> bool:
         return self._db.value("SELECT 1 FROM inode WHERE id = ?", inode) is not None
 
-    def _lives(self, inode: int) -> bool:
+    def _is_alive(self, inode: int) -> bool:
         """Whether there is such an inode; a directory that was removed here stays so."""
         row = self._db.row("SELECT mode, nlink FROM inode WHERE id = ?", inode)
         return row is not None and (row[1] > 0 or not stat.S_ISDIR(row[0]))
 
-    def _row(self, inode: int) -> tuple[int, int]:
+    def _get_mode_and_mtime(self, inode: int) -> tuple[int, int]:
         """(mode, time of change)."""
         row = self._db.row("SELECT mode, mtime_ns FROM inode WHERE id = ?", inode)
         return (0, 0) if row is None else (row[0], row[1])
 
     # --- inodes -------------------------------------------------------------------------------------------------------
 
-    def _above(self, key: Key, told: Told) -> None:
+    def _handle_ancestor_change(self, key: SharedKey, store_value: StoreValue) -> None:
         """A directory was moved there below which something was moved here: wrong only where that makes a loop."""
-        if self._here(key) in self._kept:
-            self._names[key] = told.seen  # It comes back, and its name is another's by now.
+        if self._get_local_child(key) in self._restored_inodes:
+            self._conflicting_names[key] = store_value.value  # It comes back, and its name is another's by now.
             return
-        applying.apply(self._db, key, told.seen, self._asked, self._recent)
+        applying.apply_value(self._db, key, store_value.value, self._read_revision, self._recent_deletes)
 
-    def _find_loops(self) -> None:
-        for changed in self._batch.changed:
-            if changed.kind == INODE and (now := kinds.read(self._db, changed)) and now["mode"] & 0o170000 == reading.DIRECTORY:
-                before = seen.get(self._db, changed).content
+    def _mark_loops(self) -> None:
+        for changed in self._transaction.new_values:
+            if changed.kind == INODE and (now := kinds.get_value(self._db, changed)) and now["mode"] & 0o170000 == reading.DIRECTORY_TYPE:
+                before = seen.get_cached(self._db, changed).fields
                 if before and before["parent"] != now["parent"] and self._is_below(now["parent"], changed.number):
-                    self._contested |= self._leading_to(changed.number)
+                    self._contested_names |= self._list_names_of(changed.number)
 
     def _is_below(self, directory: int, other: int) -> bool:
         """Whether a directory is another one or lies below it, where those that were moved there lie there."""
@@ -231,137 +231,137 @@ class Returning(Refusal):
             if directory == other:
                 return True
             passed.add(directory)
-            told, before = self._told.get(Key(INODE, directory)), seen.get(self._db, Key(INODE, directory)).content
-            theirs = None if told is None else told.seen.content
+            told, before = self._store_values.get(SharedKey(INODE, directory)), seen.get_cached(self._db, SharedKey(INODE, directory)).fields
+            theirs = None if told is None else told.value.fields
             if theirs is not None and before is not None and theirs["parent"] != before["parent"]:
                 directory = theirs["parent"]
             else:
                 directory = self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
         return False
 
-    def _gone(self, inode: int) -> None:
+    def _handle_inode_deleted(self, inode: int) -> None:
         """It was deleted there. What was made in it or written into it here brings it back."""
-        row = self._row(inode)
-        if row[0] and (self._used(inode) if stat.S_ISDIR(row[0]) else self._worth(inode)):
-            self._bring_back(inode, directory=stat.S_ISDIR(row[0]))
+        row = self._get_mode_and_mtime(inode)
+        if row[0] and (self._has_changed_names(inode) if stat.S_ISDIR(row[0]) else self._is_worth_restoring(inode)):
+            self._restore_deleted(inode, directory=stat.S_ISDIR(row[0]))
         else:
-            super()._gone(inode)
+            super()._handle_inode_deleted(inode)
 
-    def _used(self, directory: int) -> bool:
-        return any(key.number == directory and self._here(key) for key in touching.names(self._db)) or any(
-            self._here(key) == directory for key in touching.names(self._db)
+    def _has_changed_names(self, directory: int) -> bool:
+        return any(key.number == directory and self._get_local_child(key) for key in touching.list_dirty_names(self._db)) or any(
+            self._get_local_child(key) == directory for key in touching.list_dirty_names(self._db)
         )
 
-    def _worth(self, inode: int) -> bool:
+    def _is_worth_restoring(self, inode: int) -> bool:
         """Whether a file was written or given a name here, and its bytes are here."""
         content, nlink = self._db.row("SELECT content, nlink FROM inode WHERE id = ?", inode) or (None, 0)
         if not nlink:
             return False
         if content is not None and self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
             return False
-        now, before = kinds.read(self._db, Key(INODE, inode)) or {}, seen.get(self._db, Key(INODE, inode)).content or {}
-        written = any(now.get(name) != before.get(name) for name in merging.BYTES)
-        return written or any(self._here(key) == inode != self._there(key) for key in touching.names(self._db))
+        now, before = kinds.get_value(self._db, SharedKey(INODE, inode)) or {}, seen.get_cached(self._db, SharedKey(INODE, inode)).fields or {}
+        written = any(now.get(name) != before.get(name) for name in merging.CONTENT_FIELDS)
+        return written or any(self._get_local_child(key) == inode != self._get_store_child(key) for key in touching.list_dirty_names(self._db))
 
-    def _bring_back(self, inode: int, *, directory: bool) -> None:
-        self._kept.add(inode)
+    def _restore_deleted(self, inode: int, *, directory: bool) -> None:
+        self._restored_inodes.add(inode)
         content = self._db.value("SELECT content FROM inode WHERE id = ?", inode)
-        keys = [Key(INODE, inode), Key(TIMES, inode)] if directory else [Key(INODE, inode)]
-        self._untold([*keys, *([] if content is None else [Key(CONTENT, content)])])
-        for key in touching.names(self._db):
-            if self._there(key) == inode != self._here(key):
-                seen.put(self._db, key, seen.NEVER)  # What it was called there went with it: whose that name is now is no matter of its.
+        keys = [SharedKey(INODE, inode), SharedKey(TIMES, inode)] if directory else [SharedKey(INODE, inode)]
+        self._mark_unpublished([*keys, *([] if content is None else [SharedKey(CONTENT, content)])])
+        for key in touching.list_dirty_names(self._db):
+            if self._get_store_child(key) == inode != self._get_local_child(key):
+                seen.set_cached(self._db, key, seen.ABSENT)  # What it was called there went with it: whose that name is now is no matter of its.
         if directory:
-            self._drop_untouched(inode)
-            self._drop_stale_names(inode)
-        for key in kinds.names_here(self._db, inode):
-            if self._there(key) == inode or not touching.is_touched(self._db, key):
-                self._untold([key])
-                self._counted.add(key.number)
+            self._delete_clean_names(inode)
+            self._delete_stale_names(inode)
+        for key in kinds.list_local_names(self._db, inode):
+            if self._get_store_child(key) == inode or not touching.is_dirty(self._db, key):
+                self._mark_unpublished([key])
+                self._inodes_to_recount.add(key.number)
         if content is not None:
-            self._write_back(inode, content)
+            self._append_content_row(inode, content)
         if self._db.value("SELECT 1 FROM entry WHERE child = ?", inode) is None:
-            self._beside(ROOT, b"", kinds.HOMELESS, inode)
+            self._add_first_free_name(ROOT, b"", kinds.ISLAND_MARK, inode)
             if directory:
                 self._db.run("UPDATE inode SET parent = ? WHERE id = ?", ROOT, inode)
-                self._counted.add(ROOT)
-        self._counted.add(inode)
+                self._inodes_to_recount.add(ROOT)
+        self._inodes_to_recount.add(inode)
 
-    def _write_back(self, inode: int, content: int) -> None:
+    def _append_content_row(self, inode: int, content: int) -> None:
         """What the journal says so far of these bytes is about another file, or about one that went from the PFS."""
-        self._for_the_pfs("content", inode, content=content)
+        self._append_journal_row("content", inode, content=content)
 
-    def _for_the_pfs(self, op: str, inode: int, **what: Any) -> None:
-        if self._db.journalled:
+    def _append_journal_row(self, op: str, inode: int, **what: Any) -> None:
+        if self._db.is_journalled:
             journal.append(self._db, op, inode, **what)
-            row = pfs_kinds.row_name(adoption.instance(self._db), journal.last(self._db, inode))
-            touching.touch(self._db, Key(ROW, identity.number(self._db), row))
+            row = pfs_kinds.build_row_name(adoption.get_instance_id(self._db), journal.get_last_seq(self._db, inode))
+            touching.mark_dirty(self._db, SharedKey(JOURNAL_ROW, identity.get_node_number(self._db), row))
 
-    def _untold(self, keys: Iterable[Key]) -> None:
+    def _mark_unpublished(self, keys: Iterable[SharedKey]) -> None:
         """The store has these no more, and shall."""
         for key in keys:
-            seen.put(self._db, key, seen.NEVER)
-            touching.touch(self._db, key)
+            seen.set_cached(self._db, key, seen.ABSENT)
+            touching.mark_dirty(self._db, key)
 
-    def _drop_stale_names(self, directory: int) -> None:
+    def _delete_stale_names(self, directory: int) -> None:
         """A name from which others had moved it was known here beside the one that it had: nobody had asked for that again."""
-        keys = kinds.names_here(self._db, directory)
-        keys.sort(key=lambda key: (touching.is_touched(self._db, key), seen.get(self._db, key).revision))
+        keys = kinds.list_local_names(self._db, directory)
+        keys.sort(key=lambda key: (touching.is_dirty(self._db, key), seen.get_cached(self._db, key).revision))
         for key in keys[:-1]:
-            kinds.write(self._db, key, None)
-            seen.put(self._db, key, seen.NEVER)
-            self._counted.add(key.number)
+            kinds.write_value(self._db, key, None)
+            seen.set_cached(self._db, key, seen.ABSENT)
+            self._inodes_to_recount.add(key.number)
 
-    def _drop_untouched(self, directory: int) -> None:
+    def _delete_clean_names(self, directory: int) -> None:
         """Who deleted the directory had emptied it."""
         for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", directory):
-            key = Key(NAME, directory, bytes(name))
-            if not touching.is_touched(self._db, key):
-                kinds.write(self._db, key, None)
-            seen.put(self._db, key, seen.NEVER)
+            key = SharedKey(NAME, directory, bytes(name))
+            if not touching.is_dirty(self._db, key):
+                kinds.write_value(self._db, key, None)
+            seen.set_cached(self._db, key, seen.ABSENT)
 
-    def _merge(self, key: Key, now: Seen) -> None:
-        base, ours, theirs = seen.get(self._db, key).content, kinds.read(self._db, key), now.content
-        wrote = merging.both_wrote(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
-        if wrote and base and ours and theirs and not self._is_from_here(base, ours, theirs) and self._split(key, ours, theirs):
-            kinds.write(self._db, key, theirs)
-            seen.put(self._db, key, now)
+    def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
+        base, ours, theirs = seen.get_cached(self._db, key).fields, kinds.get_value(self._db, key), now.fields
+        wrote = merging.is_written_by_both(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
+        if wrote and base and ours and theirs and not self._is_written_here_only(base, ours, theirs) and self._split_file(key, ours, theirs):
+            kinds.write_value(self._db, key, theirs)
+            seen.set_cached(self._db, key, now)
         else:
-            super()._merge(key, now)
+            super()._merge_key(key, now)
 
-    def _live_on(self, child: int, now: Seen) -> None:
+    def _keep_moved_directory(self, child: int, now: CachedValue) -> None:
         """A directory that was replaced here lives on where others had moved it: the name that it lost here they had taken away before."""
-        key = Key(INODE, child)
-        there = seen.get(self._db, key).content
-        if there is None or "names" in there or child in self._dead | self._kept or (now.content or {}).get("child") == child:
+        key = SharedKey(INODE, child)
+        there = seen.get_cached(self._db, key).fields
+        if there is None or "names" in there or child in self._deleted_inodes | self._restored_inodes or (now.fields or {}).get("child") == child:
             return
-        if kinds.read(self._db, key) is None:
-            kinds.write(self._db, key, there)
-            self._moved_there.add(child)
+        if kinds.get_value(self._db, key) is None:
+            kinds.write_value(self._db, key, there)
+            self._moved_in_store.add(child)
 
-    def _recount(self) -> None:
+    def _set_link_counts(self) -> None:
         # What is in a directory that lives on elsewhere was not all read.
-        self._counted -= self._moved_there
-        super()._recount()
+        self._inodes_to_recount -= self._moved_in_store
+        super()._set_link_counts()
 
-    def _is_from_here(self, base: Value, ours: Value, theirs: Value) -> bool:
+    def _is_written_here_only(self, base: Value, ours: Value, theirs: Value) -> bool:
         """Whether nobody else wrote the file: the others show a former state while they miss this node's, or one that it gave them."""
-        if merging.shows_former(theirs) and merging.is_missed(theirs, base, ours):
+        if merging.is_showing_previous(theirs) and merging.is_salvaged(theirs, base, ours):
             return True
-        key = Key(CONTENT, theirs["content"] or 0)
-        told = self._told.get(key) or self._more.get(key)
-        content = None if told is None else told.seen.content
-        return theirs["content"] == ours["content"] and content is not None and content["node"] == identity.number(self._db)
+        key = SharedKey(CONTENT, theirs["content"] or 0)
+        told = self._store_values.get(key) or self._extra_values.get(key)
+        content = None if told is None else told.value.fields
+        return theirs["content"] == ours["content"] and content is not None and content["node"] == identity.get_node_number(self._db)
 
-    def _split(self, key: Key, ours: Value, theirs: Value) -> bool:
+    def _split_file(self, key: SharedKey, ours: Value, theirs: Value) -> bool:
         """Both wrote this file: what was written here becomes a file of its own. False: its bytes are not here."""
         content = ours["content"]
-        made, kept = identity.fresh(self._db, "inode"), content
+        made, kept = identity.allocate_id(self._db, "inode"), content
         if made is None or content is None or self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
             return False
         if content == theirs["content"]:
-            kept = identity.fresh(self._db, "content")
-            if kept is None or not self._again(content, kept):
+            kept = identity.allocate_id(self._db, "content")
+            if kept is None or not self._link_content(content, kept):
                 return False
             self._db.run(
                 "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns)"
@@ -372,19 +372,19 @@ class Returning(Refusal):
             self._db.run("DELETE FROM content WHERE id = ?", content)
         else:
             self._db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
-        kinds.write(self._db, Key(INODE, made), {**ours, "content": kept})
-        self._counted |= {made, key.number}
-        self._untold([Key(INODE, made), Key(CONTENT, kept)])
-        self._place(key.number, made, later=ours["mtime_ns"] > theirs["mtime_ns"])
-        self._write_back(made, kept)
+        kinds.write_value(self._db, SharedKey(INODE, made), {**ours, "content": kept})
+        self._inodes_to_recount |= {made, key.number}
+        self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, kept)])
+        self._name_split_file(key.number, made, later=ours["mtime_ns"] > theirs["mtime_ns"])
+        self._append_content_row(made, kept)
         return True
 
-    def _place(self, theirs: int, ours: int, *, later: bool) -> None:
+    def _name_split_file(self, theirs: int, ours: int, *, later: bool) -> None:
         """The later of the two has the name, the other one beside it."""
         row = self._db.row("SELECT parent, name FROM entry WHERE child = ?", theirs)
         if row is None:
             return
-        key = Key(NAME, row[0], bytes(row[1]))
-        self._aside(key, theirs if later else ours)
+        key = SharedKey(NAME, row[0], bytes(row[1]))
+        self._add_conflict_name(key, theirs if later else ours)
         if later:
-            self._enter(key, ours)
+            self._insert_name(key, ours)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ckptfs import limits
 from ckptfs.catalog import holding, identity
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import Heard
+from ckptfs.catalog.holding import RemoteState
 from ckptfs.catalog.sharing import pfs_kinds
 from ckptfs.model import ContentState
 
@@ -26,33 +26,33 @@ INODE = "i"
 TIMES = "m"
 CONTENT = "c"
 COPY = "p"
-SHOWN = "f"
-PLACE = "x"
-ROW = "j"
-LAST = "w"
+PFS_STATE = "f"
+PFS_NAME = "x"
+JOURNAL_ROW = "j"
+LAST_COMMIT = "w"
 """`w/<node>`: put with every transaction of a node, so that it can tell its own from others' when an answer was lost."""
 
-WAS = "was"
-CONFLICT = b".ckptfs-conflict-"
-HOMELESS = b".ckptfs-island-"
+PRIOR_REVISION = "was"
+CONFLICT_MARK = b".ckptfs-conflict-"
+ISLAND_MARK = b".ckptfs-island-"
 """In the names of what others made or deleted meanwhile: see `names_beside`."""
 
-FIELDS = (
+INODE_FIELDS = (
     "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "target", "content", "generation",
     "parent", "complete", "missed",
 )  # fmt: skip
-FILE_ONLY = ("size", "mtime_ns", "ctime_ns")
+FILE_ONLY_FIELDS = ("size", "mtime_ns", "ctime_ns")
 """What a directory keeps under `m/` or has not: many nodes make names in one directory without contending."""
 
-_INODE = f"SELECT {', '.join(FIELDS)} FROM inode WHERE id = ?"
-_CONTENT = (
+_SELECT_INODE = f"SELECT {', '.join(INODE_FIELDS)} FROM inode WHERE id = ?"
+_SELECT_CONTENT = (
     "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.former_ns,"
     " k.before_generation, k.before_ns FROM content k JOIN inode i ON i.id = k.inode"
     " WHERE k.id = ? AND k.peer = 0 AND k.state <> 3 AND i.nlink > 0"
 )
 
 
-class Key(NamedTuple):
+class SharedKey(NamedTuple):
     """What names one shared value."""
 
     kind: str
@@ -60,66 +60,66 @@ class Key(NamedTuple):
     name: bytes = b""
 
 
-def wire(key: Key) -> bytes:
+def encode_key(key: SharedKey) -> bytes:
     """The key as the store has it."""
     head = f"{key.kind}/{key.number:016x}".encode()
-    return head + b"/" + key.name if KINDS[key.kind].named else head
+    return head + b"/" + key.name if KINDS[key.kind].has_name else head
 
 
-def parse(raw: bytes) -> Key:
+def decode_key(raw: bytes) -> SharedKey:
     """The key of `wire`. Raises ValueError."""
     kind, number, *name = raw.split(b"/", 2)
-    return Key(kind.decode(), int(number, 16), name[0] if name else b"")
+    return SharedKey(kind.decode(), int(number, 16), name[0] if name else b"")
 
 
-def names_in(directory: int) -> bytes:
+def build_names_prefix(directory: int) -> bytes:
     """What the keys of all names in a directory begin with."""
-    return wire(Key(NAME, directory))
+    return encode_key(SharedKey(NAME, directory))
 
 
-def pack(value: Value | None) -> bytes | None:
+def encode_value(value: Value | None) -> bytes | None:
     """A value as the store has it; equal values are equal bytes."""
-    return None if value is None else packed(value)
+    return None if value is None else encode_fields(value)
 
 
-def packed(value: Value) -> bytes:
+def encode_fields(value: Value) -> bytes:
     """The same of what there is."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
-def unpack(raw: bytes | None) -> Value | None:
+def decode_value(raw: bytes | None) -> Value | None:
     """The value of `pack`."""
     if raw is None:
         return None
     value: Value = json.loads(raw)
-    value.pop(WAS, None)
+    value.pop(PRIOR_REVISION, None)
     return value
 
 
-def was(raw: bytes | None) -> list[int] | None:
+def get_prior_revision(raw: bytes | None) -> list[int] | None:
     """How new a value was when it was told to a store that had lost its data: see `lost`. None: it was changed since."""
-    return None if raw is None or WAS.encode() not in raw else json.loads(raw).get(WAS)
+    return None if raw is None or PRIOR_REVISION.encode() not in raw else json.loads(raw).get(PRIOR_REVISION)
 
 
 # --- reading rows ----------------------------------------------------------------------------------------------------
 
 
-def _entry_value(db: Database, number: int, name: bytes) -> Value | None:
+def _get_name_value(db: Database, number: int, name: bytes) -> Value | None:
     row = db.row("SELECT e.child, i.mode FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? AND e.name = ?", number, name)
     return None if row is None else {"child": row[0], "type": stat.S_IFMT(row[1])}
 
 
-def _inode_value(db: Database, number: int, _: bytes) -> Value | None:
-    row = db.row(_INODE, number)
+def _get_inode_value(db: Database, number: int, _: bytes) -> Value | None:
+    row = db.row(_SELECT_INODE, number)
     if row is None or row[4] == 0:
         return None
-    value: Value = dict(zip(FIELDS, row, strict=True))
+    value: Value = dict(zip(INODE_FIELDS, row, strict=True))
     if stat.S_ISDIR(value["mode"]):
-        for field in FILE_ONLY:
+        for field in FILE_ONLY_FIELDS:
             del value[field]
     else:
         del value["nlink"]
-        value["names"] = names_of(db, number)
+        value["names"] = list_shared_names(db, number)
         if not value["names"]:
             return None
     if value["missed"] is None:
@@ -132,12 +132,12 @@ def _inode_value(db: Database, number: int, _: bytes) -> Value | None:
     return value
 
 
-def names_here(db: Database, inode: int) -> list[Key]:
+def list_local_names(db: Database, inode: int) -> list[SharedKey]:
     """The keys of all names that lead to an inode here."""
-    return [Key(NAME, parent, bytes(name)) for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
+    return [SharedKey(NAME, parent, bytes(name)) for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
 
 
-def names_of(db: Database, inode: int) -> list[list[Any]]:
+def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
     """[directory, name] of all names of what is no directory, in order: those that the store knows, as far as they were not taken away
     here, and those that were given here. They are told by name and not counted, so that two nodes can take away the same one.
     """
@@ -146,18 +146,18 @@ def names_of(db: Database, inode: int) -> list[list[Any]]:
     there = None if value is None else {(parent, name) for parent, name in json.loads(value)["names"]}
     if there is None:
         return [list(name) for name in sorted(here)]
-    changed = {name for name in here | there if _is_changed(db, *name)}
+    changed = {name for name in here | there if _is_name_changed(db, *name)}
     return [list(name) for name in sorted((there - changed) | (here & changed))]
 
 
-def links_of(db: Database, directory: int) -> int:
+def count_links(db: Database, directory: int) -> int:
     """Links of a directory: those that the store knows, 2 of one that it does not have, and what this node changed in it."""
     value = db.value("SELECT value FROM seen_key WHERE kind = 'i' AND number = ? AND name = x''", directory)
     links = 2 if value is None else int(json.loads(value)["nlink"])
     for (name,) in db.rows("SELECT DISTINCT name FROM touched_key WHERE kind = 'e' AND number = ?", directory):
         there = db.value("SELECT value FROM seen_key WHERE kind = 'e' AND number = ? AND name = ?", directory, name)
-        here = _entry_value(db, directory, bytes(name))
-        links += _is_directory(here) - _is_directory(unpack(there))
+        here = _get_name_value(db, directory, bytes(name))
+        links += _is_directory(here) - _is_directory(decode_value(there))
     return links
 
 
@@ -165,18 +165,18 @@ def _is_directory(entry: Value | None) -> int:
     return int(entry is not None and entry["type"] == stat.S_IFDIR)
 
 
-def recount(db: Database, key: Key) -> None:
+def set_link_count(db: Database, key: SharedKey) -> None:
     """The links of a file are its names, those of a directory what is in it; what was removed stays so."""
     if key.kind != INODE:
         return
     row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
     if row is not None and row[1]:
-        links = links_of(db, key.number) if row[0] == stat.S_IFDIR else len(names_of(db, key.number))
+        links = count_links(db, key.number) if row[0] == stat.S_IFDIR else len(list_shared_names(db, key.number))
         if links != row[1]:
             db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, key.number)
 
 
-def _is_changed(db: Database, parent: int, name: str) -> bool:
+def _is_name_changed(db: Database, parent: int, name: str) -> bool:
     """Whether this name leads elsewhere than in the store because of this node: what was taken back is still marked, and is no change."""
     key = (parent, name.encode("latin-1"))
     if db.value("SELECT 1 FROM touched_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
@@ -186,40 +186,40 @@ def _is_changed(db: Database, parent: int, name: str) -> bool:
     return bool(there != db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *key))
 
 
-def _times_value(db: Database, number: int, _: bytes) -> Value | None:
+def _get_times_value(db: Database, number: int, _: bytes) -> Value | None:
     row = db.row("SELECT mtime_ns, ctime_ns FROM inode WHERE id = ? AND nlink > 0 AND mode & 61440 = 16384", number)
     return None if row is None else {"mtime_ns": row[0], "ctime_ns": row[1]}
 
 
-def _content_value(db: Database, number: int, _: bytes) -> Value | None:
-    row = db.row(_CONTENT, number)
+def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
+    row = db.row(_SELECT_CONTENT, number)
     if row is None:
-        return _inherited(db, number)
+        return _get_inherited_value(db, number)
     digest = None if row[4] is None else bytes(row[4]).hex()
     former = {} if row[6] is None else {"former_ns": row[6]}
     if row[7] is not None:
         former["before"] = [row[7], row[8]]
     return {
-        "node": identity.number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
+        "node": identity.get_node_number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
         "closed_ns": row[5], **former,
     }  # fmt: skip
 
 
-def _inherited(db: Database, number: int) -> Value | None:
+def _get_inherited_value(db: Database, number: int) -> Value | None:
     """What another node wrote, and a file of this node has replaced: see `former.inherit`. It says itself what it has."""
     row = db.row(
         "SELECT k.inode, k.former_ns, s.value FROM content k JOIN inode i ON i.id = k.inode AND i.nlink > 0"
         " JOIN seen_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.peer = 1 AND k.former_ns > 0 AND k.state <> 3",
         number,
     )
-    value = None if row is None else unpack(row[2])
+    value = None if row is None else decode_value(row[2])
     return None if row is None or value is None else {**value, "inode": row[0], "former_ns": row[1]}
 
 
 # --- writing rows ----------------------------------------------------------------------------------------------------
 
 
-def _write_entry(db: Database, number: int, name: bytes, value: Value | None) -> None:
+def _write_name(db: Database, number: int, name: bytes, value: Value | None) -> None:
     if value is None:
         db.run("DELETE FROM entry WHERE parent = ? AND name = ?", number, name)
     elif not db.run("UPDATE entry SET child = ? WHERE parent = ? AND name = ?", value["child"], number, name):
@@ -271,53 +271,53 @@ def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> 
         return
     digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
     is_open = value["state"] == ContentState.OPEN
-    holding.hear(db, Heard(number, value["inode"], value["generation"], value["size"], digest, open=is_open))
+    holding.record_remote(db, RemoteState(number, value["inode"], value["generation"], value["size"], digest, is_open=is_open))
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KeyKind:
     """How rows of one kind are read as a value (None: others see none) and written from one."""
 
     read: Callable[[Database, int, bytes], Value | None]
     write: Callable[[Database, int, bytes, Value | None], None]
-    named: bool = False
-    compared: bool = True
+    has_name: bool = False
+    is_compared: bool = True
     """False: put without comparing; whoever writes last has the last word."""
 
 
-def _none(db: Database, number: int, name: bytes) -> Value | None:
+def _get_no_value(db: Database, number: int, name: bytes) -> Value | None:
     return None
 
 
-def _nothing(db: Database, number: int, name: bytes, value: Value | None) -> None:
+def _ignore_write(db: Database, number: int, name: bytes, value: Value | None) -> None:
     pass
 
 
-KINDS: dict[str, Kind] = {
-    NAME: Kind(_entry_value, _write_entry, named=True),
-    INODE: Kind(_inode_value, _write_inode),
-    TIMES: Kind(_times_value, _write_times, compared=False),
-    CONTENT: Kind(_content_value, _write_content),
-    COPY: Kind(_none, _nothing, named=True, compared=False),
-    LAST: Kind(_none, _nothing, compared=False),
-    SHOWN: Kind(pfs_kinds.shown_value, pfs_kinds.write_shown),
-    PLACE: Kind(pfs_kinds.place_value, pfs_kinds.write_place, named=True),
-    ROW: Kind(pfs_kinds.row_value, pfs_kinds.write_nothing, named=True, compared=False),
+KINDS: dict[str, KeyKind] = {
+    NAME: KeyKind(_get_name_value, _write_name, has_name=True),
+    INODE: KeyKind(_get_inode_value, _write_inode),
+    TIMES: KeyKind(_get_times_value, _write_times, is_compared=False),
+    CONTENT: KeyKind(_get_content_value, _write_content),
+    COPY: KeyKind(_get_no_value, _ignore_write, has_name=True, is_compared=False),
+    LAST_COMMIT: KeyKind(_get_no_value, _ignore_write, is_compared=False),
+    PFS_STATE: KeyKind(pfs_kinds.get_pfs_state_value, pfs_kinds.write_pfs_state),
+    PFS_NAME: KeyKind(pfs_kinds.get_pfs_name_value, pfs_kinds.write_pfs_name, has_name=True),
+    JOURNAL_ROW: KeyKind(pfs_kinds.get_row_value, pfs_kinds.ignore_row, has_name=True, is_compared=False),
 }
 
 
-def read(db: Database, key: Key) -> Value | None:
+def get_value(db: Database, key: SharedKey) -> Value | None:
     """What the rows here say."""
     return KINDS[key.kind].read(db, key.number, key.name)
 
 
-def write(db: Database, key: Key, value: Value | None) -> None:
+def write_value(db: Database, key: SharedKey, value: Value | None) -> None:
     """Make the rows here say `value`."""
     KINDS[key.kind].write(db, key.number, key.name, value)
 
 
-def names_beside(stem: bytes, mark: bytes, label: bytes) -> Iterator[bytes]:
+def build_conflict_names(stem: bytes, conflict_mark: bytes, node_label: bytes) -> Iterator[bytes]:
     """Names for what cannot have the name `stem`, one after the other until one is free."""
     for number in range(1, limits.LINKS_MAX):
-        end = mark + label + b"-%d" % number
+        end = conflict_mark + node_label + b"-%d" % number
         yield stem[: limits.NAME_BYTES_MAX - len(end)] + end

@@ -10,110 +10,110 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, PLACE, SHOWN, Value
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, PFS_NAME, PFS_STATE, Value
 
-BYTES = ("content", "generation", "size", "mtime_ns")
-LATEST = ("atime_ns", "ctime_ns", "mtime_ns")
+CONTENT_FIELDS = ("content", "generation", "size", "mtime_ns")
+LATEST_FIELDS = ("atime_ns", "ctime_ns", "mtime_ns")
 
 
-def merge(kind: str, base: Value | None, ours: Value, theirs: Value, *, writing: bool = False) -> Value:
+def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
     """What shall be, here and in the store. `writing`: somebody here writes the file."""
     if kind == INODE:
-        return inode(base, ours, theirs, writing=writing)
+        return merge_inode(base, ours, theirs, is_writing=is_writing)
     if kind == CONTENT:
-        return content(ours, theirs)
-    return theirs if kind in (SHOWN, PLACE) else ours  # Who changed what the PFS shows said so before.
+        return merge_content(ours, theirs)
+    return theirs if kind in (PFS_STATE, PFS_NAME) else ours  # Who changed what the PFS shows said so before.
 
 
-def inode(base: Value | None, ours: Value, theirs: Value, *, writing: bool = False) -> Value:
+def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
     """Without a base (the root, which both had before they met) it is theirs, with the subdirectories of both."""
     if base is None and "names" in theirs:
-        return side_by_side(ours, theirs)
+        return merge_both(ours, theirs)
     if base is None:
         return {**theirs, "nlink": theirs["nlink"] + ours["nlink"] - 2}
-    merged: Value = {name: _field(name, base, ours, theirs) for name in theirs}
+    merged: Value = {name: _merge_field(name, base, ours, theirs) for name in theirs}
     if "names" in theirs:
-        merged["names"] = names(base, ours, theirs)
+        merged["names"] = merge_names(base, ours, theirs)
     else:
         merged["nlink"] = theirs["nlink"] + ours["nlink"] - base["nlink"]
     written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
     # A time that was set here, or what was left of a lost tier, is no reason to hide what was written elsewhere.
-    is_theirs = written == [False, True] or (not writing and _is_later(base, ours, theirs, both=all(written)))
+    is_theirs = written == [False, True] or (not is_writing and _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
     newer = theirs if is_theirs else ours
-    if any(newer.get(name) != base.get(name) for name in BYTES):
-        merged.update({name: newer[name] for name in BYTES if name in newer})
-    if newer is ours and written[0] and is_missed(theirs, base, ours):
+    if any(newer.get(name) != base.get(name) for name in CONTENT_FIELDS):
+        merged.update({name: newer[name] for name in CONTENT_FIELDS if name in newer})
+    if newer is ours and written[0] and is_salvaged(theirs, base, ours):
         del merged["missed"]
-    for name in LATEST:
+    for name in LATEST_FIELDS:
         if name in theirs and not (name == "mtime_ns" and merged["mtime_ns"] == ours["mtime_ns"]):
             merged[name] = max(ours[name], theirs[name])
-    xattrs = _xattrs(base.get("xattrs", {}), ours.get("xattrs", {}), theirs.get("xattrs", {}))
+    xattrs = _merge_xattrs(base.get("xattrs", {}), ours.get("xattrs", {}), theirs.get("xattrs", {}))
     merged.pop("xattrs", None)
     if xattrs:
         merged["xattrs"] = xattrs
     return merged
 
 
-def _is_later(base: Value, ours: Value, theirs: Value, *, both: bool) -> bool:
+def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_written: bool) -> bool:
     """Whether the others wrote a file after this node did. What they show because they miss ours is older, what they wrote upon that is
     not, whatever its generation. `both`: there are later generations on both sides; those of one content can be compared.
     """
-    if is_missed(theirs, base, ours):
-        return not shows_former(theirs)
+    if is_salvaged(theirs, base, ours):
+        return not is_showing_previous(theirs)
     if ours.get("content") == theirs.get("content"):
-        return both and _written(theirs) > _written(ours)
-    return both and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
+        return have_both_written and _get_write_order(theirs) > _get_write_order(ours)
+    return have_both_written and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
 
 
-def is_missed(theirs: Value, *ours: Value) -> bool:
+def is_salvaged(theirs: Value, *ours: Value) -> bool:
     """Whether the others took one of these states for lost, and show a former one (`inode.missed`, see falling_back.py)."""
     return "missed" in theirs and json.loads(theirs["missed"])["content"] in [value.get("content") for value in ours]
 
 
-def gives_way(ours: Value, theirs: Value, merged: Value) -> bool:
+def must_yield_to_remote(ours: Value, theirs: Value, merged: Value) -> bool:
     """Whether what this node wrote of a content is no more than what was before theirs."""
     if merged.get("content") is None or not ours.get("content") == theirs.get("content") == merged["content"]:
         return False
-    return any(merged[name] != ours[name] for name in BYTES) and all(merged[name] == theirs[name] for name in BYTES)
+    return any(merged[name] != ours[name] for name in CONTENT_FIELDS) and all(merged[name] == theirs[name] for name in CONTENT_FIELDS)
 
 
-def shows_former(value: Value) -> bool:
+def is_showing_previous(value: Value) -> bool:
     """Whether it holds what is shown instead of what is missed: nobody has written it since."""
     missed = json.loads(value["missed"]) if "missed" in value else None
     return missed is not None and value["generation"] == missed["shown"] and missed["shows"] in (None, value["content"])
 
 
-def side_by_side(ours: Value, theirs: Value) -> Value:
+def merge_both(ours: Value, theirs: Value) -> Value:
     """What two nodes tell of one inode, and neither is older: all names and xattrs, and the later bytes."""
-    merged = with_later_bytes(dict(theirs), ours)
+    merged = merge_later_content(dict(theirs), ours)
     if "names" in theirs:
         merged["names"] = [list(name) for name in sorted({tuple(name) for value in (ours, theirs) for name in value["names"]})]
     xattrs = {**ours.get("xattrs", {}), **theirs.get("xattrs", {})}
     return {**merged, "xattrs": xattrs} if xattrs else merged
 
 
-def with_later_bytes(newer: Value, other: Value) -> Value:
+def merge_later_content(newer: Value, other: Value) -> Value:
     """`newer` with the later bytes of both: who changed it last may have known only what was before them."""
-    if "generation" not in newer or _written(newer) >= _written(other):
+    if "generation" not in newer or _get_write_order(newer) >= _get_write_order(other):
         return newer
-    return {**newer, **{name: other[name] for name in BYTES if name in other}}
+    return {**newer, **{name: other[name] for name in CONTENT_FIELDS if name in other}}
 
 
-def _written(value: Value) -> tuple[int, int]:
+def _get_write_order(value: Value) -> tuple[int, int]:
     return int(value.get("generation") or 0), int(value.get("mtime_ns") or 0)
 
 
-def names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:
+def merge_names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:
     """Theirs, with what was given here, without what was taken away here (`ours` None: all that there was)."""
     before, here, there = ({tuple(name) for name in (value or {"names": ()})["names"]} for value in (base, ours, theirs))
     return [list(name) for name in sorted((there - (before - here)) | (here - before))]
 
 
-def _field(name: str, base: Value, ours: Value, theirs: Value) -> Any:
+def _merge_field(name: str, base: Value, ours: Value, theirs: Value) -> Any:
     return theirs[name] if ours.get(name) == base.get(name) else ours.get(name)
 
 
-def _xattrs(base: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> Mapping[str, str]:
+def _merge_xattrs(base: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> Mapping[str, str]:
     merged = dict(theirs)
     for name in {*base, *ours}:
         if ours.get(name) != base.get(name):
@@ -124,13 +124,13 @@ def _xattrs(base: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[st
     return merged
 
 
-def content(ours: Value, theirs: Value) -> Value:
+def merge_content(ours: Value, theirs: Value) -> Value:
     """The later generation; of two of the same number, the one that was closed last."""
     later = (theirs["generation"], theirs["closed_ns"]) > (ours["generation"], ours["closed_ns"])
     return theirs if later and theirs["node"] != ours["node"] else ours
 
 
-def both_wrote(*values: Value | None) -> bool:
+def is_written_by_both(*values: Value | None) -> bool:
     """Whether both nodes wrote a file: base, ours, theirs. Whenever one is written these two change."""
     base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
     return bool(base and ours and theirs) and base not in (ours, theirs)

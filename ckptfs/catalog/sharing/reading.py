@@ -4,33 +4,33 @@ from collections.abc import Iterable
 
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import kinds, seen
-from ckptfs.catalog.sharing.applying import Told
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, SHOWN, TIMES, Key
-from ckptfs.catalog.sharing.seen import Seen
+from ckptfs.catalog.sharing.applying import StoreValue
+from ckptfs.catalog.sharing.kinds import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey
+from ckptfs.catalog.sharing.seen import CachedValue
 from ckptfs.catalog.store import Get, Outcome, prefix_end
 
-DIRECTORY = 0o040000
-FILE = 0o100000
+DIRECTORY_TYPE = 0o040000
+FILE_TYPE = 0o100000
 
 
-def of_inode(db: Database, inode: int) -> list[Key]:
+def list_inode_keys(db: Database, inode: int) -> list[SharedKey]:
     """What stat and open depend on: attributes; a directory's times; a file's content, and what the PFS shows of it."""
     row = db.row("SELECT mode & 61440, content FROM inode WHERE id = ?", inode)
     if row is None:
-        return [Key(INODE, inode), Key(TIMES, inode)]
-    if row[0] == DIRECTORY:
-        return [Key(INODE, inode), Key(TIMES, inode)]
-    shown = [Key(SHOWN, inode)] if db.journalled and row[0] == FILE else []
-    return [Key(INODE, inode), *shown] if row[1] is None else [Key(INODE, inode), *shown, Key(CONTENT, row[1])]
+        return [SharedKey(INODE, inode), SharedKey(TIMES, inode)]
+    if row[0] == DIRECTORY_TYPE:
+        return [SharedKey(INODE, inode), SharedKey(TIMES, inode)]
+    shown = [SharedKey(PFS_STATE, inode)] if db.is_journalled and row[0] == FILE_TYPE else []
+    return [SharedKey(INODE, inode), *shown] if row[1] is None else [SharedKey(INODE, inode), *shown, SharedKey(CONTENT, row[1])]
 
 
-def of_name(db: Database, parent: int, name: bytes) -> list[Key]:
+def list_name_keys(db: Database, parent: int, name: bytes) -> list[SharedKey]:
     """What a lookup depends on, as far as it is known here what the name leads to."""
     child = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", parent, name)
-    return [Key(NAME, parent, name), *(of_inode(db, child) if child is not None else ())]
+    return [SharedKey(NAME, parent, name), *(list_inode_keys(db, child) if child is not None else ())]
 
 
-def directory(db: Database, parent: int, name: bytes) -> int | None:
+def find_directory(db: Database, parent: int, name: bytes) -> int | None:
     """The directory that a name leads to, as far as it is known here."""
     found: int | None = db.value(
         "SELECT i.id FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? AND e.name = ? AND i.mode & 61440 = 16384", parent, name
@@ -38,75 +38,75 @@ def directory(db: Database, parent: int, name: bytes) -> int | None:
     return found
 
 
-def above(db: Database, inode: int) -> tuple[list[Key], int]:
+def load_directory_location(db: Database, inode: int) -> tuple[list[SharedKey], int]:
     """What the place of a directory depends on, and its parent as far as it is known here."""
     row = db.row("SELECT parent, name FROM entry WHERE child = ?", inode)
     parent: int = db.value("SELECT parent FROM inode WHERE id = ?", inode) or 0
-    return [*of_inode(db, inode), *([] if row is None else [Key(NAME, row[0], bytes(row[1]))])], parent
+    return [*list_inode_keys(db, inode), *([] if row is None else [SharedKey(NAME, row[0], bytes(row[1]))])], parent
 
 
-def lacking(db: Database, told: dict[Key, Told]) -> list[Key]:
+def list_missing_keys(db: Database, store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:
     """What these answers lead to and do not tell: inodes of names, contents of inodes."""
-    wanted: list[Key] = []
-    for key, one in told.items():
-        value = one.seen.content
+    wanted: list[SharedKey] = []
+    for key, one in store_values.items():
+        value = one.value.fields
         if value is None:
             continue
         if key.kind == NAME:
-            wanted.append(Key(INODE, value["child"]))
-            if value["type"] == DIRECTORY:
-                wanted.append(Key(TIMES, value["child"]))
-        elif key.kind == INODE and value["mode"] & 0o170000 == FILE:
-            if db.journalled:
-                wanted.append(Key(SHOWN, key.number))
+            wanted.append(SharedKey(INODE, value["child"]))
+            if value["type"] == DIRECTORY_TYPE:
+                wanted.append(SharedKey(TIMES, value["child"]))
+        elif key.kind == INODE and value["mode"] & 0o170000 == FILE_TYPE:
+            if db.is_journalled:
+                wanted.append(SharedKey(PFS_STATE, key.number))
             if value["content"] is not None:
-                wanted.append(Key(CONTENT, value["content"]))
-    return [key for key in dict.fromkeys(wanted) if key not in told]
+                wanted.append(SharedKey(CONTENT, value["content"]))
+    return [key for key in dict.fromkeys(wanted) if key not in store_values]
 
 
-def overtaken(told: dict[Key, Told]) -> list[Key]:
+def list_overtaken_names(store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:
     """Names that lead to what was gone when it was asked for a moment later: another file may have had its place at every moment. One that
     is overtaken again was changed again within a round trip.
     """
     found = []
-    for key, one in told.items():
-        if key.kind == NAME and (value := one.seen.content) is not None:
-            child = told.get(Key(INODE, value["child"]))
-            if child is not None and child.seen.value is None and child.asked > one.asked:
+    for key, one in store_values.items():
+        if key.kind == NAME and (value := one.value.fields) is not None:
+            child = store_values.get(SharedKey(INODE, value["child"]))
+            if child is not None and child.value.raw is None and child.read_revision > one.read_revision:
                 found.append(key)
     return found
 
 
-def unknown(db: Database, keys: Iterable[Key]) -> list[Key]:
+def list_uncached(db: Database, keys: Iterable[SharedKey]) -> list[SharedKey]:
     """Those of which nothing is known here."""
-    return [key for key in keys if not seen.get(db, key).revision]
+    return [key for key in keys if not seen.get_cached(db, key).revision]
 
 
-def gets(keys: Iterable[Key]) -> list[Get]:
+def build_gets(keys: Iterable[SharedKey]) -> list[Get]:
     """How they are read."""
-    return [Get(kinds.wire(key)) for key in keys]
+    return [Get(kinds.encode_key(key)) for key in keys]
 
 
-def answers(keys: list[Key], outcome: Outcome) -> dict[Key, Told]:
+def parse_outcome(keys: list[SharedKey], outcome: Outcome) -> dict[SharedKey, StoreValue]:
     """What came of `gets(keys)`."""
-    found: dict[Key, Told] = {}
+    found: dict[SharedKey, StoreValue] = {}
     for key, items in zip(keys, outcome.results, strict=False):
         item = items[0] if items else None
-        found[key] = Told(outcome.revision, seen.NEVER if item is None else Seen(item.mod_revision, item.value))
+        found[key] = StoreValue(outcome.revision, seen.ABSENT if item is None else CachedValue(item.mod_revision, item.value))
     return found
 
 
-def page(directory: int, after: bytes, at_most: int) -> Get:
+def build_page_get(directory: int, after: bytes, at_most: int) -> Get:
     """The names of a directory after one of them (empty: from the first)."""
-    names = kinds.wire(Key(NAME, directory, after))
-    return Get(names + b"\0" if after else names, prefix_end(kinds.names_in(directory)), limit=at_most)
+    names = kinds.encode_key(SharedKey(NAME, directory, after))
+    return Get(names + b"\0" if after else names, prefix_end(kinds.build_names_prefix(directory)), limit=at_most)
 
 
-def of_page(db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome) -> tuple[dict[Key, Told], bytes | None]:
+def parse_page(db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
     """What a page says, of names that are gone too; and the name after which the next one begins, None: there is none."""
     items = outcome.results[0]
-    found = {kinds.parse(item.key): Told(outcome.revision, Seen(item.mod_revision, item.value)) for item in items}
-    last = kinds.parse(items[-1].key).name if len(items) == at_most else None
-    for name in seen.names_between(db, directory, after, last):
-        found.setdefault(Key(NAME, directory, name), Told(outcome.revision, seen.NEVER))
+    found = {kinds.decode_key(item.key): StoreValue(outcome.revision, CachedValue(item.mod_revision, item.value)) for item in items}
+    last = kinds.decode_key(items[-1].key).name if len(items) == at_most else None
+    for name in seen.list_cached_names(db, directory, after, last):
+        found.setdefault(SharedKey(NAME, directory, name), StoreValue(outcome.revision, seen.ABSENT))
     return found, last

@@ -9,51 +9,51 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing.kinds import Key, Value, unpack
+from ckptfs.catalog.sharing.kinds import SharedKey, Value, decode_value
 
 
-class Seen(NamedTuple):
+class CachedValue(NamedTuple):
     """What the store had: revision 0 and no value for a key that did not exist."""
 
     revision: int
-    value: bytes | None
+    raw: bytes | None
 
     @property
-    def content(self) -> Value | None:
+    def fields(self) -> Value | None:
         """The value, unpacked."""
-        return unpack(self.value)
+        return decode_value(self.raw)
 
 
-NEVER = Seen(0, None)
+ABSENT = CachedValue(0, None)
 
 
-def get(db: Database, key: Key) -> Seen:
+def get_cached(db: Database, key: SharedKey) -> CachedValue:
     """What was seen last."""
     row = db.row("SELECT revision, value FROM seen_key WHERE kind = ? AND number = ? AND name = ?", *key)
-    return NEVER if row is None else Seen(row[0], bytes(row[1]))
+    return ABSENT if row is None else CachedValue(row[0], bytes(row[1]))
 
 
-def put(db: Database, key: Key, seen: Seen) -> None:
+def set_cached(db: Database, key: SharedKey, cached: CachedValue) -> None:
     """The store has this now."""
-    if seen.value is None:
+    if cached.raw is None:
         db.run("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", *key)
     else:
-        db.run("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", *key, *seen)
+        db.run("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", *key, *cached)
 
 
-def put_each(db: Database, seen: Iterable[tuple[Key, Seen]]) -> None:
+def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]]) -> None:
     """The store has these now."""
-    there, gone = [], []
-    for key, one in seen:
-        if one.value is None:
-            gone.append(key)
+    rows, absent = [], []
+    for key, one in cached:
+        if one.raw is None:
+            absent.append(key)
         else:
-            there.append((*key, *one))
-    db.run_each("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", gone)
-    db.run_each("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", there)
+            rows.append((*key, *one))
+    db.run_each("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", absent)
+    db.run_each("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", rows)
 
 
-def names_between(db: Database, directory: int, after: bytes, up_to: bytes | None) -> list[bytes]:
+def list_cached_names(db: Database, directory: int, after: bytes, up_to: bytes | None) -> list[bytes]:
     """The seen names of a directory after one and up to another (None: the last), in order."""
     rows = db.rows(
         "SELECT name FROM seen_key WHERE kind = 'e' AND number = ?1 AND name > ?2 AND (?3 IS NULL OR name <= ?3)", directory, after, up_to

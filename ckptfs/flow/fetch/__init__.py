@@ -16,28 +16,28 @@ from dataclasses import dataclass
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, fetching, handles, pfs_paths, report, settling, wants
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.fetching import Arrived, Fetchable
+from ckptfs.catalog.fetching import FetchedContent, FetchState
 from ckptfs.catalog.sharing import truth
 from ckptfs.clique.peers import PeerFailed, PeerRefused
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.config import Config
-from ckptfs.digest import whole
-from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoRoom, refused
+from ckptfs.digest import hash_content
+from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoSpace, posix_error
 from ckptfs.flow.fetch.alone import Alone, Elsewhere
 from ckptfs.flow.fetch.by_blocks import ByBlocks
 from ckptfs.flow.fetch.from_peers import FromPeers, NoneLeft
 from ckptfs.flow.fetch.left import Left
 from ckptfs.flow.fetch.patience import Patience
 from ckptfs.flow.fetch.telling import Telling
-from ckptfs.model import Content, ContentState, Notify, Tier
+from ckptfs.model import Content, ContentState, Notifier, Tier
 from ckptfs.tiers import arrival, pfs_open, transfer
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
 
 transfer.labels("fetch")
-disk.labels("fetch:check:read")
-disk.labels("fetch:reserved", "fetch:fsync", "fetch:directory", "fetch:arrived", "fetch:answered")
+disk.declare_labels("fetch:check:read")
+disk.declare_labels("fetch:reserved", "fetch:fsync", "fetch:directory", "fetch:arrived", "fetch:answered")
 
 MOVED_ON = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
 """What opening a file says when the PFS shows something else than the catalog knows."""
@@ -55,7 +55,7 @@ class Tries:
 class Fetch:
     """Brings one file a step. Steps may overlap: a file that one of them has in hand is left alone by the others."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, around: Surroundings | None = None) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, around: Cluster | None = None) -> None:
         """`around`: the other nodes; None on a node that is alone."""
         self._peers = None if around is None else FromPeers(db, places, around)
         self._alone = None if around is None else Alone(db, around)
@@ -84,7 +84,7 @@ class Fetch:
                 self._in_hand.discard(want.inode)
         return True
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until the first want that has to wait for something is tried again."""
         with self._lock:
             times = [tries.next_s for tries in self._again.values()]
@@ -92,12 +92,12 @@ class Fetch:
 
     def prepare(self) -> None:
         """Once, before the first step: forget what a former mover did not finish."""
-        fetching.forget_unfinished(self._db)
+        fetching.delete_filling_pfs_copies(self._db)
         arrival.forget_all(self._places[Tier.RAM].root)
 
-    def _take(self) -> wants.Want | None:
+    def _take(self) -> wants.MoverRequest | None:
         """The next want that nobody has in hand; its file is ours until the end of the step."""
-        wanted = wants.wanted(self._db, wants.FETCH)
+        wanted = wants.list_open(self._db, wants.FETCH)
         now_s = time.monotonic()
         if self._left is not None:
             self._left.keep({want.id for want in wanted})
@@ -111,7 +111,7 @@ class Fetch:
 
     # --- answering ------------------------------------------------------------------------------------------------------
 
-    def _answer(self, want: wants.Want) -> None:
+    def _answer(self, want: wants.MoverRequest) -> None:
         try:
             result = self._fetch(want)
         except Elsewhere:
@@ -128,27 +128,27 @@ class Fetch:
         except (OSError, CkptfsError) as failure:
             code = failure.errno or errno.EIO
             self._failed(want, code if code in {errno.ESTALE, errno.ENOSPC, errno.EACCES} else errno.EIO)
-            deleted = fetching.look(self._db, want.inode) is None
+            deleted = fetching.load_fetch_state(self._db, want.inode) is None
             level = logging.DEBUG if deleted else logging.WARNING
             log.log(level, "%s cannot be fetched: %s", self._name(want.inode), failure)
         except Exception:
             self._failed(want, errno.EIO)
             raise
         else:
-            disk.act("fetch:answered", wants.done, self._db, want.id, result)
-            self._notify.wants()
+            disk.act("fetch:answered", wants.mark_done, self._db, want.id, result)
+            self._notify.notify_replies()
 
-    def _failed(self, want: wants.Want, code: int) -> bool:
+    def _failed(self, want: wants.MoverRequest, code: int) -> bool:
         """Whether the file is gone: what lost its last name since it was looked up the kernel looks up again, as ESTALE tells it to."""
         gone = self._is_gone(want)
-        wants.failed(self._db, want.id, errno.ESTALE if gone else code)
-        self._notify.wants()
+        wants.mark_failed(self._db, want.id, errno.ESTALE if gone else code)
+        self._notify.notify_replies()
         return gone
 
-    def _is_gone(self, want: wants.Want) -> bool:
+    def _is_gone(self, want: wants.MoverRequest) -> bool:
         return not contents.has_name(self._db, want.inode) or (self._peers is not None and self._peers.is_gone(want.inode))
 
-    def _later(self, want: wants.Want, reason: Busy | NoneLeft) -> bool:
+    def _later(self, want: wants.MoverRequest, reason: Busy | NoneLeft) -> bool:
         """Try this want again after a while, each time a longer one; False when that is of no use, as where another file has its name."""
         if self._is_gone(want) and not handles.is_open(self._db, want.inode):
             return False
@@ -161,59 +161,59 @@ class Fetch:
         soon = (self._left is not None and self._left.may_come(want)) or soon
         if not soon and not self._may_come(want, before.since_s, reason):
             return False
-        wants.progress(self._db, want.id)
+        wants.record_progress(self._db, want.id)
         return True
 
     def _is_vain(self, waited_s: float) -> bool:
         """An island asks the store, which takes its time not to answer, with each try; there is no more to hear from it."""
         return self._patience is not None and not self._patience.in_touch() and waited_s >= limits.ETCD_WAIT_S
 
-    def _may_come(self, want: wants.Want, since_s: float, reason: Busy | NoneLeft) -> bool:
+    def _may_come(self, want: wants.MoverRequest, since_s: float, reason: Busy | NoneLeft) -> bool:
         cause = reason.__cause__
         denied = isinstance(cause, PeerRefused) and cause.code == errno.ENOENT
         return self._patience is not None and self._patience.lasts(want.inode, since_s, denied=denied)
 
-    def _soon(self, want: wants.Want) -> None:
+    def _soon(self, want: wants.MoverRequest) -> None:
         """Another node is at it: that is no try of ours."""
-        wants.progress(self._db, want.id)
+        wants.record_progress(self._db, want.id)
         now_s = time.monotonic()
         with self._lock:
             before = self._again.get(want.id, Tries(0, now_s, now_s))
             self._again[want.id] = Tries(before.count, before.since_s, now_s + limits.FETCH_SHARED_LOOK_S)
 
-    def _fetch(self, want: wants.Want) -> str:
+    def _fetch(self, want: wants.MoverRequest) -> str:
         """Do what is wanted; the result. Raises Busy when it has to wait for something."""
-        found = fetching.look(self._db, want.inode)
-        if self._peers is not None and found is not None and not found.here:
+        found = fetching.load_fetch_state(self._db, want.inode)
+        if self._peers is not None and found is not None and not found.has_local_copy:
             found = self._peers.look(want.inode, self._progress(want))
         if found is None:
-            raise refused(errno.ESTALE)
-        if found.content is None and found.on_pfs is None and fetching.content_of(self._db, want.inode) is not None:
+            raise posix_error(errno.ESTALE)
+        if found.content is None and found.published is None and fetching.get_content_id(self._db, want.inode) is not None:
             raise DigestMismatch("the cluster knows nothing of the content that the file should have")
-        if found.here or (found.content is None and found.on_pfs is None):
-            return wants.HERE
+        if found.has_local_copy or (found.content is None and found.published is None):
+            return wants.FETCHED
         if found.content is not None and self._from_peers(want, found.content, shown=_shown(found)):
-            return wants.HERE
+            return wants.FETCHED
         if not _shown(found):
             raise NoneLeft("no good copy is left, and the PFS does not show this generation of the file")
-        assert found.on_pfs is not None
+        assert found.published is not None
         with nullcontext() if self._alone is None else self._alone.reading(found):
             return self._from_pfs(want, found)
 
-    def _from_pfs(self, want: wants.Want, found: Fetchable) -> str:
-        assert found.on_pfs is not None
+    def _from_pfs(self, want: wants.MoverRequest, found: FetchState) -> str:
+        assert found.published is not None
         demanded = want.argument == wants.FOR_WRITING
-        tier = self._tier(found.on_pfs.size, demanded, strange=found.on_pfs.digest is None)
+        tier = self._tier(found.published.size, demanded, strange=found.published.digest is None)
         with disk.closing(self._open(found)) as source:
             if tier is not None and self._finds_room(want, found, tier, source):
-                return wants.HERE
+                return wants.FETCHED
             if demanded:
                 self._bring(want, found, Tier.PFS, source)
-                return wants.HERE
+                return wants.FETCHED
             self._check_in_place(want, found, source)
         return wants.DIRECT
 
-    def _finds_room(self, want: wants.Want, found: Fetchable, tier: Tier, source: int) -> bool:
+    def _finds_room(self, want: wants.MoverRequest, found: FetchState, tier: Tier, source: int) -> bool:
         """Bring it; False: others have taken the room in that tier meanwhile."""
         try:
             self._bring(want, found, tier, source)
@@ -221,11 +221,11 @@ class Fetch:
             if failure.errno != errno.ENOSPC or tier is Tier.PFS:
                 raise
             log.info("%s finds no room in %s any more", self._name(want.inode), tier)
-            self._notify.work()
+            self._notify.wake_lanes()
             return False
         return True
 
-    def _from_peers(self, want: wants.Want, content: Content, *, shown: bool) -> bool:
+    def _from_peers(self, want: wants.MoverRequest, content: Content, *, shown: bool) -> bool:
         """Bring a file from the nodes that have it; False when none of them gave it and the PFS may. Raises Busy to be tried again."""
         if self._peers is None or content.state is not ContentState.SEALED:
             return False
@@ -251,18 +251,18 @@ class Fetch:
         if demanded:
             return self._places.choose(size)
         generous = strange and size > limits.FETCH_WHOLE_BYTES
-        with suppress(NoRoom):
+        with suppress(NoSpace):
             tier = self._places.choose(size * limits.FETCH_ROOM_RATIO if generous else size)
             if tier is not Tier.PFS:
                 return tier
-        self._notify.work()  # Let others make room for the next one.
+        self._notify.wake_lanes()  # Let others make room for the next one.
         return None
 
     # --- the file on the PFS -----------------------------------------------------------------------------------------------
 
-    def _open(self, found: Fetchable) -> int:
+    def _open(self, found: FetchState) -> int:
         """The file on the PFS, in the state that the catalog knows. Where a stranger changed it, its directory is visited first."""
-        assert self._config.pfs is not None and found.on_pfs is not None
+        assert self._config.pfs is not None and found.published is not None
         self._find(found.inode)
         try:
             fd = pfs_open.open_named(self._db, self._config.pfs, found.inode)
@@ -271,7 +271,7 @@ class Fetch:
                 raise self._moved_on(found) from failure
             raise
         try:
-            if not pfs_open.same(fd, found.on_pfs):
+            if not pfs_open.same(fd, found.published):
                 raise self._moved_on(found)
         except BaseException:
             os.close(fd)
@@ -282,17 +282,17 @@ class Fetch:
         """Where the PFS shows a file now: other nodes may have moved what is above it."""
         if self._store is not None:
             with suppress(CkptfsError):
-                truth.look_up(self._db, self._store, inode)
+                truth.load_inodes(self._db, self._store, inode)
 
-    def _moved_on(self, found: Fetchable) -> Busy:
+    def _moved_on(self, found: FetchState) -> Busy:
         """Have the directory compared; the want is tried again after it."""
-        wants.ask(self._db, wants.VISIT, pfs_paths.parent_on_pfs(self._db, found.inode), wants.AGAIN)
-        self._notify.work()
+        wants.insert_request(self._db, wants.SCAN, pfs_paths.get_parent(self._db, found.inode), wants.COMPARE_AGAIN)
+        self._notify.wake_lanes()
         return Busy("the PFS shows another file than the one that is known")
 
     # --- bringing it here ---------------------------------------------------------------------------------------------------
 
-    def _bring(self, want: wants.Want, found: Fetchable, tier: Tier, source: int) -> None:
+    def _bring(self, want: wants.MoverRequest, found: FetchState, tier: Tier, source: int) -> None:
         number = self._announce(found, tier)
         place = self._places[tier]
         try:
@@ -300,22 +300,22 @@ class Fetch:
             place.remove(number)
             what = self._copy(want, found, place, number, source)
             self._compare(found, what.size, what.digest, source)
-            if not disk.act("fetch:arrived", fetching.arrived, self._db, found, what):
+            if not disk.act("fetch:arrived", fetching.record_fetched, self._db, found, what):
                 raise Busy("the file changed while it was fetched")
         except BaseException:
             with suppress(OSError, CkptfsError):
                 place.remove(number)
-            fetching.give_up(self._db, number, tier)
+            fetching.delete_filling_copy(self._db, number, tier)
             raise
 
-    def _announce(self, found: Fetchable, tier: Tier) -> int:
+    def _announce(self, found: FetchState, tier: Tier) -> int:
         if found.content is None:
-            return fetching.reserve(self._db, tier)
-        if not settling.fill(self._db, found.content, tier):
+            return fetching.insert_reserved_copy(self._db, tier)
+        if not settling.insert_filling_copy(self._db, found.content, tier):
             raise Busy("the file changed while it was fetched")
         return found.content.id
 
-    def _copy(self, want: wants.Want, found: Fetchable, place: Place, number: int, source: int) -> Arrived:
+    def _copy(self, want: wants.MoverRequest, found: FetchState, place: Place, number: int, source: int) -> FetchedContent:
         with disk.closing(place.create(number)) as target:
             size, digest, blocks = self._copied(want, found, place.tier, source, target)
             if place.tier is not Tier.RAM:
@@ -324,59 +324,59 @@ class Fetch:
                 os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
                 if transfer.read(target, label="fetch:check", before_block=self._progress(want)) != (size, digest, blocks):
                     raise DigestMismatch(f"what was written to {place.tier} reads back as something else")
-        return Arrived(number, place.tier, size, digest, blocks)
+        return FetchedContent(number, place.tier, size, digest, blocks)
 
-    def _copied(self, want: wants.Want, found: Fetchable, tier: Tier, source: int, target: int) -> transfer.Digested:
+    def _copied(self, want: wants.MoverRequest, found: FetchState, tier: Tier, source: int, target: int) -> transfer.Digested:
         """Copy the bytes, where their digests are known so that they can be read as they come; what was copied."""
         telling, content = self._progress(want), found.content
         if content is None or not _known_by_blocks(content):
             return transfer.copy(source, target, label="fetch", before_block=telling)
-        assert content.digest is not None and content.blocks is not None
+        assert content.digest is not None and content.block_digests is not None
         disk.act("fetch:truncate", os.ftruncate, target, content.size)
-        one = ByBlocks(content.size, content.blocks)
+        one = ByBlocks(content.size, content.block_digests)
         with telling.published(content, tier, target, one.lacking) as blocks:
             if os.fstat(source).st_size != content.size or not one.bring(source, target, blocks):
                 return 0, b"", b""
-        return content.size, content.digest, content.blocks
+        return content.size, content.digest, content.block_digests
 
-    def _compare(self, found: Fetchable, size: int, digest: bytes, source: int) -> None:
+    def _compare(self, found: FetchState, size: int, digest: bytes, source: int) -> None:
         """What was read must be what the catalog knows, and the file must not have changed meanwhile."""
-        assert found.on_pfs is not None
-        if not pfs_open.same(source, found.on_pfs):
+        assert found.published is not None
+        if not pfs_open.same(source, found.published):
             raise self._moved_on(found)
-        known = found.content.digest if found.content is not None else found.on_pfs.digest
-        if size != found.on_pfs.size or (known is not None and digest != known):
+        known = found.content.digest if found.content is not None else found.published.digest
+        if size != found.published.size or (known is not None and digest != known):
             raise DigestMismatch("the file on the PFS does not have the digest that it was sealed with, and no other copy is left")
 
-    def _check_in_place(self, want: wants.Want, found: Fetchable, source: int) -> None:
+    def _check_in_place(self, want: wants.MoverRequest, found: FetchState, source: int) -> None:
         """Read a file on the PFS where it lies, once, when its digest is known: it will be read there by others."""
-        assert found.on_pfs is not None
-        if found.on_pfs.digest is None or found.on_pfs.checked:
+        assert found.published is not None
+        if found.published.digest is None or found.published.is_verified:
             return
         size, digest, blocks = transfer.read(source, label="fetch:check", before_block=self._progress(want))
         self._compare(found, size, digest, source)
-        if not fetching.checked(self._db, found, digest, blocks):
+        if not fetching.record_pfs_verified(self._db, found, digest, blocks):
             raise Busy("the file changed while it was read")
 
-    def _progress(self, want: wants.Want) -> Telling:
+    def _progress(self, want: wants.MoverRequest) -> Telling:
         return Telling(self._db, self._places, self._notify, want)
 
     def _name(self, inode: int) -> str:
-        return os.fsdecode(report.path_of(self._db, inode))
+        return os.fsdecode(report.get_path(self._db, inode))
 
 
 def _known_by_blocks(content: Content) -> bool:
     """Whether each block of it can be found right by itself. What is small is here at once anyway."""
-    if content.size <= limits.BLOCK_BYTES or not content.blocks or content.digest is None:
+    if content.size <= limits.BLOCK_BYTES or not content.block_digests or content.digest is None:
         return False
-    return whole(content.blocks, content.size) == content.digest
+    return hash_content(content.block_digests, content.size) == content.digest
 
 
-def _shown(found: Fetchable) -> bool:
+def _shown(found: FetchState) -> bool:
     """Whether the PFS shows exactly what the file is to be."""
-    if found.on_pfs is None:
+    if found.published is None:
         return False
     content: Content | None = found.content
     if content is None:
-        return found.on_pfs.complete
-    return content.state is ContentState.SEALED and found.on_pfs.complete and found.on_pfs.generation == content.generation
+        return found.published.is_complete
+    return content.state is ContentState.SEALED and found.published.is_complete and found.published.generation == content.generation

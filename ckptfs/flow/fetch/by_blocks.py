@@ -17,7 +17,7 @@ class ByBlocks:
 
     def __init__(self, size: int, blocks: bytes) -> None:
         self.size = size
-        self._digests = digest.split(blocks)
+        self._digests = digest.split_digests(blocks)
         self.lacking = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
     def bring(self, source: int, target: int, told: Blocks) -> bool:
@@ -28,7 +28,7 @@ class ByBlocks:
             self._turn(left, told)
             number = left.popleft()
             data = self._read(source, number)
-            if digest.block(data) != self._digests[number]:
+            if digest.hash_block(data) != self._digests[number]:
                 return False
             if number != expected:
                 behind = WriteBehind(target, number * limits.BLOCK_BYTES)

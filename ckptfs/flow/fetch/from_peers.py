@@ -14,15 +14,15 @@ from dataclasses import replace
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import fetching, holding, peers, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.fetching import Fetchable
-from ckptfs.catalog.holding import Heard
+from ckptfs.catalog.fetching import FetchState
+from ckptfs.catalog.holding import RemoteState
 from ckptfs.catalog.peers import PeerCopy
 from ckptfs.clique import holders
-from ckptfs.clique.holders import Shared
+from ckptfs.clique.holders import ContentLocations
 from ckptfs.clique.membership import Node
-from ckptfs.clique.peers import PeerFailed, Record
-from ckptfs.clique.surroundings import Surroundings
-from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, Unreachable
+from ckptfs.clique.peers import ContentManifest, PeerFailed
+from ckptfs.clique.surroundings import Cluster
+from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
 from ckptfs.flow.fetch.telling import Telling
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import aside, older, removal, transfer
@@ -31,7 +31,7 @@ from ckptfs.tiers.place import Place, Places
 log = logging.getLogger(__name__)
 
 transfer.labels("gather:check")
-disk.labels("gather:reserved", "gather:write", "gather:fsync", "gather:directory", "gather:arrived")
+disk.declare_labels("gather:reserved", "gather:write", "gather:fsync", "gather:directory", "gather:arrived")
 
 Progress = Callable[[], None]
 
@@ -43,61 +43,61 @@ class NoneLeft(DigestMismatch):
 class FromPeers:
     """Brings contents from other nodes. Several threads may do so at once, of different files."""
 
-    def __init__(self, db: Database, places: Places, around: Surroundings) -> None:
+    def __init__(self, db: Database, places: Places, around: Cluster) -> None:
         self._db = db
         self._places = places
         self._around = around
 
-    def look(self, inode: int, progress: Progress) -> Fetchable | None:
+    def look(self, inode: int, progress: Progress) -> FetchState | None:
         """The file as it is known now that the store and its writer were asked. Raises Busy while its writer has not sealed it."""
-        number = fetching.content_of(self._db, inode)
+        number = fetching.get_content_id(self._db, inode)
         if number is None:
-            return fetching.look(self._db, inode)
+            return fetching.load_fetch_state(self._db, inode)
         shared = self._refresh(number)
-        settling.found_again(self._db, number)
-        found = fetching.look(self._db, inode)
-        if found is None or found.here or found.content is None or not found.content.peer or found.content.state is not ContentState.CLOSED:
+        settling.mark_found(self._db, number)
+        found = fetching.load_fetch_state(self._db, inode)
+        if found is None or found.has_local_copy or found.content is None or not found.content.is_remote or found.content.state is not ContentState.CLOSED:
             return found
         progress()
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
-        writer = None if shared.lost else self._around.see().by_number.get(shared.writer)
+        writer = None if shared.is_lost else self._around.view().by_number.get(shared.writer)
         # While its writer lives a file is what was closed there, and nothing older. Who writes in place may be half way through.
-        heard = shared.heard
-        is_open = heard is not None and heard.open
+        heard = shared.state
+        is_open = heard is not None and heard.is_open
         since = 0 if writer is None or heard is None else heard.generation - is_open
         if is_open and self._have_fsynced(found.content, shared, since):
-            return fetching.look(self._db, inode)
+            return fetching.load_fetch_state(self._db, inode)
         if writer is not None and self._have_sealed(found.content, writer):
-            return fetching.look(self._db, inode)
+            return fetching.load_fetch_state(self._db, inode)
         if is_open or not self._have_fsynced(found.content, shared, since):
-            if shared.lost:
+            if shared.is_lost:
                 raise NoneLeft("the node that wrote the file has lost it, and no other one has a copy")
             raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
-        return fetching.look(self._db, inode)
+        return fetching.load_fetch_state(self._db, inode)
 
-    def _refresh(self, number: int) -> Shared | None:
+    def _refresh(self, number: int) -> ContentLocations | None:
         """Ask the store who has it. An island goes by what it knows."""
         try:
-            return holders.refresh(self._db, self._around.store, [number], self._around.number)[number]
-        except (Unreachable, StoreRefused) as failure:
+            return holders.refresh(self._db, self._around.store, [number], self._around.node_number)[number]
+        except (StoreUnreachable, StoreRefused) as failure:
             log.debug("the holders of content %d cannot be asked for: %s", number, failure)
             return None
 
     def is_gone(self, inode: int) -> bool:
         """Whether other nodes have taken its last name away since this one asked the store."""
-        if not holding.was_shared(self._db, inode):
+        if not holding.was_in_store(self._db, inode):
             return False
         try:
-            file = holders.files(self._around.store, [inode]).get(inode)
-        except (Unreachable, StoreRefused):
+            file = holders.load_files(self._around.store, [inode]).get(inode)
+        except (StoreUnreachable, StoreRefused):
             return False
         return file is None or not file.value.get("nlink", 1)
 
     def _have_sealed(self, content: Content, writer: Node) -> bool:
         """Have the writer seal what is closed there, or tell what an open file holds now. False: it does not answer."""
         try:
-            record = self._around.peers.seal_soon(writer, content.id, limits.SEAL_ASKED_S)
+            record = self._around.peers.request_seal(writer, content.id, limits.SEAL_ASKED_S)
         except PeerFailed as failure:
             log.debug("%s wrote content %d and has not sealed it: %s", writer.name, content.id, failure)
             return False
@@ -105,22 +105,22 @@ class FromPeers:
             return False
         return self._heard_of(record, writer)
 
-    def _have_fsynced(self, content: Content, shared: Shared, since: int) -> bool:
+    def _have_fsynced(self, content: Content, shared: ContentLocations, since: int) -> bool:
         """The last state of a file that was verified before its writer died, here or on a node that lives, from the generation `since`
         on. False: there is none.
         """
         for copy in sorted((one for one in shared.copies if one.generation >= since), key=lambda one: -one.generation):
-            if copy.node == self._around.number and self._have_older(content, copy):
+            if copy.node == self._around.node_number and self._have_older(content, copy):
                 return True
-            for node in self._around.others([copy.node]):
+            for node in self._around.list_live([copy.node]):
                 try:
-                    record = self._around.peers.record(node, content.id, copy.digest)
+                    record = self._around.peers.get_manifest(node, content.id, copy.digest)
                 except PeerFailed as failure:
                     log.debug("%s does not tell of content %d: %s", node.name, content.id, failure)
                     continue
-                with self._db.change():
-                    peers.peer_has(self._db, copy)
-                    return holding.fall_back(self._db, content, replace(_heard(record), generation=copy.generation), None)
+                with self._db.transaction():
+                    peers.insert_peer_copy(self._db, copy)
+                    return holding.restore_verified(self._db, content, replace(_heard(record), generation=copy.generation), None)
         return False
 
     def _have_older(self, content: Content, copy: PeerCopy) -> bool:
@@ -129,22 +129,22 @@ class FromPeers:
         if found is None:
             return False
         os.close(found.fd)
-        state = Heard(content.id, content.inode, copy.generation, found.size, copy.digest, found.blocks)
-        return holding.fall_back(self._db, content, state, found.place.tier)
+        state = RemoteState(content.id, content.inode, copy.generation, found.size, copy.digest, found.blocks)
+        return holding.restore_verified(self._db, content, state, found.place.tier)
 
-    def _heard_of(self, record: Record, node: Node) -> bool:
-        with self._db.change():
+    def _heard_of(self, record: ContentManifest, node: Node) -> bool:
+        with self._db.transaction():
             copy = peers.PeerCopy(record.content, node.number, record.generation, record.digest)
-            peers.peer_has(self._db, copy)
-            return holding.hear(self._db, _heard(record))
+            peers.insert_peer_copy(self._db, copy)
+            return holding.record_remote(self._db, _heard(record))
 
     # --- bringing it here --------------------------------------------------------------------------------------------
 
     def sources(self, content: Content) -> list[Node]:
         """The living nodes that are known to have exactly this generation, the fastest first."""
-        nodes = self._around.others(peers.elsewhere(self._db, content))
+        nodes = self._around.list_live(peers.list_holders(self._db, content))
         by_name = {node.name: node for node in nodes}
-        return [by_name[node.name] for node in self._around.peers.ranked(nodes)]
+        return [by_name[node.name] for node in self._around.peers.rank(nodes)]
 
     def bring(self, content: Content, sources: list[Node], tier: Tier, telling: Telling) -> None:
         """Make a good copy in `tier`. Raises PeerFailed when no source gave it, Busy when it has moved on, OSError from the tier."""
@@ -156,11 +156,11 @@ class FromPeers:
             try:
                 disk.act("gather:reserved", lambda: None)
                 self._fill(content, record, sources, place, older, telling)
-                if not disk.act("gather:arrived", holding.came, self._db, content, tier, record.blocks):
+                if not disk.act("gather:arrived", holding.record_fetched_copy, self._db, content, tier, record.blocks):
                     raise Busy("the file changed while it was fetched")
             except BaseException:
                 # A peer may have sent the same content meanwhile: then the row and the file are those of its copy, and stay.
-                fetching.give_up(self._db, content.id, tier)
+                fetching.delete_filling_copy(self._db, content.id, tier)
                 with suppress(OSError, CkptfsError):
                     aside.put_back(self._db, place, former)
                     removal.remove_forgotten(self._db, place, content.id)
@@ -176,43 +176,43 @@ class FromPeers:
         """Announce the copy, and take away the file of a former one: in one transaction, since a peer may send the same content. What may
         be all that is left of the file is put aside, under the id that is given.
         """
-        with self._db.change():
+        with self._db.transaction():
             kept = aside.put(self._db, place, content.id)
-            if not settling.fill(self._db, content, place.tier):
+            if not settling.insert_filling_copy(self._db, content, place.tier):
                 raise Busy("the file changed while it was fetched")
             former = place.detach(content.id)
         if former >= 0:
             os.close(former)
         return kept
 
-    def _record(self, content: Content, sources: list[Node]) -> Record:
+    def _record(self, content: Content, sources: list[Node]) -> ContentManifest:
         """The blocks' digests: from here, or from the first source that gives those of which the content's is made."""
         assert content.digest is not None
-        if content.blocks is not None and digest.whole(content.blocks, content.size) == content.digest:
-            return Record(content.id, content.inode, content.generation, content.size, content.digest, content.blocks)
+        if content.block_digests is not None and digest.hash_content(content.block_digests, content.size) == content.digest:
+            return ContentManifest(content.id, content.inode, content.generation, content.size, content.digest, content.block_digests)
         failure = PeerFailed("no node that has the file can be reached")
         # One that does not answer is left soon while there are others.
         hasty = [(node, limits.PEER_PATIENCE_S) for node in sources if len(sources) > 1]
         for node, timeout_s in [*hasty, *((node, limits.PEER_STALL_S) for node in sources)]:
             try:
-                record = self._around.peers.record(node, content.id, content.digest, timeout_s=timeout_s)
+                record = self._around.peers.get_manifest(node, content.id, content.digest, timeout_s=timeout_s)
             except PeerFailed as refusal:
                 failure = refusal
                 continue
-            if record.size == content.size and digest.whole(record.blocks, record.size) == content.digest:
+            if record.size == content.size and digest.hash_content(record.blocks, record.size) == content.digest:
                 return record
             failure = PeerFailed(f"{node.name} tells of other blocks than those of this content")
         raise failure
 
     def _older(self, content: Content, tier: Tier) -> int:
         """A descriptor of a former generation that lies in `tier`, or of a bad copy, whose good blocks may serve; -1 without one."""
-        states = {copy.tier: copy.state for copy in settling.copies(self._db, content.id)}
-        if states.get(tier) in (CopyState.OLDER, CopyState.QUARANTINED):
+        states = {copy.tier: copy.state for copy in settling.list_copies(self._db, content.id)}
+        if states.get(tier) in (CopyState.STALE, CopyState.QUARANTINED):
             with suppress(FileNotFoundError):
                 return self._places[tier].open(content.id)
         return -1
 
-    def _fill(self, content: Content, record: Record, sources: list[Node], place: Place, older: int, telling: Telling) -> None:
+    def _fill(self, content: Content, record: ContentManifest, sources: list[Node], place: Place, older: int, telling: Telling) -> None:
         with disk.closing(_created(place, record.content)) as target:
             os.ftruncate(target, record.size)
             lacking = _Lacking(record)
@@ -233,14 +233,14 @@ class FromPeers:
 class _Lacking:
     """The blocks that are not in the file yet. Holes need not come."""
 
-    def __init__(self, record: Record) -> None:
-        self._digests = digest.split(record.blocks)
+    def __init__(self, record: ContentManifest) -> None:
+        self._digests = digest.split_digests(record.blocks)
         self.numbers = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
     def take_from(self, source: int, target: int) -> None:
         """Copy the blocks that are the same in a former generation."""
         blocks = transfer.read(source, label="gather:older")[2]
-        former = digest.split(blocks)
+        former = digest.split_digests(blocks)
         left = []
         for number in self.numbers:
             if not (number < len(former) and former[number] == self._digests[number] and self._copied(source, target, number)):
@@ -249,14 +249,14 @@ class _Lacking:
 
     def _copied(self, source: int, target: int, number: int) -> bool:
         data = os.pread(source, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)
-        if digest.block(data) != self._digests[number]:
+        if digest.hash_block(data) != self._digests[number]:
             return False
         disk.write_all("gather:write", target, data, number * limits.BLOCK_BYTES)
         return True
 
 
-def _heard(record: Record) -> Heard:
-    return Heard(record.content, record.inode, record.generation, record.size, record.digest, record.blocks)
+def _heard(record: ContentManifest) -> RemoteState:
+    return RemoteState(record.content, record.inode, record.generation, record.size, record.digest, record.blocks)
 
 
 def _created(place: Place, content: int) -> int:

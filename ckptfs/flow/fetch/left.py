@@ -10,14 +10,14 @@ from collections.abc import Container
 from ckptfs import limits
 from ckptfs.catalog import fetching, wants
 from ckptfs.catalog.database import Database
-from ckptfs.clique.surroundings import Surroundings
-from ckptfs.model import Notify
+from ckptfs.clique.surroundings import Cluster
+from ckptfs.model import Notifier
 
 
 class Left:
     """One for all fetches of a node; any thread."""
 
-    def __init__(self, db: Database, around: Surroundings, notify: Notify) -> None:
+    def __init__(self, db: Database, around: Cluster, notify: Notifier) -> None:
         self._db = db
         self._around = around
         self._notify = notify
@@ -31,14 +31,14 @@ class Left:
             self._asked = {want: asked for want, asked in self._asked.items() if want in still_wanted}
             self._decided = {want for want in self._decided if want in still_wanted}
 
-    def may_come(self, want: wants.Want) -> bool:
+    def may_come(self, want: wants.MoverRequest) -> bool:
         """Whether what is left is being looked for, or was just decided: a fetch that failed is to be tried again then. Where nothing can
         be shown yet, as long as the writer counts as living, it is asked for anew each time, and nothing else waits for that. An island
         cannot decide.
         """
         if not self._around.lease():
             return False
-        found = fetching.look(self._db, want.inode)
+        found = fetching.load_fetch_state(self._db, want.inode)
         if found is None or found.content is None:
             return self._is_news(want)
         with self._lock:
@@ -48,13 +48,13 @@ class Left:
         answer = None if asked is None else wants.get(self._db, asked)
         if answer is not None and answer.state == wants.DONE:
             return self._is_news(want)
-        again = wants.ask(self._db, wants.LEFT, want.inode, wait_s=limits.FALL_BACK_RIVALS_S + limits.FETCH_STALL_S)
+        again = wants.insert_request(self._db, wants.SALVAGE, want.inode, wait_s=limits.FALL_BACK_RIVALS_S + limits.FETCH_STALL_S)
         with self._lock:
             self._asked[want.id] = again
-        self._notify.work("fall-back")
+        self._notify.wake_lanes("fall-back")
         return asked is None
 
-    def _is_news(self, want: wants.Want) -> bool:
+    def _is_news(self, want: wants.MoverRequest) -> bool:
         """Whether this fetch was not tried since it was decided."""
         with self._lock:
             news = want.id in self._asked and want.id not in self._decided

@@ -13,22 +13,22 @@ from ckptfs.catalog import fetching
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import truth
 from ckptfs.clique import holders
-from ckptfs.clique.holders import Shared
-from ckptfs.clique.surroundings import Surroundings
-from ckptfs.errors import CkptfsError, StoreRefused, Unreachable
+from ckptfs.clique.holders import ContentLocations
+from ckptfs.clique.surroundings import Cluster
+from ckptfs.errors import CkptfsError, StoreRefused, StoreUnreachable
 
 
 class Patience:
     """One for all fetches of a node; any thread."""
 
-    def __init__(self, db: Database, around: Surroundings) -> None:
+    def __init__(self, db: Database, around: Cluster) -> None:
         self._db = db
         self._around = around
-        self._world = (around.see(), time.monotonic())
+        self._world = (around.view(), time.monotonic())
 
     def follow(self) -> None:
         """Note when the world changes. Called before each fetch."""
-        world = self._around.see()
+        world = self._around.view()
         if world is not self._world[0]:
             self._world = world, time.monotonic()
 
@@ -41,34 +41,34 @@ class Patience:
 
         An island has nobody to ask, and does not wait. When it fell back, what it holds now is taken over, with what the PFS shows of it.
         """
-        number = fetching.content_of(self._db, inode)
+        number = fetching.get_content_id(self._db, inode)
         if number is None or not self.in_touch():
             return False
         try:
-            file = holders.files(self._around.store, [inode]).get(inode)
-            shared = holders.read(self._around.store, [number])[number]
-        except (Unreachable, StoreRefused):
+            file = holders.load_files(self._around.store, [inode]).get(inode)
+            shared = holders.load(self._around.store, [number])[number]
+        except (StoreUnreachable, StoreRefused):
             return False
         if file is None:
             return False
         waited_s = time.monotonic() - since_s
         if file.content != number:
             with suppress(CkptfsError):
-                truth.look_up(self._db, self._around.store, inode)
+                truth.load_inodes(self._db, self._around.store, inode)
             return waited_s < limits.FETCH_PATIENCE_S + _decided_s()
         if not denied and self._is_with_the_living(shared):
             return waited_s < limits.FETCH_PATIENCE_S
         return self._may_fall_back() and waited_s < limits.FETCH_PATIENCE_S + _decided_s()
 
-    def _is_with_the_living(self, shared: Shared) -> bool:
+    def _is_with_the_living(self, shared: ContentLocations) -> bool:
         """Whether another node lives that wrote what the file holds, or said that it has it."""
-        heard, world = shared.heard, self._world[0]
+        heard, world = shared.state, self._world[0]
         if heard is None:
             return False
         living = [copy.node for copy in shared.copies if copy.generation == heard.generation]
-        if not shared.lost and shared.writer is not None:
+        if not shared.is_lost and shared.writer is not None:
             living.append(shared.writer)
-        return any(node in world and node != self._around.number for node in living)
+        return any(node in world and node != self._around.node_number for node in living)
 
     def _may_fall_back(self) -> bool:
         """Whether the world changed so short a time ago that others may not have decided yet what is left of the file."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from ckptfs import limits
 from ckptfs.catalog import wants
 from ckptfs.catalog.database import Database
-from ckptfs.model import Content, Notify, Tier
+from ckptfs.model import Content, Notifier, Tier
 from ckptfs.tiers.arrival import Arrival
 from ckptfs.tiers.place import Places
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Telling:
     """Of one want. Called before or after each block, by any thread: now and then tells the askers that their file is on its way."""
 
-    def __init__(self, db: Database, places: Places, notify: Notify, want: wants.Want) -> None:
+    def __init__(self, db: Database, places: Places, notify: Notifier, want: wants.MoverRequest) -> None:
         self._db = db
         self._places = places
         self._notify = notify
@@ -35,7 +35,7 @@ class Telling:
             return
         try:
             self._told_s = time.monotonic()
-            wants.progress(self._db, self._want.id)
+            wants.record_progress(self._db, self._want.id)
         finally:
             self._lock.release()
 
@@ -45,8 +45,8 @@ class Telling:
         blocks = Blocks(self, self._notify, self._publish(content, tier, target_fd, lacking))
         try:
             if blocks.arrival is not None:
-                wants.begun(self._db, self._want.id)
-                self._notify.wants()
+                wants.mark_readable(self._db, self._want.id)
+                self._notify.notify_replies()
             yield blocks
         finally:
             if blocks.arrival is not None:
@@ -66,7 +66,7 @@ class Telling:
 class Blocks:
     """What is told of each block."""
 
-    def __init__(self, telling: Telling, notify: Notify, arrival: Arrival | None) -> None:
+    def __init__(self, telling: Telling, notify: Notifier, arrival: Arrival | None) -> None:
         self.arrival = arrival
         self._telling = telling
         self._notify = notify
@@ -74,7 +74,7 @@ class Blocks:
     def came(self, number: int) -> None:
         """This block is in the target, and right. Called by several threads."""
         if self.arrival is not None and self.arrival.came(number):
-            self._notify.wants()
+            self._notify.notify_replies()
         self._telling()
 
     def asked(self) -> list[int]:

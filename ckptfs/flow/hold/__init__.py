@@ -16,22 +16,22 @@ from collections.abc import Sequence
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import holding, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import Heard
-from ckptfs.clique.shelf import Loan, NotHere, NotNow, Offer, Reception
-from ckptfs.clique.surroundings import Surroundings
-from ckptfs.errors import Busy, CkptfsError, Refused
+from ckptfs.catalog.holding import RemoteState
+from ckptfs.clique.shelf import CopyNotFound, CopyUnavailable, Offer, OpenCopy, Reception
+from ckptfs.clique.surroundings import Cluster
+from ckptfs.errors import Busy, CkptfsError, InvalidArgument
 from ckptfs.flow.hold.arriving import Arriving
 from ckptfs.flow.hold.believed import Believed
 from ckptfs.flow.hold.open_states import OpenStates
 from ckptfs.flow.hold.room import Room
-from ckptfs.model import Content, ContentState, CopyState, Notify, Tier
+from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import older, transfer
 from ckptfs.tiers.place import Place, Places
 
 log = logging.getLogger(__name__)
 
 transfer.labels("hold:check")
-disk.labels("hold:fsync", "hold:directory", "hold:outdated", "hold:rename", "hold:counted", "hold:persist")
+disk.declare_labels("hold:fsync", "hold:directory", "hold:outdated", "hold:rename", "hold:counted", "hold:persist")
 
 SEAL_LOOK_S = 0.01
 SOUGHT_BYTES_MIN = 256 * limits.KIB
@@ -41,7 +41,7 @@ SOUGHT_BYTES_MIN = 256 * limits.KIB
 class Hold:
     """The shelf: what peers may do on this node."""
 
-    def __init__(self, db: Database, places: Places, share: float, notify: Notify, around: Surroundings) -> None:
+    def __init__(self, db: Database, places: Places, share: float, notify: Notifier, around: Cluster) -> None:
         self._db = db
         self._believed = Believed(db, around)
         self._places = places
@@ -62,13 +62,13 @@ class Hold:
         self._drop_stale()
         return False
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until the next look."""
         return limits.RECEPTION_KEPT_S if self._arriving else None
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
-    def receive(self, offer: Offer) -> Reception:
+    def begin_reception(self, offer: Offer) -> Reception:
         """Prepare for the blocks of `offer`."""
         _demand_whole(offer)
         self._demand_wanted(offer)
@@ -97,20 +97,20 @@ class Hold:
 
     def _demand_wanted(self, offer: Offer) -> None:
         """Refuse what is older than what is known here, and what somebody writes here just now."""
-        known = settling.content(self._db, offer.content)
+        known = settling.get_content(self._db, offer.content)
         ahead = offer.generation - (0 if known is None else known.generation)
         if ahead > limits.GENERATIONS_AHEAD_MAX:
-            raise Refused(f"generation {offer.generation} of this content is too far ahead of what is known here")
+            raise InvalidArgument(f"generation {offer.generation} of this content is too far ahead of what is known here")
         if known is None:
             return
         if known.state is ContentState.OPEN:
             raise Busy("somebody writes this content here")
         if known.state is ContentState.DOOMED:
-            raise Refused("this content was deleted")
+            raise InvalidArgument("this content was deleted")
         if known.generation > offer.generation:
-            raise Refused(f"generation {known.generation} of this content is known here; offered: {offer.generation}")
+            raise InvalidArgument(f"generation {known.generation} of this content is known here; offered: {offer.generation}")
         if known.generation == offer.generation and None not in (known.digest, offer.digest) and known.digest != offer.digest:
-            raise Refused("this generation of the content has another digest here")
+            raise InvalidArgument("this generation of the content has another digest here")
 
     def _prepared(self, offer: Offer) -> Arriving:
         """What arrived of this content before, or a new file with what blocks are here already."""
@@ -136,7 +136,7 @@ class Hold:
         """(place, descriptor) of a verified copy of exactly this; None when there is none."""
         try:
             loan, place = self._lend(offer.content, offer.digest)
-        except NotHere:
+        except CopyNotFound:
             return None
         return place, loan.fd
 
@@ -144,31 +144,31 @@ class Hold:
         """Blocks of an older generation, or of whatever came last."""
         number = arriving.offer.content
         if arriving.fresh and arriving.offer.size >= SOUGHT_BYTES_MIN:
-            known = settling.content(self._db, number)
-            for copy in settling.copies(self._db, number):
-                if copy.state in (CopyState.GOOD, CopyState.OLDER) and copy.tier in self._places and copy.tier is not Tier.PFS:
+            known = settling.get_content(self._db, number)
+            for copy in settling.list_copies(self._db, number):
+                if copy.state in (CopyState.GOOD, CopyState.STALE) and copy.tier in self._places and copy.tier is not Tier.PFS:
                     good = known is not None and copy.state is CopyState.GOOD
-                    arriving.know(self._places[copy.tier], number, known.blocks if known is not None and good else None)
+                    arriving.know(self._places[copy.tier], number, known.block_digests if known is not None and good else None)
             left = limits.BLOCK_SOURCES_BLOCKS_MAX
-            for content, tier, blocks in holding.recent_blocks(self._db, SOUGHT_BYTES_MIN, limits.BLOCK_SOURCES_MAX):
+            for content, tier, blocks in holding.list_recent_blocks(self._db, SOUGHT_BYTES_MIN, limits.BLOCK_SOURCES_MAX):
                 left -= len(blocks) // digest.BLOCK_DIGEST_BYTES
                 if content != number and tier in self._places and left >= 0:
                     arriving.know(self._places[tier], content, blocks)
         arriving.fresh = False
         arriving.take_from_here()
 
-    def received(self, token: int) -> bool:
+    def finish_reception(self, token: int) -> bool:
         """Every lacking block was written, and its digest was right as it arrived."""
         arriving = self._of(token)
         offer = arriving.offer
         try:
             if arriving.done:
                 arriving.close()
-                counts = holding.hear(self._db, _heard(offer))
-                holding.tell_again(self._db, offer.content)
+                counts = holding.record_remote(self._db, _heard(offer))
+                holding.mark_unannounced(self._db, offer.content)
                 return self._end(arriving, counts)
             arriving.came()
-            if offer.early:
+            if offer.is_early:
                 arriving.idle_s = time.monotonic()
                 return True
             return self._end(arriving, self._count(arriving, offer))
@@ -192,14 +192,14 @@ class Hold:
             return False
         place = arriving.place
         # What the file held so far must not count any more before it is another one. What was written here since does not give way.
-        with self._db.change():
+        with self._db.transaction():
             self._demand_way(offer)
-            disk.act("hold:outdated", holding.begin_replacing, self._db, offer.content)
-        with self._db.change():
+            disk.act("hold:outdated", holding.mark_copies_stale, self._db, offer.content)
+        with self._db.transaction():
             # Only one generation of a content can arrive at a time. Who fetches it just now finds this one in its place.
             self._demand_way(offer)
             disk.act("hold:rename", place.rename, arriving.number, offer.content)
-            if not holding.arrived(self._db, _heard(offer), arriving.number, place.tier):
+            if not holding.record_hosted_copy(self._db, _heard(offer), arriving.number, place.tier):
                 raise Busy("the content moved on")
         arriving.close()
         disk.act("hold:counted", lambda: None)
@@ -207,17 +207,17 @@ class Hold:
             place.persist_names()
             disk.act("hold:persist", self._db.persist)
         self._drop_former(offer.content, place.tier)
-        self._notify.work()
+        self._notify.wake_lanes()
         return True
 
     def _demand_way(self, offer: Offer) -> None:
         """Refuse when what is known here does not give way to what is offered any more: somebody wrote here meanwhile, or deleted it."""
-        known = settling.content(self._db, offer.content)
+        known = settling.get_content(self._db, offer.content)
         if known is None:
             return
-        mine = known.state is ContentState.CLOSED and not known.peer
+        mine = known.state is ContentState.CLOSED and not known.is_remote
         same = known.generation == offer.generation and known.digest in (None, offer.digest)
-        gives_way = known.generation < offer.generation and not holding.is_untold(self._db, offer.content)
+        gives_way = known.generation < offer.generation and not holding.is_own_unpublished(self._db, offer.content)
         if known.state in (ContentState.OPEN, ContentState.DOOMED) or mine or not (same or gives_way):
             raise Busy("the content moved on")
 
@@ -232,21 +232,21 @@ class Hold:
 
     def _drop_former(self, content: int, tier: Tier) -> None:
         """Copies of the former generation in other tiers."""
-        for copy in settling.copies(self._db, content):
-            if copy.tier is not tier and copy.state is CopyState.OLDER and copy.tier is not Tier.PFS and copy.tier in self._places:
-                settling.forget_copy(self._db, content, copy.tier)
+        for copy in settling.list_copies(self._db, content):
+            if copy.tier is not tier and copy.state is CopyState.STALE and copy.tier is not Tier.PFS and copy.tier in self._places:
+                settling.delete_copy(self._db, content, copy.tier)
                 self._places[copy.tier].remove(content)
 
-    def abandon(self, token: int, *, keep: bool = True) -> None:
+    def abort_reception(self, token: int, *, keep_blocks: bool = True) -> None:
         """The transfer ended early: what came is looked at again when the rest is offered."""
         try:
             arriving = self._of(token)
-        except Refused:
+        except InvalidArgument:
             return
         if arriving.done:
             arriving.close()
             self._end(arriving, True)
-        elif not (keep or arriving.begun):
+        elif not (keep_blocks or arriving.begun):
             self._end(arriving, False)
         else:
             arriving.doubt()
@@ -258,7 +258,7 @@ class Hold:
             for content, known in self._busy.items():
                 if known == token and content in self._arriving:
                     return self._arriving[content]
-        raise Refused("no such transfer is under way")
+        raise InvalidArgument("no such transfer is under way")
 
     def _drop_stale(self) -> None:
         """What nobody went on sending goes, the oldest first where there are too many."""
@@ -273,67 +273,67 @@ class Hold:
 
     # --- lending -----------------------------------------------------------------------------------------------------
 
-    def lend(self, content: int, digest: bytes | None) -> Loan:
+    def open_copy(self, content: int, digest: bytes | None) -> OpenCopy:
         """A copy to read from. It stays readable when it is dropped meanwhile."""
         return self._lend(content, digest)[0]
 
-    def _lend(self, number: int, digest: bytes | None) -> tuple[Loan, Place]:
-        known = settling.content(self._db, number)
+    def _lend(self, number: int, digest: bytes | None) -> tuple[OpenCopy, Place]:
+        known = settling.get_content(self._db, number)
         if known is not None and known.state is ContentState.OPEN and (loan := self._open.lend(number, digest)) is not None:
             return loan
-        if known is not None and known.peer and known.state is ContentState.CLOSED and digest is not None:
+        if known is not None and known.is_remote and known.state is ContentState.CLOSED and digest is not None:
             return self._lend_older(known, digest)
         if known is None or known.state is not ContentState.SEALED or known.digest is None or digest not in (None, known.digest):
             raise _not_here(known, f"content {number} is not here, or not in that state")
-        for copy in settling.copies(self._db, number):
+        for copy in settling.list_copies(self._db, number):
             if copy.state is not CopyState.GOOD or copy.tier not in self._places or copy.tier is Tier.PFS:
                 continue
             try:
                 fd = self._places[copy.tier].open(number)
             except FileNotFoundError:
                 continue
-            if settling.unchanged(self._db, known):
-                return Loan(number, known.inode, known.generation, known.size, known.digest, known.blocks or b"", fd), self._places[
+            if settling.is_unchanged(self._db, known):
+                return OpenCopy(number, known.inode, known.generation, known.size, known.digest, known.block_digests or b"", fd), self._places[
                     copy.tier
                 ]
             os.close(fd)
         raise _not_here(known, f"no copy of content {number} is here")
 
-    def _lend_older(self, known: Content, wanted: bytes) -> tuple[Loan, Place]:
+    def _lend_older(self, known: Content, wanted: bytes) -> tuple[OpenCopy, Place]:
         """What lay here before its writer told that there is more, and has not sealed it: all that is left when that one dies."""
         found = older.find(self._db, self._places, known.id, wanted)
         if found is None:
-            raise NotHere(f"content {known.id} is not here in that state")
-        return Loan(known.id, known.inode, known.generation, found.size, wanted, found.blocks, found.fd), found.place
+            raise CopyNotFound(f"content {known.id} is not here in that state")
+        return OpenCopy(known.id, known.inode, known.generation, found.size, wanted, found.blocks, found.fd), found.place
 
-    def seal_soon(self, content: int, timeout_s: float) -> Loan | None:
+    def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
         """Wait until a content that is closed here is sealed. Of one that is still written: what it holds now."""
         until_s = time.monotonic() + min(timeout_s, limits.SEAL_SOON_MAX_S)
         while True:
-            known = settling.content(self._db, content)
-            if known is None or known.peer:
-                raise NotHere(f"content {content} is not this node's own")
+            known = settling.get_content(self._db, content)
+            if known is None or known.is_remote:
+                raise CopyNotFound(f"content {content} is not this node's own")
             if known.state is ContentState.SEALED:
-                return self.lend(content, None)
+                return self.open_copy(content, None)
             if known.state not in (ContentState.OPEN, ContentState.CLOSED):
-                raise NotHere(f"content {content} is gone")
+                raise CopyNotFound(f"content {content} is gone")
             if known.state is ContentState.OPEN and (loan := self._open.now(content)) is not None:
                 return loan
             if time.monotonic() > until_s:
                 return None
-            self._notify.work()
+            self._notify.wake_lanes()
             self._pause.wait(SEAL_LOOK_S)
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 
-    def forget(self, contents: Sequence[int]) -> None:
+    def release_copies(self, contents: Sequence[int]) -> None:
         """Nothing goes at a peer's word alone: the store is asked first."""
         with self._lock:
             # What is too much is found by the next sweep.
             self.doubted.update(contents[: max(0, limits.DOUBTED_MAX - len(self.doubted))])
-        self._notify.work()
+        self._notify.wake_lanes()
 
-    def room(self) -> int:
+    def get_free_bytes(self) -> int:
         """How many more bytes this node would hold for its peers."""
         return self._room.free()
 
@@ -352,20 +352,20 @@ def _demand_whole(offer: Offer) -> None:
     """An offer that contradicts itself is refused before anything is made for it."""
     count = -(-offer.size // limits.BLOCK_BYTES)
     if not 0 <= offer.size <= limits.FILE_BYTES_MAX or count > limits.BLOCK_DIGESTS_MAX:
-        raise Refused(f"{offer.size} bytes are too many for a copy on another node")
+        raise InvalidArgument(f"{offer.size} bytes are too many for a copy on another node")
     if len(offer.blocks) != count * digest.BLOCK_DIGEST_BYTES:
-        raise Refused(f"{offer.size} bytes have {count} blocks; {len(offer.blocks)} bytes of digests were offered")
-    if offer.digest is not None and digest.whole(offer.blocks, offer.size) != offer.digest:
-        raise Refused("the digest that was offered is not that of the blocks")
+        raise InvalidArgument(f"{offer.size} bytes have {count} blocks; {len(offer.blocks)} bytes of digests were offered")
+    if offer.digest is not None and digest.hash_content(offer.blocks, offer.size) != offer.digest:
+        raise InvalidArgument("the digest that was offered is not that of the blocks")
     if offer.content <= 0 or offer.inode <= 0 or offer.generation < 0:
-        raise Refused("no such content can be")
+        raise InvalidArgument("no such content can be")
 
 
-def _not_here(known: Content | None, message: str) -> NotHere:
+def _not_here(known: Content | None, message: str) -> CopyNotFound:
     """What this node wrote itself is not gone because it cannot be lent."""
-    mine = known is not None and not known.peer and known.state is not ContentState.DOOMED
-    return NotNow(message) if mine else NotHere(message)
+    mine = known is not None and not known.is_remote and known.state is not ContentState.DOOMED
+    return CopyUnavailable(message) if mine else CopyNotFound(message)
 
 
-def _heard(offer: Offer) -> Heard:
-    return Heard(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)
+def _heard(offer: Offer) -> RemoteState:
+    return RemoteState(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)

@@ -13,12 +13,12 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import fetching
 from ckptfs.catalog.database import Database
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
-from ckptfs.errors import CkptfsError, NoRoom
+from ckptfs.errors import CkptfsError, NoSpace
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place
 
 transfer.labels("hold")
-disk.labels("hold:create", "hold:allocate")
+disk.declare_labels("hold:create", "hold:allocate")
 
 
 class Arriving:
@@ -45,7 +45,7 @@ class Arriving:
     @classmethod
     def begin(cls, db: Database, place: Place, offer: Offer) -> "Arriving":
         """A new file for an offer. Raises NoRoom."""
-        number = fetching.reserve(db, place.tier)
+        number = fetching.insert_reserved_copy(db, place.tier)
         try:
             place.remove(number)
             return cls(place, number, disk.act("hold:create", place.create, number), offer)
@@ -65,12 +65,12 @@ class Arriving:
         self.offer = offer
         if self.done:
             return
-        digests = digest.split(offer.blocks)
+        digests = digest.split_digests(offer.blocks)
         self._stretch(offer.size, digests)
         self._present = {number: known for number, known in self._present.items() if number < len(digests)}
         buffer = _Buffer()
         for number in sorted(self._doubtful):
-            if number < len(digests) and digests[number] != UNKNOWN_BLOCK and digest.block(buffer.read(self.fd, number)) == digests[number]:
+            if number < len(digests) and digests[number] != UNKNOWN_BLOCK and digest.hash_block(buffer.read(self.fd, number)) == digests[number]:
                 self._present[number] = digests[number]
         self._doubtful = set()
         if self.fresh:
@@ -92,18 +92,18 @@ class Arriving:
         except OSError as failure:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise NoRoom(f"{self.place.tier} is full") from failure
+            raise NoSpace(f"{self.place.tier} is full") from failure
         self._allocated = size
 
     def know(self, place: Place, content: int, joined: bytes | None) -> None:
         """A file here that may have blocks of this one. `joined`: its digests; None: they are found out now."""
         if joined is None:
             joined = _read_digests(place, content)
-        self._sources.append((place, content, {known: number for number, known in enumerate(digest.split(joined))}))
+        self._sources.append((place, content, {known: number for number, known in enumerate(digest.split_digests(joined))}))
 
     def take_from_here(self) -> None:
         """Copy what blocks those files have in common with what is lacking."""
-        digests = digest.split(self.offer.blocks)
+        digests = digest.split_digests(self.offer.blocks)
         buffer = _Buffer()
         for place, content, index in self._sources:
             wanted = [number for number in self.lacking if digests[number] in index]
@@ -115,13 +115,13 @@ class Arriving:
 
     def _take_block(self, data: memoryview, here: int, wanted: bytes) -> None:
         """Put a block of another file in place, if it is what it is said to be."""
-        if digest.block(data) == wanted:
+        if digest.hash_block(data) == wanted:
             disk.write_all("hold:write", self.fd, data, here * limits.BLOCK_BYTES)
             self._present[here] = wanted
 
     def came(self) -> None:
         """All that was lacking is in place, and right."""
-        digests = digest.split(self.offer.blocks)
+        digests = digest.split_digests(self.offer.blocks)
         for number in self.lacking:
             self._present[number] = digests[number]
         self.begun |= bool(self.lacking)
@@ -137,7 +137,7 @@ class Arriving:
 
     def right(self) -> bool:
         """Whether every block of the offer is in place, and the file as long as it says."""
-        present = all(self._present.get(number) == wanted for number, wanted in enumerate(digest.split(self.offer.blocks)))
+        present = all(self._present.get(number) == wanted for number, wanted in enumerate(digest.split_digests(self.offer.blocks)))
         return present and os.fstat(self.fd).st_size == self.offer.size
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Arriving:
 def _tidy(db: Database, place: Place, number: int) -> None:
     with contextlib.suppress(OSError, CkptfsError):
         place.remove(number)
-    fetching.give_up(db, number, place.tier)
+    fetching.delete_filling_copy(db, number, place.tier)
 
 
 class _Buffer:

@@ -9,37 +9,37 @@ from ckptfs.catalog import identity, settling
 from ckptfs.catalog.database import Database
 from ckptfs.clique import holders
 from ckptfs.clique.shelf import Offer
-from ckptfs.clique.surroundings import Surroundings
-from ckptfs.errors import Busy, StoreRefused, Unreachable
+from ckptfs.clique.surroundings import Cluster
+from ckptfs.errors import Busy, StoreRefused, StoreUnreachable
 
 
 class Believed:
     """Any thread."""
 
-    def __init__(self, db: Database, around: Surroundings) -> None:
+    def __init__(self, db: Database, around: Cluster) -> None:
         self._db = db
         self._around = around
 
     def demand(self, offer: Offer) -> None:
         """Raises Busy when nobody who may says that the content holds what is offered. An early offer changes nothing yet, and passes."""
-        if offer.early or self._is(identity.home(offer.content), offer.sender) or self._is_known(offer):
+        if offer.is_early or self._is(identity.get_origin_node(offer.content), offer.sender) or self._is_known(offer):
             return
         try:
-            shared = holders.read(self._around.store, [offer.content])[offer.content]
-        except (Unreachable, StoreRefused):
+            shared = holders.load(self._around.store, [offer.content])[offer.content]
+        except (StoreUnreachable, StoreRefused):
             return
-        heard = shared.heard
+        heard = shared.state
         if self._is(shared.writer, offer.sender) or (
             heard is not None and (heard.generation, heard.digest) == (offer.generation, offer.digest)
         ):
             return
-        if offer.digest is None or not shared.having(offer.generation, offer.digest):
+        if offer.digest is None or not shared.list_holders_of(offer.generation, offer.digest):
             raise Busy("the store does not say that this content holds what is offered")
 
     def _is(self, number: int | None, name: str) -> bool:
-        node = None if number is None else self._around.see().by_number.get(number)
+        node = None if number is None else self._around.view().by_number.get(number)
         return node is not None and node.name == name
 
     def _is_known(self, offer: Offer) -> bool:
-        known = settling.content(self._db, offer.content)
+        known = settling.get_content(self._db, offer.content)
         return known is not None and (known.inode, known.generation, known.digest) == (offer.inode, offer.generation, offer.digest)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ckptfs import digest, limits
 from ckptfs.catalog import peers, settling
 from ckptfs.catalog.database import Database
-from ckptfs.clique.shelf import Loan
+from ckptfs.clique.shelf import OpenCopy
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place, Places
@@ -29,9 +29,9 @@ class OpenStates:
         self._db = db
         self._places = places
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, bytes], Loan] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, bytes], OpenCopy] = OrderedDict()
 
-    def now(self, content: int) -> Loan | None:
+    def now(self, content: int) -> OpenCopy | None:
         """What an open content holds now; None when it is not open, or lies where nobody else may read."""
         place = self._place(content)
         if place is None:
@@ -39,7 +39,7 @@ class OpenStates:
         fd = place.open(content)
         try:
             # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
-            seen = peers.snapshot(self._db, content)
+            seen = peers.record_open_snapshot(self._db, content)
             size, whole, blocks = transfer.read(fd, label="hold:open")
             if seen is None or not self._is_open(content) or len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES):
                 os.close(fd)
@@ -47,14 +47,14 @@ class OpenStates:
         except BaseException:
             os.close(fd)
             raise
-        loan = Loan(content, seen.inode, seen.generation, size, whole, blocks, fd)
+        loan = OpenCopy(content, seen.inode, seen.generation, size, whole, blocks, fd)
         with self._lock:
             self._kept[content, whole] = replace(loan, fd=-1)
             while len(self._kept) > KEPT_MAX:
                 self._kept.popitem(last=False)
         return loan
 
-    def lend(self, content: int, whole: bytes | None) -> tuple[Loan, Place] | None:
+    def lend(self, content: int, whole: bytes | None) -> tuple[OpenCopy, Place] | None:
         """The state of an open content that has this digest; None: nobody asked for one."""
         with self._lock:
             kept = None if whole is None else self._kept.get((content, whole))
@@ -64,9 +64,9 @@ class OpenStates:
         return replace(kept, fd=place.open(content)), place
 
     def _is_open(self, content: int) -> bool:
-        known = settling.content(self._db, content)
+        known = settling.get_content(self._db, content)
         return known is not None and known.state is ContentState.OPEN
 
     def _place(self, content: int) -> Place | None:
-        good = [copy.tier for copy in settling.copies(self._db, content) if copy.state is CopyState.GOOD and copy.tier is not Tier.PFS]
+        good = [copy.tier for copy in settling.list_copies(self._db, content) if copy.state is CopyState.GOOD and copy.tier is not Tier.PFS]
         return self._places.get(good[0]) if good else None

@@ -6,7 +6,7 @@ what this node writes. If we die here: nothing is remembered.
 
 from ckptfs.catalog import holding
 from ckptfs.catalog.database import Database
-from ckptfs.errors import NoRoom
+from ckptfs.errors import NoSpace
 from ckptfs.model import Tier
 from ckptfs.tiers.place import Places
 
@@ -26,7 +26,7 @@ class Room:
         for tier in HIGH:
             if tier in self._places and self.free_in(tier) >= size:
                 return tier
-        raise NoRoom(f"the share of this node's tiers that is set aside for peers has no room for {size} bytes")
+        raise NoSpace(f"the share of this node's tiers that is set aside for peers has no room for {size} bytes")
 
     def free(self) -> int:
         """The largest content that would be taken now."""
@@ -35,5 +35,5 @@ class Room:
     def free_in(self, tier: Tier) -> int:
         """How many bytes more may be held in a tier."""
         room = self._places.room(tier)
-        share = int(self._share * room.total) - holding.held_bytes(self._db, tier)
+        share = int(self._share * room.total) - holding.count_hosted_bytes(self._db, tier)
         return max(0, min(share, room.free, int(HIGH[tier] * room.total) - room.used))

@@ -13,16 +13,16 @@ import time
 from ckptfs import limits
 from ckptfs.catalog import peers, report, wants
 from ckptfs.catalog.database import Database
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.flow.secure.spreading import Spreading
-from ckptfs.model import ContentState, Level, Notify
+from ckptfs.model import ContentState, Level, Notifier
 from ckptfs.tiers.place import Places
 
 
 class Secure:
     """Answers one want a step. Several threads may take steps at once, of different files."""
 
-    def __init__(self, db: Database, places: Places, notify: Notify, around: Surroundings) -> None:
+    def __init__(self, db: Database, places: Places, notify: Notifier, around: Cluster) -> None:
         self._db = db
         self._notify = notify
         self._spreading = Spreading(db, places, around)
@@ -42,18 +42,18 @@ class Secure:
                 self._in_hand.discard(want.inode)
         return True
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """While somebody waits: until the first want is looked at again."""
         with self._lock:
             return max(0.0, min(self._again_s.values()) - time.monotonic()) if self._again_s else None
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         """Nothing is put off."""
         with self._lock:
             self._again_s = {}
 
-    def _take(self) -> wants.Want | None:
-        wanted = wants.wanted(self._db, wants.SECURE)
+    def _take(self) -> wants.MoverRequest | None:
+        wanted = wants.list_open(self._db, wants.REPLICATE_NOW)
         now_s = time.monotonic()
         with self._lock:
             self._again_s = {want.id: self._again_s[want.id] for want in wanted if want.id in self._again_s}
@@ -63,30 +63,30 @@ class Secure:
                     return want
         return None
 
-    def _answer(self, want: wants.Want) -> None:
-        found = report.record(self._db, want.inode)
+    def _answer(self, want: wants.MoverRequest) -> None:
+        found = report.load_file_record(self._db, want.inode)
         if found.content is None or found.content.state is not ContentState.OPEN:
             self._settled(want)
-        elif self._spreading.copied(found.content.id) and peers.is_known(self._db, found.content):
+        elif self._spreading.copied(found.content.id) and peers.is_published(self._db, found.content):
             self._done(want)
         else:
             self._later(want)
 
-    def _settled(self, want: wants.Want) -> None:
+    def _settled(self, want: wants.MoverRequest) -> None:
         """It was closed meanwhile: the replicate flow does the rest."""
-        listed = report.listed(self._db, want.inode)
+        listed = report.get_listed_file(self._db, want.inode)
         if listed is None or listed.level in (Level.CLIQUE, Level.PFS):
             self._done(want)
         elif listed.record.content is not None and listed.record.content.state is ContentState.LOST:
-            wants.failed(self._db, want.id, errno.EIO)
-            self._notify.wants()
+            wants.mark_failed(self._db, want.id, errno.EIO)
+            self._notify.notify_replies()
         else:
             self._later(want)
 
-    def _done(self, want: wants.Want) -> None:
-        wants.done(self._db, want.id)
-        self._notify.wants()
+    def _done(self, want: wants.MoverRequest) -> None:
+        wants.mark_done(self._db, want.id)
+        self._notify.notify_replies()
 
-    def _later(self, want: wants.Want) -> None:
+    def _later(self, want: wants.MoverRequest) -> None:
         with self._lock:
             self._again_s[want.id] = time.monotonic() + limits.RETRY_FIRST_S

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckptfs import limits
 from ckptfs.catalog import peers, settling, wants
 from ckptfs.catalog.database import Database
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.flow.secure.spreading import Spreading
 from ckptfs.model import Content, Tier
 from ckptfs.tiers.place import Places
@@ -36,7 +36,7 @@ class _Open:
 class Regularly:
     """Looks through the open files, and copies those that are due, one after the other."""
 
-    def __init__(self, db: Database, places: Places, around: Surroundings) -> None:
+    def __init__(self, db: Database, places: Places, around: Cluster) -> None:
         self._db = db
         self._places = places
         self._around = around
@@ -45,11 +45,11 @@ class Regularly:
 
     def step(self) -> bool:
         """Never more to do at once."""
-        if len(self._around.see()) < 2 or self._around.factor < 2:
+        if len(self._around.view()) < 2 or self._around.factor < 2:
             self._open = {}
             return False
-        written = peers.being_written(self._db, limits.OPEN_FILES_MAX)
-        fsynced = {want.inode: want for want in wants.wanted(self._db, wants.COPY)}
+        written = peers.list_being_written(self._db, limits.OPEN_FILES_MAX)
+        fsynced = {want.inode: want for want in wants.list_open(self._db, wants.REPLICATE_LATER)}
         now_s = time.monotonic()
         known, self._open = self._open, {}
         for content, tier in written:
@@ -57,37 +57,37 @@ class Regularly:
         for content, tier in written:
             self._look(self._open[content.id], content, tier, fsynced.pop(content.inode, None))
         for want in fsynced.values():
-            wants.done(self._db, want.id)  # It was closed: its seal does the rest.
+            wants.mark_done(self._db, want.id)  # It was closed: its seal does the rest.
         return False
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Soon while somebody writes; now and then else, because nobody tells of an open."""
-        return limits.OPEN_LOOK_S if settling.writers(self._db) else limits.OPEN_IDLE_S
+        return limits.OPEN_LOOK_S if settling.count_writers(self._db) else limits.OPEN_IDLE_S
 
     def _begun(self, content: Content, tier: Tier, now_s: float) -> _Open:
         """What was verified after it was changed last had its copies made when it was sealed."""
         mark = self._mark(content, tier)
-        verified_ns = next((copy.verified_ns for copy in settling.copies(self._db, content.id) if copy.tier is tier), 0)
+        verified_ns = next((copy.verified_ns for copy in settling.list_copies(self._db, content.id) if copy.tier is tier), 0)
         unchanged = mark is not None and mark[1] < verified_ns
         return _Open(mark if unchanged else None, now_s + limits.OPEN_COPIED_S, now_s + limits.OPEN_FSYNCED_S)
 
-    def _look(self, known: _Open, content: Content, tier: Tier, fsynced: wants.Want | None) -> None:
+    def _look(self, known: _Open, content: Content, tier: Tier, fsynced: wants.MoverRequest | None) -> None:
         now_s, mark = time.monotonic(), self._mark(content, tier)
         if mark is None or mark == known.copied or not mark[0]:
             if fsynced is not None:
-                wants.done(self._db, fsynced.id)
+                wants.mark_done(self._db, fsynced.id)
             return
         ripe = fsynced is not None and now_s >= known.fsync_s and time.time_ns() - fsynced.at_ns >= int(limits.OPEN_FSYNCED_S * 1e9)
         if not ripe and now_s < known.change_s:
             return
         if fsynced is not None:
-            wants.done(self._db, fsynced.id)  # First: what is fsynced from here on is wanted anew.
+            wants.mark_done(self._db, fsynced.id)  # First: what is fsynced from here on is wanted anew.
         if self._spreading.copied(content.id):
             known.copied = mark
         else:
             log.debug("too few nodes take content %d as it is now; again in a while", content.id)
             if fsynced is not None:
-                wants.ask(self._db, wants.COPY, content.inode, wait_s=limits.WANT_KEPT_S)
+                wants.insert_request(self._db, wants.REPLICATE_LATER, content.inode, wait_s=limits.WANT_KEPT_S)
         end_s = time.monotonic()
         pause_s = PAUSE_RATIO * (end_s - now_s)
         known.change_s = end_s + max(limits.OPEN_COPIED_S, pause_s)

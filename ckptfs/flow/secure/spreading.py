@@ -14,17 +14,17 @@ from ckptfs.catalog import contents, peers, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peers import PeerCopy
 from ckptfs.clique import placement
-from ckptfs.clique.membership import World
-from ckptfs.clique.peers import PeerFailed, PeerLied
+from ckptfs.clique.membership import ClusterView
+from ckptfs.clique.peers import PeerCorrupt, PeerFailed
 from ckptfs.clique.shelf import Offer
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.model import Content, CopyState, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
 
-disk.labels("secure:read", "secure:counted")
+disk.declare_labels("secure:read", "secure:counted")
 
 TRIES_MAX = 5
 
@@ -32,7 +32,7 @@ TRIES_MAX = 5
 class Spreading:
     """Sends states of open files. Several threads may do so at once, of different files."""
 
-    def __init__(self, db: Database, places: Places, around: Surroundings) -> None:
+    def __init__(self, db: Database, places: Places, around: Cluster) -> None:
         self._db = db
         self._places = places
         self._around = around
@@ -42,14 +42,14 @@ class Spreading:
         for _ in range(TRIES_MAX):
             try:
                 return self._once(number)
-            except PeerLied:
+            except PeerCorrupt:
                 continue  # Somebody wrote to it while it was read.
             except FileNotFoundError:
                 return False  # It moved to another tier.
         return False
 
     def _once(self, number: int) -> bool:
-        place = next((copy.tier for copy in settling.copies(self._db, number) if copy.state is CopyState.GOOD), None)
+        place = next((copy.tier for copy in settling.list_copies(self._db, number) if copy.state is CopyState.GOOD), None)
         if place is None or place is Tier.PFS or place not in self._places:
             return False
         with disk.closing(self._places[place].open(number)) as fd:
@@ -63,24 +63,24 @@ class Spreading:
     def _snapshot(self, number: int, fd: int) -> Content | None:
         """A number for what the file holds now, with its size and times, by which others know it should it be the last."""
         status = os.fstat(fd)
-        with self._db.change():
-            seen = peers.snapshot(self._db, number)
+        with self._db.transaction():
+            seen = peers.record_open_snapshot(self._db, number)
             if seen is not None and contents.is_current(self._db, seen.inode, number):
-                contents.written(self._db, seen.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+                contents.record_written(self._db, seen.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
         return seen
 
     def _spread(self, seen: Content, offer: Offer, fd: int) -> bool:
         """Send a state of an open file until enough nodes have it. False: there are too few that take it."""
-        around, world = self._around, self._around.see()
-        has: set[int] = {around.number}
+        around, world = self._around, self._around.view()
+        has: set[int] = {around.node_number}
         failed: set[int] = set()
-        while wanted := placement.wanted(_without(world, failed), has, around.number, around.factor, around.jump):
+        while wanted := placement.choose_new_holders(_without(world, failed), has, around.node_number, around.factor, around.jump):
             node = wanted[0]
             try:
-                if not around.peers.send(node, offer, fd).verified:
+                if not around.peers.send(node, offer, fd).is_verified:
                     failed.add(node.number)
                     continue
-            except PeerLied:
+            except PeerCorrupt:
                 raise
             except PeerFailed as failure:
                 log.debug("%s does not take content %d as it is now: %s", node.name, offer.content, failure)
@@ -88,10 +88,10 @@ class Spreading:
                 continue
             assert offer.digest is not None
             copy = PeerCopy(offer.content, node.number, offer.generation, offer.digest)
-            disk.act("secure:counted", peers.peer_has, self._db, copy)
+            disk.act("secure:counted", peers.insert_peer_copy, self._db, copy)
             has.add(node.number)
-        return peers.spans_enough(self._db, sorted(has))
+        return peers.has_enough_domains(self._db, sorted(has))
 
 
-def _without(world: World, nodes: set[int]) -> World:
-    return World(tuple(node for node in world.nodes if node.number not in nodes)) if nodes else world
+def _without(world: ClusterView, nodes: set[int]) -> ClusterView:
+    return ClusterView(tuple(node for node in world.nodes if node.number not in nodes)) if nodes else world

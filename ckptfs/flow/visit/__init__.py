@@ -17,17 +17,17 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing import importing, touching, truth
 from ckptfs.catalog.store import Get
 from ckptfs.clique import holders
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.flow.visit.compare import Comparison, LookAgain
-from ckptfs.model import ROOT, Notify, Tier
+from ckptfs.model import ROOT, Notifier, Tier
 from ckptfs.tiers import health, pfs_listing
 from ckptfs.tiers.place import Places
 
 log = logging.getLogger(__name__)
 
-disk.labels("visit:begin", "visit:end")
+disk.declare_labels("visit:begin", "visit:end")
 
 # A refresh that took t seconds is followed by a pause of this many times t, so that refreshing never loads the PFS.
 PAUSE_RATIO = 9
@@ -41,13 +41,13 @@ THEIRS = {errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY}
 
 def refresh(db: Database, inode: int, *, recursive: bool, wait_s: float = limits.VISIT_WAIT_S) -> int:
     """Want the directory `inode` to be compared with the PFS now, with all visited ones below it if `recursive`. The want's id."""
-    return wants.ask(db, wants.VISIT, inode, wants.TREE if recursive else wants.AGAIN, wait_s=wait_s)
+    return wants.insert_request(db, wants.SCAN, inode, wants.TREE if recursive else wants.COMPARE_AGAIN, wait_s=wait_s)
 
 
 class Visit:
     """One directory a step: those that somebody waits for first."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, around: Surroundings | None = None) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, around: Cluster | None = None) -> None:
         """`around`: the other nodes, which look at the same PFS; None on a node that is alone."""
         self._around = around
         self._db = db
@@ -63,13 +63,13 @@ class Visit:
     def prepare(self) -> None:
         """Once, before the mover is ready: forget visits that died. Asks nothing of the PFS."""
         if self._config.pfs is not None:
-            visits.prepare(self._db, os.fsdecode(self._config.pfs))
+            visits.reset_scans(self._db, os.fsdecode(self._config.pfs))
 
     def step(self) -> bool:
         """Visit one directory. True: there may be more at once."""
         self._waiter = 0
         self._sweep()
-        wanted = wants.wanted(self._db, wants.VISIT)
+        wanted = wants.list_open(self._db, wants.SCAN)
         single = next((want for want in wanted if want.argument != wants.TREE), None)
         if single is not None:
             self._answer(single)
@@ -80,7 +80,7 @@ class Visit:
             return True
         return self._refresh_due()
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until directories whose turn it may be are looked for."""
         return max(0.0, self._not_before_s - time.monotonic())
 
@@ -89,36 +89,36 @@ class Visit:
     def _sweep(self) -> None:
         if time.monotonic() - self._swept_s > limits.WANT_SWEEP_S:
             self._swept_s = time.monotonic()
-            wants.sweep(self._db)
+            wants.delete_stale(self._db)
 
     def _progress(self) -> None:
         """Whoever waits for a large directory shall know that it is coming."""
         if self._waiter and time.monotonic() - self._told_s > limits.WANT_LOOK_S:
             self._told_s = time.monotonic()
-            wants.progress(self._db, self._waiter, wait_s=limits.VISIT_WAIT_S)
+            wants.record_progress(self._db, self._waiter, wait_s=limits.VISIT_WAIT_S)
 
-    def _answer(self, want: wants.Want) -> None:
+    def _answer(self, want: wants.MoverRequest) -> None:
         """Visit what one want asks for. It fails with the visit, at once: whoever asked may ask again."""
         self._waiter = want.id
         try:
-            if want.argument == wants.AGAIN or not visits.complete(self._db, want.inode):
+            if want.argument == wants.COMPARE_AGAIN or not visits.is_imported(self._db, want.inode):
                 self._visit_undisturbed(want.inode)
         except Exception as failure:
             if self._failed(want.id, want.inode, failure):
                 return
             raise
-        wants.done(self._db, want.id)
-        self._notify.wants()
+        wants.mark_done(self._db, want.id)
+        self._notify.notify_replies()
 
     def _failed(self, want: int, inode: int, failure: Exception) -> bool:
         """Answer with what went wrong; whether that is the asker's business only, and no trouble of the PFS."""
         code = failure.errno if isinstance(failure, OSError) and _theirs(failure) else errno.EIO
-        wants.failed(self._db, want, code or errno.EIO)
-        self._notify.wants()
+        wants.mark_failed(self._db, want, code or errno.EIO)
+        self._notify.notify_replies()
         log.debug("visit of inode %d: %s", inode, failure)
         return _theirs(failure)
 
-    def _climb(self, want: wants.Want) -> None:
+    def _climb(self, want: wants.MoverRequest) -> None:
         """Visit the next directory of a tree; the want is done with the last one. One below that cannot be listed is left out."""
         self._waiter = want.id
         queue = self._trees[want.id]
@@ -131,30 +131,30 @@ class Visit:
                 if self._failed(want.id, directory, failure):
                     return
                 raise
-        queue.extend(visits.directories_in(self._db, directory))
+        queue.extend(visits.list_scanned_directories(self._db, directory))
         if queue:
-            wants.progress(self._db, want.id, wait_s=limits.VISIT_WAIT_S)
+            wants.record_progress(self._db, want.id, wait_s=limits.VISIT_WAIT_S)
             return
         del self._trees[want.id]
-        wants.done(self._db, want.id)
-        self._notify.wants()
+        wants.mark_done(self._db, want.id)
+        self._notify.notify_replies()
 
     def _refresh_due(self) -> bool:
         """Compare the directory whose turn it is; never True, so that the pause after it is kept. In a cluster one node does it for all."""
         if time.monotonic() < self._not_before_s:
             return False
-        if self._around is not None and self._around.number != min(self._around.see().by_number, default=self._around.number):
+        if self._around is not None and self._around.node_number != min(self._around.view().by_number, default=self._around.node_number):
             self._not_before_s = time.monotonic() + limits.DUE_LOOK_S
             return False
         started_s = time.monotonic()
-        found = visits.due(self._db, time.time_ns() - int(self._config.refresh_interval_s * 1e9))
+        found = visits.find_due_directory(self._db, time.time_ns() - int(self._config.refresh_interval_s * 1e9))
         if found is None:
             self._not_before_s = started_s + min(self._config.refresh_interval_s, limits.DUE_LOOK_S)
             return False
         try:
             self._visit(found)
         except Exception as failure:
-            visits.postpone(self._db, found)
+            visits.record_postponed(self._db, found)
             if not _theirs(failure):
                 raise
         finally:
@@ -179,56 +179,56 @@ class Visit:
         """Compare one directory with the PFS. Raises OSError and TierUnavailable when it cannot be listed."""
         root_fd = self._root()
         try:
-            pending = disk.act("visit:begin", visits.begin, self._db, directory)
+            pending = disk.act("visit:begin", visits.record_scan_begin, self._db, directory)
             self._find(directory)
-            names = pfs_paths.path_on_pfs(self._db, directory)
+            names = pfs_paths.find_path(self._db, directory)
             if names is None:
-                visits.end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
+                visits.record_scan_end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
                 return
             with disk.closing(self._reach(root_fd, names, directory)) as fd:
                 Comparison(self._db, self._notify, pending, fd, self._progress, self._look_again(directory), self._is_gone).run()
         except BaseException:
-            visits.end(self._db, directory, whole=False)
+            visits.record_scan_end(self._db, directory, whole=False)
             raise
         finally:
             os.close(root_fd)
-        disk.act("visit:end", visits.end, self._db, directory, whole=True)
+        disk.act("visit:end", visits.record_scan_end, self._db, directory, whole=True)
         self._await_told()
 
     def _is_gone(self, inode: int) -> bool:
         """Whether the store has no such file; not while nodes tell one anew that has lost its data."""
-        if self._around is None or epoch.lost_s(self._db) < limits.UNTOLD_KEPT_S:
+        if self._around is None or epoch.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S:
             return False
         try:
-            return not self._around.store.read([Get(holders.inode_key(inode), keys_only=True)]).results[0]
+            return not self._around.store.read([Get(holders.build_inode_key(inode), keys_only=True)]).results[0]
         except CkptfsError:
             return False
 
     def _find(self, directory: int) -> None:
         """Where the PFS shows a directory now: other nodes may have moved it."""
         if self._around is not None:
-            truth.look_up(self._db, self._around.store, directory)
+            truth.load_inodes(self._db, self._around.store, directory)
 
     def _look_again(self, directory: int) -> LookAgain | None:
         """What asks the store about names that were listed."""
         if self._around is None:
             return None
         store = self._around.store
-        return lambda names: importing.refresh(self._db, store, directory, names)
+        return lambda names: importing.refresh_names(self._db, store, directory, names)
 
     def _await_told(self) -> None:
         """What was imported is the other nodes' before anybody here uses it; or theirs is, where they were faster."""
-        until_s, last = time.monotonic() + limits.ETCD_WAIT_S, touching.last(self._db)
-        while self._around is not None and touching.waiting(self._db, last) and time.monotonic() < until_s:
+        until_s, last = time.monotonic() + limits.ETCD_WAIT_S, touching.get_last_change(self._db)
+        while self._around is not None and touching.has_dirty(self._db, last) and time.monotonic() < until_s:
             time.sleep(TOLD_LOOK_S)
 
     def _root(self) -> int:
         if self._config.pfs is None:
             raise TierUnavailable("there is no PFS to visit")
-        if settling.tier_uuid(self._db, Tier.PFS) is None:
+        if settling.get_tier_uuid(self._db, Tier.PFS) is None:
             self._mark()
         try:
-            return pfs_listing.open_root(self._config.pfs, settling.tier_uuid(self._db, Tier.PFS))
+            return pfs_listing.open_root(self._config.pfs, settling.get_tier_uuid(self._db, Tier.PFS))
         except OSError as failure:
             remedy = health.remedy(failure.errno)
             raise TierUnavailable(f"{self._config.pfs} cannot be opened: {failure.strerror}", remedy=remedy) from failure
@@ -240,20 +240,20 @@ class Visit:
         except (OSError, TierUnavailable) as failure:
             log.info("the PFS takes no mark of ours: %s", failure)
             return
-        settling.adopt(self._db, Tier.PFS, mark)
+        settling.set_tier_uuid(self._db, Tier.PFS, mark)
 
     def _reach(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> int:
         """A descriptor of the directory itself, also while write-back is about to rename what is above it."""
         try:
             fd = pfs_listing.walk(root_fd, names)
         except (FileNotFoundError, NotADirectoryError):
-            if pfs_paths.disturbed(self._db, directory):
+            if pfs_paths.is_path_changing(self._db, directory):
                 raise _disturbed(names) from None
             self._look_above(root_fd, names, directory)
             raise
-        known = pfs_paths.identity(self._db, directory)
+        known = pfs_paths.find_pfs_inode(self._db, directory)
         moved = directory != ROOT and known != os.fstat(fd).st_ino
-        if moved and (pfs_paths.disturbed(self._db, directory) or (self._around is not None and known is not None)):
+        if moved and (pfs_paths.is_path_changing(self._db, directory) or (self._around is not None and known is not None)):
             os.close(fd)
             raise _disturbed(names)
         return fd
@@ -262,17 +262,17 @@ class Visit:
         """A directory is gone from the PFS: compare the nearest one above that is there, so that the catalog learns of it."""
         above = directory
         for depth in range(len(names) - 1, -1, -1):
-            above = pfs_paths.parent_on_pfs(self._db, above)
+            above = pfs_paths.get_parent(self._db, above)
             try:
                 fd = pfs_listing.walk(root_fd, names[:depth])
             except (FileNotFoundError, NotADirectoryError):
                 continue
             with disk.closing(fd):
-                pending = visits.begin(self._db, above)
+                pending = visits.record_scan_begin(self._db, above)
                 try:
                     Comparison(self._db, self._notify, pending, fd, look_again=self._look_again(above)).vanished_only(names[depth])
                 finally:
-                    visits.end(self._db, above, whole=False)
+                    visits.record_scan_end(self._db, above, whole=False)
             return
 
 

@@ -14,13 +14,13 @@ from typing import TypeVar
 from ckptfs import disk, limits
 from ckptfs.catalog import report, settling, visits
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.visits import Pending, Verdict
-from ckptfs.model import ROOT, Notify, Seen
+from ckptfs.catalog.visits import PendingChanges, ScanVerdict
+from ckptfs.model import ROOT, Notifier, PfsEntryStat
 from ckptfs.tiers import acting, pfs_listing
 
 log = logging.getLogger(__name__)
 
-disk.labels("visit:import", "visit:vanish", "visit:parked")
+disk.declare_labels("visit:import", "visit:vanish", "visit:parked")
 
 LISTED_TOGETHER = 256
 IMPORTED_TOGETHER = limits.CHANGE_ROWS_MAX // 8
@@ -37,7 +37,7 @@ class Comparison:
     """One listed directory and the catalog."""
 
     def __init__(
-        self, db: Database, notify: Notify, pending: Pending, fd: int, progress: Callable[[], None] = lambda: None,
+        self, db: Database, notify: Notifier, pending: PendingChanges, fd: int, progress: Callable[[], None] = lambda: None,
         look_again: LookAgain | None = None, gone: Callable[[int], bool] = lambda inode: False,
     ) -> None:  # fmt: skip
         """`look_again` learns what other nodes know of names, and says which must be left to them; `gone`: whether a file certainly has
@@ -50,8 +50,8 @@ class Comparison:
         self._pending = pending
         self._directory = pending.directory
         self._fd = fd
-        self._cached = visits.cached(db, pending.directory)
-        self._blank = not visits.complete(db, pending.directory)
+        self._cached = visits.can_cache_absent_names(db, pending.directory)
+        self._blank = not visits.is_imported(db, pending.directory)
         self._progress = progress
         self._names_changed = False
         self._foreign: list[bytes] = []
@@ -61,7 +61,7 @@ class Comparison:
         if self._directory == ROOT:
             self._take_root()
         names: set[bytes] = set()
-        replaced: list[Seen] = []
+        replaced: list[PfsEntryStat] = []
         listing = pfs_listing.listing(self._fd, root=self._directory == ROOT, foreign=self._foreign.append)
         for batch in _batches(listing, LISTED_TOGETHER):
             self._progress()
@@ -69,14 +69,14 @@ class Comparison:
             self._learn([seen.name for seen in batch])
             replaced += self._take(self._differing(batch))
         self._tell_foreign()
-        self._forget(name for name, _, _ in visits.believed(self._db, self._directory) if name not in names)
+        self._forget(name for name, _, _ in visits.list_expected(self._db, self._directory) if name not in names)
         for seen in replaced:
             self._clear(seen.name)
             self._take([seen])
         if self._names_changed:
-            with self._db.change():
-                visits.stranger_was_here(self._db, self._directory, pfs_listing.look_at(self._fd))
-            self._notify.inode(self._directory)
+            with self._db.transaction():
+                visits.record_external_change(self._db, self._directory, pfs_listing.look_at(self._fd))
+            self._notify.invalidate_inode(self._directory)
 
     def _sweep(self, name: bytes) -> bool:
         """What a node that died was about to rename goes when nobody calls it anything any more. What lives stays, and is told of."""
@@ -97,71 +97,71 @@ class Comparison:
         self._foreign = [name for name in self._foreign if not self._sweep(name)]
         key = f"trouble:hidden:{self._directory:016x}"
         if not self._foreign:
-            settling.report(self._db, key, None)
+            settling.set_report(self._db, key, None)
             return
-        path = b"/".join(part for part in (report.path_of(self._db, self._directory), min(self._foreign)) if part)
+        path = b"/".join(part for part in (report.get_path(self._db, self._directory), min(self._foreign)) if part)
         count = len(self._foreign)
         what = "is hidden in the mount" if count == 1 else f"and {count - 1} more are hidden in the mount"
-        if not report.reports(self._db, key):
+        if not report.list_reports(self._db, key):
             log.warning("%s %s: names like it are for ckptfs's own files", os.fsdecode(path), what)
         remedy = "give it another name on the PFS, one that does not begin with .ckptfs"
-        settling.report(
+        settling.set_report(
             self._db, key, {"what": f"{what}: names like it are for ckptfs's own files", "path": os.fsdecode(path), "remedy": remedy}
         )
 
     def _take_root(self) -> None:
-        with visits.importing(self._db, ROOT):
-            taken = visits.root_attributes(self._db, self._pending, pfs_listing.look_at(self._fd))
+        with visits.import_transaction(self._db, ROOT):
+            taken = visits.set_root_attributes(self._db, self._pending, pfs_listing.look_at(self._fd))
         if taken:
-            self._notify.inode(ROOT)
+            self._notify.invalidate_inode(ROOT)
 
     def vanished_only(self, name: bytes) -> None:
         """Take over that one name is not there any more."""
         self._forget([name])
         if self._names_changed:
-            self._notify.inode(self._directory)
+            self._notify.invalidate_inode(self._directory)
 
-    def _differing(self, batch: list[Seen]) -> list[Seen]:
+    def _differing(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
         """Those for which there may be something to do; the others cost one query and no transaction."""
         if self._blank:
             return batch
-        with self._db.snapshot():
-            return [seen for seen in batch if visits.verdict(seen, visits.known(self._db, self._directory, seen.name)) is not Verdict.SAME]
+        with self._db.read_transaction():
+            return [seen for seen in batch if visits.choose_verdict(seen, visits.get_known_name(self._db, self._directory, seen.name)) is not ScanVerdict.SAME]
 
-    def _take(self, batch: list[Seen]) -> list[Seen]:
+    def _take(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
         """Take over what differs; what stands where a directory was is left, and returned."""
         left = []
         for part in _batches(self._whole(batch), IMPORTED_TOGETHER if self._look_again is None else SHARED_TOGETHER):
-            done: list[tuple[Seen, Verdict, int | None]] = []
-            with visits.importing(self._db, self._directory):
+            done: list[tuple[PfsEntryStat, ScanVerdict, int | None]] = []
+            with visits.import_transaction(self._db, self._directory):
                 self._pending.update(self._db)
-                done += [(seen, *visits.apply(self._db, self._pending, seen)) for seen in part]
+                done += [(seen, *visits.import_entry(self._db, self._pending, seen)) for seen in part]
                 disk.act("visit:import", lambda: None)
             for seen, verdict, inode in done:
                 self._tell(seen, verdict, inode)
-                if verdict is Verdict.REPLACED and seen.is_directory != visits.is_directory(self._db, inode):
+                if verdict is ScanVerdict.REPLACED and seen.is_directory != visits.is_directory(self._db, inode):
                     left.append(seen)
         return left
 
-    def _whole(self, batch: Iterable[Seen]) -> Iterator[Seen]:
+    def _whole(self, batch: Iterable[PfsEntryStat]) -> Iterator[PfsEntryStat]:
         for seen in batch:
             try:
                 yield pfs_listing.whole(self._fd, seen)
             except FileNotFoundError:
                 continue
 
-    def _tell(self, seen: Seen, verdict: Verdict, inode: int | None) -> None:
+    def _tell(self, seen: PfsEntryStat, verdict: ScanVerdict, inode: int | None) -> None:
         """Let the mount's kernel forget what is not true any more. Of an unvisited directory it knows no absent names."""
-        if verdict in {Verdict.NEW, Verdict.REPLACED}:
+        if verdict in {ScanVerdict.NEW, ScanVerdict.REPLACED}:
             self._names_changed = self._names_changed or self._cached
             if self._cached:
-                self._notify.entry(self._directory, seen.name)
-        if verdict in {Verdict.ATTRIBUTES, Verdict.CONTENT, Verdict.ADOPT} and inode is not None:
-            self._notify.inode(inode)
-        if verdict is Verdict.CONTENT and inode is not None:
+                self._notify.invalidate_entry(self._directory, seen.name)
+        if verdict in {ScanVerdict.ATTRIBUTES, ScanVerdict.CONTENT, ScanVerdict.ADOPT} and inode is not None:
+            self._notify.invalidate_inode(inode)
+        if verdict is ScanVerdict.CONTENT and inode is not None:
             # A kernel that caches writes believes its own size and times for as long as it knows the inode: it must forget its names.
-            for parent, name in visits.names_of(self._db, inode):
-                self._notify.entry(parent, name)
+            for parent, name in visits.list_names(self._db, inode):
+                self._notify.invalidate_entry(parent, name)
             log.info("%s was changed on the PFS by somebody else", os.fsdecode(seen.name))
 
     def _learn(self, names: list[bytes]) -> None:
@@ -178,33 +178,33 @@ class Comparison:
 
     def _clear(self, name: bytes) -> None:
         """Forget a name with all that is below it, from the bottom up; what is newer than the PFS stays, with what holds it."""
-        inode = visits.known(self._db, self._directory, name).inode
+        inode = visits.get_known_name(self._db, self._directory, name).inode
         if inode is None or self._is_pending(name, inode):
             return
-        for directory, below in visits.tree(self._db, inode):
-            pending = visits.begin(self._db, directory)
+        for directory, below in visits.list_tree(self._db, inode):
+            pending = visits.record_scan_begin(self._db, directory)
             try:
                 self._drop(pending, below)
             finally:
-                visits.end(self._db, directory, whole=False)
+                visits.record_scan_end(self._db, directory, whole=False)
         self._names_changed = self._drop(self._pending, [name]) or self._names_changed
 
     def _is_pending(self, name: bytes, inode: int) -> bool:
         self._pending.update(self._db)
-        return self._pending.has(name, inode)
+        return self._pending.is_pending(name, inode)
 
-    def _drop(self, pending: Pending, names: list[bytes]) -> bool:
+    def _drop(self, pending: PendingChanges, names: list[bytes]) -> bool:
         """Forget names in one directory; whether any went."""
         gone: list[bytes] = []
         for part in _batches(names, IMPORTED_TOGETHER):
-            with visits.importing(self._db, pending.directory):
+            with visits.import_transaction(self._db, pending.directory):
                 pending.update(self._db)
-                gone += [name for name in part if visits.vanish(self._db, pending, name)]
+                gone += [name for name in part if visits.record_vanished(self._db, pending, name)]
                 disk.act("visit:vanish", lambda: None)
         for name in gone:
-            self._notify.entry(pending.directory, name)
+            self._notify.invalidate_entry(pending.directory, name)
         if gone:
-            self._notify.work()
+            self._notify.wake_lanes()
         return bool(gone)
 
 

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from ckptfs import disk
 from ckptfs.catalog import adoption, epoch, journal, pfs_batch, pfs_view, report, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.journal import Row
+from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_batch import Batch
-from ckptfs.catalog.pfs_view import View
-from ckptfs.catalog.sharing.truth import Unread
-from ckptfs.clique.surroundings import Surroundings
+from ckptfs.catalog.pfs_batch import PfsBatch
+from ckptfs.catalog.pfs_view import PfsView
+from ckptfs.catalog.sharing.truth import NotLoaded
+from ckptfs.clique.surroundings import Cluster
 from ckptfs.config import Config
-from ckptfs.errors import Busy, TierUnavailable, Unreachable
+from ckptfs.errors import Busy, StoreUnreachable, TierUnavailable
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
 from ckptfs.flow.write_back.known import Known
 from ckptfs.flow.write_back.pauses import Pauses
@@ -32,7 +32,7 @@ from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.flow.write_back.refusals import Aside, unavailable
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, resolved
 from ckptfs.flow.write_back.together import Together
-from ckptfs.model import ROOT, Level, Notify, Tier
+from ckptfs.model import ROOT, Level, Notifier, Tier
 from ckptfs.tiers.pfs_tree import Names, NotThere, PfsTree
 from ckptfs.tiers.place import Places
 
@@ -40,7 +40,7 @@ __all__ = ["WriteBack"]
 
 log = logging.getLogger(__name__)
 
-disk.labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times")
+disk.declare_labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times")
 
 ROWS_TOGETHER = 512
 TIMES_TOGETHER = 64
@@ -58,17 +58,17 @@ _ASTRAY = {errno.ENOENT, errno.ESTALE}
 class WriteBack:
     """The one lane that changes the PFS under ordinary names."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notify, around: Surroundings | None = None) -> None:
+    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, around: Cluster | None = None) -> None:
         """`around`: the other nodes, which write to the same PFS; None on a node that is alone."""
         self._db = db
         self._places = places
         self._config = config
         self._notify = notify
         self._tree = None if config.pfs is None else PfsTree(config.pfs)
-        self._instance = adoption.instance(db)
+        self._instance = adoption.get_instance_id(db)
         self._together = None if around is None or self._tree is None else Together(db, around, self._instance, self._tree)
         self._pauses = Pauses(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
-        self._aside = Aside(lambda key, value: settling.report(db, key, value))
+        self._aside = Aside(lambda key, value: settling.set_report(db, key, value))
         self._facts = Known(db, self._pauses, self._aside)
         self._look_again_s = WAITING_DUE_S if self._together is None else TOLD_DUE_S
         self._fence: int | None = None
@@ -82,8 +82,8 @@ class WriteBack:
 
     def prepare(self) -> None:
         """Once, before the mover is ready: what was made while there was no PFS is told to the journal. Asks nothing of the PFS."""
-        if self._tree is not None and settling.tier_uuid(self._db, Tier.PFS) is None:
-            adoption.adopt(self._db, adoption.UNIDENTIFIED)
+        if self._tree is not None and settling.get_tier_uuid(self._db, Tier.PFS) is None:
+            adoption.set_pfs(self._db, adoption.UNIDENTIFIED)
 
     def step(self) -> bool:
         """Write back one batch. True: there may be more at once. Raises TierUnavailable: nothing is lost, it is to be tried again."""
@@ -104,11 +104,11 @@ class WriteBack:
             self._missing = missing.names
             self._make_again(missing)
             return True
-        except Unread as more:
+        except NotLoaded as more:
             assert self._together is not None
             self._together.read_also(more.inode)
             return True
-        except (Busy, Unreachable) as reason:
+        except (Busy, StoreUnreachable) as reason:
             log.debug("write-back waits: %s", reason)
             self._waiting = True
             return False
@@ -119,7 +119,7 @@ class WriteBack:
                 return True
             raise unavailable(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until a content that is not sealed yet, or an open file that had to wait for its turn, is looked at again."""
         waits = [
             self._pauses.due_s() if self._pauses.deferred else None,
@@ -129,7 +129,7 @@ class WriteBack:
         ]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         """Somebody drains: whatever was put off is tried now."""
         self._fence = None
         self._pauses.over()
@@ -139,24 +139,24 @@ class WriteBack:
 
     def _step(self, tree: PfsTree) -> bool:
         for inode, content in self._pauses.resumed():
-            with self._db.change():
+            with self._db.transaction():
                 journal.append(self._db, "synced", inode, content=content)
-        if self._begun and not pfs_batch.in_hand(self._db):
+        if self._begun and not pfs_batch.has_work(self._db):
             self._waiting = False
             return self._together is not None and self._together.find_left_out()
         if self._together is not None:
-            epoch.demand_told(self._db)
+            epoch.require_rebuilt(self._db)
         tree.check(self._adopted())
         self._begun = True
-        found = pfs_batch.read(self._db)
+        found = pfs_batch.find_batch(self._db)
         if found is not None and found[0]:
             self._finish_former(tree, found[1])
             return True
         self._aside.begin()
         after = self._aside.after
-        rows = journal.head(self._db, ROWS_TOGETHER, after) if self._together is None else self._together.rows(after)
+        rows = journal.list_oldest(self._db, ROWS_TOGETHER, after) if self._together is None else self._together.rows(after)
         if not rows:
-            self._waiting = self._together is not None and bool(journal.head(self._db, 1, after))
+            self._waiting = self._together is not None and bool(journal.list_oldest(self._db, 1, after))
             self._aside.ended()
             self._stager(tree).clear([])
             return (not self._waiting and self._together is not None and self._together.find_left_out()) or self._set_times(tree)
@@ -164,18 +164,18 @@ class WriteBack:
 
     def _adopted(self) -> str | None:
         """The uuid of our PFS, None where we may not leave one; at the first meeting all that exists is told to the journal."""
-        uuid = settling.tier_uuid(self._db, Tier.PFS)
+        uuid = settling.get_tier_uuid(self._db, Tier.PFS)
         if uuid is None:
             try:
                 uuid = self._places[Tier.PFS].uuid
-                settling.adopt(self._db, Tier.PFS, uuid)
+                settling.set_tier_uuid(self._db, Tier.PFS, uuid)
             except (PermissionError, TierUnavailable):
                 log.debug("%s goes without a work area of ours", self._config.pfs)
-        if adoption.adopt(self._db, uuid or adoption.UNIDENTIFIED):
+        if adoption.set_pfs(self._db, uuid or adoption.UNIDENTIFIED):
             log.info("the PFS at %s is new to this catalog; everything is written back to it", self._config.pfs)
         return uuid
 
-    def _write_back(self, tree: PfsTree, rows: list[Row]) -> bool:
+    def _write_back(self, tree: PfsTree, rows: list[JournalRow]) -> bool:
         """Plan, stage and apply. What moves on meanwhile is planned anew."""
         for _ in range(PLANS_MAX):
             planner = self._plan(rows)
@@ -192,19 +192,19 @@ class WriteBack:
                     return True
                 continue
             self._apply(tree, batch)
-            self._aside.after = max(self._aside.after, batch.last)
-            self._fence = None if self._fence is not None and batch.last >= self._fence else self._fence
+            self._aside.after = max(self._aside.after, batch.last_seq)
+            self._fence = None if self._fence is not None and batch.last_seq >= self._fence else self._fence
             return True
         return True
 
-    def _plan(self, rows: list[Row]) -> Planner:
+    def _plan(self, rows: list[JournalRow]) -> Planner:
         def temporary(key: int) -> bytes:
             return f".ckptfs.{self._instance}.{key:x}".encode()
 
-        planner = Planner(View(self._db), self._facts, temporary)
+        planner = Planner(PfsView(self._db), self._facts, temporary)
         if self._together is not None:
             planner = self._together.planner(self._facts, temporary)
-        with self._db.snapshot():
+        with self._db.read_transaction():
             for row in rows:
                 if self._fence is not None and row.seq >= self._fence and planner.last:
                     break
@@ -212,14 +212,14 @@ class WriteBack:
                     break
         return planner
 
-    def _stage(self, tree: PfsTree, planner: Planner) -> Batch:
+    def _stage(self, tree: PfsTree, planner: Planner) -> PfsBatch:
         """Make the temporary files, and write the batch down."""
-        batch = Batch(planner.last, [action for action in planner.actions if action.key in planner.puts])
+        batch = PfsBatch(planner.last, [action for action in planner.actions if action.key in planner.puts])
         stager = self._stager(tree)
         stager.clear(batch.actions)
         if batch.actions:
-            with self._db.change():
-                pfs_batch.write(self._db, batch, ready=False)
+            with self._db.transaction():
+                pfs_batch.set_batch(self._db, batch, ready=False)
             disk.act("write_back:begun", lambda: None)
         try:
             staged = self._put_all(stager, planner)
@@ -227,17 +227,17 @@ class WriteBack:
         except BaseException:
             with contextlib.suppress(OSError):
                 stager.discard(batch.actions)
-                with self._db.change():
-                    pfs_batch.take_back(self._db)
+                with self._db.transaction():
+                    pfs_batch.delete_batch(self._db)
             raise
         finally:
             stager.close()
             self._no_progress()
         batch = resolved(planner, staged)
-        batch.after = self._aside.after
+        batch.after_seq = self._aside.after
         if batch.actions:
-            with self._db.change():
-                pfs_batch.write(self._db, batch, ready=True)
+            with self._db.transaction():
+                pfs_batch.set_batch(self._db, batch, ready=True)
             disk.act("write_back:written_down", lambda: None)
         if self._together is not None:
             with self._or_give_up(tree, batch):
@@ -245,7 +245,7 @@ class WriteBack:
         return batch
 
     @contextlib.contextmanager
-    def _or_give_up(self, tree: PfsTree, batch: Batch) -> Iterator[None]:
+    def _or_give_up(self, tree: PfsTree, batch: PfsBatch) -> Iterator[None]:
         """Where the other nodes went on, a batch that was staged is not to be: it is planned anew."""
         try:
             yield
@@ -253,10 +253,10 @@ class WriteBack:
             self._give_up(tree, batch)
             raise
 
-    def _give_up(self, tree: PfsTree, batch: Batch) -> None:
+    def _give_up(self, tree: PfsTree, batch: PfsBatch) -> None:
         self._stager(tree).discard(batch.actions)
-        with self._db.change():
-            pfs_batch.take_back(self._db)
+        with self._db.transaction():
+            pfs_batch.delete_batch(self._db)
 
     def _stager(self, tree: PfsTree) -> Stager:
         return Stager(self._db, self._places, tree, self._progress)
@@ -315,7 +315,7 @@ class WriteBack:
         self._fence = None
         return Busy(f"{path} is set aside")
 
-    def _finish_former(self, tree: PfsTree, batch: Batch) -> None:
+    def _finish_former(self, tree: PfsTree, batch: PfsBatch) -> None:
         """What was written down is done; in a cluster if the other nodes still count on us for it."""
         former = batch if self._together is None else self._together.stands(batch)
         if former is None:
@@ -328,9 +328,9 @@ class WriteBack:
         if planner.missing is not None and self._together is not None:
             self._together.fetch(planner.missing)
             self._waiting = True
-            self._notify.work()
+            self._notify.wake_lanes()
 
-    def _apply(self, tree: PfsTree, batch: Batch) -> None:
+    def _apply(self, tree: PfsTree, batch: PfsBatch) -> None:
         """Make the batch true, and tell the catalog."""
         demand = (lambda: None) if self._together is None else self._together.demand_life
         applier = Applier(self._db, tree, batch, demand, shared=self._together is not None, gone=self._gone)
@@ -340,45 +340,45 @@ class WriteBack:
             if applier.current is not None and not isinstance(failure, NotThere):
                 raise OSError(failure.errno, failure.strerror, self._path(applier.current.inode)) from failure
             raise
-        for inode in pfs_batch.unfinished(batch, found):
+        for inode in pfs_batch.list_unfinished(batch, found):
             log.warning("%s is not on the PFS any more; it is written back again if its bytes are here", self._path(inode))
         if self._together is not None:
             with self._or_give_up(tree, batch):
                 self._together.settle(batch, found)
         else:
-            with self._db.change():
-                pfs_batch.finish(self._db, batch, found)
+            with self._db.transaction():
+                pfs_batch.record_batch_done(self._db, batch, found)
                 disk.act("write_back:finish", lambda: None)
-        if batch.published:
-            self._notify.work()
+        if batch.published_rows:
+            self._notify.wake_lanes()
 
     # --- around it ------------------------------------------------------------------------------------------------------
 
     def _make_again(self, missing: NotThere) -> None:
         """A stranger removed a directory into which we have to write: it is made again, with all that is ours in it."""
-        inode = pfs_view.inode_at(self._db, missing.names)
+        inode = pfs_view.find_inode(self._db, missing.names)
         if inode is None or inode == ROOT:
             raise unavailable(missing, str(missing.filename)) from missing
         log.warning("the directory %s is gone from the PFS; it is made again", missing.filename)
-        with self._db.change():
-            if not adoption.again(self._db, inode):
-                pfs_view.forget(self._db, inode)  # The mount has removed it too: what was to happen in it need not happen.
+        with self._db.transaction():
+            if not adoption.insert_rows_for_tree(self._db, inode):
+                pfs_view.delete_entries(self._db, inode)  # The mount has removed it too: what was to happen in it need not happen.
 
     def _set_times(self, tree: PfsTree) -> bool:
         """Nothing else is to be done: directories get the times that they have in the mount."""
-        directories = pfs_batch.untimed(self._db, TIMES_TOGETHER)
+        directories = pfs_batch.list_stale_times(self._db, TIMES_TOGETHER)
         if self._together is not None and directories:
             self._together.look_for(directories)
-        view = View(self._db)
+        view = PfsView(self._db)
         for number in directories:
-            path = view.path(number)
+            path = view.get_path(number)
             with contextlib.suppress(FileNotFoundError):
                 inode = get(self._db, number)
                 if path is None:
                     continue
                 fd = tree.directory(path)
                 disk.act("write_back:times", set_directory_times, fd, inode)
-        pfs_batch.timed(self._db, directories)
+        pfs_batch.delete_stale_times(self._db, directories)
         return bool(directories)
 
     def _progress(self, inode: int, copied: int, size: int) -> None:
@@ -386,12 +386,12 @@ class WriteBack:
         if now - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s, self._reporting = now, True
             value = {"inode": inode, "path": self._path(inode), "copied_bytes": copied, "size_bytes": size}
-            settling.report(self._db, "write_back", value)
+            settling.set_report(self._db, "write_back", value)
 
     def _no_progress(self) -> None:
         if self._reporting:
             self._reporting = False
-            settling.report(self._db, "write_back", None)
+            settling.set_report(self._db, "write_back", None)
 
     def _path(self, inode: int) -> str:
-        return os.fsdecode(report.path_of(self._db, inode) or b"/")
+        return os.fsdecode(report.get_path(self._db, inode) or b"/")

@@ -18,8 +18,8 @@ from ckptfs import disk, limits
 from ckptfs.catalog import pfs_view
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_batch import Action, Batch, Found, Spot
-from ckptfs.catalog.pfs_view import Mark
+from ckptfs.catalog.pfs_batch import ObservedStat, PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_view import Fingerprint
 from ckptfs.errors import Busy
 from ckptfs.model import Inode
 from ckptfs.tiers import acting, pfs_attributes, transfer
@@ -28,7 +28,7 @@ from ckptfs.tiers.pfs_tree import Names, NotThere, PfsTree, exchange, look
 log = logging.getLogger(__name__)
 
 transfer.labels("write_back:double")
-disk.labels(
+disk.declare_labels(
     "write_back:put", "write_back:link", "write_back:move", "write_back:swap", "write_back:unlink", "write_back:rmdir", "write_back:aside",
     "write_back:attributes", "write_back:directory", "write_back:look",
 )  # fmt: skip
@@ -47,7 +47,7 @@ class Applier:
         self,
         db: Database,
         tree: PfsTree,
-        batch: Batch,
+        batch: PfsBatch,
         demand: Callable[[], None] = lambda: None,
         *,
         shared: bool = False,
@@ -63,11 +63,11 @@ class Applier:
         self._db = db
         self._tree = tree
         self._batch = batch
-        self._ours = {mark.ino for action in batch.actions for mark in (action.mark, action.other) if mark is not None and mark.ino}
+        self._ours = {mark.ino for action in batch.actions for mark in (action.fingerprint, action.replaced_fingerprint) if mark is not None and mark.ino}
         self._directories: dict[tuple[bytes, ...], None] = {}
-        self.current: Action | None = None
+        self.current: PfsAction | None = None
 
-    def run(self) -> dict[tuple[int, bytes], Found | None]:
+    def run(self) -> dict[tuple[int, bytes], ObservedStat | None]:
         """Make all changes; what every name of the batch then shows, None where it is not what it should be."""
         for action in self._batch.actions:
             self.current = action
@@ -80,14 +80,14 @@ class Applier:
         for path in self._directories:
             with contextlib.suppress(NotThere):
                 self._persist(path)
-        return {(show.at.parent, show.at.name): self._see(show.at, show.mark) for show in self._batch.shows if show.inode is not None}
+        return {(show.location.parent, show.location.name): self._see(show.location, show.fingerprint) for show in self._batch.expected_entries if show.inode is not None}
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: PfsAction) -> None:
         {
             "put": self._put, "link": self._link, "move": self._move, "exchange": self._exchange,
             "unlink": self._unlink, "rmdir": self._rmdir, "attributes": self._attributes,
         }[action.act](action)  # fmt: skip
-        for spot in (action.at, action.to):
+        for spot in (action.location, action.new_location):
             if spot is not None and action.act != "attributes":
                 self._directories[spot.path] = None
 
@@ -100,58 +100,58 @@ class Applier:
 
     # --- the changes ----------------------------------------------------------------------------------------------------
 
-    def _put(self, action: Action) -> None:
-        directory = self._fd(action.at)
+    def _put(self, action: PfsAction) -> None:
+        directory = self._fd(action.location)
         temporary = look(directory, action.temporary)
         if temporary is None:
             return
-        self._make_way(action.at, action.mark, action.other)
+        self._make_way(action.location, action.fingerprint, action.replaced_fingerprint)
         try:
-            self._rename("write_back:put", action.at, action.temporary, action.at)
+            self._rename("write_back:put", action.location, action.temporary, action.location)
         except OSError as failure:
             if failure.errno not in _IN_THE_WAY:
                 raise
-            there = look(directory, action.at.name)
+            there = look(directory, action.location.name)
             if there is not None and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(temporary.st_mode):
-                self._remove("write_back:rmdir", action.at, action.temporary, temporary)
+                self._remove("write_back:rmdir", action.location, action.temporary, temporary)
                 return
-            self._clear(action.at, action.other)
-            self._rename("write_back:put", action.at, action.temporary, action.at)
+            self._clear(action.location, action.replaced_fingerprint)
+            self._rename("write_back:put", action.location, action.temporary, action.location)
 
-    def _link(self, action: Action) -> None:
-        assert action.to is not None
-        source, target = look(self._fd(action.at), action.at.name), look(self._fd(action.to), action.to.name)
-        if not self._is(source, action.mark) or (target is not None and source is not None and target.st_ino == source.st_ino):
+    def _link(self, action: PfsAction) -> None:
+        assert action.new_location is not None
+        source, target = look(self._fd(action.location), action.location.name), look(self._fd(action.new_location), action.new_location.name)
+        if not self._is(source, action.fingerprint) or (target is not None and source is not None and target.st_ino == source.st_ino):
             return
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(action.temporary, dir_fd=self._fd(action.to))
-        self._make_way(action.to, action.mark, action.other)
-        self._as(self._fd(action.at), action.at.name, lambda: disk.act("write_back:link", self._link_or_copy, action))
-        self._rename("write_back:put", action.to, action.temporary, action.to)
+            os.unlink(action.temporary, dir_fd=self._fd(action.new_location))
+        self._make_way(action.new_location, action.fingerprint, action.replaced_fingerprint)
+        self._as(self._fd(action.location), action.location.name, lambda: disk.act("write_back:link", self._link_or_copy, action))
+        self._rename("write_back:put", action.new_location, action.temporary, action.new_location)
 
-    def _link_or_copy(self, action: Action) -> None:
+    def _link_or_copy(self, action: PfsAction) -> None:
         """Another name under the temporary one; where the PFS has no links, another file with the same bytes."""
-        assert action.to is not None
-        source, target = self._fd(action.at), self._fd(action.to)
+        assert action.new_location is not None
+        source, target = self._fd(action.location), self._fd(action.new_location)
         try:
-            os.link(action.at.name, action.temporary, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+            os.link(action.location.name, action.temporary, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
             return
         except OSError as failure:
-            found = look(source, action.at.name)
+            found = look(source, action.location.name)
             if failure.errno not in _NO_LINKS or found is None or not stat.S_ISREG(found.st_mode):
                 raise
-            log.warning("the PFS cannot link %s (%s); it gets a copy", os.fsdecode(action.to.name), failure.strerror)
+            log.warning("the PFS cannot link %s (%s); it gets a copy", os.fsdecode(action.new_location.name), failure.strerror)
         self._copy(action)
 
-    def _copy(self, action: Action) -> None:
-        assert action.to is not None
-        read = os.open(action.at.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd(action.at))
+    def _copy(self, action: PfsAction) -> None:
+        assert action.new_location is not None
+        read = os.open(action.location.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd(action.location))
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            written = os.open(action.temporary, flags, 0o600, dir_fd=self._fd(action.to))
+            written = os.open(action.temporary, flags, 0o600, dir_fd=self._fd(action.new_location))
             try:
                 transfer.copy(read, written, label="write_back:double")
-                self._dress(action.inode, self._fd(action.to), action.temporary)
+                self._dress(action.inode, self._fd(action.new_location), action.temporary)
                 found = os.fstat(read)
                 os.utime(written, ns=(found.st_atime_ns, found.st_mtime_ns))
                 os.fsync(written)
@@ -160,91 +160,91 @@ class Applier:
         finally:
             os.close(read)
 
-    def _move(self, action: Action) -> None:
-        assert action.to is not None
-        source = look(self._fd(action.at), action.at.name)
-        if source is None or not self._is(source, action.mark):
+    def _move(self, action: PfsAction) -> None:
+        assert action.new_location is not None
+        source = look(self._fd(action.location), action.location.name)
+        if source is None or not self._is(source, action.fingerprint):
             return
-        target = look(self._fd(action.to), action.to.name)
+        target = look(self._fd(action.new_location), action.new_location.name)
         if target is not None and target.st_ino == source.st_ino and not stat.S_ISDIR(source.st_mode):
-            self._remove("write_back:unlink", action.at, action.at.name, source)  # rename(2) would leave both names.
+            self._remove("write_back:unlink", action.location, action.location.name, source)  # rename(2) would leave both names.
             return
-        if self._is_later(target, action.other):
+        if self._is_later(target, action.replaced_fingerprint):
             return
-        self._make_way(action.to, action.mark, action.other)
+        self._make_way(action.new_location, action.fingerprint, action.replaced_fingerprint)
         try:
-            self._rename("write_back:move", action.at, action.at.name, action.to)
+            self._rename("write_back:move", action.location, action.location.name, action.new_location)
         except OSError as failure:
             if failure.errno not in _IN_THE_WAY:
                 raise
-            self._clear(action.to, action.other)
-            self._rename("write_back:move", action.at, action.at.name, action.to)
+            self._clear(action.new_location, action.replaced_fingerprint)
+            self._rename("write_back:move", action.location, action.location.name, action.new_location)
         if stat.S_ISDIR(source.st_mode):
             self._tree.forget()
 
-    def _exchange(self, action: Action) -> None:
-        assert action.to is not None and action.other is not None
-        here, there = self._fd(action.at), self._fd(action.to)
-        one, other = look(here, action.at.name), look(there, action.to.name)
+    def _exchange(self, action: PfsAction) -> None:
+        assert action.new_location is not None and action.replaced_fingerprint is not None
+        here, there = self._fd(action.location), self._fd(action.new_location)
+        one, other = look(here, action.location.name), look(there, action.new_location.name)
         parked = look(here, action.temporary)
-        if parked is not None and self._is(parked, action.mark):
+        if parked is not None and self._is(parked, action.fingerprint):
             self._finish_three(action, other)
-        elif one is not None and self._is(one, action.mark) and other is not None and self._is(other, action.other):
+        elif one is not None and self._is(one, action.fingerprint) and other is not None and self._is(other, action.replaced_fingerprint):
             try:
-                name, new = action.at.name, action.to.name
+                name, new = action.location.name, action.new_location.name
                 self._as(here, name, lambda: disk.act("write_back:swap", exchange, here, name, there, new))
             except OSError as failure:
                 if failure.errno not in _NO_EXCHANGE:
                     raise
-                self._rename("write_back:move", action.at, action.at.name, Spot(action.at.parent, action.temporary, action.at.path))
+                self._rename("write_back:move", action.location, action.location.name, PfsLocation(action.location.parent, action.temporary, action.location.path))
                 self._finish_three(action, other)
         self._tree.forget()
 
-    def _finish_three(self, action: Action, other: os.stat_result | None) -> None:
+    def _finish_three(self, action: PfsAction, other: os.stat_result | None) -> None:
         """Exchange by three renames, of which the first is done: a PFS without RENAME_EXCHANGE shows a name missing for a moment."""
-        assert action.to is not None and action.other is not None
-        if other is not None and self._is(other, action.other):
-            self._rename("write_back:move", action.to, action.to.name, action.at)
-        self._rename("write_back:move", action.at, action.temporary, action.to)
+        assert action.new_location is not None and action.replaced_fingerprint is not None
+        if other is not None and self._is(other, action.replaced_fingerprint):
+            self._rename("write_back:move", action.new_location, action.new_location.name, action.location)
+        self._rename("write_back:move", action.location, action.temporary, action.new_location)
 
-    def _unlink(self, action: Action) -> None:
-        found = look(self._fd(action.at), action.at.name)
+    def _unlink(self, action: PfsAction) -> None:
+        found = look(self._fd(action.location), action.location.name)
         if found is None or stat.S_ISDIR(found.st_mode):
             return
-        if not self._is(found, action.mark):
+        if not self._is(found, action.fingerprint):
             if found.st_ino not in self._ours:
-                log.warning("%s was removed here, but is somebody else's on the PFS now; it stays there", os.fsdecode(action.at.name))
+                log.warning("%s was removed here, but is somebody else's on the PFS now; it stays there", os.fsdecode(action.location.name))
             return
-        self._remove("write_back:unlink", action.at, action.at.name, found)
+        self._remove("write_back:unlink", action.location, action.location.name, found)
 
-    def _rmdir(self, action: Action) -> None:
-        found = look(self._fd(action.at), action.at.name)
-        if found is None or not stat.S_ISDIR(found.st_mode) or not self._is(found, action.mark):
+    def _rmdir(self, action: PfsAction) -> None:
+        found = look(self._fd(action.location), action.location.name)
+        if found is None or not stat.S_ISDIR(found.st_mode) or not self._is(found, action.fingerprint):
             return
         try:
-            self._remove("write_back:rmdir", action.at, action.at.name, found)
+            self._remove("write_back:rmdir", action.location, action.location.name, found)
         except OSError as failure:
             if failure.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise
-            if self._shared and _only_temporaries(self._fd(action.at), action.at.name):
+            if self._shared and _only_temporaries(self._fd(action.location), action.location.name):
                 raise Busy("another node is making something in a directory that goes") from failure
-            log.warning("%s was removed here, but holds somebody else's files on the PFS; it stays there", os.fsdecode(action.at.name))
+            log.warning("%s was removed here, but holds somebody else's files on the PFS; it stays there", os.fsdecode(action.location.name))
         self._tree.forget()
 
-    def _attributes(self, action: Action) -> None:
-        directory = self._fd(action.at)
-        found = look(directory, action.at.name)
-        if found is not None and self._is(found, action.mark):
-            name = action.at.name
+    def _attributes(self, action: PfsAction) -> None:
+        directory = self._fd(action.location)
+        found = look(directory, action.location.name)
+        if found is not None and self._is(found, action.fingerprint):
+            name = action.location.name
             self._as(directory, name, lambda: disk.act("write_back:attributes", self._dress, action.inode, directory, name))
 
     def _dress(self, number: int, directory: int, name: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
-            pfs_attributes.apply(directory, name, get(self._db, number), pfs_view.xattrs(self._db, number))
+            pfs_attributes.apply(directory, name, get(self._db, number), pfs_view.get_xattrs(self._db, number))
 
     # --- names in the way -----------------------------------------------------------------------------------------------
 
-    def _make_way(self, spot: Spot, mine: Mark, expected: Mark | None) -> None:
+    def _make_way(self, spot: PfsLocation, mine: Fingerprint, expected: Fingerprint | None) -> None:
         """Keep what a stranger put under a name, or wrote into what we put there, before ours replaces it."""
         there = look(self._fd(spot), spot.name)
         if there is None or stat.S_ISDIR(there.st_mode) or there.st_ino == mine.ino:
@@ -255,7 +255,7 @@ class Applier:
         elif there.st_ino not in self._ours:
             self._set_aside(spot, there)
 
-    def _clear(self, spot: Spot, expected: Mark | None) -> None:
+    def _clear(self, spot: PfsLocation, expected: Fingerprint | None) -> None:
         """Free a name for what cannot be renamed over what is there. What we put there has gone in the mount, and goes."""
         there = look(self._fd(spot), spot.name)
         if there is None:
@@ -267,7 +267,7 @@ class Applier:
         if kept is not None and not stat.S_ISDIR(kept.st_mode):
             self._remove("write_back:unlink", spot, spot.name, kept)  # What a stranger wrote is under the name beside it by now.
 
-    def _set_aside(self, spot: Spot, there: os.stat_result | None) -> None:
+    def _set_aside(self, spot: PfsLocation, there: os.stat_result | None) -> None:
         """Give what is under a name another one beside it. A file keeps the name as well, so that it never shows nothing."""
         if there is None:
             return
@@ -283,11 +283,11 @@ class Applier:
         log.warning("somebody else changed %s on the PFS; theirs is kept there as %s", os.fsdecode(spot.name), os.fsdecode(aside))
         self._as(directory, spot.name, lambda: disk.act("write_back:aside", _aside, directory, spot.name, aside, there))
 
-    def _is_later(self, target: os.stat_result | None, expected: Mark | None) -> bool:
+    def _is_later(self, target: os.stat_result | None, expected: Fingerprint | None) -> bool:
         """Whether a name shows what a later change of this batch put there: then this change was done in an earlier life."""
         return target is not None and target.st_ino in self._ours and not (expected is not None and self._is(target, expected))
 
-    def _is(self, found: os.stat_result | None, mark: Mark) -> bool:
+    def _is(self, found: os.stat_result | None, mark: Fingerprint) -> bool:
         """Whether this is what `mark` describes.
 
         Numbers are not stable on every filesystem: for a number that the batch does not know, a file's size and time will do.
@@ -302,14 +302,14 @@ class Applier:
 
     # --- pieces ---------------------------------------------------------------------------------------------------------
 
-    def _fd(self, spot: Spot) -> int:
+    def _fd(self, spot: PfsLocation) -> int:
         return self._tree.directory(spot.path)
 
-    def _rename(self, label: str, old: Spot, old_name: bytes, new: Spot) -> None:
+    def _rename(self, label: str, old: PfsLocation, old_name: bytes, new: PfsLocation) -> None:
         old_fd, new_fd = self._fd(old), self._fd(new)
         self._as(old_fd, old_name, lambda: disk.rename(label, old_name, new.name, old_fd=old_fd, new_fd=new_fd))
 
-    def _remove(self, label: str, spot: Spot, name: bytes, found: os.stat_result) -> None:
+    def _remove(self, label: str, spot: PfsLocation, name: bytes, found: os.stat_result) -> None:
         directory = self._fd(spot)
         call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
         self._as(directory, name, lambda: disk.act(label, call, name, dir_fd=directory))
@@ -327,7 +327,7 @@ class Applier:
 
         acting.attempt(demanded, owners)
 
-    def _see(self, spot: Spot, mark: Mark) -> Found | None:
+    def _see(self, spot: PfsLocation, mark: Fingerprint) -> ObservedStat | None:
         """What a name shows, if it is what it should be."""
         try:
             found = disk.act("write_back:look", look, self._fd(spot), spot.name)
@@ -335,7 +335,7 @@ class Applier:
             return None
         if found is None or not self._is(found, mark):
             return None
-        return Found(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
+        return ObservedStat(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
 
 
 def _only_temporaries(directory: int, name: bytes) -> bool:
@@ -344,7 +344,7 @@ def _only_temporaries(directory: int, name: bytes) -> bool:
         return all(found.startswith(".ckptfs.") for found in os.listdir(fd))
 
 
-def _newer(found: os.stat_result, mark: Mark) -> bool:
+def _newer(found: os.stat_result, mark: Fingerprint) -> bool:
     """Whether a stranger wrote into a file since we last saw it."""
     if mark.size < 0 or not stat.S_ISREG(found.st_mode):
         return False

@@ -5,9 +5,9 @@ If we die here: what was learned is learned again.
 
 from ckptfs.catalog import journal, pfs_view, settling
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.journal import Row
+from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_view import Published
+from ckptfs.catalog.pfs_view import PublishedRow
 from ckptfs.flow.write_back.pauses import Pauses
 from ckptfs.flow.write_back.refusals import Aside
 from ckptfs.limits import MIB
@@ -37,16 +37,16 @@ class Known:
             return None
 
     def content(self, content: int) -> Content | None:
-        return settling.content(self._db, content)
+        return settling.get_content(self._db, content)
 
-    def published(self, inode: int) -> Published | None:
-        return pfs_view.published(self._db, inode)
+    def published(self, inode: int) -> PublishedRow | None:
+        return pfs_view.get_published(self._db, inode)
 
-    def repeated(self, row: Row) -> bool:
-        return journal.repeated(self._db, row)
+    def repeated(self, row: JournalRow) -> bool:
+        return journal.is_repeated_later(self._db, row)
 
-    def overdue(self, row: Row, content: Content) -> bool:
-        waited_s, before = journal.waited_s(self._db, row)
+    def overdue(self, row: JournalRow, content: Content) -> bool:
+        waited_s, before = journal.get_seal_wait(self._db, row)
         return waited_s > (SEAL_WAIT_AGAIN_S if before else SEAL_WAIT_S + content.size / SEAL_BYTES_PER_S)
 
     def early(self, content: Content) -> bool:

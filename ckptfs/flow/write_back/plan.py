@@ -15,9 +15,9 @@ from enum import Enum, auto
 from typing import Protocol
 
 from ckptfs import limits
-from ckptfs.catalog.journal import Row
-from ckptfs.catalog.pfs_batch import Action, Spot
-from ckptfs.catalog.pfs_view import Mark, Name, Published, Shown, View
+from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_batch import PfsAction, PfsLocation
+from ckptfs.catalog.pfs_view import Fingerprint, PfsEntry, PfsName, PfsView, PublishedRow
 from ckptfs.model import ROOT, Content, ContentState, Inode
 
 PUTS_MAX = 64
@@ -56,13 +56,13 @@ class Facts(Protocol):
     def content(self, content: int) -> Content | None:
         """The row of a content."""
 
-    def published(self, inode: int) -> Published | None:
+    def published(self, inode: int) -> PublishedRow | None:
         """What the PFS shows of a file's bytes."""
 
-    def repeated(self, row: Row) -> bool:
+    def repeated(self, row: JournalRow) -> bool:
         """Whether a later row makes this one needless."""
 
-    def overdue(self, row: Row, content: Content) -> bool:
+    def overdue(self, row: JournalRow, content: Content) -> bool:
         """Whether a CLOSED content kept write-back waiting for its seal too long."""
 
     def early(self, content: Content) -> bool:
@@ -87,14 +87,14 @@ class Planner:
     actions_max = ACTIONS_MAX
     puts_max = PUTS_MAX
 
-    def __init__(self, view: View, facts: Facts, temporary: Callable[[int], bytes]) -> None:
+    def __init__(self, view: PfsView, facts: Facts, temporary: Callable[[int], bytes]) -> None:
         """`temporary` names a temporary file after an action's key."""
         self.view = view
-        self.actions: list[Action] = []
+        self.actions: list[PfsAction] = []
         self.puts: dict[int, Put] = {}
         self.again: list[tuple[int, int]] = []
         self.kept: list[int] = []
-        self.renewed: list[Published] = []
+        self.renewed: list[PublishedRow] = []
         self.last = 0
         self.waiting: Content | None = None
         self._facts = facts
@@ -106,7 +106,7 @@ class Planner:
         self._bytes = 0
         self._closed = False
 
-    def take(self, row: Row) -> bool:
+    def take(self, row: JournalRow) -> bool:
         """Plan one row. False: it has to wait for another batch, and nothing was planned of it."""
         if self._closed or len(self.actions) >= self.actions_max or len(self.puts) >= self.puts_max or self._bytes >= BATCH_BYTES_MAX:
             return False
@@ -119,11 +119,11 @@ class Planner:
     def look_again(self) -> None:
         """What got its times under a name that went afterwards is looked at under one that it kept: else it seems changed by a stranger."""
         for inode in self._restamped:
-            for name in self.view.names(inode)[-1:]:
-                if (shown := self.view.shown(*name)) is not None and self._spot(name) is not None:
-                    self.view.show(*name, shown)
+            for name in self.view.list_names(inode)[-1:]:
+                if (shown := self.view.get_entry(*name)) is not None and self._spot(name) is not None:
+                    self.view.set_entry(*name, shown)
 
-    def _act(self, row: Row) -> bool:
+    def _act(self, row: JournalRow) -> bool:
         return {
             "make": self._make, "link": self._link, "unlink": self._remove, "rmdir": self._remove, "rename": self._rename,
             "exchange": self._exchange, "attributes": self._attributes, "content": self._content, "synced": self._synced,
@@ -131,64 +131,64 @@ class Planner:
 
     # --- pieces ---------------------------------------------------------------------------------------------------------
 
-    def _spot(self, name: Name) -> Spot | None:
-        path = self.view.path(name[0])
-        return None if path is None else Spot(name[0], name[1], path)
+    def _spot(self, name: PfsName) -> PfsLocation | None:
+        path = self.view.get_path(name[0])
+        return None if path is None else PfsLocation(name[0], name[1], path)
 
     def _next_key(self) -> int:
         self._key += 1
         return self._key
 
-    def _mark(self, name: Name) -> Mark | None:
+    def _mark(self, name: PfsName) -> Fingerprint | None:
         """What is there before, to be recognised. A file whose times this batch sets is recognised by its number alone."""
-        shown = self.view.shown(*name)
+        shown = self.view.get_entry(*name)
         if shown is None:
             return None
-        return Mark(shown.mark.ino) if shown.inode in self._restamped else shown.mark
+        return Fingerprint(shown.fingerprint.ino) if shown.inode in self._restamped else shown.fingerprint
 
-    def _put(self, put: Put, name: Name, spot: Spot) -> Mark:
+    def _put(self, put: Put, name: PfsName, spot: PfsLocation) -> Fingerprint:
         """Plan that `name` shows what `put` makes; how it is recognised then."""
         key = self._next_key()
-        mark = Mark(-key)
-        self.actions.append(Action("put", key, put.inode, spot, mark, other=self._mark(name), temporary=self._temporary(key)))
+        mark = Fingerprint(-key)
+        self.actions.append(PfsAction("put", key, put.inode, spot, mark, replaced_fingerprint=self._mark(name), temporary=self._temporary(key)))
         self.puts[key] = put
         self._rewritten.add(put.inode)
         self._bytes += put.content.size if put.content is not None else 0
-        self.view.drop(*name)
-        self.view.show(*name, Shown(put.inode, mark))
+        self.view.delete_pending(*name)
+        self.view.set_entry(*name, PfsEntry(put.inode, mark))
         return mark
 
-    def _also(self, inode: int, source: Name, target: Name, mark: Mark) -> None:
+    def _also(self, inode: int, source: PfsName, target: PfsName, mark: Fingerprint) -> None:
         """Plan that `target` names what `source` names."""
         at, to = self._spot(source), self._spot(target)
         assert at is not None and to is not None
         key = self._next_key()
-        self.actions.append(Action("link", key, inode, at, mark, to, self._mark(target), self._temporary(key)))
-        self.view.drop(*target)
-        self.view.show(*target, Shown(inode, mark))
+        self.actions.append(PfsAction("link", key, inode, at, mark, to, self._mark(target), self._temporary(key)))
+        self.view.delete_pending(*target)
+        self.view.set_entry(*target, PfsEntry(inode, mark))
 
-    def _take_away(self, name: Name, spot: Spot, act: str = "unlink") -> None:
-        shown = self.view.shown(*name)
+    def _take_away(self, name: PfsName, spot: PfsLocation, act: str = "unlink") -> None:
+        shown = self.view.get_entry(*name)
         assert shown is not None
-        self.actions.append(Action(act, self._next_key(), shown.inode, spot, self._mark(name) or Mark()))
-        self.view.hide(*name)
+        self.actions.append(PfsAction(act, self._next_key(), shown.inode, spot, self._mark(name) or Fingerprint()))
+        self.view.delete_entry(*name)
 
-    def _dress(self, inode: int, name: Name) -> None:
+    def _dress(self, inode: int, name: PfsName) -> None:
         """Plan that what is shown under `name` gets the attributes of `inode`."""
-        shown, spot = self.view.shown(*name), self._spot(name)
+        shown, spot = self.view.get_entry(*name), self._spot(name)
         assert shown is not None and spot is not None
-        self.actions.append(Action("attributes", self._next_key(), inode, spot, Mark(shown.mark.ino)))
+        self.actions.append(PfsAction("attributes", self._next_key(), inode, spot, Fingerprint(shown.fingerprint.ino)))
         self._restamped.add(inode)
-        self.view.show(*name, shown)
+        self.view.set_entry(*name, shown)
 
     # --- what the rows mean ---------------------------------------------------------------------------------------------
 
-    def _make(self, row: Row) -> bool:
+    def _make(self, row: JournalRow) -> bool:
         name = _name(row)
         inode = self._facts.inode(row.inode)
         spot = self._spot(name)
         if spot is None or self._facts.unfit(row.inode) or not _can_be_made(row, inode):
-            self.view.expect(*name, row.inode)
+            self.view.set_pending(*name, row.inode)
             return True
         if row.parent in self._made:
             return False
@@ -197,108 +197,108 @@ class Planner:
             self._made.add(row.inode)
         return True
 
-    def _link(self, row: Row) -> bool:
+    def _link(self, row: JournalRow) -> bool:
         name = _name(row)
-        shown = [source for source in self.view.names(row.inode) if self._spot(source) is not None]
+        shown = [source for source in self.view.list_names(row.inode) if self._spot(source) is not None]
         if not shown or self._spot(name) is None:
-            self.view.expect(*name, row.inode)
+            self.view.set_pending(*name, row.inode)
             return True
         if name not in shown:
-            source = self.view.shown(*shown[0])
+            source = self.view.get_entry(*shown[0])
             assert source is not None
-            self._also(row.inode, shown[0], name, source.mark)
+            self._also(row.inode, shown[0], name, source.fingerprint)
         return True
 
-    def _remove(self, row: Row) -> bool:
+    def _remove(self, row: JournalRow) -> bool:
         """Take a name away; what a file that did not appear yet has covered goes with it."""
         name = _name(row)
-        covered = self.view.pending(*name) is not None
-        self.view.drop(*name)
-        spot, shown = self._spot(name), self.view.shown(*name)
+        covered = self.view.get_pending(*name) is not None
+        self.view.delete_pending(*name)
+        spot, shown = self._spot(name), self.view.get_entry(*name)
         if shown is None or not (covered or shown.inode == row.inode):
             return True
         if spot is None:
-            self.view.hide(*name)
+            self.view.delete_entry(*name)
         else:
             self._take_away(name, spot, "unlink" if covered else row.op)
         return True
 
-    def _rename(self, row: Row) -> bool:
+    def _rename(self, row: JournalRow) -> bool:
         name, new = _name(row), _new_name(row)
-        shown, at, to = self.view.shown(*name), self._spot(name), self._spot(new)
-        if shown is None or shown.inode != row.inode or self.view.pending(*name) is not None:
+        shown, at, to = self.view.get_entry(*name), self._spot(name), self._spot(new)
+        if shown is None or shown.inode != row.inode or self.view.get_pending(*name) is not None:
             self._rename_pending(row, name, new, at)
             return True
         if stat.S_ISDIR(row.mode):
             if self.actions:
                 return False
             self._closed = True
-        self.view.drop(*new)
+        self.view.delete_pending(*new)
         if at is None or to is None:
-            self.view.hide(*name)
-            self.view.expect(*new, row.inode)
+            self.view.delete_entry(*name)
+            self.view.set_pending(*new, row.inode)
             return True
         key = self._next_key()
-        self.actions.append(Action("move", key, row.inode, at, self._mark(name) or Mark(), to, self._mark(new), self._temporary(key)))
-        self.view.hide(*name)
-        self.view.show(*new, shown)
+        self.actions.append(PfsAction("move", key, row.inode, at, self._mark(name) or Fingerprint(), to, self._mark(new), self._temporary(key)))
+        self.view.delete_entry(*name)
+        self.view.set_entry(*new, shown)
         return True
 
-    def _rename_pending(self, row: Row, name: Name, new: Name, at: Spot | None) -> None:
+    def _rename_pending(self, row: JournalRow, name: PfsName, new: PfsName, at: PfsLocation | None) -> None:
         """Rename what the PFS does not show yet. What it covered under its old name goes, as it has gone in the mount."""
-        covered = self.view.pending(*name) is not None
-        self.view.drop(*name)
-        if covered and self.view.shown(*name) is not None and at is not None:
+        covered = self.view.get_pending(*name) is not None
+        self.view.delete_pending(*name)
+        if covered and self.view.get_entry(*name) is not None and at is not None:
             self._take_away(name, at)
-        self.view.expect(*new, row.inode)
+        self.view.set_pending(*new, row.inode)
 
-    def _exchange(self, row: Row) -> bool:
+    def _exchange(self, row: JournalRow) -> bool:
         """What is there of the two changes places."""
         if self.actions:
             return False
         name, new = _name(row), _new_name(row)
         at, to = self._spot(name), self._spot(new)
-        one, other = self.view.shown(*name), self.view.shown(*new)
-        one_pending, other_pending = self.view.pending(*name), self.view.pending(*new)
-        self.view.drop(*name)
-        self.view.drop(*new)
+        one, other = self.view.get_entry(*name), self.view.get_entry(*new)
+        one_pending, other_pending = self.view.get_pending(*name), self.view.get_pending(*new)
+        self.view.delete_pending(*name)
+        self.view.delete_pending(*new)
         if at is not None and to is not None:
             self._closed = True
             if one_pending is None and other_pending is None and one is not None and other is not None:
                 key = self._next_key()
-                self.actions.append(Action("exchange", key, one.inode, at, one.mark, to, other.mark, self._temporary(key)))
-                self.view.show(*name, other)
-                self.view.show(*new, one)
+                self.actions.append(PfsAction("exchange", key, one.inode, at, one.fingerprint, to, other.fingerprint, self._temporary(key)))
+                self.view.set_entry(*name, other)
+                self.view.set_entry(*new, one)
                 return True
             self._move_shown(name, at, new, to, one if one_pending is None else None)
             self._move_shown(new, to, name, at, other if other_pending is None else None)
         if one_pending is not None:
-            self.view.expect(*new, one_pending)
+            self.view.set_pending(*new, one_pending)
         if other_pending is not None:
-            self.view.expect(*name, other_pending)
+            self.view.set_pending(*name, other_pending)
         return True
 
-    def _move_shown(self, name: Name, at: Spot, new: Name, to: Spot, shown: Shown | None) -> None:
+    def _move_shown(self, name: PfsName, at: PfsLocation, new: PfsName, to: PfsLocation, shown: PfsEntry | None) -> None:
         """One half of an exchange whose other half the PFS does not show."""
         if shown is not None:
             key = self._next_key()
-            self.actions.append(Action("move", key, shown.inode, at, shown.mark, to, self._mark(new), self._temporary(key)))
-            self.view.hide(*name)
-            self.view.show(*new, shown)
+            self.actions.append(PfsAction("move", key, shown.inode, at, shown.fingerprint, to, self._mark(new), self._temporary(key)))
+            self.view.delete_entry(*name)
+            self.view.set_entry(*new, shown)
 
-    def _attributes(self, row: Row) -> bool:
+    def _attributes(self, row: JournalRow) -> bool:
         if self._facts.repeated(row) or self._facts.inode(row.inode) is None:
             return True
         if row.inode == ROOT:
-            self.actions.append(Action("attributes", self._next_key(), ROOT, Spot(ROOT, b".", ()), Mark()))
+            self.actions.append(PfsAction("attributes", self._next_key(), ROOT, PfsLocation(ROOT, b".", ()), Fingerprint()))
             return True
-        name = next((name for name in self.view.names(row.inode) if self._spot(name) is not None), None)
+        name = next((name for name in self.view.list_names(row.inode) if self._spot(name) is not None), None)
         if name is None:
             return True
         self._dress(row.inode, name)
         return True
 
-    def _content(self, row: Row) -> bool:
+    def _content(self, row: JournalRow) -> bool:
         content = self._facts.content(row.content or 0)
         if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.repeated(row):
             return True
@@ -320,7 +320,7 @@ class Planner:
             self.again.append((row.inode, content.id))
         return True
 
-    def _synced(self, row: Row) -> bool:
+    def _synced(self, row: JournalRow) -> bool:
         content = self._facts.content(row.content or 0)
         if content is None or content.state is not ContentState.OPEN or self._facts.repeated(row):
             return True
@@ -328,11 +328,11 @@ class Planner:
             return True
         return self._publish(row, content, Kind.STABLE)
 
-    def _publish(self, row: Row, content: Content, kind: Kind) -> bool:
+    def _publish(self, row: JournalRow, content: Content, kind: Kind) -> bool:
         """Plan that all names of a file show this content."""
         inode = self._facts.inode(row.inode)
-        shown = [name for name in self.view.names(row.inode) if self._spot(name) is not None]
-        waiting = [name for name in self.view.pending_names(row.inode) if self._spot(name) is not None]
+        shown = [name for name in self.view.list_names(row.inode) if self._spot(name) is not None]
+        waiting = [name for name in self.view.list_pending_names(row.inode) if self._spot(name) is not None]
         if inode is None or inode.nlink == 0 or not shown + waiting:
             return True
         if any(parent in self._made for parent, _ in shown + waiting):
@@ -340,9 +340,9 @@ class Planner:
         first, *others = shown + waiting
         published = self._facts.published(row.inode)
         if kind is Kind.SEALED and shown and published is not None and _is_shown(published, content) and row.inode not in self._rewritten:
-            kept = self.view.shown(*first)
+            kept = self.view.get_entry(*first)
             assert kept is not None
-            mark, others = kept.mark, [name for name in others if name in waiting]
+            mark, others = kept.fingerprint, [name for name in others if name in waiting]
             if published.generation != content.generation:
                 self.renewed.append(replace(published, generation=content.generation))
                 self._dress(row.inode, first)
@@ -360,12 +360,12 @@ class Planner:
         return True
 
 
-def _is_shown(published: Published, content: Content) -> bool:
+def _is_shown(published: PublishedRow, content: Content) -> bool:
     """Whether the PFS shows exactly these bytes, of this or of an earlier generation."""
-    return published.complete and content.digest is not None and (published.size, published.digest) == (content.size, content.digest)
+    return published.is_complete and content.digest is not None and (published.size, published.digest) == (content.size, content.digest)
 
 
-def _can_be_made(row: Row, inode: Inode | None) -> bool:
+def _can_be_made(row: JournalRow, inode: Inode | None) -> bool:
     """Whether what this row made can appear at once: directories always, files without bytes of their own, the rest while it is known."""
     if stat.S_ISDIR(row.mode):
         return True
@@ -374,11 +374,11 @@ def _can_be_made(row: Row, inode: Inode | None) -> bool:
     return not stat.S_ISREG(inode.mode) or inode.content is None
 
 
-def _name(row: Row) -> Name:
+def _name(row: JournalRow) -> PfsName:
     assert row.name is not None
     return row.parent, row.name
 
 
-def _new_name(row: Row) -> Name:
+def _new_name(row: JournalRow) -> PfsName:
     assert row.new_name is not None
     return row.new_parent, row.new_name

@@ -12,11 +12,11 @@ from collections.abc import Callable, Container
 
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.journal import Row
-from ckptfs.catalog.pfs_batch import Action
-from ckptfs.catalog.pfs_view import Name, View
-from ckptfs.catalog.sharing.kinds import SHOWN, Key
-from ckptfs.catalog.sharing.truth import Truth, names_of
+from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_batch import PfsAction
+from ckptfs.catalog.pfs_view import PfsName, PfsView
+from ckptfs.catalog.sharing.kinds import PFS_STATE, SharedKey
+from ckptfs.catalog.sharing.truth import StoreSnapshot, list_row_names
 from ckptfs.flow.write_back.plan import Facts, Kind, Planner, Put
 from ckptfs.model import ROOT, ContentState
 
@@ -39,7 +39,7 @@ class SharedPlanner(Planner):
     puts_max = PUTS_MAX
 
     def __init__(
-        self, db: Database, view: View, facts: Facts, temporary: Callable[[int], bytes], truth: Truth, here: int, lost: Container[int] = ()
+        self, db: Database, view: PfsView, facts: Facts, temporary: Callable[[int], bytes], truth: StoreSnapshot, here: int, lost: Container[int] = ()
     ) -> None:
         """`lost`: contents that nobody has."""
         super().__init__(view, facts, temporary)
@@ -51,124 +51,124 @@ class SharedPlanner(Planner):
         self.blocked = False
         self.missing: int | None = None
 
-    def _act(self, row: Row) -> bool:
+    def _act(self, row: JournalRow) -> bool:
         act = {
             "make": self._shared_make, "link": self._shared_link, "unlink": self._shared_remove, "rmdir": self._shared_remove,
             "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
             "content": self._shared_content, "synced": self._shared_content,
         }[row.op]  # fmt: skip
-        names = {*names_of(row), *self.view.names(row.inode)}
-        if self._truth.in_hand(row.inode) or any(self._truth.intended(name) for name in names):
+        names = {*list_row_names(row), *self.view.list_names(row.inode)}
+        if self._truth.has_intent(row.inode) or any(self._truth.get_intent(name) for name in names):
             self.blocked = True
             return False
-        for name in {*names_of(row), *self.view.pending_names(row.inode)}:
+        for name in {*list_row_names(row), *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
-        return act(row) and all(self._sweep(row, name) for name in names_of(row))
+        return act(row) and all(self._sweep(row, name) for name in list_row_names(row))
 
-    def _forget_pending(self, row: Row, name: Name) -> None:
+    def _forget_pending(self, row: JournalRow, name: PfsName) -> None:
         """What was to appear here may have appeared through another node, or be called something else now."""
-        inode, shown = self.view.pending(*name), self.view.shown(*name)
+        inode, shown = self.view.get_pending(*name), self.view.get_entry(*name)
         if inode is None:
             return
-        if (shown is not None and shown.inode == inode) or (self._truth.child(name) != inode and not self._is_on(inode, row)):
-            self.view.drop(*name)
+        if (shown is not None and shown.inode == inode) or (self._truth.get_child(name) != inode and not self._is_on(inode, row)):
+            self.view.delete_pending(*name)
 
-    def _is_on(self, inode: int, row: Row) -> bool:
-        return inode == row.inode or journal.goes_on(self._db, inode, row.seq)
+    def _is_on(self, inode: int, row: JournalRow) -> bool:
+        return inode == row.inode or journal.has_later_row(self._db, inode, row.seq)
 
-    def _sweep(self, row: Row, name: Name) -> bool:
+    def _sweep(self, row: JournalRow, name: PfsName) -> bool:
         """What is gone and still shown under a name, which nobody else has now, goes: who took its place was gone before it came here."""
-        shown = self.view.shown(*name)
-        if shown is None or self._truth.alive(shown.inode) or self._truth.child(name) is not None:
+        shown = self.view.get_entry(*name)
+        if shown is None or self._truth.is_alive(shown.inode) or self._truth.get_child(name) is not None:
             return True
-        return journal.goes_on(self._db, shown.inode, row.seq) or self._agree(shown.inode)
+        return journal.has_later_row(self._db, shown.inode, row.seq) or self._agree(shown.inode)
 
     # --- what rows mean -----------------------------------------------------------------------------------------------
 
-    def _shared_make(self, row: Row) -> bool:
-        name = names_of(row)[0]
-        if self._shows(name, row.inode) or not (self._truth.alive(row.inode) or journal.leaves_later(self._db, row, name)):
+    def _shared_make(self, row: JournalRow) -> bool:
+        name = list_row_names(row)[0]
+        if self._shows(name, row.inode) or not (self._truth.is_alive(row.inode) or journal.is_unlinked_later(self._db, row, name)):
             return True
-        if not self._holds(row, name) or self.view.names(row.inode):
+        if not self._holds(row, name) or self.view.list_names(row.inode):
             return self._agree(row.inode)
         return self._ensure(name[0]) and self._vacate(name, row.inode) and self._make(row)
 
-    def _shared_link(self, row: Row) -> bool:
-        name = names_of(row)[0]
+    def _shared_link(self, row: JournalRow) -> bool:
+        name = list_row_names(row)[0]
         if self._shows(name, row.inode):
             return True
         if not self._holds(row, name):
             return self._agree(row.inode)
         return self._ensure(name[0]) and self._vacate(name, row.inode) and self._link(row)
 
-    def _shared_remove(self, row: Row) -> bool:
-        name = names_of(row)[0]
-        shown = self.view.shown(*name)
-        if self._truth.child(name) == (row.inode if shown is None else shown.inode) and not journal.names_later(self._db, row, name):
-            self.view.drop(*name)
+    def _shared_remove(self, row: JournalRow) -> bool:
+        name = list_row_names(row)[0]
+        shown = self.view.get_entry(*name)
+        if self._truth.get_child(name) == (row.inode if shown is None else shown.inode) and not journal.is_named_later(self._db, row, name):
+            self.view.delete_pending(*name)
             return True
-        if shown is not None and shown.inode != row.inode and self._truth.alive(shown.inode):
-            self.view.drop(*name)
+        if shown is not None and shown.inode != row.inode and self._truth.is_alive(shown.inode):
+            self.view.delete_pending(*name)
             return self._agree(shown.inode)
-        only = self._shows(name, row.inode) and self.view.names(row.inode) == [name]
-        if only and self._truth.alive(row.inode):
-            self.view.drop(*name)
+        only = self._shows(name, row.inode) and self.view.list_names(row.inode) == [name]
+        if only and self._truth.is_alive(row.inode):
+            self.view.delete_pending(*name)
             return self._agree(row.inode)
         return self._clear(row.inode) and self._remove(row) if row.op == "rmdir" else self._remove(row)
 
-    def _shared_rename(self, row: Row) -> bool:
-        name, new = names_of(row)
+    def _shared_rename(self, row: JournalRow) -> bool:
+        name, new = list_row_names(row)
         if self._shows(new, row.inode) and not self._shows(name, row.inode):
-            self.view.drop(*name)
+            self.view.delete_pending(*name)
             return True
         if not self._holds(row, new):
-            self.view.drop(*name)
+            self.view.delete_pending(*name)
             return self._agree(row.inode)
         if not self._ensure(new[0]) or not self._vacate(new, row.inode):
             return False
-        if self._shows(name, row.inode) and self.view.path(name[0]) is not None:
-            self.view.drop(*name)
+        if self._shows(name, row.inode) and self.view.get_path(name[0]) is not None:
+            self.view.delete_pending(*name)
             return self._rename(row)
-        if stat.S_ISREG(row.mode) and not self.view.names(row.inode):
-            self.view.drop(*name)
-            self.view.drop(*new)
-            self.view.expect(*new, row.inode)
+        if stat.S_ISREG(row.mode) and not self.view.list_names(row.inode):
+            self.view.delete_pending(*name)
+            self.view.delete_pending(*new)
+            self.view.set_pending(*new, row.inode)
             return True
         return self._agree(row.inode)
 
-    def _shared_exchange(self, row: Row) -> bool:
-        name, new = names_of(row)
-        other = self._truth.child(name)
+    def _shared_exchange(self, row: JournalRow) -> bool:
+        name, new = list_row_names(row)
+        other = self._truth.get_child(name)
         if self._shows(new, row.inode):
             return other is None or self._agree(other)
-        one, two = self.view.shown(*name), self.view.shown(*new)
-        if other is not None and self._truth.child(new) == row.inode and one and two and (one.inode, two.inode) == (row.inode, other):
+        one, two = self.view.get_entry(*name), self.view.get_entry(*new)
+        if other is not None and self._truth.get_child(new) == row.inode and one and two and (one.inode, two.inode) == (row.inode, other):
             return self._exchange(row)
         return all(self._agree(inode) for inode in (row.inode, other) if inode is not None)
 
-    def _shared_attributes(self, row: Row) -> bool:
-        return not self._truth.alive(row.inode) or self._attributes(row)
+    def _shared_attributes(self, row: JournalRow) -> bool:
+        return not self._truth.is_alive(row.inode) or self._attributes(row)
 
-    def _shared_content(self, row: Row) -> bool:
+    def _shared_content(self, row: JournalRow) -> bool:
         """A content is published by the node that wrote it, or that took over from it; under the names that the file has by then."""
         content, truth = row.content or 0, self._truth
-        if not truth.alive(row.inode) or truth.holds(row.inode) != content or truth.writer(content) not in {0, self._here, row.origin}:
+        if not truth.is_alive(row.inode) or truth.get_content_id(row.inode) != content or truth.get_writer(content) not in {0, self._here, row.origin}:
             return True
         known = self._facts.content(content)
-        if known is not None and known.peer and known.state is not ContentState.SEALED:
+        if known is not None and known.is_remote and known.state is not ContentState.SEALED:
             return True  # Nobody has what a dead node had not sealed.
-        if known is not None and known.peer and not journal.is_here(self._db, content):
+        if known is not None and known.is_remote and not journal.has_local_copy(self._db, content):
             if content in self._lost:
                 return True
             self.missing = row.inode
             return False
-        for name in self.view.pending_names(row.inode):
+        for name in self.view.list_pending_names(row.inode):
             if not self._holds(row, name):
-                self.view.drop(*name)
-        names = [*self.view.names(row.inode), *self.view.pending_names(row.inode)]
-        for name in truth.names(row.inode):
-            if name not in names and not (names and journal.names_later(self._db, row, name)):
-                self.view.expect(*name, row.inode)
+                self.view.delete_pending(*name)
+        names = [*self.view.list_names(row.inode), *self.view.list_pending_names(row.inode)]
+        for name in truth.list_names(row.inode):
+            if name not in names and not (names and journal.is_named_later(self._db, row, name)):
+                self.view.set_pending(*name, row.inode)
                 names.append(name)
         if not all(self._ensure(parent) and self._vacate((parent, name), row.inode) for parent, name in names):
             return False
@@ -178,8 +178,8 @@ class SharedPlanner(Planner):
 
     def _agree(self, inode: int) -> bool:
         """Plan that the PFS shows an inode under the names that it has. False: not yet."""
-        self._truth.demand(inode)
-        if inode in self._agreeing or self._truth.in_hand(inode):
+        self._truth.require_loaded(inode)
+        if inode in self._agreeing or self._truth.has_intent(inode):
             self.blocked = True
             return False
         self._agreeing.add(inode)
@@ -190,34 +190,34 @@ class SharedPlanner(Planner):
 
     def _bring(self, inode: int) -> bool:
         """Show it where it has to be: what is shown elsewhere moves there, what is nowhere is made if that needs no bytes."""
-        true = self._truth.names(inode) if self._truth.alive(inode) else []
-        shown = self.view.names(inode)
-        if any(self._truth.intended(name) for name in {*true, *shown}):
+        true = self._truth.list_names(inode) if self._truth.is_alive(inode) else []
+        shown = self.view.list_names(inode)
+        if any(self._truth.get_intent(name) for name in {*true, *shown}):
             self.blocked = True
             return False
         for name in [name for name in true if name not in shown]:
             if not self._ensure(name[0]) or not self._vacate(name, inode):
                 return False
             known = self._facts.inode(inode)
-            stale = next((other for other in self.view.names(inode) if other not in true), None)
+            stale = next((other for other in self.view.list_names(inode) if other not in true), None)
             if stale is not None and not self._move(inode, stale, name):
                 return False
-            if not self.view.names(inode) and known is not None and not (known.is_file and known.content is not None):
+            if not self.view.list_names(inode) and known is not None and not (known.is_file and known.content is not None):
                 spot = self._spot(name)
                 assert spot is not None
                 self._put(Put(Kind.INODE, inode, None, known.mode), name, spot)
                 if known.is_directory:
                     self._made.add(inode)
-            elif (others := [other for other in self.view.names(inode) if self._spot(other)]) and name not in others:
-                source = self.view.shown(*others[0])
+            elif (others := [other for other in self.view.list_names(inode) if self._spot(other)]) and name not in others:
+                source = self.view.get_entry(*others[0])
                 assert source is not None
-                self._also(inode, others[0], name, source.mark)
+                self._also(inode, others[0], name, source.fingerprint)
         return True
 
     def _take_stale(self, inode: int) -> bool:
         """Take away what it is not called any more, if it is shown as what it is called, or gone."""
-        true = self._truth.names(inode) if self._truth.alive(inode) else []
-        shown = self.view.names(inode)
+        true = self._truth.list_names(inode) if self._truth.is_alive(inode) else []
+        shown = self.view.list_names(inode)
         if true and not any(name in true for name in shown):
             return True  # Who gave it its name will come and move it.
         if not true and shown and not self._clear(inode):
@@ -227,13 +227,13 @@ class SharedPlanner(Planner):
                 continue
             spot = self._spot(name)
             if spot is None:
-                self.view.hide(*name)
+                self.view.delete_entry(*name)
                 continue
             self._take_away(name, spot, "rmdir" if self._is_directory(inode) else "unlink")
         return True
 
-    def _move(self, inode: int, name: Name, new: Name) -> bool:
-        shown, at, to = self.view.shown(*name), self._spot(name), self._spot(new)
+    def _move(self, inode: int, name: PfsName, new: PfsName) -> bool:
+        shown, at, to = self.view.get_entry(*name), self._spot(name), self._spot(new)
         if shown is None or at is None or to is None:
             self.blocked = True
             return False
@@ -241,34 +241,34 @@ class SharedPlanner(Planner):
             if self.actions:
                 return False
             self._closed = True
-        action = Action(
-            "move", self._next_key(), inode, at, self._mark(name) or shown.mark, to, self._mark(new), self._temporary(self._key)
+        action = PfsAction(
+            "move", self._next_key(), inode, at, self._mark(name) or shown.fingerprint, to, self._mark(new), self._temporary(self._key)
         )
         self.actions.append(action)
-        self.view.drop(*new)
-        self.view.hide(*name)
-        self.view.show(*new, shown)
+        self.view.delete_pending(*new)
+        self.view.delete_entry(*name)
+        self.view.set_entry(*new, shown)
         return True
 
-    def _vacate(self, name: Name, inode: int) -> bool:
+    def _vacate(self, name: PfsName, inode: int) -> bool:
         """What lives on elsewhere and is still shown under a name that shall be another inode's goes where it belongs; and what is gone
         and cannot be replaced by it goes.
         """
-        shown = self.view.shown(*name)
-        if self._truth.intended(name):
+        shown = self.view.get_entry(*name)
+        if self._truth.get_intent(name):
             self.blocked = True
             return False
-        if shown is None or shown.inode == inode or name in self._truth.names(shown.inode):
+        if shown is None or shown.inode == inode or name in self._truth.list_names(shown.inode):
             return True
-        if not self._truth.alive(shown.inode):
+        if not self._truth.is_alive(shown.inode):
             kinds = self._is_directory(shown.inode), self._is_directory(inode)
-            if kinds == (False, False) or (kinds == (True, True) and not self._truth.inside(shown.inode)):
+            if kinds == (False, False) or (kinds == (True, True) and not self._truth.list_pfs_names_in(shown.inode)):
                 return True
         if shown.inode in self._agreeing:
             return self._move(shown.inode, name, (name[0], PARKED + b"%x" % shown.inode))  # They change places in a ring.
         if not self._agree(shown.inode):
             return False
-        now = self.view.shown(*name)
+        now = self.view.get_entry(*name)
         if now is not None and now.inode == shown.inode:
             self.blocked = True
             return False
@@ -277,14 +277,14 @@ class SharedPlanner(Planner):
     def _clear(self, directory: int) -> bool:
         """What is still shown in a directory that goes leaves it first, with a batch of its own."""
         left = []
-        for name in self._truth.inside(directory):
-            if self._truth.intended(name):
+        for name in self._truth.list_pfs_names_in(directory):
+            if self._truth.get_intent(name):
                 self.blocked = True
                 return False
-            shown = self.view.shown(*name)
+            shown = self.view.get_entry(*name)
             if shown is not None:
                 left.append(shown.inode)
-        if left and not any(action.at.parent == directory for action in self.actions):
+        if left and not any(action.location.parent == directory for action in self.actions):
             for inode in left:
                 if not self._agree(inode):
                     return False
@@ -295,9 +295,9 @@ class SharedPlanner(Planner):
         """Whether the PFS shows a directory, as far as that is so before this batch; if it does not it will after it."""
         if directory in self._made:
             return False
-        if self.view.path(directory) is not None or not self._truth.alive(directory) or directory == ROOT:
+        if self.view.get_path(directory) is not None or not self._truth.is_alive(directory) or directory == ROOT:
             return True
-        names = self._truth.names(directory)
+        names = self._truth.list_names(directory)
         if not names:
             self.blocked = True
             return False
@@ -309,18 +309,18 @@ class SharedPlanner(Planner):
 
     # --- pieces -------------------------------------------------------------------------------------------------------
 
-    def _shows(self, name: Name, inode: int) -> bool:
-        shown = self.view.shown(*name)
+    def _shows(self, name: PfsName, inode: int) -> bool:
+        shown = self.view.get_entry(*name)
         return shown is not None and shown.inode == inode
 
-    def _holds(self, row: Row, name: Name) -> bool:
+    def _holds(self, row: JournalRow, name: PfsName) -> bool:
         """Whether a name that this row gives is one that the inode has, or had until a later row of this journal."""
-        child, shown = self._truth.child(name), self.view.shown(*name)
+        child, shown = self._truth.get_child(name), self.view.get_entry(*name)
         if child == row.inode:
             return True
-        return journal.leaves_later(self._db, row, name) and (shown is None or shown.inode != child)
+        return journal.is_unlinked_later(self._db, row, name) and (shown is None or shown.inode != child)
 
     def _is_directory(self, inode: int) -> bool:
         known = self._facts.inode(inode)
-        seen = (self._truth.value(Key(SHOWN, inode)) or {}).get("seen")
+        seen = (self._truth.get_value(SharedKey(PFS_STATE, inode)) or {}).get("seen")
         return known.is_directory if known is not None else seen is not None and stat.S_ISDIR(seen[1])

@@ -20,8 +20,8 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import pfs_batch, pfs_view, report, settling
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_batch import Action, Batch, Spot
-from ckptfs.catalog.pfs_view import Mark, Published
+from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_view import Fingerprint, PublishedRow
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import Kind, Planner, Put
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 transfer.labels("write_back")
 
-disk.labels(
+disk.declare_labels(
     "write_back:source", "write_back:create", "write_back:resume", "write_back:make", "write_back:fsync", "write_back:syncfs",
     "write_back:discard", "write_back:check:read",
 )  # fmt: skip
@@ -60,8 +60,8 @@ class Unstable(Busy):
 class Staged:
     """A temporary file that is whole. `merged`: there was such a directory under the final name, and that is taken instead."""
 
-    mark: Mark
-    published: Published | None = None
+    mark: Fingerprint
+    published: PublishedRow | None = None
     merged: bool = False
 
 
@@ -74,12 +74,12 @@ class Stager:
         self._places = places
         self._tree = tree
         self._progress = progress
-        self._open: list[tuple[int, Action, int]] = []
+        self._open: list[tuple[int, PfsAction, int]] = []
 
-    def put(self, action: Action, put: Put) -> Staged:
+    def put(self, action: PfsAction, put: Put) -> Staged:
         """Make one temporary file. Raises Busy when the content moved on, Unstable, Unfit, and OSError."""
         wanted = self._wanted(put)
-        return acting.attempt(lambda: self._put(action, put, wanted), lambda: self._owners(wanted, action.at))
+        return acting.attempt(lambda: self._put(action, put, wanted), lambda: self._owners(wanted, action.location))
 
     def sync(self) -> None:
         """Everything that was made is there to stay, and as long as it should be (F3)."""
@@ -90,7 +90,7 @@ class Stager:
                 disk.fsync("write_back:fsync", fd)
             found = os.fstat(fd).st_size
             if found != size:
-                raise OSError(errno.EIO, f"the PFS holds {found} of {size} bytes", os.fsdecode(action.at.name))
+                raise OSError(errno.EIO, f"the PFS holds {found} of {size} bytes", os.fsdecode(action.location.name))
         self.close()
 
     def close(self) -> None:
@@ -100,46 +100,46 @@ class Stager:
                 os.close(fd)
         self._open = []
 
-    def discard(self, actions: Iterable[Action]) -> None:
+    def discard(self, actions: Iterable[PfsAction]) -> None:
         """Remove the temporary files of these actions, as far as they are there."""
         self.close()
         for action in actions:
-            for spot in (action.at, action.to):
+            for spot in (action.location, action.new_location):
                 if action.temporary and spot is not None:
                     self._remove(spot, action.temporary)
 
-    def clear(self, planned: Iterable[Action]) -> None:
+    def clear(self, planned: Iterable[PfsAction]) -> None:
         """Remove what a mover that died had begun and is not `planned` again, and forget its batch unless there is another one now."""
-        found = pfs_batch.read(self._db)
+        found = pfs_batch.find_batch(self._db)
         if found is None:
             return
-        again = {(action.at, action.temporary) for action in planned}
-        self.discard(action for action in found[1].actions if (action.at, action.temporary) not in again)
+        again = {(action.location, action.temporary) for action in planned}
+        self.discard(action for action in found[1].actions if (action.location, action.temporary) not in again)
         if not again:
-            with self._db.change():
-                pfs_batch.take_back(self._db)
+            with self._db.transaction():
+                pfs_batch.delete_batch(self._db)
 
     # --- one temporary file ---------------------------------------------------------------------------------------------
 
-    def _put(self, action: Action, put: Put, wanted: Inode) -> Staged:
-        directory = self._tree.directory(action.at.path)
+    def _put(self, action: PfsAction, put: Put, wanted: Inode) -> Staged:
+        directory = self._tree.directory(action.location.path)
         begun = self._begun(directory, action, put, wanted)
         if stat.S_ISDIR(wanted.mode):
-            there = look(directory, action.at.name)
-            shown = pfs_view.View(self._db).shown(action.at.parent, action.at.name)
+            there = look(directory, action.location.name)
+            shown = pfs_view.PfsView(self._db).get_entry(action.location.parent, action.location.name)
             # One that is known as another inode is ours, and this batch takes it away first.
             if there is not None and stat.S_ISDIR(there.st_mode) and (shown is None or shown.inode == put.inode):
-                return Staged(Mark(there.st_ino), merged=True)
+                return Staged(Fingerprint(there.st_ino), merged=True)
         try:
             if stat.S_ISREG(wanted.mode):
                 return self._file(directory, action, put, wanted, begun)
             return self._other(directory, action.temporary, wanted)
         except BaseException:
             with contextlib.suppress(OSError):
-                self._remove(action.at, action.temporary)
+                self._remove(action.location, action.temporary)
             raise
 
-    def _begun(self, directory: int, action: Action, put: Put, wanted: Inode) -> int | None:
+    def _begun(self, directory: int, action: PfsAction, put: Put, wanted: Inode) -> int | None:
         """A descriptor of what a mover that died had made of a large file; anything else under the temporary name is removed."""
         there = look(directory, action.temporary)
         if there is None:
@@ -149,17 +149,17 @@ class Stager:
         ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
         if ours and put.content is not None and there.st_size >= limits.BLOCK_BYTES:
             return disk.open_file("write_back:resume", action.temporary, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory)
-        self._remove(action.at, action.temporary)
+        self._remove(action.location, action.temporary)
         return None
 
-    def _file(self, directory: int, action: Action, put: Put, wanted: Inode, begun: int | None) -> Staged:
+    def _file(self, directory: int, action: PfsAction, put: Put, wanted: Inode, begun: int | None) -> Staged:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         fd = disk.open_file("write_back:create", action.temporary, flags, 0o600, dir_fd=directory) if begun is None else begun
         try:
             if begun is None:
                 _check_owner(fd)
             size, whole, blocks = self._fill(fd, put)
-            pfs_attributes.apply(directory, action.temporary, wanted, pfs_view.xattrs(self._db, put.inode), fresh=begun is None)
+            pfs_attributes.apply(directory, action.temporary, wanted, pfs_view.get_xattrs(self._db, put.inode), fresh=begun is None)
             found = os.fstat(fd)
         except BaseException:
             os.close(fd)
@@ -167,8 +167,8 @@ class Stager:
         self._open.append((fd, action, size))
         generation = wanted.generation if put.content is None else put.content.generation
         complete = put.kind is not Kind.STABLE
-        mark = Mark(found.st_ino, size, found.st_mtime_ns)
-        return Staged(mark, Published(put.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks))
+        mark = Fingerprint(found.st_ino, size, found.st_mtime_ns)
+        return Staged(mark, PublishedRow(put.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks))
 
     def _other(self, directory: int, name: bytes, wanted: Inode) -> Staged:
         try:
@@ -184,13 +184,13 @@ class Stager:
         assert made is not None
         if acting.is_root() and made.st_uid != os.geteuid():
             raise acting.Squashed(errno.EPERM, os.strerror(errno.EPERM))
-        pfs_attributes.apply(directory, name, wanted, pfs_view.xattrs(self._db, wanted.id), fresh=True)
-        return Staged(Mark(made.st_ino))
+        pfs_attributes.apply(directory, name, wanted, pfs_view.get_xattrs(self._db, wanted.id), fresh=True)
+        return Staged(Fingerprint(made.st_ino))
 
     def _fill(self, fd: int, put: Put) -> transfer.Digested:
         """Write the bytes; (size, digest, blocks' digests)."""
         if put.content is None:
-            return (0, *digest.Running().finish())
+            return (0, *digest.RunningDigest().finish())
         if put.kind is Kind.STABLE:
             return self._fill_stable(fd, put.content)
         if put.kind is Kind.EARLY:
@@ -200,7 +200,7 @@ class Stager:
     def _fill_sealed(self, fd: int, content: Content) -> transfer.Digested:
         """Copy from the first copy that has the digest; those that have not are quarantined."""
         refusal: OSError | None = None
-        for copy in settling.copies(self._db, content.id):
+        for copy in settling.list_copies(self._db, content.id):
             if copy.state is not CopyState.GOOD or copy.tier not in self._places:
                 continue
             try:
@@ -212,23 +212,23 @@ class Stager:
             if (copied[0], copied[1]) == (content.size, content.digest):
                 return copied
             self._stay(content)
-            settling.mark(self._db, content.id, copy.tier, CopyState.QUARANTINED)
+            settling.set_copy_state(self._db, content.id, copy.tier, CopyState.QUARANTINED)
             log.error("the copy of %s in %s does not have its digest; another one is used", self._path(content.inode), copy.tier)
-        if not settling.unchanged(self._db, content):
+        if not settling.is_unchanged(self._db, content):
             raise Busy("the content was deleted or opened for writing")  # No wonder that it cannot be read.
         if refusal is not None:
             raise refusal
-        beyond = [copy.tier for copy in settling.copies(self._db, content.id) if copy.tier not in self._places]
+        beyond = [copy.tier for copy in settling.list_copies(self._db, content.id) if copy.tier not in self._places]
         if beyond:
             raise OSError(errno.ENODEV, f"its bytes lie in {beyond[0]}, which is not there now")
-        if not settling.lose(self._db, content):
+        if not settling.mark_lost(self._db, content):
             raise OSError(errno.EIO, "none of its copies can be read now")
         log.error("%s is lost: no copy of what was sealed is left on this node", self._path(content.inode))
         raise Busy("no copy of the content is left")
 
     def _fill_early(self, fd: int, content: Content) -> transfer.Digested:
         """Copy what the seal lane reads for its digest at the same time, and wait for that."""
-        tiers = [copy.tier for copy in settling.copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places]
+        tiers = [copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places]
         if not tiers:
             raise Unsealed("it has no copy that can be read")
         try:
@@ -236,7 +236,7 @@ class Stager:
         except _BadCopy as failure:
             raise Unsealed(str(failure.__cause__)) from failure
         deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
-        while (now := settling.content(self._db, content.id)) == content:
+        while (now := settling.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
                 raise Unsealed("its seal takes long")
             time.sleep(limits.EARLY_SEAL_LOOK_S)
@@ -274,7 +274,7 @@ class Stager:
 
     def _stay(self, content: Content) -> None:
         """Raise Busy when the content is not the one any more that was planned. The bytes of a doomed one stay as they were sealed."""
-        now = settling.content(self._db, content.id)
+        now = settling.get_content(self._db, content.id)
         if now is None or now.change == content.change:
             return
         if now.state is not ContentState.DOOMED or content.state is not ContentState.SEALED:
@@ -285,7 +285,7 @@ class Stager:
 
         Read twice and found equal, every byte had its value in the moment between the two readings.
         """
-        copies = [copy.tier for copy in settling.copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places]
+        copies = [copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places]
         if not copies:
             raise Unstable("the open file has no copy that can be read")
         for _ in range(STABLE_ATTEMPTS):
@@ -310,11 +310,11 @@ class Stager:
                 raise Busy("the inode is gone") from None
             return Inode(put.inode, put.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
-    def _owners(self, wanted: Inode, spot: Spot) -> list[acting.Owner]:
+    def _owners(self, wanted: Inode, spot: PfsLocation) -> list[acting.Owner]:
         above = os.fstat(self._tree.directory(spot.path))
         return [(wanted.uid, wanted.gid), (above.st_uid, above.st_gid)]
 
-    def _remove(self, spot: Spot, name: bytes) -> None:
+    def _remove(self, spot: PfsLocation, name: bytes) -> None:
         """Remove a temporary file, symlink, or empty directory."""
         with contextlib.suppress(FileNotFoundError):
             directory = self._tree.directory(spot.path)
@@ -327,32 +327,32 @@ class Stager:
             )
 
     def _path(self, inode: int) -> str:
-        return os.fsdecode(report.path_of(self._db, inode))
+        return os.fsdecode(report.get_path(self._db, inode))
 
 
-def resolved(planner: Planner, staged: dict[int, Staged]) -> Batch:
+def resolved(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
     """The batch as it will be written down: what was made has its number on the PFS."""
 
-    def real(mark: Mark) -> Mark:
+    def real(mark: Fingerprint) -> Fingerprint:
         return staged[-mark.ino].mark if mark.ino < 0 else mark
 
     restamped = {action.inode for action in planner.actions if action.act == "attributes"}
 
-    def before(mark: Mark) -> Mark:
+    def before(mark: Fingerprint) -> Fingerprint:
         """What this batch made and gave other times since is recognised by its number alone."""
-        return Mark(real(mark).ino) if mark.ino < 0 and planner.puts[-mark.ino].inode in restamped else real(mark)
+        return Fingerprint(real(mark).ino) if mark.ino < 0 and planner.puts[-mark.ino].inode in restamped else real(mark)
 
     planner.look_again()
-    planner.view.remark(real)
-    batch = pfs_batch.batch_of(planner.view, planner.last)
+    planner.view.replace_fingerprints(real)
+    batch = pfs_batch.build_batch(planner.view, planner.last)
     batch.actions = [
-        Action(one.act, one.key, one.inode, one.at, real(one.mark), one.to, None if one.other is None else before(one.other), one.temporary)
+        PfsAction(one.act, one.key, one.inode, one.location, real(one.fingerprint), one.new_location, None if one.replaced_fingerprint is None else before(one.replaced_fingerprint), one.temporary)
         for one in planner.actions
     ]
-    batch.again = planner.again
-    batch.kept = planner.kept
-    batch.published = planner.renewed + [one.published for one in staged.values() if one.published is not None]
-    batch.merged = [planner.puts[key].inode for key, one in staged.items() if one.merged]
+    batch.requeued = planner.again
+    batch.kept_seqs = planner.kept
+    batch.published_rows = planner.renewed + [one.published for one in staged.values() if one.published is not None]
+    batch.merged_directories = [planner.puts[key].inode for key, one in staged.items() if one.merged]
     return batch
 
 
@@ -362,7 +362,7 @@ class _BadCopy(Exception):
 
 def _again(source: int, size: int) -> transfer.Digested:
     """The digest of the first `size` bytes of a file that may be longer by now."""
-    running = digest.Running()
+    running = digest.RunningDigest()
     buffer = memoryview(bytearray(transfer.PIECE_BYTES))
     while running.size < size:
         piece = buffer[: min(len(buffer), size - running.size)]

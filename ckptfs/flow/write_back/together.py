@@ -13,15 +13,15 @@ from dataclasses import replace
 from ckptfs import disk, limits
 from ckptfs.catalog import fetching, journal, pfs_paths, pfs_view, report, wants
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.journal import Row
-from ckptfs.catalog.pfs_batch import Action, Batch, Found, Shows, Spot
-from ckptfs.catalog.pfs_view import Name, View
+from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedStat, PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_view import PfsName, PfsView
 from ckptfs.catalog.sharing import alone, intentions, seen
-from ckptfs.catalog.sharing.kinds import PLACE, SHOWN, Key
-from ckptfs.catalog.sharing.truth import Truth, row_key, told_rows
+from ckptfs.catalog.sharing.kinds import PFS_NAME, PFS_STATE, SharedKey
+from ckptfs.catalog.sharing.truth import StoreSnapshot, build_row_key, list_published_rows
 from ckptfs.clique import membership
-from ckptfs.clique.surroundings import Surroundings
-from ckptfs.errors import Busy, Unreachable
+from ckptfs.clique.surroundings import Cluster
+from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.plan import Facts
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.model import ROOT
@@ -29,7 +29,7 @@ from ckptfs.tiers.pfs_tree import Names, NotThere, PfsTree, look
 
 log = logging.getLogger(__name__)
 
-disk.labels("together:announced", "together:settled")
+disk.declare_labels("together:announced", "together:settled")
 
 ROWS_TOGETHER = 32
 
@@ -37,36 +37,36 @@ ROWS_TOGETHER = 32
 class Together:
     """What write-back does about the other nodes."""
 
-    def __init__(self, db: Database, around: Surroundings, instance: str, tree: PfsTree) -> None:
+    def __init__(self, db: Database, around: Cluster, instance: str, tree: PfsTree) -> None:
         self._db = db
         self._around = around
         self._instance = instance
         self._tree = tree
-        self._truth = Truth(db, around.store)
+        self._truth = StoreSnapshot(db, around.store)
         self._asked: dict[int, int] = {}
         self._also: set[int] = set()
         self._lost: set[int] = set()
         self._lease = 0
-        self._island_ns = alone.returned(db)
+        self._island_ns = alone.get_reintegrated_ns(db)
         self._returned()
 
     # --- before a batch -----------------------------------------------------------------------------------------------
 
-    def rows(self, after: int) -> list[Row]:
+    def rows(self, after: int) -> list[JournalRow]:
         """The next rows that the other nodes know of, and that no other node has taken over. Raises Unreachable."""
-        rows = told_rows(self._db, self._instance, journal.head(self._db, ROWS_TOGETHER, after))
+        rows = list_published_rows(self._db, self._instance, journal.list_oldest(self._db, ROWS_TOGETHER, after))
         if not rows:
             return rows
         self._begin_to_live()
         self._learn(rows)
         if self._decide_for_the_dead():
             self._learn(rows)
-        taken = [row for row in rows if self._truth.value(row_key(self._db, self._instance, row)) is None]
+        taken = [row for row in rows if self._truth.get_value(build_row_key(self._db, self._instance, row)) is None]
         if taken:
             log.info("%d changes of this node were written back by another one", len(taken))
-            journal.drop(self._db, taken)
+            journal.delete_rows(self._db, taken)
             self._returned()
-        self._expect(View(self._db))
+        self._expect(PfsView(self._db))
         return [row for row in rows if row not in taken]
 
     def _returned(self) -> None:
@@ -77,7 +77,7 @@ class Together:
         """Begin again with what the others, which have taken this node's rows, had no bytes of or took for lost, and with what an island
         had to take back; whether there is any.
         """
-        returned_ns = alone.returned(self._db)
+        returned_ns = alone.get_reintegrated_ns(self._db)
         if self._island_ns != returned_ns:
             self._island_ns = returned_ns
             self._returned()
@@ -85,15 +85,15 @@ class Together:
         if not self._look_s <= now_s < self._look_until_s:
             return False
         self._look_s = now_s + limits.LEFT_OUT_LOOK_S
-        return journal.tell_of_left_out(self._db, limits.CHANGE_ROWS_MAX) > 0
+        return journal.insert_missing(self._db, limits.CHANGE_ROWS_MAX) > 0
 
     def due_s(self) -> float | None:
         """Until the next look for that, which waits until the journal is done."""
         return max(limits.WANT_LOOK_S, self._look_s - time.monotonic()) if self._look_s < self._look_until_s else None
 
-    def _learn(self, rows: list[Row]) -> None:
-        self._truth = Truth(self._db, self._around.store)
-        self._truth.learn(self._instance, rows, self._also)
+    def _learn(self, rows: list[JournalRow]) -> None:
+        self._truth = StoreSnapshot(self._db, self._around.store)
+        self._truth.load(self._instance, rows, self._also)
 
     def read_also(self, inode: int) -> None:
         """What a plan turned out to need is read for the next one, too."""
@@ -101,22 +101,22 @@ class Together:
 
     def planner(self, facts: Facts, temporary: Callable[[int], bytes]) -> SharedPlanner:
         """A planner on what is true now."""
-        return SharedPlanner(self._db, View(self._db), facts, temporary, self._truth, self._around.number, self._lost)
+        return SharedPlanner(self._db, PfsView(self._db), facts, temporary, self._truth, self._around.node_number, self._lost)
 
     def fetch(self, inode: int) -> None:
         """Have the bytes of a file brought here, which a dead node wrote. What nobody gives is left out on the PFS."""
         want = wants.get(self._db, self._asked[inode]) if inode in self._asked else None
         if want is not None and want.state == wants.FAILED:
-            self._lost.add(fetching.content_of(self._db, inode) or 0)
-            log.warning("%s cannot be written back: no node that lives has what was written", os.fsdecode(report.path_of(self._db, inode)))
-        elif want is None or want.state != wants.WANTED:
-            self._asked = {inode: wants.ask(self._db, wants.FETCH, inode, wants.FOR_WRITING)}
+            self._lost.add(fetching.get_content_id(self._db, inode) or 0)
+            log.warning("%s cannot be written back: no node that lives has what was written", os.fsdecode(report.get_path(self._db, inode)))
+        elif want is None or want.state != wants.OPEN:
+            self._asked = {inode: wants.insert_request(self._db, wants.FETCH, inode, wants.FOR_WRITING)}
 
     def look_for(self, directories: list[int]) -> None:
         """Learn where these are now. Raises Unreachable."""
-        self._truth = Truth(self._db, self._around.store)
-        self._truth.learn(self._instance, inodes=directories)
-        self._expect(View(self._db))
+        self._truth = StoreSnapshot(self._db, self._around.store)
+        self._truth.load(self._instance, inodes=directories)
+        self._expect(PfsView(self._db))
 
     def gone(self, names: Names) -> Names | None:
         """The same names if the PFS shows this directory no more although it is said to. None: somebody moves it just now, or has moved it,
@@ -127,69 +127,69 @@ class Together:
             self._tree.forget()
             self._tree.directory(names)
         except NotThere:
-            with contextlib.suppress(Busy, Unreachable):
+            with contextlib.suppress(Busy, StoreUnreachable):
                 return names if self._way(names) == before else None
-        except (OSError, Busy, Unreachable) as reason:
+        except (OSError, Busy, StoreUnreachable) as reason:
             log.debug("%s is not where it was: %s", os.fsdecode(b"/".join(names)), reason)
         return None
 
-    def _way(self, names: Names) -> dict[Key, int]:
+    def _way(self, names: Names) -> dict[SharedKey, int]:
         """The revisions of all that says that the PFS shows a directory here; nothing if nobody says so. Raises Busy while another node
         changes any of it, and Unreachable.
         """
-        inode = pfs_view.inode_at(self._db, names)
+        inode = pfs_view.find_inode(self._db, names)
         if inode is None:
             return {}
         self.look_for([inode])
-        others = [(key, number) for key, number in self._truth.intentions() if number != self._around.number]
+        others = [(key, number) for key, number in self._truth.list_intents() if number != self._around.node_number]
         self._decide(others)
-        if others or View(self._db).path(inode) != names:
+        if others or PfsView(self._db).get_path(inode) != names:
             raise Busy("another node moves what is there")
-        return {key: self._truth.revision(key) for key in self._truth.told if key.kind in {PLACE, SHOWN}}
+        return {key: self._truth.get_revision(key) for key in self._truth.store_values if key.kind in {PFS_NAME, PFS_STATE}}
 
-    def _expect(self, view: View) -> None:
+    def _expect(self, view: PfsView) -> None:
         """Directories are recognised by their numbers: names may have been exchanged since they were read. None is kept open from one
         batch to the next: another node may have removed it and made a new one.
         """
         self._tree.forget()
         numbers: dict[tuple[bytes, ...], int] = {}
-        for key in self._truth.told:
-            number = None if key.kind != PLACE or key.number == ROOT else pfs_paths.identity(self._db, key.number)
-            path = None if number is None else view.path(key.number)
+        for key in self._truth.store_values:
+            number = None if key.kind != PFS_NAME or key.number == ROOT else pfs_paths.find_pfs_inode(self._db, key.number)
+            path = None if number is None else view.get_path(key.number)
             if path and number is not None:
                 numbers[path] = number
         self._tree.expect(numbers)
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
-    def announce(self, batch: Batch) -> None:
+    def announce(self, batch: PfsBatch) -> None:
         """Raises Busy when it has to be planned anew, Unreachable when nobody knows whether it was announced."""
-        if batch.shows or batch.published:
-            intentions.announce(self._db, self._around.store, self._truth, batch, self._instance)
+        if batch.expected_entries or batch.published_rows:
+            intentions.publish_intents(self._db, self._around.store, self._truth, batch, self._instance)
         disk.act("together:announced", lambda: None)
 
-    def stands(self, batch: Batch) -> Batch | None:
+    def stands(self, batch: PfsBatch) -> PfsBatch | None:
         """A batch of an earlier life, or that was interrupted, where its names lie now; None when it is not ours to finish any more."""
         self._begin_to_live()
-        standing = intentions.standing(self._around.store, batch, self._around.number, self._instance)
+        standing = intentions.find_intents(self._around.store, batch, self._around.node_number, self._instance)
         if standing is None:
             return None
-        self._truth = Truth(self._db, self._around.store)
-        self._truth.learn(self._instance, inodes={spot.parent for spot in _spots(batch)})
-        with self._db.change():
+        self._truth = StoreSnapshot(self._db, self._around.store)
+        self._truth.load(self._instance, inodes={spot.parent for spot in _spots(batch)})
+        with self._db.transaction():
             for key, one in standing.items():
-                seen.put(self._db, key, one)
-        view = View(self._db)
+                seen.set_cached(self._db, key, one)
+        view = PfsView(self._db)
         self._expect(view)
         return _relocated(view, batch)
 
-    def settle(self, batch: Batch, found: dict[Name, Found | None]) -> None:
+    def settle(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
         """The PFS shows it. Raises Busy when this node was taken for dead meanwhile, Unreachable."""
-        changed = intentions.settle(self._db, self._around.store, batch, found, self._truth)
+        changed = intentions.complete_intents(self._db, self._around.store, batch, found, self._truth)
         disk.act("together:settled", lambda: None)
         self._also = set()
         if changed:
-            with self._db.change():
+            with self._db.transaction():
                 for inode in changed:
                     journal.append(self._db, "attributes", inode)
 
@@ -212,21 +212,21 @@ class Together:
 
     def _decide_for_the_dead(self) -> bool:
         """Settle intentions of nodes that do not live, or of a former catalog of this one; whether there were any."""
-        return self._decide(self._truth.intentions())
+        return self._decide(self._truth.list_intents())
 
-    def _decide(self, intended: list[tuple[Key, int]]) -> bool:
+    def _decide(self, intended: list[tuple[SharedKey, int]]) -> bool:
         if not intended:
             return False
-        alive = membership.living(self._around.store, sorted({number for _, number in intended} - {self._around.number}))
+        alive = membership.list_live(self._around.store, sorted({number for _, number in intended} - {self._around.node_number}))
         gone = [key for key, number in intended if number not in alive]
         for key in gone:
-            found = self._number_at((key.number, key.name)) if key.kind == PLACE else None
-            intentions.decide(self._around.store, key, self._truth.told[key].seen, found)
+            found = self._number_at((key.number, key.name)) if key.kind == PFS_NAME else None
+            intentions.resolve_abandoned_intent(self._around.store, key, self._truth.store_values[key].value, found)
         return bool(gone)
 
-    def _number_at(self, name: Name) -> int | None:
+    def _number_at(self, name: PfsName) -> int | None:
         """st_ino of what the PFS shows under a name."""
-        path = View(self._db).path(name[0])
+        path = PfsView(self._db).get_path(name[0])
         if path is None:
             return None
         try:
@@ -236,21 +236,21 @@ class Together:
         return None if found is None else found.st_ino
 
 
-def _spots(batch: Batch) -> list[Spot]:
-    spots = [spot for action in batch.actions for spot in (action.at, action.to) if spot is not None]
-    return spots + [show.at for show in batch.shows]
+def _spots(batch: PfsBatch) -> list[PfsLocation]:
+    spots = [spot for action in batch.actions for spot in (action.location, action.new_location) if spot is not None]
+    return spots + [show.location for show in batch.expected_entries]
 
 
-def _relocated(view: View, batch: Batch) -> Batch:
+def _relocated(view: PfsView, batch: PfsBatch) -> PfsBatch:
     """The same batch with the paths that its directories have now; what nobody knows any more keeps its path."""
 
-    def now(spot: Spot) -> Spot:
-        path = view.path(spot.parent)
-        return spot if path is None else Spot(spot.parent, spot.name, path)
+    def now(spot: PfsLocation) -> PfsLocation:
+        path = view.get_path(spot.parent)
+        return spot if path is None else PfsLocation(spot.parent, spot.name, path)
 
     actions = [_moved(action, now) for action in batch.actions]
-    return replace(batch, actions=actions, shows=[Shows(now(show.at), show.inode, show.mark) for show in batch.shows])
+    return replace(batch, actions=actions, expected_entries=[ExpectedEntry(now(show.location), show.inode, show.fingerprint) for show in batch.expected_entries])
 
 
-def _moved(action: Action, now: Callable[[Spot], Spot]) -> Action:
-    return replace(action, at=now(action.at), to=None if action.to is None else now(action.to))
+def _moved(action: PfsAction, now: Callable[[PfsLocation], PfsLocation]) -> PfsAction:
+    return replace(action, location=now(action.location), new_location=None if action.new_location is None else now(action.new_location))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptfs_client.failures import EXIT_CODES, Usage
+from ckptfs_client.failures import EXIT_CODES, UsageError
 
 if TYPE_CHECKING:
     from ckptfs_client.lab.laboratory import Laboratory
@@ -20,9 +20,9 @@ app = typer.Typer(
     help="A cluster on this one machine, for trying, teaching and testing: in network namespaces an etcd, and a daemon for each node.",
 )  # fmt: skip
 
-Place = Annotated[Path | None, typer.Option("--dir", envvar="CKPTFS_LAB", help="The lab's directory.  [default: /var/lib/ckptfs/lab]")]
+LabDirectory = Annotated[Path | None, typer.Option("--dir", envvar="CKPTFS_LAB", help="The lab's directory.  [default: /var/lib/ckptfs/lab]")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Name = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, ...")]
+NodeName = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, ...")]
 
 
 @app.command(epilog=EPILOG)
@@ -33,142 +33,142 @@ def start(
     pfs: Annotated[Path | None, typer.Option(help="A directory to be the PFS; without it, one in the lab.")] = None,
     no_pfs: Annotated[bool, typer.Option("--no-pfs", help="No PFS at all: what survives is on other nodes.")] = False,
     options: Annotated[list[str] | None, typer.Option("-o", metavar="KEY=VALUE,...", help="More options for every daemon.")] = None,
-    directory: Place = None,
+    directory: LabDirectory = None,
     json: Json = False,
 ) -> None:
     """Make a lab and start all of it."""
     from ckptfs import config
     from ckptfs.errors import ConfigError
 
-    lab = _lab(directory)
+    lab = _open_laboratory(directory)
     if what is not None:
-        _only_etcd(what)
+        _require_etcd(what)
         lab.start_etcd()
         return
     try:
         more = config.parse_options(",".join(options or []))
     except ConfigError as failure:
-        raise Usage(str(failure)) from failure
+        raise UsageError(str(failure)) from failure
     if no_pfs and pfs is not None:
-        raise Usage("--pfs and --no-pfs exclude each other")
+        raise UsageError("--pfs and --no-pfs exclude each other")
     lab.start(nodes, factor, None if no_pfs else pfs or lab.directory / "pfs", more)
-    _show(lab, json=json)
+    _print_status(lab, json=json)
 
 
 @app.command(epilog=EPILOG)
 def stop(
     what: Annotated[str | None, typer.Argument(metavar="[etcd]", help="Only etcd: kill it; `start etcd` starts it again.")] = None,
-    directory: Place = None,
+    directory: LabDirectory = None,
 ) -> None:
     """End and delete the lab with all that is in it, its PFS too unless --pfs named one elsewhere. Nothing is drained."""
-    lab = _lab(directory)
+    lab = _open_laboratory(directory)
     if what is not None:
-        _only_etcd(what)
+        _require_etcd(what)
         lab.stop_etcd()
     elif not lab.stop():
         print(f"there is no lab in {lab.directory}", file=sys.stderr)
 
 
 @app.command(epilog=EPILOG)
-def status(directory: Place = None, json: Json = False) -> None:
+def status(directory: LabDirectory = None, json: Json = False) -> None:
     """What runs, what is mounted, and how the wires are."""
-    _show(_lab(directory), json=json)
+    _print_status(_open_laboratory(directory), json=json)
 
 
 @app.command(epilog=EPILOG)
-def kill(node: Name, directory: Place = None) -> None:
+def kill(node: NodeName, directory: LabDirectory = None) -> None:
     """kill -9 of everything that runs on a node, programs started with `exec` too."""
-    _lab(directory).kill(node)
+    _open_laboratory(directory).kill(node)
 
 
 @app.command(epilog=EPILOG)
 def wipe(
-    node: Name,
+    node: NodeName,
     nvme: Annotated[bool, typer.Option("--nvme", help="Its NVMe tier and its catalog too: it starts again as a new machine.")] = False,
-    directory: Place = None,
+    directory: LabDirectory = None,
 ) -> None:
     """Kill a node; what lay in its RAM is lost."""
-    _lab(directory).wipe(node, nvme=nvme)
+    _open_laboratory(directory).wipe(node, nvme=nvme)
 
 
 @app.command("start-node", epilog=EPILOG)
-def start_node(node: Name, directory: Place = None) -> None:
+def start_node(node: NodeName, directory: LabDirectory = None) -> None:
     """Start a node again that was killed; the name after the last one's adds a node."""
-    _lab(directory).start_node(node)
+    _open_laboratory(directory).start_node(node)
 
 
 @app.command("restart-node", epilog=EPILOG)
-def restart_node(node: Name, directory: Place = None) -> None:
+def restart_node(node: NodeName, directory: LabDirectory = None) -> None:
     """Unmount a node in order and mount it again."""
-    _lab(directory).restart_node(node)
+    _open_laboratory(directory).restart_node(node)
 
 
 @app.command(epilog=EPILOG)
-def cut(node: Name, directory: Place = None) -> None:
+def cut(node: NodeName, directory: LabDirectory = None) -> None:
     """Take a node's link down: it reaches no other node, nor etcd."""
-    _lab(directory).cut(node)
+    _open_laboratory(directory).cut(node)
 
 
 @app.command(epilog=EPILOG)
 def slow(
-    node: Name,
+    node: NodeName,
     rate: Annotated[str, typer.Option(help="Such as 100mbit or 1gbit.")],
-    directory: Place = None,
+    directory: LabDirectory = None,
 ) -> None:
     """Limit what a node sends and gets."""
-    _lab(directory).slow(node, _bits(rate))
+    _open_laboratory(directory).slow(node, _parse_bits_per_s(rate))
 
 
 @app.command("heal", epilog=EPILOG)
-def mend(node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Only this node.")] = None, directory: Place = None) -> None:
+def heal(node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Only this node.")] = None, directory: LabDirectory = None) -> None:
     """Bring a node back: link up, no limit, daemon running. Without NODE all of them, and etcd."""
-    _lab(directory).mend(*([node] if node else []))
+    _open_laboratory(directory).heal(*([node] if node else []))
 
 
 @app.command("exec", epilog=EPILOG, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def execute(
-    node: Name,
+    node: NodeName,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="A program and its arguments.")],
-    directory: Place = None,
+    directory: LabDirectory = None,
 ) -> None:
     """Run a program on a node: in its network, with CKPTFS_MOUNT naming its mount."""
-    _lab(directory).execute(node, command[command[0] == "--" :])
+    _open_laboratory(directory).execute(node, command[command[0] == "--" :])
 
 
-def _lab(directory: Path | None) -> "Laboratory":
+def _open_laboratory(directory: Path | None) -> "Laboratory":
     from ckptfs_client.lab import plan
     from ckptfs_client.lab.laboratory import Laboratory
 
     return Laboratory(directory or plan.DIRECTORY, say=lambda words: print(words, file=sys.stderr, flush=True))
 
 
-def _only_etcd(what: str) -> None:
+def _require_etcd(what: str) -> None:
     if what != "etcd":
-        raise Usage(f"{what!r} cannot be named here; accepted: etcd", remedy="`kill` and `start-node` take the name of a node")
+        raise UsageError(f"{what!r} cannot be named here; accepted: etcd", remedy="`kill` and `start-node` take the name of a node")
 
 
-def _bits(rate: str) -> int:
+def _parse_bits_per_s(rate: str) -> int:
     """Bits per second of "100mbit"."""
     import re
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])(?:bit|bit/s|bps)?", rate.strip().lower())
     bits = int(float(match[1]) * {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}[match[2]]) if match else 0
     if bits < 8_000:
-        raise Usage(f"{rate!r} is not a rate; accepted: 8kbit and more, such as 500kbit, 100mbit, 1gbit")
+        raise UsageError(f"{rate!r} is not a rate; accepted: 8kbit and more, such as 500kbit, 100mbit, 1gbit")
     return bits
 
 
-def _show(lab: "Laboratory", *, json: bool) -> None:
+def _print_status(lab: "Laboratory", *, json: bool) -> None:
     from ckptfs_client import show
 
-    found = lab.status()
+    found = lab.get_status()
     if json:
-        show.emit(found)
+        show.print_json(found)
     else:
-        show.put(_table(found))
+        show.print_renderable(_build_status_table(found))
 
 
-def _table(found: dict[str, Any]) -> Any:
+def _build_status_table(found: dict[str, Any]) -> Any:
     from rich.console import Group
 
     from ckptfs_client import show

@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs.errors import CkptfsError
-from ckptfs_client.failures import ClientError, Failed, NotInTime, NotPermitted
+from ckptfs_client.failures import ClientError, CommandFailed, NotInTime, NotPermitted
 from ckptfs_client.lab import etcd, namespaces, network, nodes, plan, processes
-from ckptfs_client.lab.plan import Node, Plan
-from ckptfs_client.mounts import below
+from ckptfs_client.lab.plan import LabNode, Plan
+from ckptfs_client.mounts import list_mountpoints_below
 
 LOCK_WAIT_S = 120.0
-LOOK_S = 0.1
+LOCK_POLL_S = 0.1
 Say = Callable[[str], None]
 
 
-def _silent(_: str) -> None: ...
+def _discard(_: str) -> None: ...
 
 
 class Laboratory:
     """The lab in a directory; `say` is told what goes on. Raises ClientError."""
 
-    def __init__(self, directory: Path = plan.DIRECTORY, say: Say = _silent) -> None:
+    def __init__(self, directory: Path = plan.DIRECTORY, say: Say = _discard) -> None:
         if os.geteuid() != 0:
             raise NotPermitted("a lab needs root: it makes network namespaces and mounts", remedy="try it with sudo")
         self.directory = Path(os.path.realpath(directory))
@@ -40,9 +40,9 @@ class Laboratory:
 
     def start(self, count: int, factor: int, pfs: Path | None = None, options: Mapping[str, str] | None = None) -> Plan:
         """Make a lab, with all its nodes running. What was made of it is taken away again when that fails. Without `pfs` it has none."""
-        etcd.program()
-        self._refuse_what_is_there()
-        found = plan.new(self.directory, count, factor, None if pfs is None else Path(os.path.realpath(pfs)), dict(options or {}))
+        etcd.find_etcd()
+        self._require_empty_directory()
+        found = plan.build_plan(self.directory, count, factor, None if pfs is None else Path(os.path.realpath(pfs)), dict(options or {}))
         self.directory.mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o711)
         with self._lock():
@@ -52,11 +52,11 @@ class Laboratory:
                     found.pfs.mkdir(exist_ok=True)
                 network.make_switch(found)
                 self._say("starting etcd")
-                etcd.start(found)
+                etcd.start_etcd(found)
                 self._make_keys(found)
-                self._bring_up(found.all_nodes())
+                self._start_nodes(found.all_nodes())
             except BaseException:
-                self._end()
+                self._delete_everything()
                 raise
         return found
 
@@ -64,38 +64,38 @@ class Laboratory:
         """End and delete all of it; whether there was anything."""
         if not self.directory.exists():
             return False
-        if not self._ours():
-            raise Failed(f"{self.directory} is no lab", remedy="--dir DIR names the directory of one")
+        if not self._is_lab():
+            raise CommandFailed(f"{self.directory} is no lab", remedy="--dir DIR names the directory of one")
         with self._lock():
             self._say("ending every process, mount and namespace of the lab")
-            self._end()
+            self._delete_everything()
         return True
 
-    def plan(self) -> Plan:
+    def load_plan(self) -> Plan:
         """What it is made of."""
         return plan.load(self.directory)
 
-    def status(self) -> dict[str, Any]:
+    def get_status(self) -> dict[str, Any]:
         """What runs, what is mounted, and how the wires are."""
-        found = self.plan()
-        wires = network.links(found)
+        found = self.load_plan()
+        wires = network.list_link_states(found)
         return {
             "directory": str(found.directory), "cluster": found.cluster, "factor": found.factor, "pfs": str(found.pfs or ""),
-            "etcd": {"address": f"{plan.ETCD_ADDRESS}:{plan.ETCD_PORT}", "answers": etcd.answers(found)},
-            "nodes": [_described(node, wires) for node in found.all_nodes()],
+            "etcd": {"address": f"{plan.ETCD_ADDRESS}:{plan.ETCD_PORT}", "answers": etcd.is_etcd_healthy(found)},
+            "nodes": [_build_node_status(node, wires) for node in found.all_nodes()],
         }  # fmt: skip
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
         """kill -9 of everything that runs on a node."""
-        node = self.plan().node(name)
+        node = self.load_plan().node(name)
         with self._lock():
             self._say(f"{name}: killed, {nodes.kill(node)} processes")
 
     def wipe(self, name: str, *, nvme: bool = False) -> None:
         """Kill a node; its RAM tier is lost, and with `nvme` all that it had."""
-        node = self.plan().node(name)
+        node = self.load_plan().node(name)
         with self._lock():
             nodes.wipe(node, nvme=nvme)
             self._say(f"{name}: killed, its RAM{', NVMe and catalog are' if nvme else ' is'} lost")
@@ -103,40 +103,40 @@ class Laboratory:
     def start_node(self, *names: str) -> None:
         """Have nodes running again; the name of one more node adds it."""
         with self._lock():
-            found = self.plan()
+            found = self.load_plan()
             for name in names:
                 if name not in found.nodes:
-                    found = found.with_node(name)
+                    found = found.add_node(name)
                     plan.save(found)
                     self._make_keys(found)
-            self._bring_up([found.node(name) for name in names])
+            self._start_nodes([found.node(name) for name in names])
 
     def restart_node(self, name: str) -> None:
         """Unmount a node in order, as a service manager does, and mount it again."""
-        node = self.plan().node(name)
+        node = self.load_plan().node(name)
         with self._lock():
             nodes.unmount(node)
-            self._bring_up([node])
+            self._start_nodes([node])
 
     # --- the network --------------------------------------------------------------------------------------------------
 
     def cut(self, name: str) -> None:
         """Part a node from all others and from etcd."""
-        network.set_link(self.plan().node(name), up=False)
+        network.set_link(self.load_plan().node(name), up=False)
         self._say(f"{name}: its link is down")
 
     def slow(self, name: str, bits_per_s: int) -> None:
         """Limit what a node sends and gets."""
-        network.set_rate(self.plan().node(name), bits_per_s)
+        network.set_rate(self.load_plan().node(name), bits_per_s)
         self._say(f"{name}: its link carries {bits_per_s / 1e6:g} Mbit/s")
 
-    def mend(self, *names: str) -> None:
+    def heal(self, *names: str) -> None:
         """Bring nodes back: link up, no limit, daemon running; without names all of them, and etcd."""
-        found = self.plan()
+        found = self.load_plan()
         chosen = [found.node(name) for name in names or found.nodes]
         if not names:
             self.start_etcd()
-        wires = network.links(found)
+        wires = network.list_link_states(found)
         for node in chosen:
             if node.name in wires:
                 network.set_link(node, up=True)
@@ -145,30 +145,30 @@ class Laboratory:
 
     def start_etcd(self) -> None:
         """Have etcd running."""
-        found = self.plan()
+        found = self.load_plan()
         with self._lock():
-            etcd.start(found)
+            etcd.start_etcd(found)
         self._say("etcd answers")
 
     def stop_etcd(self) -> None:
         """Kill etcd."""
-        found = self.plan()
+        found = self.load_plan()
         with self._lock():
-            etcd.stop(found)
+            etcd.stop_etcd(found)
         self._say("etcd is killed")
 
     def execute(self, name: str, command: Sequence[str]) -> None:
         """Become a program on a node: its network is the node's. CKPTFS_MOUNT names the node's mount. Does not return."""
-        node = self.plan().node(name)
+        node = self.load_plan().node(name)
         try:
-            namespaces.enter(network.place(node.plan, name))
+            namespaces.enter_namespace(network.get_namespace_path(node.plan, name))
             os.execvpe(command[0], list(command), {**os.environ, "CKPTFS_MOUNT": str(node.mountpoint)})
         except OSError as failure:
-            raise Failed(f"{command[0]} cannot be run on {name}: {failure.strerror}") from failure
+            raise CommandFailed(f"{command[0]} cannot be run on {name}: {failure.strerror}") from failure
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _bring_up(self, chosen: Sequence[Node]) -> None:
+    def _start_nodes(self, chosen: Sequence[LabNode]) -> None:
         """Start daemons, all at once, and wait for each."""
         begun = [(node, nodes.launch(node)) for node in chosen]
         failures = []
@@ -176,7 +176,7 @@ class Laboratory:
             try:
                 nodes.wait_until_ready(node, ready)
                 self._say(f"{node.name}: {node.mountpoint}")
-            except Failed as failure:
+            except CommandFailed as failure:
                 failures.append(failure)
         if failures:
             raise failures[0]
@@ -193,35 +193,35 @@ class Laboratory:
                 if not node.keys.exists():
                     keys.issue(home, node.name, [node.address])
         except CkptfsError as failure:
-            raise Failed(str(failure), remedy=failure.remedy) from failure
+            raise CommandFailed(str(failure), remedy=failure.remedy) from failure
 
-    def _refuse_what_is_there(self) -> None:
+    def _require_empty_directory(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):
-            if self._ours():
-                raise Failed(f"there is a lab in {self.directory} already", remedy="`ckptfs lab stop` ends it")
-            raise Failed(f"{self.directory} is not empty, and no lab", remedy="--dir DIR names another place")
+            if self._is_lab():
+                raise CommandFailed(f"there is a lab in {self.directory} already", remedy="`ckptfs lab stop` ends it")
+            raise CommandFailed(f"{self.directory} is not empty, and no lab", remedy="--dir DIR names another place")
 
-    def _ours(self) -> bool:
+    def _is_lab(self) -> bool:
         """Whether a lab was begun here."""
-        return (self.directory / plan.FILE).exists()
+        return (self.directory / plan.PLAN_NAME).exists()
 
-    def _end(self) -> None:
+    def _delete_everything(self) -> None:
         """End everything: processes, then mounts, then namespaces, then the files; the plan last, so that this can be done again."""
         net = self.directory / "net"
         for namespace in net.iterdir() if net.is_dir() else ():
-            processes.end(namespace)
+            processes.kill_processes(namespace)
         # Whoever writes to a dead mount is told so; namespaces are mounts here as well.
-        nodes.detach_below(self.directory)
-        left = below(self.directory)
+        nodes.detach_mounts_below(self.directory)
+        left = list_mountpoints_below(self.directory)
         if left:
-            raise Failed(f"{left[0]} cannot be unmounted", remedy="end what uses it, then `ckptfs lab stop` again")
+            raise CommandFailed(f"{left[0]} cannot be unmounted", remedy="end what uses it, then `ckptfs lab stop` again")
         with contextlib.suppress(ClientError):
-            for node in self.plan().all_nodes():
-                nodes.forget(node)
+            for node in self.load_plan().all_nodes():
+                nodes.delete_runtime_files(node)
         for path in self.directory.iterdir():
-            if path.name != plan.FILE:
+            if path.name != plan.PLAN_NAME:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        (self.directory / plan.FILE).unlink(missing_ok=True)
+        (self.directory / plan.PLAN_NAME).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
@@ -238,17 +238,17 @@ class Laboratory:
                 except BlockingIOError:
                     if time.monotonic() > until:
                         raise NotInTime("another command works on this lab", remedy="try again when it has ended") from None
-                    time.sleep(LOOK_S)
+                    time.sleep(LOCK_POLL_S)
             yield
         finally:
             os.close(fd)
 
 
-def _described(node: Node, wires: Mapping[str, tuple[bool, bool]]) -> dict[str, Any]:
+def _build_node_status(node: LabNode, wires: Mapping[str, tuple[bool, bool]]) -> dict[str, Any]:
     """A node as `status` shows it."""
     up, slowed = wires.get(node.name, (False, False))
-    found = processes.inside(network.place(node.plan, node.name))
+    found = processes.list_processes(network.get_namespace_path(node.plan, node.name))
     return {
-        "name": node.name, "address": node.address, "mountpoint": str(node.mountpoint), "log": str(node.log), "runs": nodes.runs(node),
-        "mounted": nodes.answers(node), "link": "up" if up else "down", "slowed": slowed, "processes": len(found),
+        "name": node.name, "address": node.address, "mountpoint": str(node.mountpoint), "log": str(node.log), "runs": nodes.is_running(node),
+        "mounted": nodes.is_mounted(node), "link": "up" if up else "down", "slowed": slowed, "processes": len(found),
     }  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ckptfs_client.failures import Failed
+from ckptfs_client.failures import CommandFailed
 
 Result = TypeVar("Result")
 
@@ -23,9 +23,9 @@ ACT_WAIT_S = 30.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def make(path: Path) -> None:
+def make_namespace(path: Path) -> None:
     """A new network namespace, mounted on `path`; one that is there already stays. Raises OSError."""
-    if is_there(path):
+    if has_namespace(path):
         return
     path.touch()
 
@@ -36,19 +36,19 @@ def make(path: Path) -> None:
     _in_a_thread(unshared)
 
 
-def remove(path: Path) -> None:
+def remove_namespace(path: Path) -> None:
     """Let go of a namespace; it ends, with its interfaces, when the last process in it has ended."""
-    if is_there(path):
-        detach(path)
+    if has_namespace(path):
+        detach_mount(path)
     path.unlink(missing_ok=True)
 
 
-def is_there(path: Path) -> bool:
+def has_namespace(path: Path) -> bool:
     """Whether a namespace is mounted on `path`."""
-    return identity(path) is not None
+    return get_namespace_id(path) is not None
 
 
-def identity(path: Path) -> tuple[int, int] | None:
+def get_namespace_id(path: Path) -> tuple[int, int] | None:
     """What tells a namespace from every other, as /proc/PID/ns/net shows it too; None when none is mounted there."""
     try:
         found = os.stat(path)
@@ -58,7 +58,7 @@ def identity(path: Path) -> tuple[int, int] | None:
     return (found.st_dev, found.st_ino) if found.st_dev == own.st_dev else None
 
 
-def enter(path: Path) -> None:
+def enter_namespace(path: Path) -> None:
     """The calling thread, and what it starts, is in that namespace from now on. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -67,17 +67,17 @@ def enter(path: Path) -> None:
         os.close(fd)
 
 
-def inside(path: Path, act: Callable[[], Result]) -> Result:
+def run_in_namespace(path: Path, act: Callable[[], Result]) -> Result:
     """The result of `act`, called in that namespace by a thread of its own. Raises what it raises, and Failed when it takes too long."""
 
     def entered() -> Result:
-        enter(path)
+        enter_namespace(path)
         return act()
 
     return _in_a_thread(entered)
 
 
-def detach(point: Path) -> None:
+def detach_mount(point: Path) -> None:
     """umount2(2), lazily; what is not mounted is no error."""
     _libc.umount2(os.fsencode(point), MNT_DETACH)
 
@@ -87,7 +87,7 @@ def unmount(point: Path) -> None:
     _checked(_libc.umount2(os.fsencode(point), 0), f"{point} cannot be unmounted")
 
 
-def abort(point: Path) -> None:
+def abort_mount(point: Path) -> None:
     """Detach a FUSE mount after its connection was ended: system calls that hang in it return with an error."""
     _libc.umount2(os.fsencode(point), MNT_FORCE | MNT_DETACH)
 
@@ -108,7 +108,7 @@ def _in_a_thread(act: Callable[[], Result]) -> Result:
     if failures:
         raise failures[0]
     if not results:
-        raise Failed(f"the kernel did not set up the lab's network within {ACT_WAIT_S:.0f} s")
+        raise CommandFailed(f"the kernel did not set up the lab's network within {ACT_WAIT_S:.0f} s")
     return results[0]
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ckptfs_client.failures import Failed, Usage
+from ckptfs_client.failures import CommandFailed, UsageError
 
 DIRECTORY = Path("/var/lib/ckptfs/lab")
 NODES_MAX = 64
@@ -20,7 +20,7 @@ ETCD_PORT = 2379
 PEER_PORT = 7420
 RAM = "1G"
 PREFIX_LENGTH = 16
-FILE = "lab.json"
+PLAN_NAME = "lab.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,28 @@ class Plan:
         """The cluster's name."""
         return f"lab-{self.token}"
 
-    def node(self, name: str) -> "Node":
+    def node(self, name: str) -> "LabNode":
         """One of its nodes. Raises Usage."""
         if name not in self.nodes:
-            raise Usage(f"there is no node {name!r} in this lab", remedy=f"its nodes are {', '.join(self.nodes)}")
-        return Node(self, name)
+            raise UsageError(f"there is no node {name!r} in this lab", remedy=f"its nodes are {', '.join(self.nodes)}")
+        return LabNode(self, name)
 
-    def all_nodes(self) -> list["Node"]:
+    def all_nodes(self) -> list["LabNode"]:
         """Every node, in order."""
-        return [Node(self, name) for name in self.nodes]
+        return [LabNode(self, name) for name in self.nodes]
 
-    def with_node(self, name: str) -> "Plan":
+    def add_node(self, name: str) -> "Plan":
         """The same lab with one more node. Raises Usage for a name that is not the next one's."""
-        expected = name_of(len(self.nodes) + 1)
+        expected = build_node_name(len(self.nodes) + 1)
         if name != expected or len(self.nodes) >= NODES_MAX:
-            raise Usage(
+            raise UsageError(
                 f"there is no node {name!r} in this lab", remedy=f"its nodes are {', '.join(self.nodes)}; {expected} would be a new one"
             )
         return replace(self, nodes=(*self.nodes, name))
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class LabNode:
     """One node of a lab: where its parts lie and what it is called."""
 
     plan: Plan
@@ -121,40 +121,40 @@ class Node:
         }  # fmt: skip
 
 
-def name_of(number: int) -> str:
+def build_node_name(number: int) -> str:
     """The name of the nth node, from 1."""
     return f"node{number}"
 
 
-def new(directory: Path, nodes: int, factor: int, pfs: Path | None, options: dict[str, str]) -> Plan:
+def build_plan(directory: Path, nodes: int, factor: int, pfs: Path | None, options: dict[str, str]) -> Plan:
     """A lab that is not there yet. Raises Usage."""
     if not 1 <= nodes <= NODES_MAX:
-        raise Usage(f"{nodes} nodes cannot be; a lab has 1 to {NODES_MAX}")
+        raise UsageError(f"{nodes} nodes cannot be; a lab has 1 to {NODES_MAX}")
     if not 1 <= factor <= nodes:
-        raise Usage(f"{factor} copies on {nodes} nodes cannot be", remedy="--factor is between 1 and the number of nodes")
-    names = tuple(name_of(number) for number in range(1, nodes + 1))
+        raise UsageError(f"{factor} copies on {nodes} nodes cannot be", remedy="--factor is between 1 and the number of nodes")
+    names = tuple(build_node_name(number) for number in range(1, nodes + 1))
     return Plan(directory, os.urandom(3).hex(), factor, pfs, options, names)
 
 
 def save(plan: Plan) -> None:
     """Write the plan down."""
-    temporary = plan.directory / f".{FILE}.new"
+    temporary = plan.directory / f".{PLAN_NAME}.new"
     paths = {"directory": str(plan.directory), "pfs": None if plan.pfs is None else str(plan.pfs)}
     temporary.write_text(json.dumps(asdict(plan) | paths, indent=2))
-    os.rename(temporary, plan.directory / FILE)
+    os.rename(temporary, plan.directory / PLAN_NAME)
 
 
 def load(directory: Path) -> Plan:
     """The plan of the lab in a directory. Raises Failed when there is none."""
-    path = directory / FILE
+    path = directory / PLAN_NAME
     try:
         found = json.loads(path.read_bytes())
         pfs = None if found["pfs"] is None else Path(found["pfs"])
         plan = Plan(**(found | {"directory": directory, "pfs": pfs, "nodes": tuple(found["nodes"])}))
     except FileNotFoundError:
-        raise Failed(f"there is no lab in {directory}", remedy="`ckptfs lab start` makes one; --dir DIR names another place") from None
+        raise CommandFailed(f"there is no lab in {directory}", remedy="`ckptfs lab start` makes one; --dir DIR names another place") from None
     except (ValueError, TypeError, KeyError) as failure:
-        raise Failed(f"{path} cannot be understood: {failure}", remedy="`ckptfs lab stop` removes what is left of that lab") from failure
+        raise CommandFailed(f"{path} cannot be understood: {failure}", remedy="`ckptfs lab stop` removes what is left of that lab") from failure
     if not all(re.fullmatch(r"node[1-9]\d{0,2}", name) for name in plan.nodes):
-        raise Failed(f"{path} names nodes that no lab has", remedy="`ckptfs lab stop` removes what is left of that lab")
+        raise CommandFailed(f"{path} names nodes that no lab has", remedy="`ckptfs lab stop` removes what is left of that lab")
     return plan

@@ -14,39 +14,39 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ckptfs_client.failures import Failed
+from ckptfs_client.failures import CommandFailed
 from ckptfs_client.lab import namespaces
 
 END_WAIT_S = 20.0
-LOOK_S = 0.05
+END_POLL_S = 0.05
 
 
-def inside(namespace: Path) -> list[int]:
+def list_processes(namespace: Path) -> list[int]:
     """The processes in a namespace that run (zombies do not)."""
-    wanted = namespaces.identity(namespace)
-    return [pid for pid in _all() if wanted is not None and _namespace(pid) == wanted]
+    wanted = namespaces.get_namespace_id(namespace)
+    return [pid for pid in _list_pids() if wanted is not None and _get_namespace_id(pid) == wanted]
 
 
-def named(namespace: Path, name: str) -> list[int]:
+def list_processes_named(namespace: Path, name: str) -> list[int]:
     """The processes in a namespace whose name begins so."""
-    return [pid for pid in inside(namespace) if _name(pid).startswith(name)]
+    return [pid for pid in list_processes(namespace) if _get_process_name(pid).startswith(name)]
 
 
-def end(namespace: Path) -> int:
+def kill_processes(namespace: Path) -> int:
     """kill -9 of everything in a namespace; how many there were. Raises Failed when something does not end.
 
     All of them are stopped first: nobody notices another one's death and says or does something about it, as at a node's death.
     """
     ended: set[int] = set()
     until = time.monotonic() + END_WAIT_S
-    while found := inside(namespace):
+    while found := list_processes(namespace):
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in inside(namespace) if number == signal.SIGSTOP else found:
-                _send(pid, namespace, number)
+            for pid in list_processes(namespace) if number == signal.SIGSTOP else found:
+                _send_signal(pid, namespace, number)
         ended.update(found)
-        _wait_for(found, until)
+        _wait_for_exit(found, until)
         if time.monotonic() > until:
-            raise Failed(f"process {found[0]} is killed but still hangs in a system call", remedy="try again in a moment")
+            raise CommandFailed(f"process {found[0]} is killed but still hangs in a system call", remedy="try again in a moment")
     return len(ended)
 
 
@@ -62,14 +62,14 @@ def spawn(namespace: Path, command: Sequence[str], log: Path, *, pass_fds: Seque
         process.returncode = 0
         return process.pid
 
-    return namespaces.inside(namespace, act)
+    return namespaces.run_in_namespace(namespace, act)
 
 
-def _all() -> Iterator[int]:
+def _list_pids() -> Iterator[int]:
     return (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
 
 
-def _namespace(pid: int) -> tuple[int, int] | None:
+def _get_namespace_id(pid: int) -> tuple[int, int] | None:
     """Of a process that runs. A zombie has none any more."""
     with contextlib.suppress(OSError):
         found = os.stat(f"/proc/{pid}/ns/net")
@@ -77,23 +77,23 @@ def _namespace(pid: int) -> tuple[int, int] | None:
     return None
 
 
-def _name(pid: int) -> str:
+def _get_process_name(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
 
 
-def _send(pid: int, namespace: Path, number: signal.Signals) -> None:
+def _send_signal(pid: int, namespace: Path, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
-            if _namespace(pid) == namespaces.identity(namespace):
+            if _get_namespace_id(pid) == namespaces.get_namespace_id(namespace):
                 signal.pidfd_send_signal(pidfd, number)
         finally:
             os.close(pidfd)
 
 
-def _wait_for(pids: Sequence[int], until: float) -> None:
+def _wait_for_exit(pids: Sequence[int], until: float) -> None:
     """Until these have ended, or it is late."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
