@@ -256,7 +256,9 @@ class LocalPeers:
             raise failure
         return moved
 
-    def get_manifest(self, node: PeerAddress, content: int, digest_wanted: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> ContentManifest:
+    def get_manifest(
+        self, node: PeerAddress, content: int, digest_wanted: bytes | None, *, timeout_s: float = limits.PEER_STALL_S
+    ) -> ContentManifest:
         try:
             loan = self._host_of("record", node).open_copy(content, digest_wanted)
         except CkptfsError as refusal:

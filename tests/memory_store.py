@@ -218,7 +218,12 @@ def _within(key: bytes, start: bytes, end: bytes | None) -> bool:
 
 def _target(stored: Stored, target: CompareTarget) -> int | bytes:
     item = stored.item
-    values = {CompareTarget.VERSION: stored.version, CompareTarget.CREATE: item.create_revision, CompareTarget.MOD: item.mod_revision, CompareTarget.VALUE: item.value}
+    values = {
+        CompareTarget.VERSION: stored.version,
+        CompareTarget.CREATE: item.create_revision,
+        CompareTarget.MOD: item.mod_revision,
+        CompareTarget.VALUE: item.value,
+    }
     return values[target]
 
 

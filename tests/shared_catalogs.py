@@ -16,7 +16,7 @@ from unittest import mock
 
 import trio
 import trio.testing
-from ckptfs_daemon.sharing import Sharing
+from ckptfs_daemon.sharing import SharedNamespace
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs.catalog import attributes, database, directories, identity, namespace, renaming
@@ -108,8 +108,8 @@ class Node:
         self.touching = touching = DirtyKeyTracker()
         self.db = Database(directory / "catalog.db", journalled=journalled, clustered=True, hooks=touching)
         identity.set_node_number(self.db, number)
-        self.sharing = Sharing(self.db, store, f"n{number}", lambda _: False, lambda _content, _other: True)
-        touching.on_dirty = self.sharing.touched
+        self.sharing = SharedNamespace(self.db, store, f"n{number}", lambda _: False, lambda _content, _other: True)
+        touching.on_dirty = self.sharing.notify_dirty
 
     def cut(self, off: bool) -> None:
         self.store.reachable = not off
@@ -125,7 +125,7 @@ class Node:
         return directory, name
 
     async def lookup(self, directory: int, name: bytes) -> Inode:
-        await self.sharing.fresh_name(directory, name)
+        await self.sharing.refresh_name(directory, name)
         return namespace.lookup(self.db, directory, name)
 
     async def make(self, path: str, mode: int = stat.S_IFREG | 0o644) -> Inode:
@@ -155,7 +155,7 @@ class Node:
         parent, name = await self.parent(path)
         new_parent, new_name = await self.parent(new)
         await self.lookup(parent, name)
-        await self.sharing.fresh_name(new_parent, new_name)
+        await self.sharing.refresh_name(new_parent, new_name)
         names = [(parent, name), (new_parent, new_name)]
         return await self._agreed(lambda db: renaming.rename(db, parent, name, new_parent, new_name, flags), names)
 
@@ -176,7 +176,7 @@ class Node:
 
     async def names(self, path: str = "") -> list[bytes]:
         inode = (await self.stat(path)).id if path else ROOT
-        await self.sharing.fresh_directory(inode)
+        await self.sharing.refresh_directory(inode)
         return sorted(entry.name for entry, _ in directories.iterate_entries(self.db, inode))
 
     async def _agreed(self, change: Callable[[Database], T], names: Sequence[tuple[int, bytes]], inodes: Sequence[int] = ()) -> T:
@@ -186,10 +186,10 @@ class Node:
 
         async def fresh() -> None:
             for inode in inodes:
-                await self.sharing.fresh_inode(inode)
-            await self.sharing.fresh_change(names)
+                await self.sharing.refresh_inode(inode)
+            await self.sharing.refresh_change(names)
 
-        return await self.sharing.agreed(act, fresh, names)
+        return await self.sharing.commit_shared(act, fresh, names)
 
     async def tree(self) -> Tree:
         """Everything, read anew."""
@@ -197,9 +197,9 @@ class Node:
         todo = [(b"", ROOT)]
         while todo:
             path, directory = todo.pop()
-            await self.sharing.fresh_directory(directory)
+            await self.sharing.refresh_directory(directory)
             for entry, _ in list(directories.iterate_entries(self.db, directory)):
-                await self.sharing.fresh_inode(entry.child)
+                await self.sharing.refresh_inode(entry.child)
                 inode = namespace.get(self.db, entry.child)
                 found[path + b"/" + entry.name] = (inode.id, inode.mode, inode.nlink, 0 if inode.is_directory else inode.size)
                 if inode.is_directory:
@@ -264,5 +264,5 @@ async def running(nodes: Sequence[Node], act: Callable[[], Awaitable[T]]) -> T:
 async def settled(nodes: Sequence[Node]) -> None:
     """Every node has told everything."""
     for node in nodes:
-        while node.sharing.island or not await node.sharing.published() or node.sharing.island:
+        while node.sharing.is_disconnected or not await node.sharing.wait_published() or node.sharing.is_disconnected:
             await trio.sleep(0.1)

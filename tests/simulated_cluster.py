@@ -149,7 +149,7 @@ class Whole(Station):
             content = contents.insert_content(self.db, made.id, Tier.RAM)
         with self.db.transaction():
             contents.mark_closed(self.db, made.id, content, size, 1, 2)
-        await self.sharing.published()
+        await self.sharing.wait_published()
         return content
 
     async def seal(self, content: int) -> None:
@@ -157,7 +157,7 @@ class Whole(Station):
         self.store.bill.purpose = "copies"
         with self.db.transaction():
             self.db.run("UPDATE content SET state = 2, digest = ? WHERE id = ?", bytes(16), content)
-        await self.sharing.published()
+        await self.sharing.wait_published()
 
     def peers(self, factor: int) -> list[int]:
         return [peer.number for peer in choose_peers(self.members.build_view(), self.number, factor, 1)]

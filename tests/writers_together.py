@@ -100,7 +100,7 @@ class Writer(Node):
     async def put(self, path: str, data: bytes) -> int:
         """creat, write, close; the content."""
         parent, name = await self.parent(path)
-        await self.sharing.fresh_name(parent, name)
+        await self.sharing.refresh_name(parent, name)
         found = namespace.find_child(self.db, parent, name)
         inode = (await self.make(path)).id if found is None else found.id
         if found is not None and not found.is_file:
@@ -115,12 +115,12 @@ class Writer(Node):
         whole, blocks = running_digest.finish()
         with self.db.transaction():
             contents.mark_closed(self.db, inode, content, len(data), 5, 5)
-        await self.sharing.published()
+        await self.sharing.wait_published()
         row = settling.get_content(self.db, content)
         if row is not None and row.state is ContentState.CLOSED:
             with self.db.transaction():
                 settling.mark_sealed(self.db, [settling.SealResult(content, inode, row.change, Tier.RAM, len(data), whole, blocks)])
-        await self.sharing.published()
+        await self.sharing.wait_published()
         return content
 
     async def exchange(self, path: str, new: str) -> None:
@@ -153,7 +153,7 @@ class WriterCluster:
     async def run(self, act: Callable[[], Any]) -> Any:
         token = trio.lowlevel.current_trio_token()
         for node in self.nodes:
-            node.touching.on_dirty = lambda node=node: token.run_sync_soon(node.sharing.touched)
+            node.touching.on_dirty = lambda node=node: token.run_sync_soon(node.sharing.notify_dirty)
         with intercepted(self._at_operation):
             return await running(self.nodes, act)
 

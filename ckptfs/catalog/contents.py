@@ -88,7 +88,9 @@ def insert_content(db: Database, inode: int, tier: Tier, *, reserved_content: in
 
 def insert_reserved_content(db: Database, tier: Tier) -> int:
     """An id for a content whose file must be made before its inode is known (on a tier that may hang). Unused ones are `abandoned`."""
-    content = db.insert("INSERT INTO content (id, inode, generation, state, change) VALUES (?, 0, 0, 0, 1)", identity.allocate_id(db, "content"))
+    content = db.insert(
+        "INSERT INTO content (id, inode, generation, state, change) VALUES (?, 0, 0, 0, 1)", identity.allocate_id(db, "content")
+    )
     db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, ?, 1, ?)", content, tier, time.time_ns())
     return content
 

@@ -61,7 +61,13 @@ class Database:
     """One catalog file. Methods may be called from any thread; a transaction stays in the thread that began it."""
 
     def __init__(
-        self, path: Path, *, journalled: bool, defer_checkpoints: bool = False, clustered: bool = False, hooks: ConnectionHooks | None = None
+        self,
+        path: Path,
+        *,
+        journalled: bool,
+        defer_checkpoints: bool = False,
+        clustered: bool = False,
+        hooks: ConnectionHooks | None = None,
     ) -> None:
         """Open `path`, which `create` made. Raises CatalogDamaged or CatalogTooNew, and then has changed nothing.
 

@@ -14,7 +14,12 @@ _COLUMNS = "id, inode, content, writer, backing, generation"
 def insert(db: Database, inode: int, content: int | None, *, is_writer: bool, backing_id: int, generation: int = 0) -> int:
     """Record that a file was opened; the handle's id."""
     return db.insert(
-        "INSERT INTO handle (inode, content, writer, backing, generation) VALUES (?,?,?,?,?)", inode, content, is_writer, backing_id, generation
+        "INSERT INTO handle (inode, content, writer, backing, generation) VALUES (?,?,?,?,?)",
+        inode,
+        content,
+        is_writer,
+        backing_id,
+        generation,
     )
 
 

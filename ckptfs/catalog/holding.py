@@ -125,7 +125,11 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         is_same_generation = generation == remote.generation
         if is_same_generation and not peer and (state == ContentState.CLOSED or digest == remote.digest or remote.digest is None):
             return True
-        if is_same_generation and peer and (remote.digest is None or (digest == remote.digest and (blocks is not None or remote.block_digests is None))):
+        if (
+            is_same_generation
+            and peer
+            and (remote.digest is None or (digest == remote.digest and (blocks is not None or remote.block_digests is None)))
+        ):
             return True
         if digest is None or digest != remote.digest:
             _set_copies_stale(db, remote.content)
@@ -162,7 +166,9 @@ def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
     """What is kept of a content does not count any more: another generation of it is said to be lost. False when it has moved on."""
     seen = held_copy.content
     with db.transaction():
-        if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change) or is_own_unpublished(db, seen.id):
+        if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change) or is_own_unpublished(
+            db, seen.id
+        ):
             return False
         _set_copies_stale(db, seen.id)
         db.run(f"UPDATE content SET {_SET_REMOTE}, lacking = 0 WHERE id = ?", seen.id)
@@ -262,7 +268,9 @@ def record_fetched_copy(db: Database, seen: Content, tier: Tier, block_digests: 
                       now, seen.id, tier):  # fmt: skip
             return False
         db.run(
-            "UPDATE content SET blocks = coalesce(blocks, ?), told = CASE WHEN peer = 1 THEN 2 ELSE told END WHERE id = ?", block_digests, seen.id
+            "UPDATE content SET blocks = coalesce(blocks, ?), told = CASE WHEN peer = 1 THEN 2 ELSE told END WHERE id = ?",
+            block_digests,
+            seen.id,
         )
         mark_copy_present(db, seen.id)
         return True

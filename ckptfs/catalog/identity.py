@@ -23,7 +23,8 @@ def set_node_number(db: Database, new_number: int) -> None:
         return
     if known or not 0 < new_number < 1 << limits.NODE_NUMBER_BITS:
         raise InvalidArgument(
-            f"this node's number is {known}, and it cannot become {new_number}", remedy="give it another state directory, or its former name"
+            f"this node's number is {known}, and it cannot become {new_number}",
+            remedy="give it another state directory, or its former name",
         )
     with db.transaction():
         db.run("INSERT INTO meta (key, value) VALUES ('number', ?)", new_number)

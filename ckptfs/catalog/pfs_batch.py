@@ -93,7 +93,9 @@ def build_batch(view: PfsView, last: int) -> PfsBatch:
     batch = PfsBatch(last)
     for (parent, name), shown in view.entries.items():
         location = PfsLocation(parent, name, view.get_path(parent) or ())
-        batch.expected_entries.append(ExpectedEntry(location, None, Fingerprint()) if shown is None else ExpectedEntry(location, shown.inode, shown.fingerprint))
+        batch.expected_entries.append(
+            ExpectedEntry(location, None, Fingerprint()) if shown is None else ExpectedEntry(location, shown.inode, shown.fingerprint)
+        )
     batch.pending_entries = [(parent, name, inode) for (parent, name), inode in view.pending_entries.items()]
     return batch
 
@@ -154,12 +156,23 @@ def _decode(text: str) -> PfsBatch:
 def _decode_action(item: list[Any]) -> PfsAction:
     act, key, inode, at, mark, to, other, temporary = item
     to_spot = None if to is None else _decode_location(to)
-    return PfsAction(act, key, inode, _decode_location(at), Fingerprint(*mark), to_spot, None if other is None else Fingerprint(*other), _decode_bytes(temporary))
+    return PfsAction(
+        act,
+        key,
+        inode,
+        _decode_location(at),
+        Fingerprint(*mark),
+        to_spot,
+        None if other is None else Fingerprint(*other),
+        _decode_bytes(temporary),
+    )
 
 
 def _decode_published(item: list[Any]) -> PublishedRow:
     inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks = item
-    return PublishedRow(inode, generation, complete, size, mtime_ns, pfs_inode, _decode_optional_bytes(digest), _decode_optional_bytes(blocks))
+    return PublishedRow(
+        inode, generation, complete, size, mtime_ns, pfs_inode, _decode_optional_bytes(digest), _decode_optional_bytes(blocks)
+    )
 
 
 def _decode_location(item: list[Any]) -> PfsLocation:
@@ -183,7 +196,15 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, b
     for row in batch.published_rows:
         _insert_published(db, row)
     for inode in batch.inodes_with_set_attributes:
-        _record_set_attributes(db, inode, [seen for show in batch.expected_entries if show.inode == inode and (seen := observed.get((show.location.parent, show.location.name)))])
+        _record_set_attributes(
+            db,
+            inode,
+            [
+                seen
+                for show in batch.expected_entries
+                if show.inode == inode and (seen := observed.get((show.location.parent, show.location.name)))
+            ],
+        )
     for inode in losers:
         if db.value("SELECT 1 FROM pfs_entry WHERE inode = ? LIMIT 1", inode) is None:
             db.run("DELETE FROM published WHERE inode = ?", inode)
@@ -203,7 +224,13 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, b
 
 def list_unfinished(batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> list[int]:
     """The inodes that the PFS should show and does not."""
-    return sorted({show.inode for show in batch.expected_entries if show.inode is not None and observed.get((show.location.parent, show.location.name)) is None})
+    return sorted(
+        {
+            show.inode
+            for show in batch.expected_entries
+            if show.inode is not None and observed.get((show.location.parent, show.location.name)) is None
+        }
+    )
 
 
 def _record_entries(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> set[int]:

@@ -93,7 +93,11 @@ class EpochCheckedStore:
         if value is None:
             return [], [], lambda outcome: outcome
         same = Compare(epoch.EPOCH_KEY, CompareTarget.VALUE, "=", value)
-        return [same], [Get(epoch.EPOCH_KEY)], lambda outcome: self._check_outcome(outcome, value, revision_min, has_epoch=not outcome.succeeded)
+        return (
+            [same],
+            [Get(epoch.EPOCH_KEY)],
+            lambda outcome: self._check_outcome(outcome, value, revision_min, has_epoch=not outcome.succeeded),
+        )
 
     def _check_outcome(self, outcome: Outcome, value: bytes, revision_min: int, *, has_epoch: bool) -> Outcome:
         """The answer, without what was asked on top; `asked`: it begins with the epoch."""

@@ -98,7 +98,9 @@ def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]
         ):  # fmt: skip
             continue
         db.run("UPDATE copy SET verified_ns = ? WHERE content = ? AND tier = ?", now, result.content, result.tier)
-        db.run("UPDATE inode SET size = ? WHERE id = ? AND content = ? AND size <> ?", result.size, result.inode, result.content, result.size)
+        db.run(
+            "UPDATE inode SET size = ? WHERE id = ? AND content = ? AND size <> ?", result.size, result.inode, result.content, result.size
+        )
         mark_previous_doomed(db, result.inode, result.content)
         done.append(result)
     return done

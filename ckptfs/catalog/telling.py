@@ -77,4 +77,6 @@ def mark_dropped_unannounced(db: Database) -> int:
     """
     with db.transaction():
         db.run(f"UPDATE content SET told = CASE WHEN {_IS_ABSENT} THEN 2 ELSE 3 END WHERE peer = 0 AND (told > 0 OR {_IS_ABSENT})")
-        return db.run(f"UPDATE content SET told = 3 WHERE told IN (1, 2) AND peer = 1 AND NOT {HAS_GOOD_COPY} AND NOT {HAS_STALE_COPY_UNCLOSED})")
+        return db.run(
+            f"UPDATE content SET told = 3 WHERE told IN (1, 2) AND peer = 1 AND NOT {HAS_GOOD_COPY} AND NOT {HAS_STALE_COPY_UNCLOSED})"
+        )

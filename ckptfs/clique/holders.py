@@ -194,7 +194,9 @@ def find_replaced_pfs_state(store: Store, inode: int, file: SharedFile) -> Share
         with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
             place = json.loads(places[0].value)
             replaces = int(place["inode"])
-            shown, alive, own = store.read([Get(build_pfs_state_key(replaces)), Get(build_inode_key(replaces)), Get(build_pfs_state_key(inode))]).results
+            shown, alive, own = store.read(
+                [Get(build_pfs_state_key(replaces)), Get(build_inode_key(replaces)), Get(build_pfs_state_key(inode))]
+            ).results
             found = _parse_pfs_state(shown[0])
             if replaces != inode and not (alive or own) and found.value["names"] == [[parent, name]]:
                 rests_on = (places[0], *(Item(key, b"", 0, 0) for key in (build_inode_key(replaces), build_pfs_state_key(inode))))

@@ -183,7 +183,9 @@ def is_current(pem: bytes, revocations: Mapping[str, int]) -> bool:
 
 def _demand_name(name: str, what: str) -> None:
     if not NAME_PATTERN.fullmatch(name):
-        raise InvalidArgument(f"{name!r} cannot name a {what}; accepted: up to 63 letters, digits, '.', '_' and '-', a letter or digit first")
+        raise InvalidArgument(
+            f"{name!r} cannot name a {what}; accepted: up to 63 letters, digits, '.', '_' and '-', a letter or digit first"
+        )
 
 
 def _demand_absent(*paths: Path) -> None:

@@ -111,7 +111,9 @@ class PeerApi(Protocol):
         are asked of the others; raises the last failure when none is left. `sources` in order of preference.
         """
 
-    def get_manifest(self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> ContentManifest:
+    def get_manifest(
+        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S
+    ) -> ContentManifest:
         """Size, generation and blocks' digests of a content that the peer has; PeerRefused with ENOENT when it has none."""
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:

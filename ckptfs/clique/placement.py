@@ -45,7 +45,9 @@ def choose_peers(view: ClusterView, number: int, factor: int, jump: int) -> tupl
     found: tuple[Node, ...] | None = view.placement_cache.get(key)
     if found is None:
         here = view.by_number.get(number)
-        found = view.placement_cache[key] = _choose_next(get_ring(view, factor, jump), number, [here] if here is not None else [], factor - 1)
+        found = view.placement_cache[key] = _choose_next(
+            get_ring(view, factor, jump), number, [here] if here is not None else [], factor - 1
+        )
     return found
 
 

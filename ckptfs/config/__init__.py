@@ -65,7 +65,13 @@ def parse_options(text: str) -> dict[str, str]:
 
 def is_known_option(option: str) -> bool:
     """Whether `load` accepts an option of this name."""
-    return option in SETTINGS_BY_NAME or option in MOUNT_FLAGS or option in IGNORED_OPTIONS or option == "config" or option.lower().startswith("x-")
+    return (
+        option in SETTINGS_BY_NAME
+        or option in MOUNT_FLAGS
+        or option in IGNORED_OPTIONS
+        or option == "config"
+        or option.lower().startswith("x-")
+    )
 
 
 def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Config:

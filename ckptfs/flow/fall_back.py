@@ -164,7 +164,9 @@ class FallBack:
         value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": kinds.encode_fields(missed).decode()}
         owned = falling_back.build_content_value(content, inode, self._around.node_number)
         items = {item.key: item for item in (file.item, *told.items, *_of_content(now.items))}
-        revision = _agreed(self._around.store, list(items.values()), [(file.item.key, value), (holders.build_content_key(content.id), owned)])
+        revision = _agreed(
+            self._around.store, list(items.values()), [(file.item.key, value), (holders.build_content_key(content.id), owned)]
+        )
         if not revision:
             return False
         disk.act("fallback:shown", lambda: None)
@@ -239,7 +241,9 @@ class FallBack:
 
     def _finish(self, content: Content, inode: int, file: SharedFile, told: ContentLocations) -> None:
         values = file.value, json.loads(_of_content(told.items)[0].value)
-        falling_back.record_previous_shown(self._db, content, inode, values, max(file.item.mod_revision, *(item.mod_revision for item in told.items)))
+        falling_back.record_previous_shown(
+            self._db, content, inode, values, max(file.item.mod_revision, *(item.mod_revision for item in told.items))
+        )
         self._notify.wake_lanes()
 
     def _report(self, inode: int, file: SharedFile, now: ContentLocations) -> None:

@@ -74,7 +74,9 @@ class Reconcile:
             self._look_again_at(self._look_at_held(found, young=True), doubted)
             self._look_at_own(holding.list_own_of_same_files(self._db, doubted, BATCH_CONTENTS))
             return bool(self._doubted)
-        if asked := [content for content in former.list_awaiting_store_check(self._db, limits.DOUBTED_MAX) if content.id not in self._asked][:BATCH_CONTENTS]:
+        if asked := [
+            content for content in former.list_awaiting_store_check(self._db, limits.DOUBTED_MAX) if content.id not in self._asked
+        ][:BATCH_CONTENTS]:
             self._look_at_own(asked)
             self._asked |= {content.id for content in asked}  # What is not decided by that waits for a sweep.
             return True
@@ -168,7 +170,9 @@ class Reconcile:
         return {
             number
             for number, now in successors.items()
-            if now is not None and (holding_now[number].salvaged or {}).get("content") != number and self._succeeds(told[number], shared[now])
+            if now is not None
+            and (holding_now[number].salvaged or {}).get("content") != number
+            and self._succeeds(told[number], shared[now])
         }
 
     def _succeeds(self, former: ContentLocations, now: ContentLocations) -> bool:
@@ -230,7 +234,9 @@ class Reconcile:
     def _release(self, content: Content, shared: ContentLocations) -> None:
         """Drop a copy that is one too many. The others' word for theirs must stand while ours is taken back: they may be at the same."""
         mine = holders.build_copy_key(content.id, self._around.node_number)
-        if not holders.withdraw_copy(self._around.store, self._around.node_number, content.id, [item for item in shared.items if item.key != mine]):
+        if not holders.withdraw_copy(
+            self._around.store, self._around.node_number, content.id, [item for item in shared.items if item.key != mine]
+        ):
             return
         if not disk.act("reconcile:released", holding.delete_unneeded, self._db, content, gone=False):
             holding.mark_unannounced(self._db, content.id)

@@ -66,7 +66,9 @@ class Client:
 
     def get_cluster(self, *, probe: bool = False) -> pb.Cluster:
         """All nodes of the cluster to which the mount belongs; with `probe` they are asked themselves. Raises Usage when there is none."""
-        answer: pb.Cluster = self._call(self._build_query_stub().GetCluster, pb.ClusterRequest(probe=probe), PROBE_TIMEOUT_S if probe else None)
+        answer: pb.Cluster = self._call(
+            self._build_query_stub().GetCluster, pb.ClusterRequest(probe=probe), PROBE_TIMEOUT_S if probe else None
+        )
         return answer
 
     def get_capacity(self) -> pb.Room:
@@ -164,7 +166,11 @@ class Client:
         code, words = failure.code(), failure.details() or ""
         remedy = next((value.decode() for key, value in failure.trailing_metadata() or () if key == REMEDY_KEY), "")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return NotInTime("not done in time" if "Deadline" in words or not words else words, remedy=remedy) if waited else self._build_unanswered_error()
+            return (
+                NotInTime("not done in time" if "Deadline" in words or not words else words, remedy=remedy)
+                if waited
+                else self._build_unanswered_error()
+            )
         if code in RETRYABLE_CODES:
             return self._build_unanswered_error()
         kinds = {grpc.StatusCode.FAILED_PRECONDITION: UsageError, grpc.StatusCode.PERMISSION_DENIED: NotPermitted}

@@ -10,13 +10,17 @@ import typer
 
 from ckptfs_client.failures import CommandFailed
 
-keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Makes a cluster's own CA, and a certificate for each of its nodes.")
+keys_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Makes a cluster's own CA, and a certificate for each of its nodes."
+)
 
 KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="Where the CA lies. Keep ca.key safe: whoever has it can make nodes.")]
 
 
 @keys_app.command()
-def init(directory: KeysDirectory, cluster: Annotated[str, typer.Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs") -> None:
+def init(
+    directory: KeysDirectory, cluster: Annotated[str, typer.Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs"
+) -> None:
     """Make the CA of a cluster: DIR/ca.pem and DIR/ca.key."""
     from ckptfs.clique import keys
     from ckptfs.errors import CkptfsError

@@ -43,7 +43,11 @@ def find_newest(named: Sequence[Path], wanted: Level = Level.NONE) -> LatestMemb
             if verdict.has_level(wanted):
                 return LatestMember(one.parse_number(name) or 0, path, verdict)
             if name == members[0]:
-                why = f"of {path.name}, {verdict.incomplete_reason}" if verdict.incomplete_reason else f"{path.name} has the level {verdict.level.value} only"
+                why = (
+                    f"of {path.name}, {verdict.incomplete_reason}"
+                    if verdict.incomplete_reason
+                    else f"{path.name} has the level {verdict.level.value} only"
+                )
     level = "" if wanted is Level.NONE else f" at the level {wanted.value}"
     raise CommandFailed(f"{directory / os.fsdecode(one.name)}: no complete checkpoint{level}: {why}", remedy=SEAL_REMEDY if members else "")
 
@@ -70,7 +74,9 @@ def find_series(named: Sequence[Path]) -> tuple[Path, Series]:
         inside, own = ([], own) if own.is_step_count else (inside, None)
     readings = [(where, one) for one in inside] + ([(where.parent, own)] if own else [])
     if not readings:
-        raise CommandFailed(f"{where}: there is no series: no name there has a number", remedy="name one with * for the number: 'run1/step_*'")
+        raise CommandFailed(
+            f"{where}: there is no series: no name there has a number", remedy="name one with * for the number: 'run1/step_*'"
+        )
     if len(readings) > 1:
         choice = " or ".join(f"'{directory / os.fsdecode(one.name)}'" for directory, one in readings[:CHOICES_MAX])
         raise UsageError(f"{where} may mean several series", remedy=f"say which, in quotes: {choice}")

@@ -121,7 +121,9 @@ def build_tier_table(capacity: "pb.Room") -> Any:
     for tier in capacity.tiers:
         known = tier.total_bytes > 0
         figures = [show.format_size(value) if known else "-" for value in (tier.total_bytes, tier.used_bytes, tier.free_bytes)]
-        peers = [show.format_size(value) if capacity.clustered and tier.name != PFS else "-" for value in (tier.held_bytes, tier.share_bytes)]
+        peers = [
+            show.format_size(value) if capacity.clustered and tier.name != PFS else "-" for value in (tier.held_bytes, tier.share_bytes)
+        ]
         grid.add_row(tier.name, *figures, *peers, escape(show.escape_unprintable(tier.path)))
     return grid
 

@@ -49,7 +49,9 @@ def message_to_dict(message: Any) -> Any:
             values[field.name] = dict(value)
         else:
             absent = not field.is_repeated and not message.HasField(field.name)
-            values[field.name] = [message_to_dict(one) for one in value] if field.is_repeated else None if absent else message_to_dict(value)
+            values[field.name] = (
+                [message_to_dict(one) for one in value] if field.is_repeated else None if absent else message_to_dict(value)
+            )
     return values
 
 
@@ -113,7 +115,9 @@ def status(answer: "pb.Status") -> "RenderableType":
         lag = f", the oldest for {format_duration(behind.lag_s)}" if behind.lag_s else ""
         lines.append(f"  write-back  {changes}{lag}, to {escape(answer.pfs)}")
         if behind.now_path:
-            lines.append(f"              now {_escape_name(behind.now_path)}: {format_size(behind.now_copied_bytes)} of {format_size(behind.now_size_bytes)}")
+            lines.append(
+                f"              now {_escape_name(behind.now_path)}: {format_size(behind.now_copied_bytes)} of {format_size(behind.now_size_bytes)}"
+            )
     else:
         lines.append("  write-back  none: this mount has no PFS")
     lines += _describe_clique(answer.clique) if answer.HasField("clique") else []
@@ -122,7 +126,9 @@ def status(answer: "pb.Status") -> "RenderableType":
     for trouble in answer.troubles:
         where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
         remedy = f"; {trouble.remedy}" if trouble.remedy else ""
-        troubles.append(f"[yellow]trouble[/] {_escape_name(where)}: {escape(trouble.what)}{escape(remedy)} (for {format_duration(trouble.age_s)})")
+        troubles.append(
+            f"[yellow]trouble[/] {_escape_name(where)}: {escape(trouble.what)}{escape(remedy)} (for {format_duration(trouble.age_s)})"
+        )
     tables = [_build_tier_table(answer), _build_process_table(answer)]
     if answer.clique.links:
         tables.insert(1, _build_link_table(answer.clique))
@@ -171,7 +177,9 @@ def _build_link_table(clique: "pb.Clique") -> Any:
         waiting, sending = _format_amount(link.waiting_files, link.waiting_bytes), _format_amount(link.sending_files, link.sending_bytes)
         speed = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s >= 0 else "-"
         rtt = f"{link.rtt_s * 1000:.1f} ms" if link.rtt_s >= 0 else "-"
-        table.add_row(_escape_name(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.doubtful else "")
+        table.add_row(
+            _escape_name(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.doubtful else ""
+        )
     return table
 
 
@@ -232,7 +240,9 @@ def _build_tier_table(answer: "pb.Status") -> Any:
 def _build_process_table(answer: "pb.Status") -> Any:
     table = grid("process", "pid>", "memory>", "restarts>", "up>")
     for process in answer.processes:
-        table.add_row(process.role, str(process.pid), format_size(process.rss_bytes), str(process.restarts), format_duration(process.uptime_s))
+        table.add_row(
+            process.role, str(process.pid), format_size(process.rss_bytes), str(process.restarts), format_duration(process.uptime_s)
+        )
     return table
 
 

@@ -93,7 +93,9 @@ def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
                 return
             threading.Event().wait(DRAIN_POLL_S)
     if status.write_back.dirty_files and status.write_back.lag_s > status.drain_deadline_s / 2:
-        print(f"umount.ckptfs: not everything was written back ({describe_write_back(status)}); it goes on at the next mount", file=sys.stderr)
+        print(
+            f"umount.ckptfs: not everything was written back ({describe_write_back(status)}); it goes on at the next mount", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

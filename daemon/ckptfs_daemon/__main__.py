@@ -19,19 +19,19 @@ def main(arguments: list[str] | None = None) -> int:
     if options.child is not None:
         from ckptfs_daemon import child
 
-        return child.main(options.child, options.link)
+        return child.run_child(options.child, options.link)
     if options.name is None:
         parser.error("a NAME is needed")
     from ckptfs_daemon import start
     from ckptfs_daemon.announce import ReadyPipe
 
-    ready = ReadyPipe(options.ready_fd)
+    ready_pipe = ReadyPipe(options.ready_fd)
     try:
-        return start.daemon(options.name, Path(options.directory) if options.directory else None, ",".join(options.options), ready)
+        return start.run_daemon(options.name, Path(options.directory) if options.directory else None, ",".join(options.options), ready_pipe)
     except (CkptfsError, OSError) as failure:
         remedy = getattr(failure, "remedy", "")
         sentence = f"{failure}; {remedy}" if remedy else str(failure)
-        ready.say(f"error: {sentence}")
+        ready_pipe.write_once(f"error: {sentence}")
         print(f"ckptfsd: {sentence}", file=sys.stderr)
         return 2 if isinstance(failure, InvalidArgument) else 1
 

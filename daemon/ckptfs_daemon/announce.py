@@ -15,10 +15,10 @@ from ckptfs import rendezvous
 from ckptfs.config import Config
 
 
-def write(config: Config, processes: Mapping[str, Any]) -> None:
+def publish_processes(config: Config, processes: Mapping[str, Any]) -> None:
     """Publish `processes` beside the catalog and in the registry."""
-    _replace(config.state / "processes.json", processes)
-    _replace(
+    _replace_json_file(config.state / "processes.json", processes)
+    _replace_json_file(
         rendezvous.create() / f"{config.name}.json",
         {
             "name": config.name,
@@ -30,14 +30,14 @@ def write(config: Config, processes: Mapping[str, Any]) -> None:
     )
 
 
-def withdraw(config: Config) -> None:
+def delete_process_files(config: Config) -> None:
     """Nothing runs any more."""
     for path in (config.state / "processes.json", rendezvous.registry_path(config.name)):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
 
-def _replace(path: Path, value: Mapping[str, Any]) -> None:
+def _replace_json_file(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.new")
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(value, file)
@@ -53,7 +53,7 @@ class ReadyPipe:
         if fd is not None:
             os.set_inheritable(fd, False)
 
-    def say(self, line: str) -> None:
+    def write_once(self, line: str) -> None:
         """Write `line` if nothing was written before; nobody may be listening."""
         if self._fd is None:
             return

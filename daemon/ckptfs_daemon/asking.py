@@ -16,47 +16,49 @@ from ckptfs import limits
 from ckptfs.catalog import wants
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TimedOut
-from ckptfs_daemon.bells import URGENT
+from ckptfs_daemon.bells import URGENT_REQUEST
 
 
-class Ringable(Protocol):
+class WakeSender(Protocol):
     """What is needed of a bell: `ring` never blocks."""
 
-    def ring(self, message: bytes) -> None: ...
+    def notify(self, message: bytes) -> None: ...
 
 
-class Asking:
+class MoverClient:
     """The mount side of wants."""
 
-    def __init__(self, db: Database, bell: Ringable) -> None:
+    def __init__(self, db: Database, wake_channel: WakeSender) -> None:
         self._db = db
-        self._bell = bell
-        self._answers = trio.Event()
+        self._wake_channel = wake_channel
+        self._reply_event = trio.Event()
 
-    def answered(self) -> None:
+    def wake_waiters(self) -> None:
         """The mover says that it answered something: every waiter looks at its own row."""
-        self._answers.set()
-        self._answers = trio.Event()
+        self._reply_event.set()
+        self._reply_event = trio.Event()
 
-    async def pause(self, seconds: float) -> None:
+    async def wait_reply(self, seconds: float) -> None:
         """Wait until the mover says anything, at most so long."""
-        answers = self._answers
+        answers = self._reply_event
         with trio.move_on_after(seconds):
             await answers.wait()
 
-    async def ask(self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.VISIT_WAIT_S, begun: bool = False) -> str:
+    async def request(
+        self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.VISIT_WAIT_S, accepts_begun: bool = False
+    ) -> str:
         """Ask and wait; the answer's result, `wants.BEGUN` too if `begun` is enough.
 
         Raises OSError with the mover's errno, or TimedOut after `timeout_s` without progress.
         """
-        want = wants.insert_request(self._db, kind, inode, argument, wait_s=timeout_s)
+        request_id = wants.insert_request(self._db, kind, inode, argument, wait_s=timeout_s)
         started_ns = time.time_ns()
         while True:
-            self._bell.ring(URGENT + kind.encode())
-            row = wants.get(self._db, want)
+            self._wake_channel.notify(URGENT_REQUEST + kind.encode())
+            row = wants.get(self._db, request_id)
             if row is not None and row.state == wants.DONE:
                 return row.result
-            if begun and row is not None and row.state == wants.OPEN and row.result == wants.READABLE:
+            if accepts_begun and row is not None and row.state == wants.OPEN and row.result == wants.READABLE:
                 return wants.READABLE
             if row is not None and row.state == wants.FAILED:
                 raise OSError(row.error or errno.EIO, os.strerror(row.error or errno.EIO))
@@ -65,6 +67,6 @@ class Asking:
                 what = f"the mover did not answer '{kind}' for inode {inode} within {timeout_s:g} s"
                 raise TimedOut(what, remedy="see `ckptfs status`: the PFS may hang")
             if row is None:
-                want = wants.insert_request(self._db, kind, inode, argument, wait_s=left_s)
+                request_id = wants.insert_request(self._db, kind, inode, argument, wait_s=left_s)
                 continue
-            await self.pause(min(left_s, limits.WANT_LOOK_S))
+            await self.wait_reply(min(left_s, limits.WANT_LOOK_S))

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 
-class Later(Exception):
+class MustWait(Exception):
     """The attempt must wait for something first."""
 
     def __init__(self, wait: Callable[[], Awaitable[object]]) -> None:
@@ -15,7 +15,7 @@ class Later(Exception):
         self.wait = wait
 
 
-class Undo:
+class UndoLog:
     """What an attempt that fails must take back, the last first. Most do not fail: an ExitStack is made only for those that do."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Undo:
         """It did not fail."""
         self._acts.clear()
 
-    def __enter__(self) -> "Undo":
+    def __enter__(self) -> "UndoLog":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,22 +14,22 @@ from ckptfs_daemon import inherited, logs
 log = logging.getLogger(__name__)
 
 
-def main(role: str, link_fd: int) -> int:
+def run_child(role: str, link_fd: int) -> int:
     """Serve in the role that the supervisor assigns; the exit code."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logs.start(role, "info")
-    logs.name_process(f"ckptfs-{role}")
+    logs.configure(role, "info")
+    logs.set_process_name(f"ckptfs-{role}")
     link = socket.socket(fileno=link_fd)
     os.set_inheritable(link_fd, False)
     try:
-        _warm(role)
-        given = inherited.receive(link)
-        if given is None:
+        _preload_modules(role)
+        setup = inherited.receive_assignment(link)
+        if setup is None:
             return 0
-        logs.start(given.role, given.config.log_level)
-        logs.name_process(f"ckptfs-{given.role}")
-        return _run(given)
+        logs.configure(setup.role, setup.config.log_level)
+        logs.set_process_name(f"ckptfs-{setup.role}")
+        return _run_role(setup)
     except CkptfsError as failure:
         log.error("%s; %s", failure, failure.remedy)
         return 1
@@ -38,7 +38,7 @@ def main(role: str, link_fd: int) -> int:
         return 1
 
 
-def _warm(role: str) -> None:
+def _preload_modules(role: str) -> None:
     """Import what the role needs, before there is a hurry."""
     if role == "mover":
         from ckptfs_daemon import mover  # noqa: F401
@@ -46,11 +46,11 @@ def _warm(role: str) -> None:
         from ckptfs_daemon import mount  # noqa: F401
 
 
-def _run(given: inherited.Inherited) -> int:
-    if given.role == "mover":
+def _run_role(setup: inherited.ChildSetup) -> int:
+    if setup.role == "mover":
         from ckptfs_daemon import mover
 
-        return mover.run(given)
+        return mover.run(setup)
     from ckptfs_daemon import mount
 
-    return mount.run(given)
+    return mount.run(setup)

@@ -19,7 +19,7 @@ import ckptfs_daemon
 from ckptfs_daemon import inherited, lock
 from ckptfs_daemon.inherited import Assignment
 
-MESSAGE_BYTES_MAX = 64
+LINK_MESSAGE_BYTES_MAX = 64
 
 
 class Child:
@@ -28,11 +28,11 @@ class Child:
     def __init__(self, role: str, command: list[str] | None = None) -> None:
         """Start it. `command`: another program to start, for tests; the number of its link's descriptor is appended."""
         self.role = role
-        self.ready = False
-        self.killed = False
-        self.asked_level = ""
+        self.is_ready = False
+        self.was_killed = False
+        self.requested_log_level = ""
         self.assigned_at = 0.0
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.link = ours
@@ -41,53 +41,53 @@ class Child:
                 pass_fds=(theirs.fileno(),), env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self.link.setblocking(False)
-        self.started_ticks = lock.started(self.pid)
+        self.started_ticks = lock.get_start_ticks(self.pid)
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     @property
-    def assigned(self) -> bool:
+    def is_assigned(self) -> bool:
         return self.assigned_at > 0
 
-    def assign(self, assignment: Assignment, bell: socket.socket, fuse_fd: int) -> None:
+    def assign(self, assignment: Assignment, wake_socket: socket.socket, fuse_fd: int) -> None:
         """Give it its role. When it has died meanwhile, that shows on the link."""
         self.role = assignment.role
-        self.assigned_at = self.heard_at = time.monotonic()
+        self.assigned_at = self.last_message_at = time.monotonic()
         with contextlib.suppress(OSError):
-            inherited.send(self.link, assignment, bell, fuse_fd)
+            inherited.send_assignment(self.link, assignment, wake_socket, fuse_fd)
 
     def stop(self) -> None:
         """Ask it to come to an end."""
         with contextlib.suppress(OSError):
             self.link.send(inherited.STOP)
 
-    def tell_level(self, level: str) -> None:
+    def send_log_level(self, level: str) -> None:
         """Let it log at least that. One without a role yet learns it with its role."""
-        if self.assigned:
+        if self.is_assigned:
             with contextlib.suppress(OSError):
-                self.link.send(inherited.LEVEL + level.encode())
+                self.link.send(inherited.LOG_LEVEL + level.encode())
 
-    def hear(self) -> bool:
+    def read_messages(self) -> bool:
         """Read what it has said. False: it has ended, or is about to."""
         while True:
             try:
-                message = self.link.recv(MESSAGE_BYTES_MAX)
+                message = self.link.recv(LINK_MESSAGE_BYTES_MAX)
             except BlockingIOError:
                 return True
             except OSError:
                 return False
             if not message:
                 return False
-            self.heard_at = time.monotonic()
-            self.ready = self.ready or message == inherited.READY
-            if message.startswith(inherited.LEVEL):
-                self.asked_level = message.removeprefix(inherited.LEVEL).decode()
+            self.last_message_at = time.monotonic()
+            self.is_ready = self.is_ready or message == inherited.READY
+            if message.startswith(inherited.LOG_LEVEL):
+                self.requested_log_level = message.removeprefix(inherited.LOG_LEVEL).decode()
 
     def kill(self) -> None:
         """kill -9."""
-        self.killed = True
+        self.was_killed = True
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 

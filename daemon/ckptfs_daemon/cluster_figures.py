@@ -41,7 +41,12 @@ def figures_key(number: int) -> bytes:
 def encode_figures(db: Database) -> bytes:
     """This node's figures, as they are stored. They change only when something else does than the time."""
     held_files, held_bytes = holding.count_hosted(db)
-    figures = {"oldest_ns": peers.get_oldest_under_replicated_ns(db), "held_files": held_files, "held_bytes": held_bytes, **count_progress(db)}
+    figures = {
+        "oldest_ns": peers.get_oldest_under_replicated_ns(db),
+        "held_files": held_files,
+        "held_bytes": held_bytes,
+        **count_progress(db),
+    }
     return json.dumps(figures, separators=(",", ":")).encode()
 
 
@@ -62,7 +67,9 @@ async def publish_figures(db: Database, store: Store, number: int, lease: Callab
         # Not told is not lost: somebody who looks sees older figures, and the next round brings them.
         begun = trio.current_time()
         with contextlib.suppress(CkptfsError):
-            before = await trio.to_thread.run_sync(_publish_if_changed, db, store, figures_key(number), lease(), before, abandon_on_cancel=True)
+            before = await trio.to_thread.run_sync(
+                _publish_if_changed, db, store, figures_key(number), lease(), before, abandon_on_cancel=True
+            )
         # Counting in a large catalog takes a while, and must not take it from those who work.
         rest_s = CACHE_RATIO * (trio.current_time() - begun)
         await trio.sleep(max(rest_s, limits.FIGURES_INTERVAL_S) if before else LEASE_POLL_S)

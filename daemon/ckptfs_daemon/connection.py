@@ -28,10 +28,10 @@ from ckptfs_daemon.passthrough import Passthrough
 log = logging.getLogger(__name__)
 
 DEVICE = "/dev/fuse"
-CONTROL = Path("/sys/fs/fuse/connections")
+CONNECTIONS_DIR = Path("/sys/fs/fuse/connections")
 INIT_WAIT_S = 10.0
 INIT_BYTES_MAX = 65536
-LOOK_WAIT_S = 5.0
+STALE_PROBE_WAIT_S = 5.0
 MS_RDONLY = 1
 
 KERNEL_TOO_OLD = "this kernel has no FUSE passthrough (Linux 6.9 or later with CONFIG_FUSE_PASSTHROUGH)"
@@ -46,22 +46,22 @@ class Connection:
     init_request: bytes
     data_path: DataPath
     data_path_reason: str
-    resend: bool
+    can_resend: bool
     mountpoint: Path
     device: str
 
     @property
-    def number(self) -> int:
+    def connection_id(self) -> int:
         """Its name below /sys/fs/fuse/connections."""
         return int(self.device.split(":")[1])
 
-    def saved(self) -> bytes:
+    def serialize(self) -> bytes:
         """Everything but the descriptor, for the one who takes it up after us."""
         values = {
             "init_request": b64encode(self.init_request).decode(),
             "data_path": self.data_path.value,
             "data_path_reason": self.data_path_reason,
-            "resend": self.resend,
+            "resend": self.can_resend,
             "mountpoint": os.fsencode(self.mountpoint).hex(),
             "device": self.device,
         }
@@ -69,10 +69,10 @@ class Connection:
 
     def is_mounted(self) -> bool:
         """Whether it is (still) mounted where we put it."""
-        return any(mounted.point == self.mountpoint and mounted.device == self.device for mounted in mounting.mounts())
+        return any(mounted.point == self.mountpoint and mounted.device == self.device for mounted in mounting.list_mounts())
 
 
-def restored(fd: int, saved: bytes) -> Connection:
+def deserialize(fd: int, saved: bytes) -> Connection:
     """The connection that `saved` describes. Raises ValueError or KeyError when it is no such description."""
     values = json.loads(saved)
     return Connection(
@@ -80,7 +80,7 @@ def restored(fd: int, saved: bytes) -> Connection:
         init_request=b64decode(values["init_request"]),
         data_path=DataPath(values["data_path"]),
         data_path_reason=values["data_path_reason"],
-        resend=values["resend"],
+        can_resend=values["resend"],
         mountpoint=Path(os.fsdecode(bytes.fromhex(values["mountpoint"]))),
         device=values["device"],
     )
@@ -88,55 +88,57 @@ def restored(fd: int, saved: bytes) -> Connection:
 
 def connect(config: Config) -> Connection:
     """Mount `config.mountpoint` and answer INIT. Raises Refused or CannotMount with a sentence; then nothing is mounted."""
-    take_over_stale(config.mountpoint)
+    unmount_stale(config.mountpoint)
     reason = "asked for by data_path=buffered"
     if config.data_path is not DataPath.BUFFERED:
-        outcome = _try_passthrough(config)
+        outcome = _connect_with_passthrough(config)
         if isinstance(outcome, Connection):
             return outcome
         reason = outcome
         if config.data_path is DataPath.PASSTHROUGH:
             raise InvalidArgument(f"data_path=passthrough is not possible: {reason}", remedy="use data_path=auto or data_path=buffered")
-    return _mounted(config, DataPath.BUFFERED, reason)
+    return _mount_and_answer_init(config, DataPath.BUFFERED, reason)
 
 
-def _try_passthrough(config: Config) -> Connection | str:
+def _connect_with_passthrough(config: Config) -> Connection | str:
     """The connection, or why there is no passthrough here."""
-    if not mounting.may_mount():
+    if not mounting.can_mount():
         return NO_CAPABILITY
-    connection = _mounted(config, DataPath.PASSTHROUGH, "the kernel reads and writes the tiers' files itself")
+    connection = _mount_and_answer_init(config, DataPath.PASSTHROUGH, "the kernel reads and writes the tiers' files itself")
     if connection.data_path is not DataPath.PASSTHROUGH:
-        return _given_up(connection, KERNEL_TOO_OLD)
+        return _unmount_and_close(connection, KERNEL_TOO_OLD)
     probe = os.memfd_create("ckptfs-probe")
     passthrough = Passthrough(connection.fd)
     try:
         passthrough.release(passthrough.register(probe))
     except OSError as failure:
-        return _given_up(connection, NO_CAPABILITY if failure.errno == errno.EPERM else f"the kernel refuses it: {failure.strerror}")
+        return _unmount_and_close(
+            connection, NO_CAPABILITY if failure.errno == errno.EPERM else f"the kernel refuses it: {failure.strerror}"
+        )
     finally:
         os.close(probe)
     return connection
 
 
-def _given_up(connection: Connection, reason: str) -> str:
-    mounting.umount(connection.mountpoint, mounting.MNT_DETACH)
+def _unmount_and_close(connection: Connection, reason: str) -> str:
+    mounting.unmount_at(connection.mountpoint, mounting.MNT_DETACH)
     os.close(connection.fd)
     return reason
 
 
-def _mounted(config: Config, data_path: DataPath, reason: str) -> Connection:
-    fd = _mount_with_helper(config) if not mounting.may_mount() else _mount(config)
+def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> Connection:
+    fd = _mount_fuse_unprivileged(config) if not mounting.can_mount() else _mount_fuse(config)
     try:
         request = _read_init(fd)
-        offer = handshake.parse(request)
-        flags = handshake.wanted(offer, data_path, alone=not config.cluster)
-        os.write(fd, handshake.answer(offer, flags))
-        mounted = mounting.mounted_at(config.mountpoint)
+        init = handshake.parse_init(request)
+        flags = handshake.choose_init_flags(init, data_path, is_single_node=not config.cluster)
+        os.write(fd, handshake.build_init_reply(init, flags))
+        mounted = mounting.find_mount_at(config.mountpoint)
         if mounted is None or mounted.fstype != FSTYPE:
             raise CannotMount(f"{config.mountpoint} was mounted and is not there any more")
     except BaseException:
         with contextlib.suppress(OSError):
-            mounting.umount(config.mountpoint, mounting.MNT_DETACH)
+            mounting.unmount_at(config.mountpoint, mounting.MNT_DETACH)
         os.close(fd)
         raise
     if data_path is DataPath.PASSTHROUGH and not flags & handshake.PASSTHROUGH:
@@ -145,12 +147,12 @@ def _mounted(config: Config, data_path: DataPath, reason: str) -> Connection:
     return Connection(fd, request, data_path, reason, bool(flags & handshake.HAS_RESEND), config.mountpoint, mounted.device)
 
 
-def _mount(config: Config) -> int:
+def _mount_fuse(config: Config) -> int:
     fd = _open_device()
     options = [f"fd={fd}", "rootmode=40000", "user_id=0", "group_id=0", "default_permissions"]
     options += ["allow_other"] if config.allow_other else []
     try:
-        mounting.mount(config.name, config.mountpoint, FSTYPE, config.mount_flags, ",".join(options))
+        mounting.mount_at(config.name, config.mountpoint, FSTYPE, config.mount_flags, ",".join(options))
     except OSError as failure:
         os.close(fd)
         raise CannotMount(f"{config.mountpoint} cannot be mounted: {failure.strerror}") from failure
@@ -164,16 +166,16 @@ def _open_device() -> int:
         raise CannotMount(f"{DEVICE} cannot be opened: {failure.strerror}", remedy="load the module: modprobe fuse") from failure
 
 
-def _mount_with_helper(config: Config) -> int:
+def _mount_fuse_unprivileged(config: Config) -> int:
     options = ["default_permissions"] + (["ro"] if config.mount_flags & MS_RDONLY else [])
     if config.allow_other:
         try:
-            return mounting.mount_by_helper(config.name, config.mountpoint, [*options, "allow_other"])
+            return mounting.mount_with_fusermount(config.name, config.mountpoint, [*options, "allow_other"])
         except CannotMount as failure:
             if "allow_other" not in str(failure):
                 raise
             log.info("only this user will see the mount: /etc/fuse.conf does not have user_allow_other")
-    return mounting.mount_by_helper(config.name, config.mountpoint, options)
+    return mounting.mount_with_fusermount(config.name, config.mountpoint, options)
 
 
 def _read_init(fd: int) -> bytes:
@@ -192,19 +194,19 @@ def _raise_read_ahead(device: str) -> None:
 # --- what a crash left -----------------------------------------------------------------------------------------------
 
 
-def take_over_stale(point: Path) -> None:
+def unmount_stale(point: Path) -> None:
     """Unmount what dead daemons of ours left at `point`. Raises Refused when something there is alive, or is not ours."""
-    while (mounted := mounting.mounted_at(point)) is not None:
+    while (mounted := mounting.find_mount_at(point)) is not None:
         if mounted.fstype != FSTYPE:
             return
-        if not _is_dead(point):
+        if not _is_dead_mount(point):
             remedy = f"umount {point} first, or choose another directory"
             raise InvalidArgument(f"{point} already has a ckptfs mounted ({mounted.source})", remedy=remedy)
         log.info("taking over %s, which a dead daemon (%s) left mounted", point, mounted.source)
-        mounting.umount(point, mounting.MNT_DETACH)
+        mounting.unmount_at(point, mounting.MNT_DETACH)
 
 
-def _is_dead(point: Path) -> bool:
+def _is_dead_mount(point: Path) -> bool:
     """Whether the mount at `point` answers "not connected". Asked by a process of its own, since a living one may hang."""
     pid = os.fork()
     if pid == 0:
@@ -215,7 +217,7 @@ def _is_dead(point: Path) -> bool:
             code = 0 if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED) else 1
         finally:
             os._exit(code)
-    deadline = time.monotonic() + LOOK_WAIT_S
+    deadline = time.monotonic() + STALE_PROBE_WAIT_S
     pidfd = os.pidfd_open(pid)
     try:
         if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -233,22 +235,22 @@ def unmount(connection: Connection) -> None:
     if not connection.is_mounted():
         return
     try:
-        mounting.umount(connection.mountpoint)
+        mounting.unmount_at(connection.mountpoint)
     except OSError as failure:
         if failure.errno != errno.EBUSY:
             raise
         log.warning("%s is in use: it is detached now and ends when the last open file is closed", connection.mountpoint)
-        mounting.umount(connection.mountpoint, mounting.MNT_DETACH)
+        mounting.unmount_at(connection.mountpoint, mounting.MNT_DETACH)
 
 
 def abort(connection: Connection) -> None:
     """End the connection whatever waits on it: every request that is open fails in the application."""
-    if CONTROL.is_dir() and not os.listdir(CONTROL):
+    if CONNECTIONS_DIR.is_dir() and not os.listdir(CONNECTIONS_DIR):
         # Nobody mounted the kernel's control files: containers often lack them.
         with contextlib.suppress(OSError):
-            mounting.mount("fusectl", CONTROL, "fusectl", mounting.MS_NOSUID | mounting.MS_NODEV | mounting.MS_NOEXEC, "")
+            mounting.mount_at("fusectl", CONNECTIONS_DIR, "fusectl", mounting.MS_NOSUID | mounting.MS_NODEV | mounting.MS_NOEXEC, "")
     try:
-        (CONTROL / str(connection.number) / "abort").write_text("1")
+        (CONNECTIONS_DIR / str(connection.connection_id) / "abort").write_text("1")
     except OSError:
         with contextlib.suppress(OSError):
-            mounting.umount(connection.mountpoint, mounting.MNT_FORCE | mounting.MNT_DETACH)
+            mounting.unmount_at(connection.mountpoint, mounting.MNT_FORCE | mounting.MNT_DETACH)

@@ -6,25 +6,25 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import DataPath
 from ckptfs.tiers.place import Places
-from ckptfs_daemon.asking import Asking
-from ckptfs_daemon.bells import Bell
-from ckptfs_daemon.open_files import OpenFiles
-from ckptfs_daemon.sharing import Sharing
-from ckptfs_daemon.standing_in import StandingIn
+from ckptfs_daemon.asking import MoverClient
+from ckptfs_daemon.bells import WakeChannel
+from ckptfs_daemon.open_files import OpenFileTable
+from ckptfs_daemon.sharing import SharedNamespace
+from ckptfs_daemon.standing_in import StandbyLease
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class MountContext:
     """The catalog, the tiers, the way to the mover, and what is open."""
 
     config: Config
     data_path: DataPath
     db: Database
-    places: Places
-    bell: Bell
-    asking: Asking
-    open_files: OpenFiles
-    sharing: Sharing | None = None
+    tiers: Places
+    wake_channel: WakeChannel
+    mover_client: MoverClient
+    open_files: OpenFileTable
+    shared_namespace: SharedNamespace | None = None
     """None: this node is alone."""
-    standing_in: StandingIn | None = None
+    standby_lease: StandbyLease | None = None
     """None likewise."""

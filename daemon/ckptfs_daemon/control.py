@@ -24,7 +24,7 @@ from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import ControlMethods, RefusedCalls
 from ckptfs_daemon.control_orders import AdminService
 from ckptfs_daemon.control_questions import QueryService
-from ckptfs_daemon.pulse import Pulse
+from ckptfs_daemon.pulse import ProgressSignal
 from ckptfs_daemon.stalled import CallWatchdog
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class _Carried(Protocol):
 
 async def serve(
     setup: _Carried, db: Database, tiers: Places, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
-    request_log_level: Callable[[str], None] = logs.set_level, progress: Pulse | None = None,
+    request_log_level: Callable[[str], None] = logs.set_level, progress: ProgressSignal | None = None,
 ) -> None:  # fmt: skip
     """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again.
 

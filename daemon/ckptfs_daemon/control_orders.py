@@ -136,8 +136,8 @@ class AdminService(rpc.OrdersServicer):  # type: ignore[misc]
             self._request_log_level(request.level)
             # The word goes from here to the supervisor, which tells the others before it tells us.
             until = time.monotonic() + LOG_LEVEL_WAIT_S
-            while logs.level() != request.level:
+            while logs.get_level() != request.level:
                 if time.monotonic() > until:
                     raise TimedOut("the log level was not changed in time", remedy="see `ckptfs status`: its processes may be restarting")
                 threading.Event().wait(POLL_S)
-        return pb.LogLevelReply(level=logs.level())
+        return pb.LogLevelReply(level=logs.get_level())

@@ -30,7 +30,7 @@ from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import RefusedCalls, is_inode_number, require_inode_number, translate_errors, translate_stream_errors
 from ckptfs_daemon.control_figures import StatusFigures
 from ckptfs_daemon.control_waits import LevelCheck
-from ckptfs_daemon.pulse import Pulse
+from ckptfs_daemon.pulse import ProgressSignal
 
 POLL_FIRST_S = 0.02
 POLL_LAST_S = 0.5
@@ -43,10 +43,10 @@ class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
 
     def __init__(
         self, config: Config, db: Database, tiers: Places, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
-        progress: Pulse | None = None,
+        progress: ProgressSignal | None = None,
     ) -> None:  # fmt: skip
         self.refused = refused or RefusedCalls()
-        self._progress_signal = progress or Pulse()
+        self._progress_signal = progress or ProgressSignal()
         self._config = config
         self._db = db
         self._tiers = tiers
@@ -94,13 +94,20 @@ class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
         if found is None:
             return pb.Record(inode=inode, known=False)
         answer = pb.Record(
-            inode=inode, known=True, kind=_get_kind_name(found.mode), size=found.size, generation=found.generation, waiting=found.has_pending_changes
+            inode=inode,
+            known=True,
+            kind=_get_kind_name(found.mode),
+            size=found.size,
+            generation=found.generation,
+            waiting=found.has_pending_changes,
         )
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value
             answer.state = _get_state_name(found)
             answer.lacks = find_incomplete_reason(found.record, found.size)
-            answer.progress = 1.0 if self._has_highest_level(found) else _get_copied_ratio(under_way) if under_way.get("inode") == inode else 0.0
+            answer.progress = (
+                1.0 if self._has_highest_level(found) else _get_copied_ratio(under_way) if under_way.get("inode") == inode else 0.0
+            )
             now = time.time_ns()
             for tier, state, verified_ns in report.list_copy_places(self._db, inode, found.record):
                 answer.copies.add(tier=tier, state=state, verified_age_s=(now - verified_ns) / 1e9 if verified_ns else -1.0)
@@ -144,7 +151,7 @@ class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
             if self._cluster is not None and time.monotonic() - asked_at > KEEPALIVE_S:
                 self._cluster.refresh_files(level_wait.remaining_sample)
                 asked_at = time.monotonic()
-            beats, begun = self._progress_signal.beats, time.monotonic()
+            beats, begun = self._progress_signal.count, time.monotonic()
             progress = level_wait.check_next(self._figures.get_copied_bytes())
             looked_s = time.monotonic() - begun
             if not progress.done and not progress.obstacle:

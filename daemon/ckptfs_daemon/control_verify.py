@@ -36,7 +36,12 @@ class FileVerifier:
     """Verifies one file at a time."""
 
     def __init__(
-        self, config: Config, db: Database, tiers: Places, retry_now: Callable[[], None], refresh_pfs_path: Callable[[int], None] = lambda inode: None
+        self,
+        config: Config,
+        db: Database,
+        tiers: Places,
+        retry_now: Callable[[], None],
+        refresh_pfs_path: Callable[[int], None] = lambda inode: None,
     ) -> None:
         """`hurry` makes the lanes work at once, `find` learns from the other nodes where the PFS shows a file now."""
         self._refresh_pfs_path = refresh_pfs_path

@@ -59,7 +59,10 @@ class LevelCheck:
             if incomplete_count == INCOMPLETE_MAX:
                 break
         # What was not looked at yet counts as files, whose sizes are not known yet.
-        files, size = len(self._remaining) - len(self._non_files), sum(max(0, size - copied.get(inode, 0)) for inode, size in self._bytes.items())
+        files, size = (
+            len(self._remaining) - len(self._non_files),
+            sum(max(0, size - copied.get(inode, 0)) for inode, size in self._bytes.items()),
+        )
         progress = pb.Progress(done=not self._remaining, files_left=files, bytes_left=size, changes_left=len(self._non_files))
         if self._has_writers:
             progress.obstacle, progress.remedy = "a file is still open for writing", "close it"

@@ -10,30 +10,30 @@ from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import NoSpace
 from ckptfs.flow import write
 from ckptfs.model import Inode
-from ckptfs_daemon.attempts import Later, Undo
+from ckptfs_daemon.attempts import MustWait, UndoLog
 from ckptfs_daemon.edge import Request
-from ckptfs_daemon.opening import Opening
-from ckptfs_daemon.wishes import Opened, Wish
+from ckptfs_daemon.opening import OpenAttempt
+from ckptfs_daemon.wishes import OpenRequest, OpenResult
 
 if TYPE_CHECKING:
-    from ckptfs_daemon.context import Context
+    from ckptfs_daemon.context import MountContext
 
 
-class Creating(Opening):
+class CreateAttempt(OpenAttempt):
     """The attempts at one create."""
 
-    def __init__(self, context: "Context", request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
-        super().__init__(context, Wish(0, writer=True, truncate=False, request=request))
+    def __init__(self, context: "MountContext", request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
+        super().__init__(context, OpenRequest(0, is_writer=True, truncates=False, fuse_request=request))
         self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
         self._kind = write.kind_of(name)
         self._inode: Inode | None = None
         self.blind = False
 
-    def at_once(self) -> Opened | None:
+    def try_nonblocking(self) -> OpenResult | None:
         """Create if nothing must be waited for; else None, and nothing was changed."""
         try:
             return self._attempt()
-        except (Later, NoSpace):
+        except (MustWait, NoSpace):
             return None
 
     @property
@@ -42,16 +42,16 @@ class Creating(Opening):
         assert self._inode is not None
         return self._inode
 
-    def _attempt(self) -> Opened:
+    def _attempt(self) -> OpenResult:
         """Raises what `namespace.make` raises, Unvisited too."""
         uid, gid = self._owner
-        with Undo() as undo:
+        with UndoLog() as undo:
             with self._files.change() as db:
                 inode = namespace.create(db, self._parent, self._name, self._mode, uid=uid, gid=gid, allow_unimported=self.blind)
                 held = FileContent(inode, None, None, (), False)
-                file = self.begin(held, undo, self._kind)
-                opened = self._record(file, held)
+                file = self.create_content(held, undo, self._kind)
+                opened = self._record_handle(file, held)
             undo.pop_all()
-        self._files.add(file, opened.handle, True)
+        self._files.add_handle(file, opened.handle, True)
         self._inode = inode
         return opened

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from ckptfs.errors import CkptfsError
 from ckptfs_daemon import shim_build
-from ckptfs_daemon.eager import EagerTrio
-from ckptfs_daemon.inherited import Inherited
+from ckptfs_daemon.eager import TrioAdapter
+from ckptfs_daemon.inherited import ChildSetup
 
 if "pyfuse3" in sys.modules:
     raise ImportError("pyfuse3 was imported before ckptfs_daemon.door, which must come first")
@@ -56,11 +56,11 @@ GETATTR = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_uint32)
 CREATE = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 
 
-class _Extra(ctypes.Structure):
+class _RawCallbacks(ctypes.Structure):
     _fields_ = [("fallocate", FALLOCATE), ("copy_file_range", COPY_FILE_RANGE), ("lseek", LSEEK), ("release", RELEASE)]
 
 
-class _Quick(ctypes.Structure):
+class _FastPathCallbacks(ctypes.Structure):
     _fields_ = [("lookup", LOOKUP), ("getattr", GETATTR), ("create", CREATE)]
 
 
@@ -74,18 +74,18 @@ _reply_lseek = _shim.fuse_reply_lseek
 _reply_lseek.argtypes = [_R, _Q]
 _shim.shim_feed.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 
-_extra = _Extra()
-_quick = _Quick()
+_raw_callbacks = _RawCallbacks()
+_fast_path_callbacks = _FastPathCallbacks()
 
 
-class DoorBlocked(CkptfsError):
+class ShimNotLoaded(CkptfsError):
     """The C file did not come before pyfuse3."""
 
 
 # --- the request being served ----------------------------------------------------------------------------------------
 
 
-def current() -> tuple[int, bool]:
+def get_request_header() -> tuple[int, bool]:
     """(unique with bit 63 for "sent again", whether set-id bits are to be dropped) of the request that is being processed.
 
     Meaningful only until the handler's first await.
@@ -101,7 +101,7 @@ def set_open_flags(flags: int) -> None:
 # --- operations that pyfuse3 does not have ---------------------------------------------------------------------------
 
 
-def on_extra(
+def set_raw_callbacks(
     *,
     fallocate: Callable[[int, int, int, int, int, int], None],
     copy_file_range: Callable[[int, int, int, int, int, int, int, int, int], None],
@@ -116,14 +116,14 @@ def on_extra(
     copy_file_range(req, inode_in, offset_in, fh_in, inode_out, offset_out, fh_out, length, flags); lseek(req, inode, offset, whence, fh);
     release(req, inode, fh): pyfuse3 has a handler for it, but one that waits for company would hold a task of pyfuse3's.
     """
-    _extra.fallocate = FALLOCATE(_guarded(fallocate))
-    _extra.copy_file_range = COPY_FILE_RANGE(_guarded(copy_file_range))
-    _extra.lseek = LSEEK(_guarded(lseek))
-    _extra.release = RELEASE(_guarded(release))
-    _shim.shim_set_extra(ctypes.byref(_extra))
+    _raw_callbacks.fallocate = FALLOCATE(_guard_raw_callback(fallocate))
+    _raw_callbacks.copy_file_range = COPY_FILE_RANGE(_guard_raw_callback(copy_file_range))
+    _raw_callbacks.lseek = LSEEK(_guard_raw_callback(lseek))
+    _raw_callbacks.release = RELEASE(_guard_raw_callback(release))
+    _shim.shim_set_extra(ctypes.byref(_raw_callbacks))
 
 
-def _guarded(function: Callable[..., None]) -> Callable[..., None]:
+def _guard_raw_callback(function: Callable[..., None]) -> Callable[..., None]:
     """An exception from `function` cannot cross C: it is logged and answered with EIO."""
 
     def guarded(req: int, *arguments: int) -> None:
@@ -139,7 +139,7 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
 # --- operations that mostly need no waiting ---------------------------------------------------------------------------
 
 
-def on_quick(
+def set_fast_path_callbacks(
     *,
     lookup: Callable[[int, int, bytes, int], bool],
     getattr: Callable[[int, int, int], bool],
@@ -150,13 +150,13 @@ def on_quick(
     They are called like those of `on_extra`, and answer at once, with exactly one `reply`, or say False and let pyfuse3's handler begin:
     lookup(req, parent, name, pid); getattr(req, inode, pid); create(req, parent, name, mode, uid, gid).
     """
-    _quick.lookup = LOOKUP(_answering(lookup))
-    _quick.getattr = GETATTR(_answering(getattr))
-    _quick.create = CREATE(_answering(create))
-    _shim.shim_set_quick(ctypes.byref(_quick))
+    _fast_path_callbacks.lookup = LOOKUP(_guard_fast_path_callback(lookup))
+    _fast_path_callbacks.getattr = GETATTR(_guard_fast_path_callback(getattr))
+    _fast_path_callbacks.create = CREATE(_guard_fast_path_callback(create))
+    _shim.shim_set_quick(ctypes.byref(_fast_path_callbacks))
 
 
-def _answering(function: Callable[..., bool]) -> Callable[..., bool]:
+def _guard_fast_path_callback(function: Callable[..., bool]) -> Callable[..., bool]:
     """An exception from `function` cannot cross C either: the handler will meet it again, and knows what to do with it."""
 
     def answering(*arguments: object) -> bool:
@@ -191,21 +191,21 @@ def reply_lseek(req: int, offset: int) -> None:
 # --- the session -----------------------------------------------------------------------------------------------------
 
 
-def open_session(operations: pyfuse3.Operations, inherited: Inherited) -> None:
+def open_session(operations: pyfuse3.Operations, setup: ChildSetup) -> None:
     """Make libfuse and pyfuse3 serve the inherited connection. Nothing is read from the kernel yet. Raises DoorBlocked."""
-    os.set_blocking(inherited.fuse_fd, False)
-    if inherited.config.cluster is None:
+    os.set_blocking(setup.fuse_fd, False)
+    if setup.config.cluster is None:
         # In a cluster handlers wait for the store, and what ends their waiting is another task.
-        pyfuse3.trio = EagerTrio()  # type: ignore[attr-defined]
-    pyfuse3.init(operations, f"/dev/fd/{inherited.fuse_fd}", set())
+        pyfuse3.trio = TrioAdapter()  # type: ignore[attr-defined]
+    pyfuse3.init(operations, f"/dev/fd/{setup.fuse_fd}", set())
     if _sessions.value == 0:
-        raise DoorBlocked("the mount's C part does not stand before libfuse", remedy="rebuild it: python -m ckptfs_daemon.shim_build")
-    _shim.shim_feed(inherited.init_request, len(inherited.init_request))
-    if inherited.resumed and inherited.resend:
-        ask_to_resend(inherited.fuse_fd)
+        raise ShimNotLoaded("the mount's C part does not stand before libfuse", remedy="rebuild it: python -m ckptfs_daemon.shim_build")
+    _shim.shim_feed(setup.init_request, len(setup.init_request))
+    if setup.is_resumed and setup.can_resend:
+        request_resend(setup.fuse_fd)
 
 
-def ask_to_resend(fuse_fd: int) -> None:
+def request_resend(fuse_fd: int) -> None:
     """Make the kernel send again every request that was taken and not answered. A connection that has ended says so at the next read."""
     with contextlib.suppress(OSError):
         os.write(fuse_fd, struct.pack("=IiQ", 16, NOTIFY_RESEND, 0))

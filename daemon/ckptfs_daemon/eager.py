@@ -54,14 +54,14 @@ class Lock:
         self._woken = False
 
 
-class Lowlevel:
+class LowlevelAdapter:
     """`trio.lowlevel` with an eager `wait_readable`."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._known: set[int] = set()
-        self._turn_ends = 0.0
-        self._near = False
+        self._registered_fds: set[int] = set()
+        self._yield_at = 0.0
+        self._is_busy = False
         """Whether the last request came within SPIN_S: a slower application must not cost a processor."""
 
     def __getattr__(self, name: str) -> Any:
@@ -69,38 +69,38 @@ class Lowlevel:
 
     async def wait_readable(self, fd: int) -> None:
         """Return when `fd` can be read, without yielding when that is now and this turn is not over."""
-        if fd not in self._known:
-            self._known.add(fd)
+        if fd not in self._registered_fds:
+            self._registered_fds.add(fd)
             self._poll.register(fd, select.POLLIN)
         now = time.monotonic()
-        if now < self._turn_ends:
+        if now < self._yield_at:
             if self._linger(now):
                 return
         else:
-            self._turn_ends = now + TURN_S
+            self._yield_at = now + TURN_S
         await trio.lowlevel.wait_readable(fd)
-        self._turn_ends = time.monotonic() + TURN_S
+        self._yield_at = time.monotonic() + TURN_S
 
     def _linger(self, now: float) -> bool:
         """Whether a request came while we waited for it here."""
         spun = now + SPIN_S
-        while self._near and now < spun:
+        while self._is_busy and now < spun:
             if self._poll.poll(0):
                 return True
             now = time.monotonic()
         came = bool(self._poll.poll(LINGER_MS))
         # A wake-up takes about as long as we would have looked.
-        self._near = came and time.monotonic() < spun + SPIN_S
+        self._is_busy = came and time.monotonic() < spun + SPIN_S
         return came
 
 
-class EagerTrio:
+class TrioAdapter:
     """The module `trio`, as far as pyfuse3 uses it."""
 
     Lock = Lock
 
     def __init__(self) -> None:
-        self.lowlevel = Lowlevel()
+        self.lowlevel = LowlevelAdapter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(trio, name)

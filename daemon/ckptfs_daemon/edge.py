@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SENT_AGAIN = 1 << 63
+RESENT_BIT = 1 << 63
 
-unexpected: Counter[str] = Counter()
+unexpected_errors: Counter[str] = Counter()
 """How often each handler met an error that we did not foresee; `status` shows it."""
 
 
@@ -34,26 +34,26 @@ class Request:
     """The request being served: its number in this FUSE connection, whether the kernel sent it again, whether it drops set-id bits."""
 
     number: int
-    again: bool
-    kill_privileges: bool
+    is_resent: bool
+    kills_set_id: bool
 
 
-def request() -> Request:
+def get_current_request() -> Request:
     """The request that is being served. To be called before the handler's first await."""
-    unique, kill = door.current()
-    return Request(unique & ~SENT_AGAIN, bool(unique & SENT_AGAIN), kill)
+    unique, kill = door.get_request_header()
+    return Request(unique & ~RESENT_BIT, bool(unique & RESENT_BIT), kill)
 
 
-def code_of(failure: BaseException, where: str) -> int:
+def get_errno(failure: BaseException, where: str) -> int:
     """The errno that stands for `failure`. What we did not foresee is logged with its traceback, counted, and EIO."""
     if isinstance(failure, CkptfsError) or (isinstance(failure, OSError) and failure.errno):
         return failure.errno or errno.EIO
-    unexpected[where] += 1
+    unexpected_errors[where] += 1
     log.error("unexpected error in %s", where, exc_info=failure)
     return errno.EIO
 
 
-def answered(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+def translate_errors(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Wrap a pyfuse3 handler so that nothing but FUSEError leaves it."""
 
     @functools.wraps(handler)
@@ -63,6 +63,6 @@ def answered(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         except FUSEError:
             raise
         except Exception as failure:
-            raise FUSEError(code_of(failure, handler.__name__)) from failure
+            raise FUSEError(get_errno(failure, handler.__name__)) from failure
 
     return wrapped

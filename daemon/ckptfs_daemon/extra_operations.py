@@ -16,8 +16,8 @@ import trio
 from ckptfs import limits
 from ckptfs.model import DataPath
 from ckptfs_daemon import door, edge
-from ckptfs_daemon.handler import Handler
-from ckptfs_daemon.open_file import OpenFile, in_thread
+from ckptfs_daemon.handler import ChangeRunner
+from ckptfs_daemon.open_file import OpenFile, run_in_thread
 from ckptfs_daemon.open_files import HANDLE_MASK
 
 import pyfuse3  # isort: skip
@@ -33,36 +33,36 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-class ExtraOperations(Handler):
+class RawHandlers(ChangeRunner):
     """The operations that come through the door."""
 
     _nursery: trio.Nursery
 
-    async def _roomy(self, file: OpenFile, act: Callable[[int], T], *, long: bool = False) -> T:
+    async def with_room(self, file: OpenFile, act: Callable[[int], T], *, long: bool = False) -> T:
         """See FileOperations."""
         raise NotImplementedError
 
-    async def _present(self, file: OpenFile) -> None:
+    async def ensure_open(self, file: OpenFile) -> None:
         """See FileOperations."""
         raise NotImplementedError
 
-    def start(self, nursery: trio.Nursery) -> None:
+    def start_tasks(self, nursery: trio.Nursery) -> None:
         """Where the tasks of these operations run; before the first request is read."""
         self._nursery = nursery
-        nursery.start_soon(self.context.open_files.commit_ended, name="releases")
+        nursery.start_soon(self.context.open_files.run_release_commits, name="releases")
 
-    def _begin(self, name: str, req: int, answer: Callable[[], Awaitable[None]]) -> None:
+    def _start_task(self, name: str, req: int, answer: Callable[[], Awaitable[None]]) -> None:
         async def run() -> None:
             try:
                 await answer()
             except Exception as failure:
-                door.reply_err(req, edge.code_of(failure, name))
+                door.reply_err(req, edge.get_errno(failure, name))
 
         self._nursery.start_soon(run, name=name)
 
-    def serve_extras(self) -> None:
+    def register_raw_callbacks(self) -> None:
         """Take these operations on; before the session is opened."""
-        begin = self._begin
+        begin = self._start_task
 
         def fallocate(req: int, inode: int, mode: int, offset: int, length: int, fh: int) -> None:
             begin("fallocate", req, lambda: self._fallocate(req, mode, offset, length, fh))
@@ -75,50 +75,50 @@ class ExtraOperations(Handler):
         def lseek(req: int, inode: int, offset: int, whence: int, fh: int) -> None:
             begin("lseek", req, lambda: self._lseek(req, offset, whence, fh))
 
-        door.on_extra(fallocate=fallocate, copy_file_range=copy_file_range, lseek=lseek, release=self._release)
+        door.set_raw_callbacks(fallocate=fallocate, copy_file_range=copy_file_range, lseek=lseek, release=self._release)
 
     def _release(self, req: int, inode: int, fh: int) -> None:
         """The last descriptor of a handle is closed. Answered when that is committed."""
-        self.context.open_files.end(fh & HANDLE_MASK, lambda: door.reply_err(req, 0))
+        self.context.open_files.release(fh & HANDLE_MASK, lambda: door.reply_err(req, 0))
 
     async def _fallocate(self, req: int, mode: int, offset: int, length: int, fh: int) -> None:
         if mode not in MODES:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        file = self.context.open_files.of(fh)
+        file = self.context.open_files.get_file(fh)
         # A hundred GiB of RAM are allocated for a minute, in which all others want to be served.
-        await self._roomy(file, lambda fd: _fallocate(fd, mode, offset, length), long=True)
+        await self.with_room(file, lambda fd: _fallocate_or_punch(fd, mode, offset, length), long=True)
         door.reply_err(req, 0)
 
     async def _copy_range(self, req: int, fh_in: int, offset_in: int, fh_out: int, offset_out: int, length: int) -> None:
-        source, target = self.context.open_files.of(fh_in), self.context.open_files.of(fh_out)
-        if source.arriving is not None:
-            await source.arriving.whole(source)
-        await self._present(source)
+        source, target = self.context.open_files.get_file(fh_in), self.context.open_files.get_file(fh_out)
+        if source.fetch_waiter is not None:
+            await source.fetch_waiter.wait_complete(source)
+        await self.ensure_open(source)
         length = min(length, limits.COPY_RANGE_BYTES_MAX)
-        count = await self._roomy(target, lambda fd: os.copy_file_range(source.fd, fd, length, offset_in, offset_out))
+        count = await self.with_room(target, lambda fd: os.copy_file_range(source.fd, fd, length, offset_in, offset_out))
         door.reply_write(req, count)
 
     async def _lseek(self, req: int, offset: int, whence: int, fh: int) -> None:
-        file = self.context.open_files.of(fh)
-        if file.arriving is not None:
+        file = self.context.open_files.get_file(fh)
+        if file.fetch_waiter is not None:
             # What has not come yet looks like a hole.
-            door.reply_lseek(req, _as_without_holes(file.arriving.size, offset, whence))
+            door.reply_lseek(req, _seek_without_holes(file.fetch_waiter.size, offset, whence))
             return
-        await self._present(file)
-        if self.context.data_path is DataPath.BUFFERED and file.writers:
+        await self.ensure_open(file)
+        if self.context.data_path is DataPath.BUFFERED and file.writer_count:
             # The kernel asks without having written what it keeps: make it.
             await trio.to_thread.run_sync(pyfuse3.invalidate_inode, pyfuse3.InodeT(file.inode))
-        door.reply_lseek(req, await in_thread(file, lambda: os.lseek(file.fd, offset, whence)))
+        door.reply_lseek(req, await run_in_thread(file, lambda: os.lseek(file.fd, offset, whence)))
 
 
-def _as_without_holes(size: int, offset: int, whence: int) -> int:
+def _seek_without_holes(size: int, offset: int, whence: int) -> int:
     """lseek(2) with SEEK_DATA or SEEK_HOLE."""
     if not 0 <= offset < size:
         raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
     return offset if whence == os.SEEK_DATA else size
 
 
-def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:
     """fallocate(2). ZERO_RANGE is made from a hole and an allocation where the filesystem below does not have it."""
     try:
         _call(fd, mode, offset, length)

@@ -21,13 +21,13 @@ from ckptfs.model import CliqueLost, Level, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells, edge
-from ckptfs_daemon.edge import answered
-from ckptfs_daemon.extra_operations import ExtraOperations
-from ckptfs_daemon.open_file import OpenFile, in_thread, on_pfs, pfs_descriptor
+from ckptfs_daemon.edge import translate_errors
+from ckptfs_daemon.extra_operations import RawHandlers
+from ckptfs_daemon.open_file import OpenFile, open_pfs_file, run_in_thread, run_on_pfs
 from ckptfs_daemon.open_files import HANDLE_MASK
-from ckptfs_daemon.open_operations import OpenOperations
-from ckptfs_daemon.opening import SET_ID, Opening
-from ckptfs_daemon.wishes import Wish
+from ckptfs_daemon.open_operations import OpenHandlers
+from ckptfs_daemon.opening import SET_ID_BITS, OpenAttempt
+from ckptfs_daemon.wishes import OpenRequest
 
 log = logging.getLogger(__name__)
 
@@ -37,123 +37,123 @@ transfer.labels("write:copy")
 T = TypeVar("T")
 
 
-class FileOperations(OpenOperations, ExtraOperations):
+class FileHandlers(OpenHandlers, RawHandlers):
     """Everything about open files."""
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
-    @answered
+    @translate_errors
     async def read(self, fh: int, off: int, size: int) -> bytes:
         """Up to `size` bytes."""
-        file = self.context.open_files.of(fh)
-        if file.arriving is not None:
-            await file.arriving.ready(file, off, size)
-        await self._present(file)
-        if file.arriving is None:
-            return await self._on(file, lambda: os.pread(file.fd, size, off))
+        file = self.context.open_files.get_file(fh)
+        if file.fetch_waiter is not None:
+            await file.fetch_waiter.wait_range(file, off, size)
+        await self.ensure_open(file)
+        if file.fetch_waiter is None:
+            return await self._run_on_tier(file, lambda: os.pread(file.fd, size, off))
         with file.in_use():
-            return await self._on(file, lambda: os.pread(file.fd, size, off))
+            return await self._run_on_tier(file, lambda: os.pread(file.fd, size, off))
 
-    @answered
+    @translate_errors
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         """All of `buf`. Where a tier is full the content moves on to the next one (P10)."""
-        request = edge.request()
-        file = self.context.open_files.of(fh)
-        if request.kill_privileges:
+        request = edge.get_current_request()
+        file = self.context.open_files.get_file(fh)
+        if request.kills_set_id:
             self._drop_set_id(file.inode)
-        await self._roomy(file, lambda fd: _write_all(fd, buf, off))
+        await self.with_room(file, lambda fd: _write_all(fd, buf, off))
         return len(buf)
 
-    async def _roomy(self, file: OpenFile, act: Callable[[int], T], *, long: bool = False) -> T:
+    async def with_room(self, file: OpenFile, act: Callable[[int], T], *, long: bool = False) -> T:
         """Run `act(fd)` on a descriptor for writing, on the next tier when this one is full; in a thread when it may take `long`.
 
         Raises NoRoom when all are full.
         """
         full_until_s = trio.current_time() + limits.NO_ROOM_WAIT_S
         while True:
-            fd, ours = await file.writable_fd()
+            fd, must_close = await file.get_writable_fd()
             try:
                 with file.in_use():
-                    return await (in_thread if long else self._on)(file, lambda fd=fd: act(fd))  # type: ignore[misc]
+                    return await (run_in_thread if long else self._run_on_tier)(file, lambda fd=fd: act(fd))  # type: ignore[misc]
             except OSError as failure:
-                if failure.errno != errno.ENOSPC or file.backing:
+                if failure.errno != errno.ENOSPC or file.backing_id:
                     raise
             finally:
-                if ours:
+                if must_close:
                     os.close(fd)
-            if not await self._move_on(file):
+            if not await self._move_to_next_tier(file):
                 if trio.current_time() > full_until_s:
                     raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
-                self.context.bell.ring(bells.WORK)
+                self.context.wake_channel.notify(bells.WORK)
                 await trio.sleep(limits.NO_ROOM_LOOK_S)
 
-    async def _on(self, file: OpenFile, act: Callable[[], T]) -> T:
+    async def _run_on_tier(self, file: OpenFile, act: Callable[[], T]) -> T:
         """Run `act` where it cannot hold up everybody else."""
-        return act() if file.tier is Tier.RAM else await in_thread(file, act)
+        return act() if file.tier is Tier.RAM else await run_in_thread(file, act)
 
-    async def _present(self, file: OpenFile) -> None:
+    async def ensure_open(self, file: OpenFile) -> None:
         """After a restart the PFS's own file is opened again when somebody reads it."""
-        await file.settled()
+        await file.wait_moved()
         if file.fd < 0 and file.content is not None:
             raise ContentLost(f"inode {file.inode}: content {file.content} cannot be found again")
         if file.fd < 0:
-            file.fd = await pfs_descriptor(self.context, file.inode)
+            file.fd = await open_pfs_file(self.context, file.inode)
 
     def _drop_set_id(self, inode: int) -> None:
         """A stranger to CAP_FSETID writes."""
         db = self.context.db
-        if namespace.get(db, inode).mode & SET_ID:
+        if namespace.get(db, inode).mode & SET_ID_BITS:
             with db.transaction():
                 attributes.set_attributes(db, inode, kill_set_id=True)
 
     # --- a full tier --------------------------------------------------------------------------------------------------
 
-    async def _move_on(self, file: OpenFile) -> bool:
+    async def _move_to_next_tier(self, file: OpenFile) -> bool:
         """Move an open content to the next tier that has room for it. False when none has."""
-        if file.moving is not None:
-            await file.settled()
+        if file.move_done is not None:
+            await file.wait_moved()
             return True
-        assert file.place is not None and file.content is not None
-        file.moving = trio.Event()
+        assert file.storage is not None and file.content is not None
+        file.move_done = trio.Event()
         try:
             # What a thread still writes must be there before the bytes are copied.
-            await file.rest()
-            for tier in self.context.places.after(file.place.tier):
-                if await self._moved(file, file.place, file.content, self.context.places[tier]):
+            await file.wait_idle()
+            for tier in self.context.tiers.after(file.storage.tier):
+                if await self._move_to(file, file.storage, file.content, self.context.tiers[tier]):
                     return True
         finally:
-            file.moving.set()
-            file.moving = None
+            file.move_done.set()
+            file.move_done = None
         return False
 
-    async def _moved(self, file: OpenFile, source: Place, content: int, target: Place) -> bool:
+    async def _move_to(self, file: OpenFile, source: Place, content: int, target: Place) -> bool:
         try:
-            run = on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
-            fd = await run(lambda: _copied(file.fd, target, content))
+            run = run_on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
+            fd = await run(lambda: _copy_to(file.fd, target, content))
         except OSError as failure:
             log.info("content %d cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
             return False
         with self.context.db.transaction() as db:
             contents.record_move(db, content, source.tier, target.tier)
-        file.replace(fd)
-        file.place, file.writable = target, True
+        file.replace_fd(fd)
+        file.storage, file.is_writable = target, True
         source.remove(content)
-        self.context.bell.ring(bells.WORK)
+        self.context.wake_channel.notify(bells.WORK)
         return True
 
     # --- durability ---------------------------------------------------------------------------------------------------
 
-    @answered
+    @translate_errors
     async def flush(self, fh: int) -> None:
         """A descriptor is closed: what the kernel kept it has written by now, and other nodes that open the file see it."""
-        sharing = self.context.sharing
-        file = None if sharing is None else self.context.open_files.by_handle.get(fh & HANDLE_MASK)
-        if sharing is None or file is None or not file.handles.get(fh & HANDLE_MASK):
+        shared_namespace = self.context.shared_namespace
+        file = None if shared_namespace is None else self.context.open_files.by_handle.get(fh & HANDLE_MASK)
+        if shared_namespace is None or file is None or not file.handles.get(fh & HANDLE_MASK):
             return
-        self._written(file)
-        await sharing.published()
+        self._record_written(file)
+        await shared_namespace.wait_published()
 
-    def _written(self, file: OpenFile) -> None:
+    def _record_written(self, file: OpenFile) -> None:
         """The size and times of an open file, as they are now, go into its inode."""
         if file.content is None or file.fd < 0:
             return
@@ -162,87 +162,93 @@ class FileOperations(OpenOperations, ExtraOperations):
             if contents.has_name(db, file.inode):
                 contents.record_written(db, file.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
 
-    @answered
+    @translate_errors
     async def fsync(self, fh: int, datasync: bool) -> None:
         """Return when the file is as durable as the mount promises (P3)."""
-        file = self.context.open_files.of(fh)
-        await file.settled()
+        file = self.context.open_files.get_file(fh)
+        await file.wait_moved()
         if file.tier is not None and file.tier is not Tier.RAM:
-            await in_thread(file, lambda: self._persist(file))
-        self._synced(file)
+            await run_in_thread(file, lambda: self._fsync_local(file))
+        self._record_fsync(file)
         if self.context.config.fsync is Level.PFS:
-            await self._told(file.inode, journal.get_last_seq(self.context.db, file.inode))
+            await self._wait_journal_applied(file.inode, journal.get_last_seq(self.context.db, file.inode))
         elif self.context.config.fsync is Level.CLIQUE:
-            await self._secured(file.inode)
+            await self._wait_clique_copies(file.inode)
             return
-        if self.context.sharing is not None and file.writers:
+        if self.context.shared_namespace is not None and file.writer_count:
             # Nobody waits for it, and what is closed soon has no need of it: the row will be seen.
             wants.insert_request(self.context.db, wants.REPLICATE_LATER, file.inode, wait_s=limits.WANT_KEPT_S)
 
-    async def _secured(self, inode: int) -> None:
+    async def _wait_clique_copies(self, inode: int) -> None:
         """Wait until enough nodes have what the file holds now. Without them: what the configuration says."""
         config, db = self.context.config, self.context.db
         if report.get_level(db, inode) in (Level.CLIQUE, Level.PFS):
             return
         degrades = config.clique_lost is CliqueLost.LOCAL
-        sharing = self.context.sharing
-        alone = len(peers.list_live_nodes(db)) < 2 or (sharing is not None and sharing.island)
+        shared_namespace = self.context.shared_namespace
+        has_no_peers = len(peers.list_live_nodes(db)) < 2 or (shared_namespace is not None and shared_namespace.is_disconnected)
         try:
-            if not (alone and degrades):
+            if not (has_no_peers and degrades):
                 # A want of its own: another one's answer may be of what the file held before.
-                await self.context.asking.ask(wants.REPLICATE_NOW, inode, f"{time.time_ns()}", timeout_s=config.clique_wait_s)
+                await self.context.mover_client.request(wants.REPLICATE_NOW, inode, f"{time.time_ns()}", timeout_s=config.clique_wait_s)
                 return
         except TimedOut:
             pass
         path = os.fsdecode(report.get_path(db, inode))
         if not degrades:
-            why = "etcd was not told of it" if sharing is not None and sharing.island else "too few other nodes took a copy"
+            why = (
+                "etcd was not told of it"
+                if shared_namespace is not None and shared_namespace.is_disconnected
+                else "too few other nodes took a copy"
+            )
             log.error("fsync of %s: %s within %g s; see `ckptfs status --cluster`", path, why, config.clique_wait_s)
             raise posix_error(errno.EIO)
         log.warning("fsync of %s: too few other nodes take a copy; it survives this node's processes only", path)
 
-    def _persist(self, file: OpenFile) -> None:
+    def _fsync_local(self, file: OpenFile) -> None:
         """Everything about a file on NVMe survives a power cut: its bytes, the name of its file, and the catalog's rows."""
-        assert file.place is not None
+        assert file.storage is not None
         disk.act("write:fsync", os.fdatasync, file.fd)
-        if not file.named:
-            file.place.persist_names()
-            file.named = True
+        if not file.is_name_persisted:
+            file.storage.persist_names()
+            file.is_name_persisted = True
         self.context.db.persist()
 
-    def _synced(self, file: OpenFile) -> None:
+    def _record_fsync(self, file: OpenFile) -> None:
         """The PFS shall have what an open file holds now, but not at each fsync."""
         config, now_s = self.context.config, trio.current_time()
-        due = config.fsync is Level.PFS or now_s - file.synced_s >= config.synced_interval_s
-        if not (due and file.writers and file.content is not None and self.context.db.is_journalled):
+        due = config.fsync is Level.PFS or now_s - file.fsynced_s >= config.synced_interval_s
+        if not (due and file.writer_count and file.content is not None and self.context.db.is_journalled):
             return
-        file.synced_s = now_s
+        file.fsynced_s = now_s
         status, files = os.fstat(file.fd), self.context.open_files
         with files.change() as db:
             if contents.has_name(db, file.inode):
-                contents.record_fsync(db, file.inode, file.content, status.st_size, status.st_atime_ns, files.written_ns(status))
-        self.context.bell.ring(bells.WORK)
+                contents.record_fsync(db, file.inode, file.content, status.st_size, status.st_atime_ns, files.get_mtime_ns(status))
+        self.context.wake_channel.notify(bells.WORK)
 
-    async def _told(self, inode: int, row: int) -> None:
+    async def _wait_journal_applied(self, inode: int, row: int) -> None:
         """Wait until the PFS has been told of everything up to this row of the journal."""
         if row:
-            await self.context.asking.ask(wants.WAIT_LEVEL, inode, wants.build_journal_argument(row), timeout_s=limits.FSYNC_LEVEL_WAIT_S)
+            await self.context.mover_client.request(
+                wants.WAIT_LEVEL, inode, wants.build_journal_argument(row), timeout_s=limits.FSYNC_LEVEL_WAIT_S
+            )
 
-    @answered
+    @translate_errors
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         """Directories are rows of the catalog."""
         await trio.to_thread.run_sync(self.context.db.persist)
         if self.context.config.fsync is Level.PFS:
             row, inode = journal.find_last_in_directory(self.context.db, fh)
-            await self._told(inode, row)
+            await self._wait_journal_applied(inode, row)
         elif self.context.config.fsync is Level.CLIQUE:
-            await self._named(fh)
+            await self._wait_names_published(fh)
 
-    async def _named(self, directory: int) -> None:
+    async def _wait_names_published(self, directory: int) -> None:
         """Wait until the other nodes know the names in a directory. Without them: what the configuration says."""
-        config, db, sharing = self.context.config, self.context.db, self.context.sharing
+        config, db, shared_namespace = self.context.config, self.context.db, self.context.shared_namespace
         degrades = config.clique_lost is CliqueLost.LOCAL
-        if sharing is None or (await sharing.published() and not sharing.island):
+        if shared_namespace is None or (await shared_namespace.wait_published() and not shared_namespace.is_disconnected):
             return
         with trio.move_on_after(0.0 if degrades else config.clique_wait_s):
             while not peers.has_published_names(db, directory):
@@ -257,18 +263,18 @@ class FileOperations(OpenOperations, ExtraOperations):
     async def resize(self, inode: int, size: int, fh: int | None) -> None:
         """Make a file `size` bytes long, open or not."""
         files = self.context.open_files
-        shared = files.by_inode.get(inode)
-        if shared is None and namespace.get(self.context.db, inode).size == size:
+        open_file = files.by_inode.get(inode)
+        if open_file is None and namespace.get(self.context.db, inode).size == size:
             return  # Only its times change.
-        begin_anew = size == 0 and (shared is None or not shared.handles)
-        opened = await Opening(self.context, Wish(inode, writer=True, truncate=begin_anew, request=None)).run()
+        begin_anew = size == 0 and (open_file is None or not open_file.handles)
+        opened = await OpenAttempt(self.context, OpenRequest(inode, is_writer=True, truncates=begin_anew, fuse_request=None)).run()
         file = files.by_handle[opened.handle]
         try:
             if not begin_anew:
-                await self._roomy(file, lambda fd: os.ftruncate(fd, size))
+                await self.with_room(file, lambda fd: os.ftruncate(fd, size))
         finally:
-            files.end(opened.handle)
-            files.flush()
+            files.release(opened.handle)
+            files.commit_releases()
 
 
 def _write_all(fd: int, data: bytes, offset: int) -> None:
@@ -280,7 +286,7 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
             count += os.pwrite(fd, view[count:], offset + count)
 
 
-def _copied(source_fd: int, target: Place, content: int) -> int:
+def _copy_to(source_fd: int, target: Place, content: int) -> int:
     """A descriptor of a copy in `target`. Undone when it fails."""
     target.remove(content)
     fd = disk.act("write:move", target.create, content)

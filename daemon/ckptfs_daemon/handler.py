@@ -22,62 +22,62 @@ from ckptfs_daemon.edge import Request
 from pyfuse3 import EntryAttributes  # isort: skip
 
 if TYPE_CHECKING:
-    from ckptfs_daemon.context import Context
-    from ckptfs_daemon.walking import Walks
+    from ckptfs_daemon.context import MountContext
+    from ckptfs_daemon.walking import LookupPrefetch
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-VISITS_MAX = 3
+SCANS_PER_REQUEST_MAX = 3
 """How often one request asks for visits: a rename needs two directories, and a third that became the target meanwhile."""
 
 
-class Handler:
+class ChangeRunner:
     """The base of the mixins; `context` is what the mount process wired, `walks` too, with other nodes."""
 
-    context: "Context"
-    walks: "Walks | None" = None
-    _visits_hang = False
+    context: "MountContext"
+    prefetch: "LookupPrefetch | None" = None
+    _is_scan_slow = False
 
-    def reply(self, inode: Inode) -> EntryAttributes:
+    def get_attributes(self, inode: Inode) -> EntryAttributes:
         """The attributes of `inode` as they are now, an open file's from its backing file."""
         files = self.context.open_files
-        return self.reply_as_is(files.attributes(inode), files.is_written(inode.id))
+        return self.build_attributes(files.get_attributes(inode), files.is_open_for_writing(inode.id))
 
-    def reply_as_is(self, inode: Inode, written: bool = False) -> EntryAttributes:
+    def build_attributes(self, inode: Inode, is_open_for_writing: bool = False) -> EntryAttributes:
         """The attributes of `inode`, which says itself all that there is to say; `written`: somebody has it open for writing."""
         passthrough = self.context.data_path is DataPath.PASSTHROUGH
-        entry = replies.attributes(inode, replies.GATHER_BYTES if passthrough else replies.BLOCK_BYTES)
-        if self.context.sharing is not None:
+        entry = replies.build_attributes(inode, replies.PASSTHROUGH_BLKSIZE if passthrough else replies.BLOCK_BYTES)
+        if self.context.shared_namespace is not None:
             # Another node may change it at any time, and does not tell us.
             entry.entry_timeout, entry.attr_timeout = 0, limits.SHARED_ATTRIBUTE_TIMEOUT_S
-        if written and passthrough:
+        if is_open_for_writing and passthrough:
             entry.attr_timeout = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S
         return entry
 
-    def nothing(self) -> EntryAttributes:
+    def build_negative_entry(self) -> EntryAttributes:
         """There is no such name."""
-        return replies.nothing(limits.NEGATIVE_TIMEOUT_S if self.context.sharing is None else 0)
+        return replies.build_negative_entry(limits.NEGATIVE_TIMEOUT_S if self.context.shared_namespace is None else 0)
 
-    async def told(self, request: Request) -> bytes | None:
+    async def get_replayed_reply(self, request: Request) -> bytes | None:
         """The answer that this request got before a crash; None when it is new, was not answered, or was taken back since."""
-        if not request.again:
+        if not request.is_resent:
             return None
-        if self.context.sharing is not None:
-            await self.context.sharing.published()
+        if self.context.shared_namespace is not None:
+            await self.context.shared_namespace.wait_published()
         return answers.get_reply(self.context.db, request.number)
 
     # --- with the other nodes -----------------------------------------------------------------------------------------
 
-    async def fresh_inode(self, inode: int, pid: int = 0) -> None:
+    async def refresh_inode(self, inode: int, pid: int = 0) -> None:
         """What other nodes did to an inode is known here; `pid`: the thread that asks, where it may just have looked it up."""
-        if self.walks is not None and pid:
-            await self.walks.fresh_inode(pid, inode)
-        elif self.context.sharing is not None:
-            await self.context.sharing.fresh_inode(inode)
+        if self.prefetch is not None and pid:
+            await self.prefetch.refresh_inode(pid, inode)
+        elif self.context.shared_namespace is not None:
+            await self.context.shared_namespace.refresh_inode(inode)
 
-    async def agreed(
+    async def commit_shared(
         self,
         act: Callable[[], Awaitable[T]],
         names: Iterable[tuple[int, bytes]] = (),
@@ -89,55 +89,55 @@ class Handler:
         Where it fails on what was known here, or another node was faster, it is done again on what is true. `undo` is told what came of an
         act that was taken back.
         """
-        sharing = self.context.sharing
-        if sharing is None:
+        shared_namespace = self.context.shared_namespace
+        if shared_namespace is None:
             return await act()
         names, inodes = tuple(names), tuple(inodes)
 
-        async def fresh() -> None:
+        async def refresh() -> None:
             for inode in inodes:
-                await sharing.fresh_inode(inode)
-            await sharing.fresh_change(names)
+                await shared_namespace.refresh_inode(inode)
+            await shared_namespace.refresh_change(names)
 
-        return await sharing.agreed(act, fresh, names, undo)
+        return await shared_namespace.commit_shared(act, refresh, names, undo)
 
-    async def change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
+    async def run_change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
         """Run `act(db, blind)` as one change, with the releases that came before; visit what it finds unvisited, and try again.
 
         `creates`: when a visit fails or takes too long, go on with what the catalog knows (`blind`): creating never fails because of
         the PFS (P1). Otherwise the visit's error is raised.
         """
         blind = False
-        for _ in range(VISITS_MAX):
+        for _ in range(SCANS_PER_REQUEST_MAX):
             try:
                 with self.context.open_files.change() as db:
                     result = act(db, blind)
                 break
             except NotImported as missing:
-                blind = not await self.visited(missing.directory, must=blind or not creates)
+                blind = not await self.request_scan(missing.directory, must_succeed=blind or not creates)
         else:
             raise posix_error(errno.EAGAIN)
         if self.context.db.is_journalled:
-            self.context.bell.ring(bells.WORK)
+            self.context.wake_channel.notify(bells.WORK)
         return result
 
-    async def visited(self, directory: int, *, must: bool = False) -> bool:
+    async def request_scan(self, directory: int, *, must_succeed: bool = False) -> bool:
         """Have a directory of the PFS imported. False when that cannot be done now; with `must` the error is raised.
 
         Where the last visit took too long the next ones are given little time, until one succeeds: what waits here is an application.
         """
         try:
-            timeout_s = limits.VISIT_WAIT_SLOW_S if self._visits_hang else limits.VISIT_WAIT_S
-            await self.context.asking.ask(wants.SCAN, directory, timeout_s=timeout_s)
+            timeout_s = limits.VISIT_WAIT_SLOW_S if self._is_scan_slow else limits.VISIT_WAIT_S
+            await self.context.mover_client.request(wants.SCAN, directory, timeout_s=timeout_s)
         except (OSError, CkptfsError) as failure:
-            self._visits_hang = isinstance(failure, TimedOut)
-            if must:
+            self._is_scan_slow = isinstance(failure, TimedOut)
+            if must_succeed:
                 raise
             log.debug("directory %d could not be visited: %s", directory, failure)
             return False
-        self._visits_hang = False
+        self._is_scan_slow = False
         return True
 
-    def current(self, inode: int) -> Inode:
+    def get_inode(self, inode: int) -> Inode:
         """The row of an inode. Raises ENOENT."""
         return namespace.get(self.context.db, inode)

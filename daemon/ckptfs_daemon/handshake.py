@@ -12,7 +12,7 @@ from ckptfs.errors import CkptfsError
 from ckptfs.model import DataPath
 
 OPCODE_INIT = 26
-MINOR = 40
+PROTOCOL_MINOR = 40
 """The protocol we speak; a kernel of less is answered with its own number."""
 
 ASYNC_READ = 1 << 0
@@ -48,11 +48,11 @@ CONGESTION = 96
 STACK_DEPTH = 1
 PAGE_BYTES = 4096
 
-HEADER = struct.Struct("=IIQQIIIHH")
-BODY = struct.Struct("=IIII")
-FLAGS2_AT = HEADER.size + BODY.size
-ANSWER_HEADER = struct.Struct("=IiQ")
-ANSWER = struct.Struct("=IIIIHHIIHHII24x")
+REQUEST_HEADER = struct.Struct("=IIQQIIIHH")
+INIT_REQUEST = struct.Struct("=IIII")
+INIT_FLAGS2_OFFSET = REQUEST_HEADER.size + INIT_REQUEST.size
+REPLY_HEADER = struct.Struct("=IiQ")
+INIT_REPLY = struct.Struct("=IIIIHHIIHHII24x")
 
 
 class BadHandshake(CkptfsError):
@@ -60,7 +60,7 @@ class BadHandshake(CkptfsError):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class KernelInit:
     """What the kernel said in its INIT request."""
 
     unique: int
@@ -70,36 +70,38 @@ class Offer:
     flags: int
 
 
-def parse(request: bytes) -> Offer:
+def parse_init(request: bytes) -> KernelInit:
     """Read an INIT request. Raises BadHandshake."""
-    if len(request) < HEADER.size + BODY.size:
-        raise BadHandshake(f"the kernel's first FUSE request has {len(request)} bytes, an INIT has at least {HEADER.size + BODY.size}")
-    _length, opcode, unique, *_rest = HEADER.unpack_from(request)
+    if len(request) < REQUEST_HEADER.size + INIT_REQUEST.size:
+        raise BadHandshake(
+            f"the kernel's first FUSE request has {len(request)} bytes, an INIT has at least {REQUEST_HEADER.size + INIT_REQUEST.size}"
+        )
+    _length, opcode, unique, *_rest = REQUEST_HEADER.unpack_from(request)
     if opcode != OPCODE_INIT:
         raise BadHandshake(f"the kernel's first FUSE request has opcode {opcode}, not {OPCODE_INIT} (INIT)")
-    major, minor, max_readahead, flags = BODY.unpack_from(request, HEADER.size)
-    if flags & INIT_EXT and len(request) >= FLAGS2_AT + 4:
-        flags |= struct.unpack_from("=I", request, FLAGS2_AT)[0] << 32
+    major, minor, max_readahead, flags = INIT_REQUEST.unpack_from(request, REQUEST_HEADER.size)
+    if flags & INIT_EXT and len(request) >= INIT_FLAGS2_OFFSET + 4:
+        flags |= struct.unpack_from("=I", request, INIT_FLAGS2_OFFSET)[0] << 32
     if major != 7:
-        raise BadHandshake(f"the kernel speaks FUSE protocol {major}.{minor}, ckptfs speaks 7.{MINOR}")
-    return Offer(unique, major, minor, max_readahead, flags)
+        raise BadHandshake(f"the kernel speaks FUSE protocol {major}.{minor}, ckptfs speaks 7.{PROTOCOL_MINOR}")
+    return KernelInit(unique, major, minor, max_readahead, flags)
 
 
-def wanted(offer: Offer, data_path: DataPath, *, alone: bool) -> int:
+def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: bool) -> int:
     """The flags we take of those offered. The kernel refuses PASSTHROUGH together with WRITEBACK_CACHE, so it is one or the other.
 
     With WRITEBACK_CACHE the kernel believes nobody else about a file's size and times: only where no other node changes them (`alone`).
     """
-    cached = WRITEBACK_CACHE if alone else 0
-    return (COMMON | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & offer.flags
+    cached = WRITEBACK_CACHE if is_single_node else 0
+    return (COMMON | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
 
 
-def answer(offer: Offer, flags: int) -> bytes:
+def build_init_reply(init: KernelInit, flags: int) -> bytes:
     """The reply to INIT."""
-    body = ANSWER.pack(
+    body = INIT_REPLY.pack(
         7,
-        min(offer.minor, MINOR),
-        min(offer.max_readahead, limits.READ_AHEAD_KIB * limits.KIB),
+        min(init.minor, PROTOCOL_MINOR),
+        min(init.max_readahead, limits.READ_AHEAD_KIB * limits.KIB),
         flags & 0xFFFFFFFF,
         BACKGROUND_MAX,
         CONGESTION,
@@ -110,4 +112,4 @@ def answer(offer: Offer, flags: int) -> bytes:
         flags >> 32,
         STACK_DEPTH if flags & PASSTHROUGH else 0,
     )
-    return ANSWER_HEADER.pack(ANSWER_HEADER.size + len(body), 0, offer.unique) + body
+    return REPLY_HEADER.pack(REPLY_HEADER.size + len(body), 0, init.unique) + body

@@ -16,27 +16,27 @@ from ckptfs.config import Config
 from ckptfs.model import DataPath
 
 READY = b"ready"
-ALIVE = b"alive"
+HEARTBEAT = b"alive"
 STOP = b"stop"
-LEVEL = b"level "
+LOG_LEVEL = b"level "
 """Followed by a level of the log: from a child, who was asked for it, to the supervisor, and from there to all children."""
 ASSIGNMENT_BYTES_MAX = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Inherited:
+class ChildSetup:
     """All that a child knows when it begins."""
 
     role: str
     config: Config
     link: socket.socket
-    bell: socket.socket
+    wake_socket: socket.socket
     fuse_fd: int
     init_request: bytes
     data_path: DataPath
     data_path_reason: str
-    resumed: bool
-    resend: bool
+    is_resumed: bool
+    can_resend: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class Assignment:
     init_request: bytes
     data_path: DataPath
     data_path_reason: str
-    resumed: bool
-    resend: bool
+    is_resumed: bool
+    can_resend: bool
 
 
-def send(link: socket.socket, assignment: Assignment, bell: socket.socket, fuse_fd: int) -> None:
+def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: socket.socket, fuse_fd: int) -> None:
     """Give the child at the other end of `link` its role; `fuse_fd` is -1 for the mover. Raises OSError when it is gone."""
     message = {
         "role": assignment.role,
@@ -60,28 +60,28 @@ def send(link: socket.socket, assignment: Assignment, bell: socket.socket, fuse_
         "init_request": base64.b64encode(assignment.init_request).decode(),
         "data_path": assignment.data_path.value,
         "data_path_reason": assignment.data_path_reason,
-        "resumed": assignment.resumed,
-        "resend": assignment.resend,
+        "resumed": assignment.is_resumed,
+        "resend": assignment.can_resend,
     }
-    descriptors = [bell.fileno()] + ([fuse_fd] if fuse_fd >= 0 else [])
+    descriptors = [wake_socket.fileno()] + ([fuse_fd] if fuse_fd >= 0 else [])
     socket.send_fds(link, [json.dumps(message).encode()], descriptors)
 
 
-def receive(link: socket.socket) -> Inherited | None:
+def receive_assignment(link: socket.socket) -> ChildSetup | None:
     """Wait for the assignment. None: the supervisor went away or wants no more of us."""
     body, descriptors, _flags, _address = socket.recv_fds(link, ASSIGNMENT_BYTES_MAX, 2)
     if not body or body == STOP:
         return None
     message: dict[str, Any] = json.loads(body)
-    return Inherited(
+    return ChildSetup(
         role=message["role"],
         config=configuration.from_json(message["config"]),
         link=link,
-        bell=socket.socket(fileno=descriptors[0]),
+        wake_socket=socket.socket(fileno=descriptors[0]),
         fuse_fd=descriptors[1] if len(descriptors) > 1 else -1,
         init_request=base64.b64decode(message["init_request"]),
         data_path=DataPath(message["data_path"]),
         data_path_reason=message["data_path_reason"],
-        resumed=message["resumed"],
-        resend=message["resend"],
+        is_resumed=message["resumed"],
+        can_resend=message["resend"],
     )

@@ -12,11 +12,11 @@ import xxhash
 
 from ckptfs import limits
 
-FIRST = limits.VIRTUAL_NODE << 40
+FIRST_INODE = limits.VIRTUAL_NODE << 40
 _COUNT = 1 << 40
 
 
-class Place(NamedTuple):
+class VirtualEntry(NamedTuple):
     """What is shown: of a directory of the mount its series and directories, or (`series` is not empty) one of its series.
 
     Directory 0 is `.ckptfs` itself.
@@ -26,32 +26,32 @@ class Place(NamedTuple):
     series: bytes = b""
 
 
-TOP = Place(0)
+TOP = VirtualEntry(0)
 
 
 def is_virtual(inode: int) -> bool:
     """Whether a number is one of these."""
-    return inode >= FIRST
+    return inode >= FIRST_INODE
 
 
-class Numbers:
+class VirtualInodes:
     """The places that were looked up last."""
 
     def __init__(self, at_most: int = limits.VIRTUAL_NAMES_MAX) -> None:
         self._at_most = at_most
-        self._places: OrderedDict[int, Place] = OrderedDict()
+        self._entries: OrderedDict[int, VirtualEntry] = OrderedDict()
 
-    def of(self, place: Place) -> int:
+    def assign_inode(self, entry: VirtualEntry) -> int:
         """The number of a place."""
-        number = xxhash.xxh3_64_intdigest(b"%d/%s" % place) % _COUNT
-        while self._places.get(FIRST + number, place) != place:
+        number = xxhash.xxh3_64_intdigest(b"%d/%s" % entry) % _COUNT
+        while self._entries.get(FIRST_INODE + number, entry) != entry:
             number = (number + 1) % _COUNT
-        self._places[FIRST + number] = place
-        self._places.move_to_end(FIRST + number)
-        if len(self._places) > self._at_most:
-            self._places.popitem(last=False)
-        return FIRST + number
+        self._entries[FIRST_INODE + number] = entry
+        self._entries.move_to_end(FIRST_INODE + number)
+        if len(self._entries) > self._at_most:
+            self._entries.popitem(last=False)
+        return FIRST_INODE + number
 
-    def place(self, number: int) -> Place | None:
+    def find_entry(self, number: int) -> VirtualEntry | None:
         """What a number stands for; None where that is not known any more."""
-        return self._places.get(number)
+        return self._entries.get(number)

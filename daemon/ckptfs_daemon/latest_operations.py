@@ -22,9 +22,9 @@ from ckptfs.errors import posix_error
 from ckptfs.model import ROOT, Inode, Level
 from ckptfs.series import DELETED, MemberFile
 from ckptfs_daemon import replies
-from ckptfs_daemon.edge import answered
-from ckptfs_daemon.latest_names import TOP, Numbers, Place, is_virtual
-from ckptfs_daemon.name_operations import NameOperations
+from ckptfs_daemon.edge import translate_errors
+from ckptfs_daemon.latest_names import TOP, VirtualEntry, VirtualInodes, is_virtual
+from ckptfs_daemon.name_operations import NamespaceHandlers
 
 import pyfuse3  # isort: skip
 from pyfuse3 import EntryAttributes  # isort: skip
@@ -39,7 +39,7 @@ LATEST = b"latest"
 ABOVE = b"../"
 
 
-def unchangeable(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+def read_only(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """A handler of changes that refuses them where nothing can be changed."""
 
     @functools.wraps(handler)
@@ -51,140 +51,144 @@ def unchangeable(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]
     return wrapped
 
 
-class LatestOperations(NameOperations):
+class LatestTree(NamespaceHandlers):
     """The handlers of names, and before them what is ours alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers = Numbers()
+        self._inodes = VirtualInodes()
 
-    mkdir = unchangeable(NameOperations.mkdir)
-    mknod = unchangeable(NameOperations.mknod)
-    symlink = unchangeable(NameOperations.symlink)
-    link = unchangeable(NameOperations.link)
-    unlink = unchangeable(NameOperations.unlink)
-    rmdir = unchangeable(NameOperations.rmdir)
-    rename = unchangeable(NameOperations.rename)
-    setattr = unchangeable(NameOperations.setattr)
-    setxattr = unchangeable(NameOperations.setxattr)
-    removexattr = unchangeable(NameOperations.removexattr)
+    mkdir = read_only(NamespaceHandlers.mkdir)
+    mknod = read_only(NamespaceHandlers.mknod)
+    symlink = read_only(NamespaceHandlers.symlink)
+    link = read_only(NamespaceHandlers.link)
+    unlink = read_only(NamespaceHandlers.unlink)
+    rmdir = read_only(NamespaceHandlers.rmdir)
+    rename = read_only(NamespaceHandlers.rename)
+    setattr = read_only(NamespaceHandlers.setattr)
+    setxattr = read_only(NamespaceHandlers.setxattr)
+    removexattr = read_only(NamespaceHandlers.removexattr)
 
-    @answered
+    @translate_errors
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
         """What a name leads to."""
         if parent_inode == ROOT and name == namespace.RESERVED_NAME:
-            return self._entry(TOP)
+            return self._build_entry_attributes(TOP)
         if not is_virtual(parent_inode):
             return await super().lookup(parent_inode, name, ctx)
-        place = await self._within(self._place(parent_inode), name)
-        return replies.nothing(0) if place is None else self._entry(place)
+        entry = await self._find_child(self._get_entry(parent_inode), name)
+        return replies.build_negative_entry(0) if entry is None else self._build_entry_attributes(entry)
 
-    @answered
+    @translate_errors
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
         """The attributes of an inode."""
-        return self._entry(self._place(inode)) if is_virtual(inode) else await super().getattr(inode, ctx)
+        return self._build_entry_attributes(self._get_entry(inode)) if is_virtual(inode) else await super().getattr(inode, ctx)
 
-    @answered
+    @translate_errors
     async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
         """Where a symlink leads: that of a series to the newest of its members that is complete now."""
-        return await self._newest(self._place(inode)) if is_virtual(inode) else await super().readlink(inode, ctx)
+        return await self._get_newest_path(self._get_entry(inode)) if is_virtual(inode) else await super().readlink(inode, ctx)
 
-    @answered
+    @translate_errors
     async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
         """The value of an attribute."""
         if is_virtual(inode):
             raise posix_error(errno.ENODATA)
         return await super().getxattr(inode, name, ctx)
 
-    @answered
+    @translate_errors
     async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
         """The names of the attributes."""
         return [] if is_virtual(inode) else await super().listxattr(inode, ctx)
 
-    @answered
+    @translate_errors
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         """Fill the reply with entries after the offset `start_id`."""
         if not is_virtual(fh):
             await super().readdir(fh, start_id, token)
             return
-        place = self._place(fh)
-        found = [(b".", place), (b"..", place), *await self._inside(place)]
+        directory = self._get_entry(fh)
+        found = [(b".", directory), (b"..", directory), *await self._list_entries(directory)]
         for offset, (name, one) in enumerate(found[start_id:], start_id + 1):
-            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), self._entry(one), offset):
+            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), self._build_entry_attributes(one), offset):
                 return
 
     # --- what is where ------------------------------------------------------------------------------------------------
 
-    def _place(self, inode: int) -> Place:
-        place = self._numbers.place(inode)
-        if place is None:
+    def _get_entry(self, inode: int) -> VirtualEntry:
+        entry = self._inodes.find_entry(inode)
+        if entry is None:
             raise posix_error(errno.ESTALE)
-        return place
+        return entry
 
-    def _entry(self, place: Place) -> EntryAttributes:
+    def _build_entry_attributes(self, virtual: VirtualEntry) -> EntryAttributes:
         """As the directory that it stands for: who may list that may look here."""
-        shown = self.current(place.directory or ROOT)
+        shown = self.get_inode(virtual.directory or ROOT)
         listing = (shown.mode & 0o444) >> 2 & shown.mode
-        mode = stat.S_IFLNK | 0o777 if place.series else stat.S_IFDIR | (shown.mode & 0o444) | listing
-        entry = replies.attributes(replace(shown, id=self._numbers.of(place), mode=mode, nlink=1 if place.series else 2, size=0))
+        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | listing
+        entry = replies.build_attributes(
+            replace(shown, id=self._inodes.assign_inode(virtual), mode=mode, nlink=1 if virtual.series else 2, size=0)
+        )
         entry.entry_timeout = entry.attr_timeout = 0
         return entry
 
-    async def _within(self, place: Place, name: bytes) -> Place | None:
+    async def _find_child(self, entry: VirtualEntry, name: bytes) -> VirtualEntry | None:
         """What a name in a place leads to."""
-        if place == TOP:
-            return Place(ROOT) if name == LATEST else None
+        if entry == TOP:
+            return VirtualEntry(ROOT) if name == LATEST else None
         if series.parse(name) is not None:
-            return Place(place.directory, name)
+            return VirtualEntry(entry.directory, name)
         try:
-            child = await self._child(place.directory, name)
+            child = await self._lookup_child(entry.directory, name)
         except FileNotFoundError:
             return None
-        return Place(child.id) if child.is_directory else None
+        return VirtualEntry(child.id) if child.is_directory else None
 
-    async def _child(self, directory: int, name: bytes) -> Inode:
-        if self.context.sharing is not None:
-            await self.context.sharing.fresh_name(directory, name)
+    async def _lookup_child(self, directory: int, name: bytes) -> Inode:
+        if self.context.shared_namespace is not None:
+            await self.context.shared_namespace.refresh_name(directory, name)
         try:
             return namespace.lookup(self.context.db, directory, name)
         except NotImported:
-            await self.visited(directory, must=True)
+            await self.request_scan(directory, must_succeed=True)
             return namespace.lookup(self.context.db, directory, name)
 
-    async def _inside(self, place: Place) -> list[tuple[bytes, Place]]:
+    async def _list_entries(self, directory: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
         """What a place shows, by name."""
-        if place == TOP:
-            return [(LATEST, Place(ROOT))]
-        found = await self._listed(place.directory)
+        if directory == TOP:
+            return [(LATEST, VirtualEntry(ROOT))]
+        found = await self._list_directory(directory.directory)
         names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
-        shown = {name: Place(inode.id) for name, inode in found.items() if inode.is_directory}
-        return sorted((shown | {one.name: Place(place.directory, one.name) for one in series.list_series(names)}).items())
+        shown = {name: VirtualEntry(inode.id) for name, inode in found.items() if inode.is_directory}
+        return sorted((shown | {one.name: VirtualEntry(directory.directory, one.name) for one in series.list_series(names)}).items())
 
-    async def _listed(self, directory: int) -> dict[bytes, Inode]:
+    async def _list_directory(self, directory: int) -> dict[bytes, Inode]:
         """The names in a directory of the mount."""
-        if self.context.sharing is not None:
-            await self.context.sharing.fresh_inode(directory)
-            await self.context.sharing.fresh_directory(directory)
-        if not self.current(directory).is_imported:
-            await self.visited(directory, must=True)
+        if self.context.shared_namespace is not None:
+            await self.context.shared_namespace.refresh_inode(directory)
+            await self.context.shared_namespace.refresh_directory(directory)
+        if not self.get_inode(directory).is_imported:
+            await self.request_scan(directory, must_succeed=True)
         return {entry.name: inode for entry, inode in directories.iterate_entries(self.context.db, directory)}
 
     # --- what is complete ---------------------------------------------------------------------------------------------
 
-    async def _newest(self, place: Place) -> bytes:
+    async def _get_newest_path(self, entry: VirtualEntry) -> bytes:
         """The way from a series' symlink to its newest complete member. Raises ENOENT."""
-        one = series.parse(place.series)
+        one = series.parse(entry.series)
         if one is None:
             raise posix_error(errno.EINVAL)
-        found = await self._listed(place.directory)
+        found = await self._list_directory(entry.directory)
         for name in one.sort_newest_first(found):
             inode = found[name]
-            if (inode.is_directory or inode.is_file) and series.judge_completeness(await self._files(inode.id)).has_level(Level.LOCAL):
-                parts = [part for part in report.get_path(self.context.db, place.directory).split(b"/") if part]
+            if (inode.is_directory or inode.is_file) and series.judge_completeness(await self._load_member_files(inode.id)).has_level(
+                Level.LOCAL
+            ):
+                parts = [part for part in report.get_path(self.context.db, entry.directory).split(b"/") if part]
                 return ABOVE * (len(parts) + 2) + b"/".join([*parts, name])
         raise posix_error(errno.ENOENT)
 
-    async def _files(self, member: int) -> dict[bytes, MemberFile]:
+    async def _load_member_files(self, member: int) -> dict[bytes, MemberFile]:
         """The regular files of a member, up to the first on which no checkpoint can rest."""
         files: dict[bytes, MemberFile] = {}
         todo = [(b"", member)]
@@ -193,20 +197,20 @@ class LatestOperations(NameOperations):
             # A large member must not keep other requests waiting.
             await trio.lowlevel.checkpoint()
             try:
-                await self.fresh_inode(number)
-                inode = self.current(number)
-                inside = await self._listed(number) if inode.is_directory else {}
+                await self.refresh_inode(number)
+                inode = self.get_inode(number)
+                inside = await self._list_directory(number) if inode.is_directory else {}
             except FileNotFoundError:
                 return {path: DELETED}
             todo += [(path + b"/" + name if path else name, child.id) for name, child in inside.items()]
             if inode.is_file:
-                files[path] = await self._file(inode)
+                files[path] = await self._load_member_file(inode)
                 if files[path].incomplete_reason:
                     break
         return files
 
-    async def _file(self, inode: Inode) -> MemberFile:
-        if self.context.sharing is not None:
-            await self.context.sharing.fresh_copies(inode.id)
+    async def _load_member_file(self, inode: Inode) -> MemberFile:
+        if self.context.shared_namespace is not None:
+            await self.context.shared_namespace.refresh_copies(inode.id)
         record = report.load_file_record(self.context.db, inode.id)
         return MemberFile(inode.size, lifecycle.level(record), series.find_incomplete_reason(record, inode.size))

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 LEFTOVER_WAIT_S = 10.0
 
 
-def take(state: Path) -> int:
+def acquire_lock(state: Path) -> int:
     """Lock the state directory; the descriptor that holds the lock. Raises Refused when another daemon has it."""
     path = state / "lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -36,7 +36,7 @@ def take(state: Path) -> int:
     return fd
 
 
-def started(pid: int) -> int:
+def get_start_ticks(pid: int) -> int:
     """When a process was started, in clock ticks since boot: with the pid, its identity. 0 when it is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -44,7 +44,7 @@ def started(pid: int) -> int:
         return 0
 
 
-def end_leftovers(processes: Path) -> None:
+def kill_leftovers(processes: Path) -> None:
     """Kill what a dead supervisor left running, so that no two mount or mover processes work on one catalog.
 
     They end by themselves when their supervisor is gone; one that hangs in a system call (on the PFS) is killed and does nothing more.
@@ -55,11 +55,11 @@ def end_leftovers(processes: Path) -> None:
         return
     for role in ("mount", "mover", "spare"):
         one = known.get(role) if isinstance(known, dict) else None
-        if isinstance(one, dict) and one.get("pid") and started(one["pid"]) == one.get("started_ticks"):
-            _end(role, one["pid"])
+        if isinstance(one, dict) and one.get("pid") and get_start_ticks(one["pid"]) == one.get("started_ticks"):
+            _kill_leftover(role, one["pid"])
 
 
-def _end(role: str, pid: int) -> None:
+def _kill_leftover(role: str, pid: int) -> None:
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:

@@ -37,7 +37,7 @@ def goes_to_journal() -> bool:
     return (device, inode) == (str(found.st_dev), str(found.st_ino))
 
 
-def start(role: str, level: str) -> None:
+def configure(role: str, level: str) -> None:
     """Log to stderr from now on as `role`; called again when a spare takes its role."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine(role, journal=goes_to_journal()))
@@ -50,7 +50,7 @@ def start(role: str, level: str) -> None:
     log.debug("logging as the %s", role)
 
 
-def level() -> str:
+def get_level() -> str:
     """What this process logs at least: "debug", "info"..."""
     return logging.getLevelName(logging.getLogger().level).lower()
 
@@ -61,6 +61,6 @@ def set_level(level: str) -> None:
     log.debug("logging at this level from now on")
 
 
-def name_process(name: str) -> None:
+def set_process_name(name: str) -> None:
     """The name that ps and top show; at most 15 bytes."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -17,21 +17,21 @@ from ckptfs.catalog.sharing import lost
 from ckptfs.catalog.store import Get, prefix_end
 from ckptfs.clique import joining
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable
-from ckptfs_daemon.store_calls import answer_of
+from ckptfs_daemon.store_calls import wait_outcome
 
 log = logging.getLogger(__name__)
 
-LOST = "trouble:store"
-STRAY = "trouble:etcd"
+STORE_LOST_KEY = "trouble:store"
+STRAY_MEMBER_KEY = "trouble:etcd"
 
 
-async def agree(db: Database, store: EpochCheckedStore) -> None:
+async def ensure_epoch(db: Database, store: EpochCheckedStore) -> None:
     """See that this catalog knows an epoch, which is asked for once. Raises Unreachable."""
     if epoch.get_epoch(db) is None:
-        epoch.record_epoch(db, *await _meet(store, None))
+        epoch.record_epoch(db, *await _load_or_create_epoch(store, None))
 
 
-async def begin_anew(db: Database, store: EpochCheckedStore, name: str) -> bool:
+async def rebuild_if_lost(db: Database, store: EpochCheckedStore, name: str) -> bool:
     """The store seemed to be lost. Where it is, all that is known here is marked to be told; False where it is not. Raises Unreachable.
 
     What said so may have been under way when the store was found lost. A member that was begun alone by mistake has no data either, so
@@ -39,51 +39,53 @@ async def begin_anew(db: Database, store: EpochCheckedStore, name: str) -> bool:
     """
     epoch.record_revision(db, *store.epoch_and_revision)
     with contextlib.suppress(StoreLost):
-        await answer_of(store.read_soon([]))
+        await wait_outcome(store.read_soon([]))
         return False
-    if await _is_known_to_some(db, store):
+    if await _has_member_with_data(db, store):
         return False
-    value, first = await _meet(store, epoch.get_epoch(db))
-    await _number_again(db, store, name)
+    value, first = await _load_or_create_epoch(store, epoch.get_epoch(db))
+    await _reserve_numbers(db, store, name)
     # Of a large catalog this takes seconds.
     await trio.to_thread.run_sync(lost.begin_rebuild, db, value, first)
     what = "etcd has lost data: the nodes tell it again what they know, and what was deleted shortly before may be there again"
-    settling.set_report(db, LOST, {"what": what, "path": "", "remedy": "see why, and look through the files; this is shown for an hour"})
+    settling.set_report(
+        db, STORE_LOST_KEY, {"what": what, "path": "", "remedy": "see why, and look through the files; this is shown for an hour"}
+    )
     log.warning("etcd has lost its data, or was set back to an older state: this node tells it everything that is known here")
     return True
 
 
-def keep(db: Database, store: EpochCheckedStore) -> None:
+def record_store_progress(db: Database, store: EpochCheckedStore) -> None:
     """Remember how far the store has come, and say no more what was long ago."""
     epoch.record_revision(db, *store.epoch_and_revision)
     if limits.STORE_LOST_SHOWN_S < epoch.get_loss_age_s(db) < float("inf"):
-        settling.set_report(db, LOST, None)
+        settling.set_report(db, STORE_LOST_KEY, None)
 
 
-async def _is_known_to_some(db: Database, store: EpochCheckedStore) -> bool:
+async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
     """Whether a member has the store that this catalog knows. Raises Unreachable where too few answer to say that none has."""
     members = await trio.to_thread.run_sync(store.members)
     try:
-        said = [await _is_known_to(EpochCheckedStore(member, db)) for member in members]
+        replies = [await _has_cluster_data(EpochCheckedStore(member, db)) for member in members]
     finally:
         for member in members:
             member.close()
-    if True not in said and 2 * said.count(False) > len(said):
+    if True not in replies and 2 * replies.count(False) > len(replies):
         return False
-    what = f"{said.count(False)} of the {len(said)} addresses of etcd lead to one without this cluster's data, or with older ones"
+    what = f"{replies.count(False)} of the {len(replies)} addresses of etcd lead to one without this cluster's data, or with older ones"
     remedy = "make it a member of the others again, with its directory emptied; if all data are lost, name in etcd= only what is there"
-    if not report.list_reports(db, STRAY):
-        log.warning("%s; that is not believed: %s", what, "others have them" if True in said else "too few answer")
-    settling.set_report(db, STRAY, {"what": what, "path": "", "remedy": remedy})
-    if True in said:
+    if not report.list_reports(db, STRAY_MEMBER_KEY):
+        log.warning("%s; that is not believed: %s", what, "others have them" if True in replies else "too few answer")
+    settling.set_report(db, STRAY_MEMBER_KEY, {"what": what, "path": "", "remedy": remedy})
+    if True in replies:
         return True
     raise StoreUnreachable(what, remedy=remedy)
 
 
-async def _is_known_to(member: EpochCheckedStore) -> bool | None:
+async def _has_cluster_data(member: EpochCheckedStore) -> bool | None:
     """None: it does not answer."""
     try:
-        await answer_of(member.read_soon([], timeout_s=limits.ISLAND_PROBE_WAIT_S))
+        await wait_outcome(member.read_soon([], timeout_s=limits.ISLAND_PROBE_WAIT_S))
     except StoreLost:
         return False
     except CkptfsError:
@@ -91,20 +93,24 @@ async def _is_known_to(member: EpochCheckedStore) -> bool | None:
     return True
 
 
-async def _meet(store: EpochCheckedStore, before: bytes | None) -> tuple[bytes, int]:
+async def _load_or_create_epoch(store: EpochCheckedStore, known_epoch: bytes | None) -> tuple[bytes, int]:
     """(the epoch of the store, its revision), for one who knew `before`."""
     while True:
-        (found,) = (await answer_of(store.inner.read_soon([Get(epoch.EPOCH_KEY)]))).results
-        begun = epoch.build_new_epoch(found, before)
+        (found,) = (await wait_outcome(store.inner.read_soon([Get(epoch.EPOCH_KEY)]))).results
+        begun = epoch.build_new_epoch(found, known_epoch)
         if begun is None:
             return found[0].value, found[0].mod_revision
-        came = await answer_of(store.inner.commit_soon([begun[0]], [begun[1]]))
-        if came.succeeded:
-            return begun[1].value, came.revision
+        reply = await wait_outcome(store.inner.commit_soon([begun[0]], [begun[1]]))
+        if reply.succeeded:
+            return begun[1].value, reply.revision
 
 
-async def _number_again(db: Database, store: EpochCheckedStore, name: str) -> None:
+async def _reserve_numbers(db: Database, store: EpochCheckedStore, name: str) -> None:
     """Nobody is given a number that a node has already."""
-    (taken,) = (await answer_of(store.inner.read_soon([Get(joining.TAKEN_PREFIX, prefix_end(joining.TAKEN_PREFIX), keys_only=True)]))).results
-    for puts in joining.build_reregistration(name, belonging.get_catalog_id(db), identity.get_node_number(db), lost.list_node_numbers(db), taken):
-        await answer_of(store.inner.commit_soon([], puts))
+    (taken,) = (
+        await wait_outcome(store.inner.read_soon([Get(joining.TAKEN_PREFIX, prefix_end(joining.TAKEN_PREFIX), keys_only=True)]))
+    ).results
+    for puts in joining.build_reregistration(
+        name, belonging.get_catalog_id(db), identity.get_node_number(db), lost.list_node_numbers(db), taken
+    ):
+        await wait_outcome(store.inner.commit_soon([], puts))

@@ -20,135 +20,141 @@ from ckptfs.model import DataPath
 from ckptfs.tiers import adoption
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import arriving, bells, cluster_store, descriptors, door, lifeline
-from ckptfs_daemon.asking import Asking
-from ckptfs_daemon.bells import Bell
-from ckptfs_daemon.context import Context
-from ckptfs_daemon.file_operations import FileOperations
-from ckptfs_daemon.inherited import READY, Inherited
-from ckptfs_daemon.latest_operations import LatestOperations, unchangeable
-from ckptfs_daemon.open_files import OpenFiles
+from ckptfs_daemon.asking import MoverClient
+from ckptfs_daemon.bells import WakeChannel
+from ckptfs_daemon.context import MountContext
+from ckptfs_daemon.file_operations import FileHandlers
+from ckptfs_daemon.inherited import READY, ChildSetup
+from ckptfs_daemon.latest_operations import LatestTree, read_only
+from ckptfs_daemon.open_files import OpenFileTable
 from ckptfs_daemon.passthrough import Passthrough
-from ckptfs_daemon.quick import QuickOperations
-from ckptfs_daemon.sharing import Sharing
-from ckptfs_daemon.standing_in import StandingIn
-from ckptfs_daemon.walking import Walks
+from ckptfs_daemon.quick import FastPathHandlers
+from ckptfs_daemon.sharing import SharedNamespace
+from ckptfs_daemon.standing_in import StandbyLease
+from ckptfs_daemon.walking import LookupPrefetch
 
 import pyfuse3  # isort: skip
 
 log = logging.getLogger(__name__)
 
 
-class Operations(FileOperations, LatestOperations, QuickOperations, pyfuse3.Operations):  # type: ignore[misc]
+class Operations(FileHandlers, LatestTree, FastPathHandlers, pyfuse3.Operations):  # type: ignore[misc]
     """Every handler of the mount."""
 
-    create = unchangeable(FileOperations.create)  # type: ignore[assignment]
+    create = read_only(FileHandlers.create)  # type: ignore[assignment]
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: MountContext) -> None:
         super().__init__()
         self.context = context
 
 
-def run(inherited: Inherited) -> int:
+def run(setup: ChildSetup) -> int:
     """Serve the connection; 0 when it was unmounted."""
     descriptors.raise_descriptor_limit()
-    operations = Operations(_wire(inherited))
-    if operations.context.sharing is not None:
-        operations.context.sharing.serve(operations.lost_names)
-        operations.walks = Walks(operations.context.sharing)
-    operations.serve_extras()
-    operations.serve_quick()
-    door.open_session(operations, inherited)
-    trio.run(_serve, inherited, operations)
+    operations = Operations(_wire(setup))
+    if operations.context.shared_namespace is not None:
+        operations.context.shared_namespace.set_nameless_callback(operations.add_orphans)
+        operations.prefetch = LookupPrefetch(operations.context.shared_namespace)
+    operations.register_raw_callbacks()
+    operations.register_fast_path()
+    door.open_session(operations, setup)
+    trio.run(_serve, setup, operations)
     door.close_session()
     return 0
 
 
-def _wire(inherited: Inherited) -> Context:
-    config = inherited.config
+def _wire(setup: ChildSetup) -> MountContext:
+    config = setup.config
     touching = None if config.cluster is None else DirtyKeyTracker()
     db = Database(
-        config.state / "catalog.db", journalled=config.pfs is not None, defer_checkpoints=True, clustered=touching is not None, hooks=touching
+        config.state / "catalog.db",
+        journalled=config.pfs is not None,
+        defer_checkpoints=True,
+        clustered=touching is not None,
+        hooks=touching,
     )
-    places = Places.adopt(config, get_instance_id(db))
-    adoption.adopt(db, places)
-    bell = Bell(inherited.bell)
-    passthrough = Passthrough(inherited.fuse_fd) if inherited.data_path is DataPath.PASSTHROUGH else None
-    open_files = OpenFiles(db, places, passthrough, bell, times_are_kernels=passthrough is None and touching is None)
-    sharing, standing_in = (None, None) if touching is None else _share(config, db, open_files, touching)
-    return Context(
+    tiers = Places.adopt(config, get_instance_id(db))
+    adoption.adopt(db, tiers)
+    wake_channel = WakeChannel(setup.wake_socket)
+    passthrough = Passthrough(setup.fuse_fd) if setup.data_path is DataPath.PASSTHROUGH else None
+    open_files = OpenFileTable(db, tiers, passthrough, wake_channel, kernel_owns_times=passthrough is None and touching is None)
+    shared_namespace, standby_lease = (None, None) if touching is None else _build_shared_namespace(config, db, open_files, touching)
+    return MountContext(
         config=config,
-        data_path=inherited.data_path,
+        data_path=setup.data_path,
         db=db,
-        places=places,
-        bell=bell,
-        asking=Asking(db, bell),
+        tiers=tiers,
+        wake_channel=wake_channel,
+        mover_client=MoverClient(db, wake_channel),
         open_files=open_files,
-        sharing=sharing,
-        standing_in=standing_in,
+        shared_namespace=shared_namespace,
+        standby_lease=standby_lease,
     )
 
 
-def _share(config: Config, db: Database, open_files: OpenFiles, touching: DirtyKeyTracker) -> tuple[Sharing, StandingIn]:
+def _build_shared_namespace(
+    config: Config, db: Database, open_files: OpenFileTable, touching: DirtyKeyTracker
+) -> tuple[SharedNamespace, StandbyLease]:
     store = cluster_store.open_store(config)
-    sharing = Sharing(db, store, config.node, open_files.is_written, open_files.places.also)
-    touching.on_dirty = sharing.touched
-    return sharing, StandingIn(lambda lease: trio.to_thread.run_sync(store.keep_alive, lease, abandon_on_cancel=True))
+    shared_namespace = SharedNamespace(db, store, config.node, open_files.is_open_for_writing, open_files.tiers.also)
+    touching.on_dirty = shared_namespace.notify_dirty
+    return shared_namespace, StandbyLease(lambda lease: trio.to_thread.run_sync(store.keep_alive, lease, abandon_on_cancel=True))
 
 
-async def _serve(inherited: Inherited, operations: Operations) -> None:
+async def _serve(setup: ChildSetup, operations: Operations) -> None:
     context = operations.context
     async with trio.open_nursery() as nursery:
         # First of all: files that are open on a PFS which hangs take their time to be found again.
-        nursery.start_soon(lifeline.send_alive, inherited.link, name="alive")
-        nursery.start_soon(_obey, inherited.link, name="link")
-        await context.open_files.start(inherited.resumed)
-        arriving.resume(context)
+        nursery.start_soon(lifeline.send_heartbeats, setup.link, name="alive")
+        nursery.start_soon(_stop_on_request, setup.link, name="link")
+        await context.open_files.start(setup.is_resumed)
+        arriving.resume_fetches(context)
         # The process before this one may have died between a commit and its hint.
-        context.bell.ring(bells.WORK)
-        if context.sharing is not None:
-            nursery.start_soon(context.sharing.run, name="sharing")
-            nursery.start_soon(context.sharing.tend, name="sharing's figures")
-        if context.standing_in is not None:
-            nursery.start_soon(context.standing_in.run, name="standing in")
-        operations.start(nursery)
-        nursery.start_soon(_listen, context, name="bell")
-        nursery.start_soon(operations.reap_forgotten, name="orphans")
-        inherited.link.send(READY)
+        context.wake_channel.notify(bells.WORK)
+        if context.shared_namespace is not None:
+            nursery.start_soon(context.shared_namespace.run, name="sharing")
+            nursery.start_soon(context.shared_namespace.report_loop, name="sharing's figures")
+        if context.standby_lease is not None:
+            nursery.start_soon(context.standby_lease.run, name="standing in")
+        operations.start_tasks(nursery)
+        nursery.start_soon(_route_messages, context, name="bell")
+        nursery.start_soon(operations.run_orphan_deletion, name="orphans")
+        setup.link.send(READY)
         await door.serve()
         # The kernel drops the releases that it had not sent when it was unmounted.
-        context.open_files.end_all()
-        if context.sharing is not None:
+        context.open_files.release_all()
+        if context.shared_namespace is not None:
             # Nobody does that after us, and what the others were not told of is not brought to safety either.
             with trio.move_on_after(limits.ETCD_WAIT_S):
-                await context.sharing.published()
+                await context.shared_namespace.wait_published()
         nursery.cancel_scope.cancel()
 
 
-async def _listen(context: Context) -> None:
+async def _route_messages(context: MountContext) -> None:
     """Route the mover's messages: answers to whoever waits, invalidations to the kernel.
 
     The kernel may hold a lock that a request which waits for us needs, so invalidations happen in a thread of their own, in order.
     """
     invalidations: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_invalidate_all, invalidations)
+        nursery.start_soon(_run_invalidations, invalidations)
         try:
-            async for message in context.bell.messages():
-                if message == bells.WANTS:
-                    context.asking.answered()
-                elif message == bells.TOUCHED:
-                    if context.sharing is not None:
-                        context.sharing.touched()
-                elif message[:1] == bells.LEASE:
-                    if context.standing_in is not None:
-                        context.standing_in.kept(bells.parse(message)[1])
+            async for message in context.wake_channel.receive_messages():
+                if message == bells.REPLIES:
+                    context.mover_client.wake_waiters()
+                elif message == bells.DIRTY_KEYS:
+                    if context.shared_namespace is not None:
+                        context.shared_namespace.notify_dirty()
+                elif message[:1] == bells.LEASE_RENEWED:
+                    if context.standby_lease is not None:
+                        context.standby_lease.record_renewal(bells.parse_message(message)[1])
                 else:
                     invalidations.put(message)
         finally:
             invalidations.put(None)
 
 
-async def _invalidate_all(invalidations: "queue.SimpleQueue[bytes | None]") -> None:
+async def _run_invalidations(invalidations: "queue.SimpleQueue[bytes | None]") -> None:
     def work() -> None:
         while (message := invalidations.get()) is not None:
             _invalidate(message)
@@ -158,15 +164,15 @@ async def _invalidate_all(invalidations: "queue.SimpleQueue[bytes | None]") -> N
 
 def _invalidate(message: bytes) -> None:
     """Make the kernel forget what the mover changed; what it does not know it need not forget."""
-    kind, number, name = bells.parse(message)
+    kind, number, name = bells.parse_message(message)
     with contextlib.suppress(OSError):
-        if kind == bells.INODE:
+        if kind == bells.INVALIDATE_INODE:
             pyfuse3.invalidate_inode(pyfuse3.InodeT(number))
-        elif kind == bells.ENTRY:
+        elif kind == bells.INVALIDATE_ENTRY:
             pyfuse3.invalidate_entry(pyfuse3.InodeT(number), name)
 
 
-async def _obey(link: socket.socket) -> None:
+async def _stop_on_request(link: socket.socket) -> None:
     """End at the supervisor's word."""
-    await lifeline.told_to_stop(link)
+    await lifeline.wait_for_stop(link)
     door.stop()

@@ -30,11 +30,11 @@ from ckptfs.model import Notifier, Tier
 from ckptfs.tiers import lease
 from ckptfs.tiers.place import Places
 from ckptfs_daemon import bells, control, descriptors, lifeline
-from ckptfs_daemon.inherited import READY, Inherited
+from ckptfs_daemon.inherited import READY, ChildSetup
 from ckptfs_daemon.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.neighbours import ClusterServices
 from ckptfs_daemon.probing import TierMonitor
-from ckptfs_daemon.pulse import Pulse
+from ckptfs_daemon.pulse import ProgressSignal
 
 log = logging.getLogger(__name__)
 
@@ -45,28 +45,28 @@ LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 REMOTE_TIERS = (Tier.PFS,)
 
 
-def run(setup: Inherited) -> int:
+def run(setup: ChildSetup) -> int:
     """Move bytes until the supervisor says stop; the exit code."""
     os.nice(NICE)
     descriptors.raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lease.ignore_signal()
     config = setup.config
-    wake_channel = bells.Bell(setup.bell)
-    dirty_keys = None if config.cluster is None else DirtyKeyTracker(lambda: wake_channel.ring(bells.TOUCHED))
+    wake_channel = bells.WakeChannel(setup.wake_socket)
+    dirty_keys = None if config.cluster is None else DirtyKeyTracker(lambda: wake_channel.notify(bells.DIRTY_KEYS))
     db = Database(config.state / "catalog.db", journalled=config.pfs is not None, clustered=dirty_keys is not None, hooks=dirty_keys)
     return trio.run(_serve, setup, db, wake_channel)
 
 
-async def _serve(setup: Inherited, db: Database, wake_channel: bells.Bell) -> int:
+async def _serve(setup: ChildSetup, db: Database, wake_channel: bells.WakeChannel) -> int:
     config = setup.config
     tiers = Places.adopt(config, get_instance_id(db))
     token = trio.lowlevel.current_trio_token()
     lanes: Lanes
-    progress = Pulse()
+    progress = ProgressSignal()
 
     def wake(at_once: str) -> None:
-        progress.beat()
+        progress.notify()
         token.run_sync_soon(lanes.wake, idempotent=True)
         if at_once:
             token.run_sync_soon(lanes.wake_now, at_once, idempotent=True)
@@ -77,15 +77,15 @@ async def _serve(setup: Inherited, db: Database, wake_channel: bells.Bell) -> in
     lanes = Lanes([Lane(name, flow, lambda key, value: settling.set_report(db, key, value)) for name, flow in flows.list_flows()])
     await trio.to_thread.run_sync(flows.prepare)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lifeline.send_alive, setup.link, name="alive")
+        nursery.start_soon(lifeline.send_heartbeats, setup.link, name="alive")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="bell")
         nursery.start_soon(lanes.run, name="lanes")
-        request_log_level = functools.partial(lifeline.ask_level, setup.link)
+        request_log_level = functools.partial(lifeline.request_log_level, setup.link)
         cluster_access = (cluster_services.figures, cluster_services.refresh_pfs_path) if cluster_services else (None, lambda inode: None)
         nursery.start_soon(control.serve, setup, db, tiers, lanes, cluster_access, request_log_level, progress, name="control")
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
-            cluster_services.membership.subscribe_lease(lambda lease: wake_channel.ring(bells.lease_message(lease)))
+            cluster_services.membership.subscribe_lease(lambda lease: wake_channel.notify(bells.build_lease_renewed(lease)))
             nursery.start_soon(cluster_services.run, name="neighbours")
         for monitor in _build_monitors(db, tiers, config, lanes):
             nursery.start_soon(monitor.run, name="watch")
@@ -94,7 +94,7 @@ async def _serve(setup: Inherited, db: Database, wake_channel: bells.Bell) -> in
             with trio.move_on_after(limits.ETCD_WAIT_S):
                 await cluster_services.membership.view_loaded.wait()
         setup.link.send(READY)
-        await lifeline.told_to_stop(setup.link)
+        await lifeline.wait_for_stop(setup.link)
         await _drain(db, lanes, config)
         nursery.cancel_scope.cancel()
     return 0
@@ -150,16 +150,16 @@ def _build_monitors(db: Database, tiers: Places, config: Config, lanes: Lanes) -
     return [TierMonitor(db, tiers[tier], root, lanes.retry_now) for tier, root in roots.items() if root is not None and tier in tiers]
 
 
-async def _handle_wake_ups(wake_channel: bells.Bell, lanes: Lanes) -> None:
+async def _handle_wake_ups(wake_channel: bells.WakeChannel, lanes: Lanes) -> None:
     """The mount's hints."""
-    async for message in wake_channel.messages():
-        if message[:1] == bells.URGENT:
+    async for message in wake_channel.receive_messages():
+        if message[:1] == bells.URGENT_REQUEST:
             lanes.wake_now(wants.LANE_BY_KIND.get(message[1:].decode(), ""))
-        elif message == bells.OPENED:
+        elif message == bells.WRITER_OPENED:
             lanes.wake("ahead")
         else:
             lanes.wake()
-            if message == bells.LARGE:
+            if message == bells.LARGE_FILE_CLOSED:
                 lanes.wake_now("seal")
 
 

@@ -105,7 +105,9 @@ class ClusterServices:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.membership.run, name="member")
-                nursery.start_soon(peer_server.serve_peers, self._build_server, self._record_server_started, self._record_server_failed, name="peers")
+                nursery.start_soon(
+                    peer_server.serve_peers, self._build_server, self._record_server_started, self._record_server_failed, name="peers"
+                )
                 nursery.start_soon(self._publish_figures, name="figures")
         finally:
             with trio.CancelScope(shield=True):

@@ -23,9 +23,9 @@ class Systemd:
         self._address = os.environ.pop("NOTIFY_SOCKET", "")
         period_us = os.environ.pop("WATCHDOG_USEC", "")
         ours = os.environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self.watchdog_s: float | None = int(period_us) / 1e6 / 2 if period_us.isdigit() and int(period_us) and ours else None
+        self.watchdog_interval_s: float | None = int(period_us) / 1e6 / 2 if period_us.isdigit() and int(period_us) and ours else None
 
-    def tell(self, *lines: str, descriptor: int | None = None) -> bool:
+    def notify(self, *lines: str, descriptor: int | None = None) -> bool:
         """Send lines such as READY=1, with a descriptor if given; whether they were sent."""
         if not self._address:
             return False
@@ -40,23 +40,23 @@ class Systemd:
             return True
         return False
 
-    def store(self, fuse_fd: int, saved: bytes) -> None:
+    def store_descriptors(self, fuse_fd: int, saved: bytes) -> None:
         """Let systemd keep the connection. It must not watch it: a FUSE descriptor always looks as if it had failed when it ends."""
         memory = os.memfd_create("ckptfs-saved")
         try:
             os.write(memory, saved)
-            self.tell("FDSTORE=1", f"FDNAME={SAVED_NAME}", "FDPOLL=0", descriptor=memory)
-            self.tell("FDSTORE=1", f"FDNAME={FUSE_NAME}", "FDPOLL=0", descriptor=fuse_fd)
+            self.notify("FDSTORE=1", f"FDNAME={SAVED_NAME}", "FDPOLL=0", descriptor=memory)
+            self.notify("FDSTORE=1", f"FDNAME={FUSE_NAME}", "FDPOLL=0", descriptor=fuse_fd)
         finally:
             os.close(memory)
 
-    def forget(self) -> None:
+    def remove_descriptors(self) -> None:
         """Take back what was stored: the connection has ended."""
-        self.tell("FDSTOREREMOVE=1", f"FDNAME={FUSE_NAME}")
-        self.tell("FDSTOREREMOVE=1", f"FDNAME={SAVED_NAME}")
+        self.notify("FDSTOREREMOVE=1", f"FDNAME={FUSE_NAME}")
+        self.notify("FDSTOREREMOVE=1", f"FDNAME={SAVED_NAME}")
 
 
-def handed_over() -> tuple[int, bytes] | None:
+def take_stored_descriptors() -> tuple[int, bytes] | None:
     """(FUSE descriptor, saved bytes) that systemd kept for us, or None. What else it hands over is closed."""
     count = os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")

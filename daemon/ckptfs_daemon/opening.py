@@ -23,152 +23,158 @@ from ckptfs.model import ContentState, DataPath, Tier
 from ckptfs.tiers import space
 from ckptfs.tiers.place import Place
 from ckptfs_daemon import bells
-from ckptfs_daemon.arriving import Arriving
-from ckptfs_daemon.attempts import Later, Undo
-from ckptfs_daemon.open_file import WRITE_NOW, OpenFile, on_pfs, pfs_descriptor, same_times
-from ckptfs_daemon.wishes import Opened, Wish
+from ckptfs_daemon.arriving import FetchWaiter
+from ckptfs_daemon.attempts import MustWait, UndoLog
+from ckptfs_daemon.open_file import NONBLOCKING_WRITE, OpenFile, open_pfs_file, run_on_pfs, set_inode_times
+from ckptfs_daemon.wishes import OpenRequest, OpenResult
 
 if TYPE_CHECKING:
-    from ckptfs_daemon.context import Context
+    from ckptfs_daemon.context import MountContext
 
 log = logging.getLogger(__name__)
 
-SET_ID = stat.S_ISUID | stat.S_ISGID
+SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
 
 
-class Opening:
+class OpenAttempt:
     """The attempts at one open."""
 
-    def __init__(self, context: "Context", wish: Wish) -> None:
+    def __init__(self, context: "MountContext", open_request: OpenRequest) -> None:
         self._context = context
         self._files = context.open_files
-        self._wish = wish
+        self._open_request = open_request
         self._made: tuple[int, int] | None = None
-        self._own = -1
-        self._unsealed: int | None = None
+        self._pfs_fd = -1
+        self._unsealed_content: int | None = None
         self._leases_until_s = 0.0
-        self._begun = self._sought = False
-        self._told_until_s = trio.current_time() + limits.TOLD_WAIT_S
+        self._has_begun_fetch = self._has_searched = False
+        self._announce_deadline_s = trio.current_time() + limits.TOLD_WAIT_S
 
-    async def run(self) -> Opened:
+    async def run(self) -> OpenResult:
         """Open. Raises OSError, ContentLost, NoRoom, TimedOut."""
         full_until_s = trio.current_time() + limits.NO_ROOM_WAIT_S
         try:
             while True:
                 try:
                     return self._attempt()
-                except Later as later:
+                except MustWait as later:
                     await later.wait()
                 except NoSpace:
                     if trio.current_time() > full_until_s:
                         raise
-                    self._context.bell.ring(bells.WORK)
+                    self._context.wake_channel.notify(bells.WORK)
                     await trio.sleep(limits.NO_ROOM_LOOK_S)
         finally:
-            if self._own >= 0:
-                os.close(self._own)
+            if self._pfs_fd >= 0:
+                os.close(self._pfs_fd)
             if self._made is not None:
                 os.close(self._made[1])
                 # There was room elsewhere in the end.
                 with self._context.db.transaction() as db:
                     contents.mark_doomed(db, self._made[0])
-            if self._unsealed is not None:
-                self._close_again(self._unsealed)
+            if self._unsealed_content is not None:
+                self._reclose_unsealed(self._unsealed_content)
 
     # --- one attempt --------------------------------------------------------------------------------------------------
 
-    def _attempt(self) -> Opened:
-        wish = self._wish
-        file = self._files.by_inode.get(wish.inode)
-        if file is not None and file.ended:
-            self._files.flush()
-            file = self._files.by_inode.get(wish.inode)
-        if file is not None and file.moving is not None:
-            raise Later(file.settled)
-        if file is not None and file.arriving is not None and wish.writer:
-            arriving, reading = file.arriving, file
-            raise Later(lambda: arriving.whole(reading))
-        with Undo() as undo:
+    def _attempt(self) -> OpenResult:
+        open_request = self._open_request
+        file = self._files.by_inode.get(open_request.inode)
+        if file is not None and file.ended_handles:
+            self._files.commit_releases()
+            file = self._files.by_inode.get(open_request.inode)
+        if file is not None and file.move_done is not None:
+            raise MustWait(file.wait_moved)
+        if file is not None and file.fetch_waiter is not None and open_request.is_writer:
+            waiter, reading = file.fetch_waiter, file
+            raise MustWait(lambda: waiter.wait_complete(reading))
+        with UndoLog() as undo:
             with self._files.change():
-                held = contents.get_file_content(self._context.db, wish.inode)
+                held = contents.get_file_content(self._context.db, open_request.inode)
                 if held is None:
-                    raise posix_error(errno.ENOENT if self._context.sharing is None else errno.ESTALE)
+                    raise posix_error(errno.ENOENT if self._context.shared_namespace is None else errno.ESTALE)
                 if not held.inode.is_file:
                     raise posix_error(errno.EINVAL)
-                if held.has_newer_generation and self._context.sharing is not None and trio.current_time() < self._told_until_s:
-                    raise Later(self._look_again)
+                if (
+                    held.has_newer_generation
+                    and self._context.shared_namespace is not None
+                    and trio.current_time() < self._announce_deadline_s
+                ):
+                    raise MustWait(self._wait_and_refresh)
                 if file is None:
-                    file = self._first(held, undo)
-                elif wish.writer:
-                    self._demand_newest(file, held)
-                    self._join(file, held)
-                opened = self._record(file, held)
+                    file = self._open_first(held, undo)
+                elif open_request.is_writer:
+                    self._require_newest(file, held)
+                    self._add_writer(file, held)
+                opened = self._record_handle(file, held)
             undo.pop_all()
-        self._files.add(file, opened.handle, wish.writer)
+        self._files.add_handle(file, opened.handle, open_request.is_writer)
         return opened
 
-    def _record(self, file: OpenFile, held: FileContent) -> Opened:
+    def _record_handle(self, file: OpenFile, held: FileContent) -> OpenResult:
         """The rows of a handle, and of the answer."""
-        db, wish, inode = self._context.db, self._wish, held.inode.id
-        if wish.request is None:
-            return Opened(inode, self._files.internal_handle(), file.backing, False)
-        if wish.truncate and wish.request.kill_privileges and held.inode.mode & SET_ID:
+        db, open_request, inode = self._context.db, self._open_request, held.inode.id
+        if open_request.fuse_request is None:
+            return OpenResult(inode, self._files.allocate_internal_handle(), file.backing_id, False)
+        if open_request.truncates and open_request.fuse_request.kills_set_id and held.inode.mode & SET_ID_BITS:
             attributes.set_attributes(db, inode, kill_set_id=True)
-        handle = handles.insert(db, inode, file.content, is_writer=wish.writer, backing_id=file.backing, generation=file.generation)
-        stranger = wish.writer and not wish.root and bool(held.inode.mode & SET_ID)
-        opened = Opened(inode, handle, file.backing, bool(file.backing) and (file.direct or stranger))
-        answers.record_reply(db, wish.request.number, opened.pack())
+        handle = handles.insert(
+            db, inode, file.content, is_writer=open_request.is_writer, backing_id=file.backing_id, generation=file.generation
+        )
+        must_drop_set_id = open_request.is_writer and not open_request.is_root and bool(held.inode.mode & SET_ID_BITS)
+        opened = OpenResult(inode, handle, file.backing_id, bool(file.backing_id) and (file.direct or must_drop_set_id))
+        answers.record_reply(db, open_request.fuse_request.number, opened.pack())
         return opened
 
     # --- nobody has it open -------------------------------------------------------------------------------------------
 
-    def _first(self, held: FileContent, undo: Undo) -> OpenFile:
-        wish = self._wish
-        if wish.writer:
-            way = write.way(held, truncate=wish.truncate, shared=False)
-            if way is write.Way.NEW:
-                return self.begin(held, undo)
-            if way is write.Way.IN_PLACE:
-                return self._here(held, undo)
-            if way is write.Way.FETCH:
-                raise Later(self._fetch)
+    def _open_first(self, held: FileContent, undo: UndoLog) -> OpenFile:
+        open_request = self._open_request
+        if open_request.is_writer:
+            write_target = write.way(held, truncate=open_request.truncates, shared=False)
+            if write_target is write.Way.NEW:
+                return self.create_content(held, undo)
+            if write_target is write.Way.IN_PLACE:
+                return self._open_local(held, undo)
+            if write_target is write.Way.FETCH:
+                raise MustWait(self._request_fetch)
         else:
-            way_to_read = read.way(held)
-            if way_to_read is read.Way.HERE:
-                return self._here(held, undo)
-            if way_to_read is read.Way.EMPTY:
-                return self._empty(held, undo)
-            if way_to_read is read.Way.FETCH:
-                return self._coming(held, undo) or self._pfs_file(held, undo)
-        if self._context.sharing is not None and not self._sought:
-            raise Later(self._seek)
-        raise self._lost("no copy of its content is left")
+            read_source = read.way(held)
+            if read_source is read.Way.HERE:
+                return self._open_local(held, undo)
+            if read_source is read.Way.EMPTY:
+                return self._open_empty(held, undo)
+            if read_source is read.Way.FETCH:
+                return self._open_incoming(held, undo) or self._open_pfs_file(held, undo)
+        if self._context.shared_namespace is not None and not self._has_searched:
+            raise MustWait(self._search_elsewhere)
+        raise self._build_lost_error("no copy of its content is left")
 
-    def begin(self, held: FileContent, undo: Undo, kind: bytes | None = None) -> OpenFile:
+    def create_content(self, held: FileContent, undo: UndoLog, kind: bytes | None = None) -> OpenFile:
         """A new content."""
-        expected = max(held.inode.size, self._files.expected_bytes(kind) if kind else 0)
-        promised = self._files.promised()
-        tier = self._context.places.choose(expected, promised)
-        place = self._context.places[tier]
-        served = self._served(tier, expected or None, promised.get(tier, 0))
-        changed_ns = None if kind is not None or self._files.times_are_kernels else time.time_ns()
+        expected = max(held.inode.size, self._files.get_expected_bytes(kind) if kind else 0)
+        reserved_bytes = self._files.get_reserved_bytes()
+        tier = self._context.tiers.choose(expected, reserved_bytes)
+        storage = self._context.tiers[tier]
+        direct = self._must_be_direct(tier, expected or None, reserved_bytes.get(tier, 0))
+        changed_ns = None if kind is not None or self._files.kernel_owns_times else time.time_ns()
         if tier is Tier.PFS:
-            content, fd = self._made_on_pfs(place)
+            content, fd = self._get_pfs_content(storage)
             contents.insert_content(self._context.db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
             undo.callback(setattr, self, "_made", self._made)
             self._made = None
         else:
             content = contents.insert_content(self._context.db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = place.create(content, os.O_RDWR if served else os.O_RDONLY)
-            undo.callback(place.remove, content)
+            fd = storage.create(content, os.O_RDWR if direct else os.O_RDONLY)
+            undo.callback(storage.remove, content)
             undo.callback(os.close, fd)
         mtime_ns = held.inode.mtime_ns if changed_ns is None else changed_ns
         os.utime(fd, ns=(held.inode.atime_ns, mtime_ns))
-        file = self._file(held, content, place, fd, undo, served=served, kind=kind)
-        file.expected = expected
+        file = self._build_open_file(held, content, storage, fd, undo, direct=direct, kind=kind)
+        file.expected_bytes = expected
         return file
 
-    def _served(self, tier: Tier, expected: int | None, promised: int) -> bool:
+    def _must_be_direct(self, tier: Tier, expected: int | None, reserved_bytes: int) -> bool:
         """Whether a writer's bytes shall pass through us although the kernel could do it alone: where a tier is nearly full, so that
         they can move on, or wait for the room of what was just deleted.
         """
@@ -176,92 +182,100 @@ class Opening:
             return True
         if tier is Tier.PFS:
             return False
-        places = self._context.places
-        room = space.without(places.room(tier), promised)
-        return space.watched(room, expected) if any(places.after(tier)) else space.last(room, expected)
+        tiers = self._context.tiers
+        capacity = space.without(tiers.room(tier), reserved_bytes)
+        return space.watched(capacity, expected) if any(tiers.after(tier)) else space.last(capacity, expected)
 
-    def _empty(self, held: FileContent, undo: Undo) -> OpenFile:
+    def _open_empty(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """A file that was made by mknod and never written: it gets a content now, closed at once with this handle."""
-        file = self.begin(held, undo, kind=b"")
+        file = self.create_content(held, undo, kind=b"")
         assert file.content is not None
         contents.mark_closed(self._context.db, held.inode.id, file.content, 0, held.inode.atime_ns, held.inode.mtime_ns)
         return file
 
-    def _here(self, held: FileContent, undo: Undo) -> OpenFile:
+    def _open_local(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """From the tier that has it."""
-        wish, content, tier = self._wish, held.content, held.tiers[0]
+        open_request, content, tier = self._open_request, held.content, held.tiers[0]
         assert content is not None
-        place = self._place(tier)
-        served = wish.writer and self._served(tier, 0, self._files.promised().get(tier, 0))
+        storage = self._get_storage(tier)
+        direct = open_request.is_writer and self._must_be_direct(tier, 0, self._files.get_reserved_bytes().get(tier, 0))
         try:
-            fd = self._taken(place, content, WRITE_NOW if served else os.O_RDONLY)
+            fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if direct else os.O_RDONLY)
         except FileNotFoundError as failure:
-            raise Later(lambda: self._miss(content, tier)) from failure
+            raise MustWait(lambda: self._delete_missing_copy(content, tier)) from failure
         undo.callback(os.close, fd)
-        if wish.writer:
-            self._reopen(held, content, place)
+        if open_request.is_writer:
+            self._mark_content_open(held, content, storage)
         if tier is not Tier.PFS:
-            same_times(fd, held.inode)
-        return self._file(held, content, place, fd, undo, served=served)
+            set_inode_times(fd, held.inode)
+        return self._build_open_file(held, content, storage, fd, undo, direct=direct)
 
-    def _file(
-        self, held: FileContent, content: int | None, place: Place | None, fd: int, undo: Undo, *, served: bool, kind: bytes | None = None
+    def _build_open_file(
+        self,
+        held: FileContent,
+        content: int | None,
+        storage: Place | None,
+        fd: int,
+        undo: UndoLog,
+        *,
+        direct: bool,
+        kind: bytes | None = None,
     ) -> OpenFile:
-        file = OpenFile(held.inode.id, content, place, fd, kind=kind or None, atime_ns=held.inode.atime_ns)
+        file = OpenFile(held.inode.id, content, storage, fd, kind=kind or None, atime_ns=held.inode.atime_ns)
         file.generation = held.inode.generation
-        if served:
-            file.writable = self._wish.writer
+        if direct:
+            file.is_writable = self._open_request.is_writer
         else:
-            file.backing = self._files.register(fd, file.tier)
-            undo.callback(self._files.unregister, file.backing)
-        if self._wish.writer and not file.backing and not file.writable and place is not None and content is not None:
+            file.backing_id = self._files.register_backing(fd, file.tier)
+            undo.callback(self._files.unregister_backing, file.backing_id)
+        if self._open_request.is_writer and not file.backing_id and not file.is_writable and storage is not None and content is not None:
             # The kernel refused to take this file over: from now on we need to write it ourselves.
-            writing = self._taken(place, content, WRITE_NOW)
+            writing = self._open_or_wait(storage, content, NONBLOCKING_WRITE)
             os.dup2(writing, fd, inheritable=False)
             os.close(writing)
-            file.writable = True
+            file.is_writable = True
         return file
 
     # --- somebody has it open -----------------------------------------------------------------------------------------
 
-    def _demand_newest(self, file: OpenFile, held: FileContent) -> None:
+    def _require_newest(self, file: OpenFile, held: FileContent) -> None:
         """Refuse to write into a former generation that is open here since another node wrote the file again: it would be lost."""
         if file.content is None or (file.content == held.content and not (held.is_remote and held.inode.generation != file.generation)):
             return
-        path = os.fsdecode(report.get_path(self._context.db, self._wish.inode))
+        path = os.fsdecode(report.get_path(self._context.db, self._open_request.inode))
         raise Busy(f"{path}: a program on this node has a former generation open, and another node has written it since")
 
-    def _join(self, file: OpenFile, held: FileContent) -> None:
+    def _add_writer(self, file: OpenFile, held: FileContent) -> None:
         """One more writer on an open inode: same content, same backing id."""
-        if file.place is None:
-            self._leave_pfs_file(file, held)
+        if file.storage is None:
+            self._replace_pfs_file(file, held)
         content, tier = file.content, file.tier
-        assert content is not None and tier is not None and file.place is not None
-        if self._wish.truncate and held.state is not ContentState.OPEN:
+        assert content is not None and tier is not None and file.storage is not None
+        if self._open_request.truncates and held.state is not ContentState.OPEN:
             # The catalog must know that the bytes change before they do.
-            raise Later(lambda: self._unseal(held, content, tier))
-        if not file.backing and not file.writable:
-            file.replace(self._taken(file.place, content, WRITE_NOW))
-            file.writable = True
-        if self._wish.truncate:
-            self._cut(file, content)
-        self._reopen(held, content, file.place)
+            raise MustWait(lambda: self._mark_unsealed(held, content, tier))
+        if not file.backing_id and not file.is_writable:
+            file.replace_fd(self._open_or_wait(file.storage, content, NONBLOCKING_WRITE))
+            file.is_writable = True
+        if self._open_request.truncates:
+            self._truncate(file, content)
+        self._mark_content_open(held, content, file.storage)
 
-    def _cut(self, file: OpenFile, content: int) -> None:
-        assert file.place is not None
-        fd = file.fd if file.writable else self._taken(file.place, content, WRITE_NOW)
+    def _truncate(self, file: OpenFile, content: int) -> None:
+        assert file.storage is not None
+        fd = file.fd if file.is_writable else self._open_or_wait(file.storage, content, NONBLOCKING_WRITE)
         try:
             os.ftruncate(fd, 0)
         finally:
             if fd != file.fd:
                 os.close(fd)
 
-    async def _unseal(self, held: FileContent, content: int, tier: Tier) -> None:
+    async def _mark_unsealed(self, held: FileContent, content: int, tier: Tier) -> None:
         with self._context.db.transaction() as db:
             contents.mark_open(db, held.inode.id, content, tier)
-        self._unsealed = content
+        self._unsealed_content = content
 
-    def _close_again(self, content: int) -> None:
+    def _reclose_unsealed(self, content: int) -> None:
         """What was unsealed for a writer who did not come to it in the end would stay OPEN for ever. Its size is found at its seal."""
         with self._files.change() as db:
             known = settling.get_content(db, content)
@@ -270,87 +284,87 @@ class Opening:
             held = contents.get_file_content(db, known.inode)
             if held is None or held.content != content:
                 contents.mark_doomed(db, content)
-            elif self._files.is_written(known.inode):
+            elif self._files.is_open_for_writing(known.inode):
                 return
             else:
                 row = held.inode
                 contents.mark_closed(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
-        self._context.bell.ring(bells.WORK)
+        self._context.wake_channel.notify(bells.WORK)
 
-    def _reopen(self, held: FileContent, content: int, place: Place) -> None:
+    def _mark_content_open(self, held: FileContent, content: int, storage: Place) -> None:
         if held.state is ContentState.OPEN:
             contents.bump_change(self._context.db, content)
             return
-        if self._wish.hasty and place.tier is not Tier.PFS:
-            os.close(self._taken(place, content, WRITE_NOW))
-        contents.mark_open(self._context.db, held.inode.id, content, place.tier)
+        if self._open_request.nonblocking and storage.tier is not Tier.PFS:
+            os.close(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
+        contents.mark_open(self._context.db, held.inode.id, content, storage.tier)
 
-    def _leave_pfs_file(self, file: OpenFile, held: FileContent) -> None:
+    def _replace_pfs_file(self, file: OpenFile, held: FileContent) -> None:
         """Readers have the PFS's own file open and somebody wants to write: from now on their reads come to us as well."""
         if not held.tiers or held.content is None:
-            raise Later(self._fetch)
-        place = self._place(held.tiers[0])
-        file.replace(self._taken(place, held.content, WRITE_NOW))
-        file.content, file.place, file.writable, file.direct = held.content, place, True, True
+            raise MustWait(self._request_fetch)
+        storage = self._get_storage(held.tiers[0])
+        file.replace_fd(self._open_or_wait(storage, held.content, NONBLOCKING_WRITE))
+        file.content, file.storage, file.is_writable, file.direct = held.content, storage, True, True
         handles.set_content(self._context.db, file.inode, held.content)
 
-    def _place(self, tier: Tier) -> Place:
-        if tier not in self._context.places:
-            raise self._lost(f"its content lies in {tier}, which is not there now: see `ckptfs status`")
-        return self._context.places[tier]
+    def _get_storage(self, tier: Tier) -> Place:
+        if tier not in self._context.tiers:
+            raise self._build_lost_error(f"its content lies in {tier}, which is not there now: see `ckptfs status`")
+        return self._context.tiers[tier]
 
-    def _lost(self, why: str) -> ContentLost | OSError:
-        if not contents.has_name(self._context.db, self._wish.inode):
+    def _build_lost_error(self, why: str) -> ContentLost | OSError:
+        if not contents.has_name(self._context.db, self._open_request.inode):
             return posix_error(errno.ESTALE)  # Another node has taken its name away since it was looked up: the kernel looks again.
-        path = os.fsdecode(report.get_path(self._context.db, self._wish.inode))
+        path = os.fsdecode(report.get_path(self._context.db, self._open_request.inode))
         log.error("%s cannot be opened: %s", path, why)
         return ContentLost(f"{path}: {why}")
 
     # --- what needs waiting -------------------------------------------------------------------------------------------
 
-    def _taken(self, place: Place, content: int, flags: int) -> int:
+    def _open_or_wait(self, storage: Place, content: int, flags: int) -> int:
         """A descriptor, at once or Later: the mover may hold a lease, and the PFS may hang."""
-        if place.tier is Tier.PFS:
-            if self._own < 0:
-                raise Later(lambda: self._open_on_pfs(place, content, flags))
-            return self._use_own()
+        if storage.tier is Tier.PFS:
+            if self._pfs_fd < 0:
+                raise MustWait(lambda: self._open_on_pfs(storage, content, flags))
+            return self._take_pfs_fd()
         try:
-            return place.open(content, flags)
+            return storage.open(content, flags)
         except BlockingIOError as failure:
             now_s = trio.current_time()
             self._leases_until_s = self._leases_until_s or now_s + limits.LEASE_WAIT_S
             if now_s > self._leases_until_s:
                 raise TimedOut("the mover does not give up its lease") from failure
-            raise Later(lambda: trio.sleep(limits.LEASE_POLL_S)) from failure
+            raise MustWait(lambda: trio.sleep(limits.LEASE_POLL_S)) from failure
 
-    async def _look_again(self) -> None:
+    async def _wait_and_refresh(self) -> None:
         await trio.sleep(limits.TOLD_LOOK_S)
-        if self._context.sharing is not None:
-            await self._context.sharing.fresh_inode(self._wish.inode)
+        if self._context.shared_namespace is not None:
+            await self._context.shared_namespace.refresh_inode(self._open_request.inode)
 
-    async def _miss(self, content: int, tier: Tier) -> None:
+    async def _delete_missing_copy(self, content: int, tier: Tier) -> None:
         """The catalog knows a copy that is not there: it does not count any more."""
-        path = os.fsdecode(report.get_path(self._context.db, self._wish.inode))
+        path = os.fsdecode(report.get_path(self._context.db, self._open_request.inode))
         log.error("%s: the file of its content %d is gone from %s", path, content, tier)
         settling.delete_copy(self._context.db, content, tier)
 
-    def _use_own(self) -> int:
-        fd, self._own = self._own, -1
+    def _take_pfs_fd(self) -> int:
+        fd, self._pfs_fd = self._pfs_fd, -1
         return fd
 
-    async def _open_on_pfs(self, place: Place, content: int, flags: int) -> None:
-        self._own = await on_pfs(lambda: place.open(content, flags & ~os.O_NONBLOCK))
+    async def _open_on_pfs(self, storage: Place, content: int, flags: int) -> None:
+        self._pfs_fd = await run_on_pfs(lambda: storage.open(content, flags & ~os.O_NONBLOCK))
 
-    def _made_on_pfs(self, place: Place) -> tuple[int, int]:
+    def _get_pfs_content(self, storage: Place) -> tuple[int, int]:
         if self._made is None:
-            raise Later(lambda: self._make_on_pfs(place))
+            raise MustWait(lambda: self._create_pfs_content(storage))
         return self._made
 
-    async def _make_on_pfs(self, place: Place) -> None:
+    async def _create_pfs_content(self, storage: Place) -> None:
         with self._context.db.transaction() as db:
             content = contents.insert_reserved_content(db, Tier.PFS)
         try:
-            self._made = content, await on_pfs(lambda: place.create(content))
+            self._made = content, await run_on_pfs(lambda: storage.create(content))
         except BaseException as failure:
             with self._context.db.transaction() as db:
                 contents.mark_doomed(db, content)
@@ -358,43 +372,43 @@ class Opening:
                 raise NoSpace(f"RAM and NVMe are full, and the PFS cannot take a file: {failure}") from failure
             raise
 
-    def _pfs_file(self, held: FileContent, undo: Undo) -> OpenFile:
+    def _open_pfs_file(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """The PFS's own file, when the mover said so; else ask."""
-        if self._own < 0:
-            raise Later(self._fetch)
-        fd = self._use_own()
+        if self._pfs_fd < 0:
+            raise MustWait(self._request_fetch)
+        fd = self._take_pfs_fd()
         undo.callback(os.close, fd)
-        return self._file(held, None, None, fd, undo, served=self._context.data_path is not DataPath.PASSTHROUGH)
+        return self._build_open_file(held, None, None, fd, undo, direct=self._context.data_path is not DataPath.PASSTHROUGH)
 
-    def _coming(self, held: FileContent, undo: Undo) -> OpenFile | None:
+    def _open_incoming(self, held: FileContent, undo: UndoLog) -> OpenFile | None:
         """A file whose blocks are on their way here: it is read as they come. None where nothing is published of it."""
         content = None if held.content is None else settling.get_content(self._context.db, held.content)
         if content is None or content.state is not ContentState.SEALED or content.generation != held.inode.generation:
             return None
-        arriving = Arriving(self._context, content)
-        found = arriving.begin()
+        waiter = FetchWaiter(self._context, content)
+        found = waiter.open_partial()
         if found is None:
             return None
-        place, fd = found
+        storage, fd = found
         undo.callback(os.close, fd)
-        file = OpenFile(held.inode.id, content.id, place, fd, atime_ns=held.inode.atime_ns)
-        file.generation, file.arriving = held.inode.generation, arriving
+        file = OpenFile(held.inode.id, content.id, storage, fd, atime_ns=held.inode.atime_ns)
+        file.generation, file.fetch_waiter = held.inode.generation, waiter
         return file
 
-    async def _fetch(self) -> None:
+    async def _request_fetch(self) -> None:
         """Have it brought: a reader needs only its beginning, unless that was tried."""
-        argument, begun = (wants.FOR_WRITING, False) if self._wish.writer else ("", not self._begun)
-        ask = self._context.asking.ask
-        result = await ask(wants.FETCH, self._wish.inode, argument, timeout_s=limits.FETCH_STALL_S, begun=begun)
-        self._begun |= result == wants.READABLE
+        argument, begun = (wants.FOR_WRITING, False) if self._open_request.is_writer else ("", not self._has_begun_fetch)
+        ask = self._context.mover_client.request
+        result = await ask(wants.FETCH, self._open_request.inode, argument, timeout_s=limits.FETCH_STALL_S, accepts_begun=begun)
+        self._has_begun_fetch |= result == wants.READABLE
         if result == wants.DIRECT:
-            self._own = await pfs_descriptor(self._context, self._wish.inode)
+            self._pfs_fd = await open_pfs_file(self._context, self._open_request.inode)
 
-    async def _seek(self) -> None:
+    async def _search_elsewhere(self) -> None:
         """This node knows of no copy: another one may have it all the same, or be about to show what the file held before."""
-        self._sought = True
+        self._has_searched = True
         try:
-            await self._fetch()
+            await self._request_fetch()
         except (OSError, TimedOut) as failure:
             if failure.errno not in {errno.EIO, errno.ETIMEDOUT}:
                 raise

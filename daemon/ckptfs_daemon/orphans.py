@@ -15,14 +15,14 @@ from ckptfs import limits
 from ckptfs.catalog import namespace
 from ckptfs.model import Inode
 from ckptfs_daemon import bells
-from ckptfs_daemon.handler import Handler
+from ckptfs_daemon.handler import ChangeRunner
 
 import pyfuse3  # isort: skip
 
 log = logging.getLogger(__name__)
 
 
-def kernel_knows(inode: int) -> bool:
+def is_known_to_kernel(inode: int) -> bool:
     """Whether the kernel has this inode in memory. Not to be called inside a handler."""
     try:
         pyfuse3.invalidate_inode(pyfuse3.InodeT(inode), attr_only=True)
@@ -33,7 +33,7 @@ def kernel_knows(inode: int) -> bool:
     return True
 
 
-class OrphanOperations(Handler):
+class OrphanHandlers(ChangeRunner):
     """Handler of FORGET, and the task that deletes."""
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class OrphanOperations(Handler):
         self._forgotten: set[int] = set()
         self._wake = trio.Event()
 
-    def unnamed(self, inode: Inode) -> None:
+    def track_orphan(self, inode: Inode) -> None:
         """A name of `inode` was taken away; remember it when that was the last one."""
         if inode.nlink == 0:
             self._orphans.add(inode.id)
 
-    def lost_names(self, inodes: Iterable[int]) -> None:
+    def add_orphans(self, inodes: Iterable[int]) -> None:
         """These have no name any more: another node took it away."""
         self._orphans.update(inodes)
         self._forgotten.update(inodes)
@@ -59,34 +59,34 @@ class OrphanOperations(Handler):
             self._forgotten |= forgotten
             self._wake.set()
 
-    async def reap_forgotten(self, knows: Callable[[int], bool] = kernel_knows) -> None:
+    async def run_orphan_deletion(self, is_known: Callable[[int], bool] = is_known_to_kernel) -> None:
         """The task: delete what the kernel forgot, soon after it did; and look at everything without a name from time to time."""
         while True:
             self._orphans |= namespace.list_orphans(self.context.db)
-            await self._reap_unknown(set(self._orphans), knows)
+            await self._delete_unknown(set(self._orphans), is_known)
             with trio.move_on_after(limits.ORPHANS_INTERVAL_S):
                 while True:
                     await self._wake.wait()
                     await trio.sleep(limits.ORPHANS_GATHER_S)
                     self._wake = trio.Event()
                     forgotten, self._forgotten = self._forgotten, set()
-                    await self._reap_unknown(forgotten, knows)
+                    await self._delete_unknown(forgotten, is_known)
 
-    async def _reap_unknown(self, candidates: set[int], knows: Callable[[int], bool]) -> None:
+    async def _delete_unknown(self, candidates: set[int], is_known: Callable[[int], bool]) -> None:
         """Delete those of `candidates` that the kernel does not know."""
         if not candidates:
             return
-        unknown = await trio.to_thread.run_sync(lambda: sorted(inode for inode in candidates if not knows(inode)))
+        unknown = await trio.to_thread.run_sync(lambda: sorted(inode for inode in candidates if not is_known(inode)))
         for start in range(0, len(unknown), limits.CHANGE_ROWS_MAX):
-            self._reap(unknown[start : start + limits.CHANGE_ROWS_MAX])
+            self._delete_orphans(unknown[start : start + limits.CHANGE_ROWS_MAX])
             await trio.lowlevel.checkpoint()
 
-    def _reap(self, inodes: list[int]) -> None:
+    def _delete_orphans(self, inodes: list[int]) -> None:
         """Delete these inodes in one change, and their bytes in RAM at once. What is still open stays an orphan."""
         with self.context.db.transaction() as db:
             reaped = namespace.delete_forgotten(db, inodes)
         self._orphans.difference_update(reaped)
         doomed = [content for contents in reaped.values() for content in contents]
-        self.context.open_files.discard(doomed)
-        if doomed or (reaped and self.context.sharing is not None):
-            self.context.bell.ring(bells.WORK)  # Of what other nodes wrote they are told.
+        self.context.open_files.delete_ram_files(doomed)
+        if doomed or (reaped and self.context.shared_namespace is not None):
+            self.context.wake_channel.notify(bells.WORK)  # Of what other nodes wrote they are told.

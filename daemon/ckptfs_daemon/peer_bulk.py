@@ -67,7 +67,9 @@ class ConnectTokens:
         """The ticket of this token, which is used up now."""
         with self._lock:
             connect_token = self._tokens.pop(_get_lookup_key(token), None)
-        valid = connect_token is not None and connect_token.expires_at > time.monotonic() and hmac.compare_digest(connect_token.token, token)
+        valid = (
+            connect_token is not None and connect_token.expires_at > time.monotonic() and hmac.compare_digest(connect_token.token, token)
+        )
         return connect_token if valid else None
 
 

@@ -152,7 +152,9 @@ class PeerClient:
         fetching = peer_fetch.FetchJob(manifest, blocks, target_fd, on_block, workers, urgent_blocks)
         return peer_fetch.fetch_blocks([self._get_link(node) for node in sources], fetching, streams)
 
-    def get_manifest(self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S) -> ContentManifest:
+    def get_manifest(
+        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S
+    ) -> ContentManifest:
         """See `Peers.record`."""
         link = self._get_link(node)
         reply = link.call(link.stub.GetRecord, pb.RecordRequest(content=content, digest=digest or b""), timeout_s)
@@ -231,7 +233,9 @@ class PeerClient:
             link = self._links.get(node.name)
             if link is None or (link.address, link.revocations) != (node.address, revocations):
                 old += [link] if link else []
-                link = self._links[node.name] = Link(*self._link_arguments, node.name, node.address, bulk=self._bulk, revocations=revocations)
+                link = self._links[node.name] = Link(
+                    *self._link_arguments, node.name, node.address, bulk=self._bulk, revocations=revocations
+                )
                 while len(self._links) > limits.PEER_LINKS_MAX:
                     oldest = min(self._links.values(), key=lambda one: (one is link, one.used_at))
                     old.append(self._links.pop(oldest.name))
@@ -289,7 +293,8 @@ def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
 def _check_manifest(link: Link, reply: Any, content: int, wanted: bytes | None) -> ContentManifest:
     """What a peer says, checked: its blocks' digests are those of its digest, which is the one that was asked for."""
     whole = (
-        reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES and len(reply.blocks) == count_blocks(reply.size) * digest.BLOCK_DIGEST_BYTES
+        reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES
+        and len(reply.blocks) == count_blocks(reply.size) * digest.BLOCK_DIGEST_BYTES
     )
     if (
         reply.content != content

@@ -110,7 +110,11 @@ class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def _read_message(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """The one message of a call."""
-        with self._guard.guard_call(context) as peer, self._awaited.hold_slot(peer), self._watchdog.watch_call(context, limits.PEER_PIECE_S):
+        with (
+            self._guard.guard_call(context) as peer,
+            self._awaited.hold_slot(peer),
+            self._watchdog.watch_call(context, limits.PEER_PIECE_S),
+        ):
             for message in messages:
                 self._has_read_large_message |= len(message) > LARGE_BYTES
                 return message

@@ -33,7 +33,13 @@ class FetchJob:
     """What is wanted and what has come. Its lock guards everything but the writing itself."""
 
     def __init__(
-        self, manifest: ContentManifest, wanted: Sequence[int], target_fd: int, on_block: OnBlock, workers: int, urgent_blocks: UrgentBlocks = tuple
+        self,
+        manifest: ContentManifest,
+        wanted: Sequence[int],
+        target_fd: int,
+        on_block: OnBlock,
+        workers: int,
+        urgent_blocks: UrgentBlocks = tuple,
     ) -> None:
         self.manifest = manifest
         self.condition = threading.Condition()
@@ -59,7 +65,11 @@ class FetchJob:
         with self.condition:
             while not self.is_stopped and not self.is_complete:
                 urgent = [number for number in self._urgent_blocks() if number in self._missing]
-                if found := self._find_overdue(worker, urgent) or self._take_next_run(urgent, at_most) or self._find_assigned_to_other(worker):
+                if (
+                    found := self._find_overdue(worker, urgent)
+                    or self._take_next_run(urgent, at_most)
+                    or self._find_assigned_to_other(worker)
+                ):
                     for number in found:
                         self._assigned.setdefault(number, set()).add(worker)
                         self._assigned_at[number] = time.monotonic()
@@ -217,7 +227,11 @@ class FetchWorker:
                         raise NoLongerWanted("all of it is here") from failure
                     raise
         except PeerFailed as failure:
-            if isinstance(failure.__cause__, Rejection) and failure.__cause__.reason in (RejectReason.WRONG_DIGEST, RejectReason.OUT_OF_ORDER, RejectReason.MALFORMED):
+            if isinstance(failure.__cause__, Rejection) and failure.__cause__.reason in (
+                RejectReason.WRONG_DIGEST,
+                RejectReason.OUT_OF_ORDER,
+                RejectReason.MALFORMED,
+            ):
                 raise PeerCorrupt(f"{self.link.name} sends what it should not: {failure}") from failure
             raise
         finally:

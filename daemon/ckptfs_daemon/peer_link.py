@@ -90,7 +90,14 @@ def _average(old: float | None, new: float) -> float:
     return new if old is None else old + WEIGHT * (new - old)
 
 
-EXPECTED_REASONS = {RejectReason.UNKNOWN, RejectReason.FULL, RejectReason.BUSY, RejectReason.TOO_MANY, RejectReason.ENDED, RejectReason.INCOMPLETE}
+EXPECTED_REASONS = {
+    RejectReason.UNKNOWN,
+    RejectReason.FULL,
+    RejectReason.BUSY,
+    RejectReason.TOO_MANY,
+    RejectReason.ENDED,
+    RejectReason.INCOMPLETE,
+}
 """What a node in good order answers, too. What it sends wrong is refused with the other reasons, here."""
 
 

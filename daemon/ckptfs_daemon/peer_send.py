@@ -100,9 +100,7 @@ def _send_over_grpc(link: Link, job: SendJob) -> None:
             call.result(limits.PEER_DISK_S)
         call.result()
     except (grpc.RpcError, grpc.FutureTimeoutError) as failure:
-        raise source.failure or (
-            failure if isinstance(failure, grpc.RpcError) else PeerFailed(f"{link.name} does not answer")
-        ) from failure
+        raise source.failure or (failure if isinstance(failure, grpc.RpcError) else PeerFailed(f"{link.name} does not answer")) from failure
     finally:
         cancel_call(call)
         source.finished.wait(limits.PEER_CALL_S)

@@ -201,7 +201,9 @@ class RawStreams:
                 self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
 
     def _watch_call(self, context: grpc.ServicerContext, peer: str) -> AbstractContextManager[None]:
-        return self._watchdog.watch_call(context, limits.PEER_STALL_S, partial(self._guard.record_rejection, peer, Rejection(RejectReason.STALLED, "")))
+        return self._watchdog.watch_call(
+            context, limits.PEER_STALL_S, partial(self._guard.record_rejection, peer, Rejection(RejectReason.STALLED, ""))
+        )
 
 
 class PeerServer:
@@ -233,7 +235,9 @@ class PeerServer:
             ("grpc.max_allowed_incoming_connections", channels),
         ]  # fmt: skip
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
-        self._methods = PeerMethods(UnaryCalls(self.table, guard, self._connect), self._raw_streams.send, self._raw_streams.read, guard, self._watchdog)
+        self._methods = PeerMethods(
+            UnaryCalls(self.table, guard, self._connect), self._raw_streams.send, self._raw_streams.read, guard, self._watchdog
+        )
         self._server.add_generic_rpc_handlers((self._methods,))
         self.port = _bind(self._server, listen, identity)
         self.bulk = BulkServer(streams, self.rejections, parse_host(listen), self.port + 1) if bulk else None
@@ -305,7 +309,9 @@ def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:
     return server.add_secure_port(listen, server_credentials(identity))
 
 
-async def serve_peers(build_server: Callable[[], PeerServer], on_started: Callable[[PeerServer], None], on_start_failed: Callable[[str], None]) -> None:
+async def serve_peers(
+    build_server: Callable[[], PeerServer], on_started: Callable[[PeerServer], None], on_start_failed: Callable[[str], None]
+) -> None:
     """Serve until cancelled. A server that cannot start, because its port is still taken, is tried again, after `failed` heard of it."""
     while True:
         try:

@@ -193,7 +193,9 @@ class TransferTable:
     def __init__(self, content_host: ContentHost, clock: Clock = time.monotonic) -> None:
         self.content_host = content_host
         self._clock = clock
-        self.transfers: PeerResourceTable[IncomingTransfer] = PeerResourceTable("transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_OF_ONE_MAX)
+        self.transfers: PeerResourceTable[IncomingTransfer] = PeerResourceTable(
+            "transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_OF_ONE_MAX
+        )
         self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable("loan", limits.PEER_LOANS_MAX, limits.PEER_LOANS_OF_ONE_MAX)
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:

@@ -6,25 +6,25 @@ A pulse is a hint: whoever waits looks at the catalog, also when none came for a
 import threading
 
 
-class Pulse:
+class ProgressSignal:
     """Any thread may beat it or wait."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._beats = 0
+        self._condition = threading.Condition()
+        self._count = 0
 
     @property
-    def beats(self) -> int:
+    def count(self) -> int:
         """How many there were."""
-        return self._beats
+        return self._count
 
-    def beat(self) -> None:
+    def notify(self) -> None:
         """Something got on."""
-        with self._changed:
-            self._beats += 1
-            self._changed.notify_all()
+        with self._condition:
+            self._count += 1
+            self._condition.notify_all()
 
-    def wait(self, beats: int, timeout_s: float) -> None:
+    def wait(self, seen_count: int, timeout_s: float) -> None:
         """Until there were more than `beats`, or for `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._beats > beats, timeout_s)
+        with self._condition:
+            self._condition.wait_for(lambda: self._count > seen_count, timeout_s)

@@ -10,70 +10,70 @@ from ckptfs import limits
 from ckptfs.catalog import namespace
 from ckptfs.model import ROOT, DataPath
 from ckptfs_daemon import door, edge, replies
-from ckptfs_daemon.creating import Creating
-from ckptfs_daemon.handler import Handler
+from ckptfs_daemon.creating import CreateAttempt
+from ckptfs_daemon.handler import ChangeRunner
 from ckptfs_daemon.latest_names import is_virtual
-from ckptfs_daemon.wishes import Opened
+from ckptfs_daemon.wishes import OpenResult
 
 
-class QuickOperations(Handler):
+class FastPathHandlers(ChangeRunner):
     """What the door asks first."""
 
-    def serve_quick(self) -> None:
+    def register_fast_path(self) -> None:
         """Take these answers on; before the session is opened."""
         passthrough = self.context.data_path is DataPath.PASSTHROUGH
-        self._gather_bytes = replies.GATHER_BYTES if passthrough else replies.BLOCK_BYTES
-        alone = self.context.sharing is None
-        self._kept_s = limits.ATTRIBUTE_TIMEOUT_S if alone else limits.SHARED_ATTRIBUTE_TIMEOUT_S
-        self._written_s = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S if passthrough else self._kept_s
-        self._name_s = limits.ENTRY_TIMEOUT_S if alone else 0
-        self._nothing_out = replies.NOTHING_OUT if alone else replies.NOTHING_NOW_OUT
-        door.on_quick(lookup=self._quick_lookup, getattr=self._quick_getattr, create=self._quick_create)
+        self._blksize = replies.PASSTHROUGH_BLKSIZE if passthrough else replies.BLOCK_BYTES
+        alone = self.context.shared_namespace is None
+        self._attr_timeout_s = limits.ATTRIBUTE_TIMEOUT_S if alone else limits.SHARED_ATTRIBUTE_TIMEOUT_S
+        self._written_attr_timeout_s = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S if passthrough else self._attr_timeout_s
+        self._entry_timeout_s = limits.ENTRY_TIMEOUT_S if alone else 0
+        self._negative_entry_out = replies.NEGATIVE_ENTRY_OUT if alone else replies.UNCACHED_NEGATIVE_ENTRY_OUT
+        door.set_fast_path_callbacks(lookup=self._fast_lookup, getattr=self._fast_getattr, create=self._fast_create)
 
-    def _known_s(self, inode: int) -> float:
+    def _get_attr_timeout_s(self, inode: int) -> float:
         """How long the kernel may believe the attributes of an inode."""
-        return self._written_s if self.context.open_files.is_written(inode) else self._kept_s
+        return self._written_attr_timeout_s if self.context.open_files.is_open_for_writing(inode) else self._attr_timeout_s
 
-    def _quick_lookup(self, req: int, parent: int, name: bytes, pid: int) -> bool:
+    def _fast_lookup(self, req: int, parent: int, name: bytes, pid: int) -> bool:
         if is_virtual(parent) or (parent == ROOT and name == namespace.RESERVED_NAME):
             return False
-        if self.walks is not None and (self.walks.was_misled(pid) or not self.walks.knows_name(pid, parent, name)):
+        if self.prefetch is not None and (self.prefetch.has_stale_open(pid) or not self.prefetch.consume_fresh_name(pid, parent, name)):
             return False
         try:
             inode = namespace.lookup(self.context.db, parent, name)
         except FileNotFoundError:
-            door.reply(req, self._nothing_out)
+            door.reply(req, self._negative_entry_out)
             return True
-        inode = self.context.open_files.attributes(inode)
-        door.reply(req, replies.entry_out(inode, self._gather_bytes, self._known_s(inode.id), self._name_s))
-        if self.walks is not None:
-            self.walks.reached(pid, inode.id)
+        inode = self.context.open_files.get_attributes(inode)
+        door.reply(req, replies.entry_out(inode, self._blksize, self._get_attr_timeout_s(inode.id), self._entry_timeout_s))
+        if self.prefetch is not None:
+            self.prefetch.record_reached(pid, inode.id)
         return True
 
-    def _quick_getattr(self, req: int, number: int, pid: int) -> bool:
-        if self.walks is not None and not self.walks.knows_inode(pid, number):
+    def _fast_getattr(self, req: int, number: int, pid: int) -> bool:
+        if self.prefetch is not None and not self.prefetch.consume_fresh_inode(pid, number):
             return False
-        inode = self.context.open_files.attributes(self.current(number))
-        door.reply(req, replies.attr_out(inode, self._gather_bytes, self._known_s(number)))
+        inode = self.context.open_files.get_attributes(self.get_inode(number))
+        door.reply(req, replies.attr_out(inode, self._blksize, self._get_attr_timeout_s(number)))
         return True
 
-    def _quick_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> bool:
-        request = edge.request()
-        if self.walks is not None or request.again or is_virtual(parent):
+    def _fast_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> bool:
+        request = edge.get_current_request()
+        if self.prefetch is not None or request.is_resent or is_virtual(parent):
             return False
-        creating = Creating(self.context, request, parent, name, mode, (uid, gid))
-        opened = creating.at_once()
+        creating = CreateAttempt(self.context, request, parent, name, mode, (uid, gid))
+        opened = creating.try_nonblocking()
         if opened is None:
             return False
-        entry = replies.entry_out(creating.inode, self._gather_bytes, self._written_s)
-        door.reply(req, entry + self._open_out(opened))
+        entry = replies.entry_out(creating.inode, self._blksize, self._written_attr_timeout_s)
+        door.reply(req, entry + self._pack_open_out(opened))
         return True
 
-    def _open_out(self, opened: Opened) -> bytes:
+    def _pack_open_out(self, opened: OpenResult) -> bytes:
         flags = door.FOPEN_DIRECT_IO if opened.direct else 0
-        if opened.backing:
+        if opened.backing_id:
             # Where the kernel keeps no pages there is nothing to flush: saves a round trip at each close.
             flags |= door.FOPEN_PASSTHROUGH | door.FOPEN_NOFLUSH
         elif self.context.data_path is DataPath.BUFFERED:
             flags |= door.FOPEN_KEEP_CACHE
-        return replies.open_out(opened.fh, flags, opened.backing)
+        return replies.open_out(opened.fh, flags, opened.backing_id)

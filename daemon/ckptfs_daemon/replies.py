@@ -16,7 +16,7 @@ from pyfuse3 import EntryAttributes  # isort: skip
 
 BLOCK_BYTES = 4096
 SECTOR_BYTES = 512
-GATHER_BYTES = 128 * limits.KIB
+PASSTHROUGH_BLKSIZE = 128 * limits.KIB
 NANO = 1_000_000_000
 
 _ATTRIBUTES = "6Q10I"
@@ -26,7 +26,7 @@ _OPEN_OUT = struct.Struct("=QIi")
 """struct fuse_attr_out, fuse_entry_out and fuse_open_out of <linux/fuse.h>."""
 
 
-def attributes(inode: Inode, gather_bytes: int = BLOCK_BYTES) -> EntryAttributes:
+def build_attributes(inode: Inode, blksize: int = BLOCK_BYTES) -> EntryAttributes:
     """What the kernel shall know of `inode`. `gather_bytes`: st_blksize of regular files."""
     entry = EntryAttributes()
     entry.st_ino = inode.id
@@ -39,22 +39,22 @@ def attributes(inode: Inode, gather_bytes: int = BLOCK_BYTES) -> EntryAttributes
     entry.st_gid = inode.gid
     entry.st_rdev = inode.rdev
     entry.st_size = inode.size
-    entry.st_blksize = gather_bytes if inode.is_file else BLOCK_BYTES
-    entry.st_blocks = blocks_of(inode)
+    entry.st_blksize = blksize if inode.is_file else BLOCK_BYTES
+    entry.st_blocks = count_blocks(inode)
     entry.st_atime_ns = inode.atime_ns
     entry.st_mtime_ns = inode.mtime_ns
     entry.st_ctime_ns = inode.ctime_ns
     return entry
 
 
-def blocks_of(inode: Inode) -> int:
+def count_blocks(inode: Inode) -> int:
     """st_blocks: what is allocated where that is known, else what the size needs."""
     if inode.allocated_blocks is not None:
         return inode.allocated_blocks
     return -(-inode.size // BLOCK_BYTES) * (BLOCK_BYTES // SECTOR_BYTES) if inode.is_file else 0
 
 
-def nothing(timeout_s: float) -> EntryAttributes:
+def build_negative_entry(timeout_s: float) -> EntryAttributes:
     """There is no such name, and for so long the kernel need not ask again."""
     entry = EntryAttributes()
     entry.st_ino = 0
@@ -66,16 +66,16 @@ def nothing(timeout_s: float) -> EntryAttributes:
 # --- without pyfuse3 --------------------------------------------------------------------------------------------------
 
 
-def attr_out(inode: Inode, gather_bytes: int, timeout_s: float) -> bytes:
+def attr_out(inode: Inode, blksize: int, timeout_s: float) -> bytes:
     """What answers a GETATTR."""
     whole_s, rest_s = divmod(timeout_s, 1)
-    return _ATTR_OUT.pack(int(whole_s), int(rest_s * NANO), 0, *_packed(inode, gather_bytes))
+    return _ATTR_OUT.pack(int(whole_s), int(rest_s * NANO), 0, *_packed(inode, blksize))
 
 
-def entry_out(inode: Inode, gather_bytes: int, timeout_s: float, name_s: float = limits.ENTRY_TIMEOUT_S) -> bytes:
+def entry_out(inode: Inode, blksize: int, timeout_s: float, entry_timeout_s: float = limits.ENTRY_TIMEOUT_S) -> bytes:
     """What answers a LOOKUP, and begins the answer to a CREATE. `timeout_s` is that of the attributes, `name_s` of the name."""
     whole_s, rest_s = divmod(timeout_s, 1)
-    return _ENTRY_OUT.pack(inode.id, 0, int(name_s), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, gather_bytes))
+    return _ENTRY_OUT.pack(inode.id, 0, int(entry_timeout_s), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, blksize))
 
 
 def open_out(fh: int, flags: int, backing: int) -> bytes:
@@ -83,19 +83,19 @@ def open_out(fh: int, flags: int, backing: int) -> bytes:
     return _OPEN_OUT.pack(fh, flags, backing)
 
 
-def _packed(inode: Inode, gather_bytes: int) -> tuple[int, ...]:
+def _packed(inode: Inode, blksize: int) -> tuple[int, ...]:
     """struct fuse_attr; times before 1970 are negative seconds there."""
     atime_s, atime_ns = divmod(inode.atime_ns, NANO)
     mtime_s, mtime_ns = divmod(inode.mtime_ns, NANO)
     ctime_s, ctime_ns = divmod(inode.ctime_ns, NANO)
     return (
-        inode.id, inode.size, blocks_of(inode), atime_s & _U64, mtime_s & _U64, ctime_s & _U64, atime_ns, mtime_ns, ctime_ns,
-        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, gather_bytes if inode.is_file else BLOCK_BYTES, 0,
+        inode.id, inode.size, count_blocks(inode), atime_s & _U64, mtime_s & _U64, ctime_s & _U64, atime_ns, mtime_ns, ctime_ns,
+        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, blksize if inode.is_file else BLOCK_BYTES, 0,
     )  # fmt: skip
 
 
 _U64 = 2**64 - 1
-NOTHING_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
+NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
 """What answers a LOOKUP of a name that is not there, in a directory of which that is known."""
-NOTHING_NOW_OUT = _ENTRY_OUT.pack(*[0] * 22)
+UNCACHED_NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(*[0] * 22)
 """The same where another node may make it at any time."""

@@ -16,7 +16,7 @@ FIRST_FAILURES_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class RestartHistory:
     """The deaths of one role: how many in all, how many failures in a row, and when it died of itself lately."""
 
     restarts: int = 0
@@ -24,7 +24,7 @@ class History:
     deaths: tuple[float, ...] = ()
 
 
-def died(history: History, *, now: float, lived_s: float, ready: bool, killed: bool) -> History:
+def record_death(history: RestartHistory, *, now: float, lived_s: float, ready: bool, killed: bool) -> RestartHistory:
     """The history after one more death."""
     history = replace(history, restarts=history.restarts + 1)
     if ready and killed:
@@ -36,14 +36,14 @@ def died(history: History, *, now: float, lived_s: float, ready: bool, killed: b
     return replace(history, failures=failures, deaths=(*recent, now))
 
 
-def delay_s(history: History) -> float:
+def get_restart_delay_s(history: RestartHistory) -> float:
     """How long to wait before the next start."""
     if history.failures == 0:
         return 0.0
     return float(min(limits.RESTART_LAST_S, limits.RESTART_FIRST_S * 2 ** min(history.failures - 1, 16)))
 
 
-def hopeless(history: History, *, ever_ready: bool) -> str:
+def must_give_up(history: RestartHistory, *, ever_ready: bool) -> str:
     """Why it makes no sense to start it again; empty when it does."""
     if history.failures >= (limits.FAILURES_MAX if ever_ready else FIRST_FAILURES_MAX):
         return f"it failed {history.failures} times in a row"

@@ -12,47 +12,47 @@ from ckptfs.catalog.sharing.applying import StoreValue
 from ckptfs.catalog.sharing.batch import StoreTransaction
 from ckptfs.catalog.sharing.kinds import SharedKey
 from ckptfs.catalog.store import Get, Outcome, Store
-from ckptfs_daemon.store_calls import answer_of
+from ckptfs_daemon.store_calls import wait_outcome
 
 
-class Look:
+class ReintegrationReader:
     """One refused batch's. Raises what the store raises."""
 
     def __init__(self, db: Database, store: Store, apply: Callable[[Mapping[SharedKey, StoreValue]], None]) -> None:
         """`apply` makes rows say what was read."""
         self._db, self._store, self._apply = db, store, apply
 
-    async def beyond(self, made: StoreTransaction, came: Outcome) -> dict[SharedKey, StoreValue]:
+    async def load_missing(self, transaction: StoreTransaction, reply: Outcome) -> dict[SharedKey, StoreValue]:
         """What the answer to a batch leads to and does not tell."""
-        told = reading.parse_outcome(made.list_conflict_keys(), came)
-        more = await self._read(island.list_needed_keys(self._db, told))
+        values = reading.parse_outcome(transaction.list_conflict_keys(), reply)
+        more = await self._read(island.list_needed_keys(self._db, values))
         if lost.is_rebuilding(self._db):
-            more |= await self._known_to_others(told)
-        for directory in island.list_move_targets(self._db, made):
-            await self._know_above(directory)
+            more |= await self._load_published_names(values)
+        for directory in island.list_move_targets(self._db, transaction):
+            await self._load_ancestors(directory)
         return more
 
-    async def _known_to_others(self, told: Mapping[SharedKey, StoreValue]) -> dict[SharedKey, StoreValue]:
+    async def _load_published_names(self, values: Mapping[SharedKey, StoreValue]) -> dict[SharedKey, StoreValue]:
         """Under which names the store has what this node tells anew."""
-        more = await self._read(anew.list_stored_names(told))
-        for directory in anew.list_unnamed_parents(self._db, told):
+        more = await self._read(anew.list_stored_names(values))
+        for directory in anew.list_unnamed_parents(self._db, values):
             after: bytes | None = b""
             while after is not None:
-                page = await self._ask([reading.build_page_get(directory, after, limits.ETCD_PAGE_ITEMS)])
+                page = await self._read_store([reading.build_page_get(directory, after, limits.ETCD_PAGE_ITEMS)])
                 found, after = reading.parse_page(self._db, directory, after, limits.ETCD_PAGE_ITEMS, page)
                 more |= found
         return more
 
-    async def _know_above(self, inode: int) -> None:
+    async def _load_ancestors(self, inode: int) -> None:
         """Where a directory lies."""
-        passed: set[int] = set()
-        while inode and inode not in passed:
-            passed.add(inode)
+        visited_inodes: set[int] = set()
+        while inode and inode not in visited_inodes:
+            visited_inodes.add(inode)
             self._apply(await self._read(reading.load_directory_location(self._db, inode)[0]))
             inode = reading.load_directory_location(self._db, inode)[1]
 
     async def _read(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
-        return reading.parse_outcome(keys, await self._ask(reading.build_gets(keys))) if keys else {}
+        return reading.parse_outcome(keys, await self._read_store(reading.build_gets(keys))) if keys else {}
 
-    async def _ask(self, gets: list[Get]) -> Outcome:
-        return await answer_of(self._store.read_soon(gets))
+    async def _read_store(self, gets: list[Get]) -> Outcome:
+        return await wait_outcome(self._store.read_soon(gets))

@@ -14,36 +14,36 @@ from ckptfs import limits
 from ckptfs.errors import CkptfsError
 
 
-class StandingIn:
+class StandbyLease:
     """One for a mount process; belongs to its trio thread."""
 
     def __init__(self, keep_alive: Callable[[int], Awaitable[float]]) -> None:
         """`keep_alive` is the store's."""
         self._keep_alive = keep_alive
         self._lease = 0
-        self._heard_s = 0.0
-        self._rung = trio.Event()
+        self._last_renewal_s = 0.0
+        self._mover_renewed = trio.Event()
 
-    def kept(self, lease: int) -> None:
+    def record_renewal(self, lease: int) -> None:
         """The mover has just kept this one."""
-        self._lease, self._heard_s = lease, trio.current_time()
-        self._rung.set()
+        self._lease, self._last_renewal_s = lease, trio.current_time()
+        self._mover_renewed.set()
 
     async def run(self) -> None:
         """The task."""
         while True:
-            self._rung = trio.Event()
-            with trio.move_on_at(self._heard_s + limits.NODE_SILENT_S if self._lease else float("inf")):
-                await self._rung.wait()
+            self._mover_renewed = trio.Event()
+            with trio.move_on_at(self._last_renewal_s + limits.NODE_SILENT_S if self._lease else float("inf")):
+                await self._mover_renewed.wait()
                 continue
-            while self._lease and not self._rung.is_set():
-                await self._keep(self._lease)
+            while self._lease and not self._mover_renewed.is_set():
+                await self._renew(self._lease)
                 with trio.move_on_after(limits.NODE_BEAT_S):
-                    await self._rung.wait()
+                    await self._mover_renewed.wait()
 
-    async def _keep(self, lease: int) -> None:
+    async def _renew(self, lease: int) -> None:
         left_s = 0.0
-        if trio.current_time() < self._heard_s + limits.NODE_STOOD_IN_FOR_S:
+        if trio.current_time() < self._last_renewal_s + limits.NODE_STOOD_IN_FOR_S:
             left_s = limits.NODE_LEASE_S
             with suppress(CkptfsError):
                 left_s = await self._keep_alive(lease)

@@ -26,26 +26,26 @@ log = logging.getLogger(__name__)
 OOM_SCORE = -900
 
 
-def daemon(name: str, mountpoint: Path | None, options: str, ready: ReadyPipe) -> int:
+def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: ReadyPipe) -> int:
     """Serve until unmounted; the exit code. Raises CkptfsError or OSError when it cannot begin."""
     config = configuration.load(name, mountpoint, configuration.parse_options(options))
-    logs.start("supervisor", config.log_level)
-    logs.name_process("ckptfsd")
+    logs.configure("supervisor", config.log_level)
+    logs.set_process_name("ckptfsd")
     systemd = Systemd()
     shim_build.ensure()
-    held = _prepare_state(config)
+    lock_fd = _prepare_state(config)
     try:
-        served, resumed = _connection(config, notify.handed_over())
+        fuse_connection, resumed = _resume_or_connect(config, notify.take_stored_descriptors())
         if not resumed:
-            systemd.store(served.fd, served.saved())
-        _be_spared()
-        code = Supervisor(config, served, resumed=resumed, systemd=systemd, ready=ready).run()
-        announce.withdraw(config)
+            systemd.store_descriptors(fuse_connection.fd, fuse_connection.serialize())
+        _lower_oom_score()
+        code = Supervisor(config, fuse_connection, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe).run()
+        announce.delete_process_files(config)
         return code
     finally:
-        _give_back_memory(config)
+        _release_ram_tier(config)
         log.info("ended")
-        os.close(held)
+        os.close(lock_fd)
 
 
 def _prepare_state(config: Config) -> int:
@@ -53,18 +53,20 @@ def _prepare_state(config: Config) -> int:
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = config.state.stat()
     if found.st_uid != os.geteuid():
-        raise InvalidArgument(f"the state directory {config.state} belongs to another user", remedy="give state=DIRECTORY with one of yours")
+        raise InvalidArgument(
+            f"the state directory {config.state} belongs to another user", remedy="give state=DIRECTORY with one of yours"
+        )
     config.state.chmod(0o700)
-    held = lock.take(config.state)
-    lock.end_leftovers(config.state / "processes.json")
+    lock_fd = lock.acquire_lock(config.state)
+    lock.kill_leftovers(config.state / "processes.json")
     database.create(config.state / "catalog.db")
     database.check_file(config.state / "catalog.db")
-    _demand(config)
-    ram_mount.prepare(config)
-    return held
+    _require_pfs_and_cluster(config)
+    ram_mount.prepare_ram_tier(config)
+    return lock_fd
 
 
-def _demand(config: Config) -> None:
+def _require_pfs_and_cluster(config: Config) -> None:
     """A catalog that has a PFS needs it: what lies only there could not be read, and what changes meanwhile would never be told to it.
 
     The same goes for its cluster, whose number for this node is needed before anything is made here.
@@ -84,33 +86,33 @@ def _demand(config: Config) -> None:
         db.close()
 
 
-def _connection(config: Config, handed_over: tuple[int, bytes] | None) -> tuple[Connection, bool]:
+def _resume_or_connect(config: Config, handed_over: tuple[int, bytes] | None) -> tuple[Connection, bool]:
     """(the connection to serve, whether it was served before)."""
     if handed_over is not None:
         fuse_fd, saved = handed_over
         with contextlib.suppress(ValueError, KeyError):
-            kept = connection.restored(fuse_fd, saved)
-            if kept.mountpoint == config.mountpoint and kept.resend and kept.is_mounted():
+            kept = connection.deserialize(fuse_fd, saved)
+            if kept.mountpoint == config.mountpoint and kept.can_resend and kept.is_mounted():
                 log.info("taking up the mount at %s that systemd kept", config.mountpoint)
                 return kept, True
         os.close(fuse_fd)
     return connection.connect(config), False
 
 
-def _be_spared() -> None:
+def _lower_oom_score() -> None:
     """Ask the OOM killer to look elsewhere first: our death would cost every application on the mount a pause."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
-def _give_back_memory(config: Config) -> None:
+def _release_ram_tier(config: Config) -> None:
     """Unmount the RAM tier when nothing lies only there."""
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
         only_here = settling.count_only_copies(db, Tier.RAM)
         if only_here:
             log.info("files whose only copy is in RAM: %d; the RAM tier stays mounted at %s", only_here, config.state / "ram")
-        elif ram_mount.release(config):
+        elif ram_mount.release_ram_tier(config):
             settling.delete_tier(db, Tier.RAM)
     finally:
         db.close()

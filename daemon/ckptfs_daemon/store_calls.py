@@ -12,60 +12,60 @@ import trio
 from ckptfs.catalog.store import Get, Outcome
 
 
-class Question:
+class PendingRead:
     """What somebody wants to read."""
 
     def __init__(self, gets: list[Get]) -> None:
         self.gets = gets
         self.done = trio.Event()
-        self.answer: Outcome | None = None
+        self.outcome: Outcome | None = None
 
 
-class Written(Container[int]):
+class InodesOpenForWriting(Container[int]):
     """The inodes that are open for writing here."""
 
-    def __init__(self, is_written: Callable[[int], bool]) -> None:
-        self._is_written = is_written
+    def __init__(self, is_open_for_writing: Callable[[int], bool]) -> None:
+        self._is_open_for_writing = is_open_for_writing
 
     def __contains__(self, inode: object) -> bool:
-        return isinstance(inode, int) and self._is_written(inode)
+        return isinstance(inode, int) and self._is_open_for_writing(inode)
 
 
-class Rounds:
+class CommitRounds:
     """Batches of which one is under way at a time; whoever comes meanwhile waits for it. The first one begins after the first `end`."""
 
     def __init__(self) -> None:
-        self._under_way = True
-        self._something = trio.Event()
+        self._is_running = True
+        self._changed = trio.Event()
 
-    async def one(self, act: Callable[[], Awaitable[object]]) -> None:
+    async def run_or_wait(self, act: Callable[[], Awaitable[object]]) -> None:
         """Do `act`; or wait for the one that is under way, or for `wake`, and do nothing."""
-        if self._under_way:
-            await self._something.wait()
+        if self._is_running:
+            await self._changed.wait()
             return
-        self._under_way = True
+        self._is_running = True
         try:
             await act()
         finally:
-            self.end()
+            self.end_round()
 
-    async def rest(self) -> None:
+    async def wait_idle(self) -> None:
         """None is under way."""
-        while self._under_way:
-            await self._something.wait()
+        while self._is_running:
+            await self._changed.wait()
 
-    def end(self) -> None:
+    def end_round(self) -> None:
         """It is done; whoever waits may begin the next one."""
-        self._under_way = False
-        self.wake()
+        self._is_running = False
+        self.wake_waiters()
 
-    def wake(self) -> None:
+    def wake_waiters(self) -> None:
         """Whoever waits looks again."""
-        self._something.set()
-        self._something = trio.Event()
+        self._changed.set()
+        self._changed = trio.Event()
 
 
-async def answer_of(future: "Future[Outcome]") -> Outcome:
+async def wait_outcome(future: "Future[Outcome]") -> Outcome:
     """What a future of the store brings, without holding up anybody."""
     if not future.done():
         token = trio.lowlevel.current_trio_token()

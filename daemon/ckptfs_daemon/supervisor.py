@@ -27,15 +27,15 @@ from ckptfs_daemon.children import Child
 from ckptfs_daemon.connection import Connection
 from ckptfs_daemon.inherited import Assignment
 from ckptfs_daemon.notify import Systemd
-from ckptfs_daemon.restarts import History
+from ckptfs_daemon.restarts import RestartHistory
 
 log = logging.getLogger(__name__)
 
 MOUNT, MOVER, SPARE = "mount", "mover", "spare"
-MOVER_HOLD_S = 10.0
+MOVER_RECOVERY_WAIT_S = 10.0
 """How long a fresh mount waits for the mover to have recovered what an earlier daemon left."""
 SPARE_DELAY_S = 0.5
-RECOVERY_PATIENCE = 20
+RECOVERY_WATCHDOG_FACTOR = 20
 REAP_WAIT_S = 5.0
 TURN_MAX_S = 5.0
 
@@ -54,7 +54,7 @@ class Slot:
     """One role: who fills it, what became of those before, and when the next one is due (None: not at all)."""
 
     child: Child | None = None
-    history: History = field(default_factory=History)
+    history: RestartHistory = field(default_factory=RestartHistory)
     due_at: float | None = None
     ever_ready: bool = False
 
@@ -63,25 +63,25 @@ class Supervisor:
     """`run` returns the daemon's exit code."""
 
     def __init__(
-        self, config: Config, served: Connection, *, resumed: bool, systemd: Systemd, ready: announce.ReadyPipe,
+        self, config: Config, fuse_connection: Connection, *, is_resumed: bool, systemd: Systemd, ready_pipe: announce.ReadyPipe,
         new_child: Callable[[str], Child] = Child,
     ) -> None:  # fmt: skip
         """`resumed`: whether a mount process has served this connection before."""
         self._config = config
         self._new_child = new_child
-        self._connection = served
-        self._resumed = resumed
+        self._connection = fuse_connection
+        self._is_resumed = is_resumed
         self._systemd = systemd
-        self._ready = ready
+        self._ready_pipe = ready_pipe
         self._phase = Phase.RUNNING
         self._exit_code = 0
         self._began = time.monotonic()
         self._deadline = float("inf")
-        self._fed_at = 0.0
-        self._said_ready = False
-        self._asks = 0
+        self._watchdog_notified_at = 0.0
+        self._is_ready_announced = False
+        self._stop_signal_count = 0
         self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began), SPARE: Slot()}
-        self._bells = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
+        self._wake_sockets = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> int:
@@ -90,12 +90,12 @@ class Supervisor:
         while self._phase is not Phase.OVER:
             self._start_due()
             self._wait()
-            self._obey()
-            self._hear()
-            self._watch()
-            self._watch_phase()
+            self._handle_signals()
+            self._read_children()
+            self._check_heartbeats()
+            self._check_deadline()
         for slot in self._slots.values():
-            self._dismiss(slot)
+            self._kill_child(slot)
         return self._exit_code
 
     # --- signals and waiting -----------------------------------------------------------------------------------------
@@ -103,25 +103,25 @@ class Supervisor:
     def _listen_to_signals(self) -> None:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._count_ask)
+            signal.signal(number, self._count_stop_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def _count_ask(self, *_: object) -> None:
+    def _count_stop_signal(self, *_: object) -> None:
         """The signal handler: anything more could meet the main loop in the middle of the same."""
-        self._asks += 1
+        self._stop_signal_count += 1
 
-    def _obey(self) -> None:
+    def _handle_signals(self) -> None:
         """Do what signals asked for."""
-        asks, self._asks = self._asks, 0
+        asks, self._stop_signal_count = self._stop_signal_count, 0
         for _ in range(asks):
-            self._asked_to_end()
+            self._handle_stop_signal()
 
-    def _asked_to_end(self) -> None:
+    def _handle_stop_signal(self) -> None:
         """The first time: unmount and drain. Once more: files that are still open fail, or the drain is cut short."""
         if self._phase is Phase.RUNNING:
             log.info("asked to end: unmounting %s", self._config.mountpoint)
-            self._unmount()
+            self._start_unmount()
         else:
             self._deadline = time.monotonic()
 
@@ -130,10 +130,10 @@ class Supervisor:
         now = time.monotonic()
         due = [slot.due_at for slot in self._slots.values() if slot.due_at is not None]
         until = min([now + TURN_MAX_S, self._deadline, *due])
-        if self._systemd.watchdog_s is not None:
-            until = min(until, self._fed_at + self._systemd.watchdog_s)
-        if self._holding(now):
-            until = min(until, self._began + MOVER_HOLD_S)
+        if self._systemd.watchdog_interval_s is not None:
+            until = min(until, self._watchdog_notified_at + self._systemd.watchdog_interval_s)
+        if self._is_waiting_for_mover(now):
+            until = min(until, self._began + MOVER_RECOVERY_WAIT_S)
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for slot in self._slots.values():
@@ -152,7 +152,7 @@ class Supervisor:
             if slot.child is None and slot.due_at is not None and slot.due_at <= now:
                 self._start(role, slot)
             child = slot.child
-            if child is not None and role != SPARE and not child.assigned and not (role == MOUNT and self._holding(now)):
+            if child is not None and role != SPARE and not child.is_assigned and not (role == MOUNT and self._is_waiting_for_mover(now)):
                 self._assign(role, child)
 
     def _start(self, role: str, slot: Slot) -> None:
@@ -167,43 +167,43 @@ class Supervisor:
         except OSError as failure:
             log.error("the %s process cannot be started: %s", role, failure)
             slot.due_at = time.monotonic() + limits.RESTART_LAST_S
-        self._announce()
+        self._publish_processes()
 
-    def _holding(self, now: float) -> bool:
+    def _is_waiting_for_mover(self, now: float) -> bool:
         """Whether a fresh mount still waits for the mover's recovery."""
-        return not self._resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_HOLD_S
+        return not self._is_resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_RECOVERY_WAIT_S
 
     def _assign(self, role: str, child: Child) -> None:
-        served = self._connection
+        fuse_connection = self._connection
         assignment = Assignment(
-            role, self._config, served.init_request if role == MOUNT else b"", served.data_path, served.data_path_reason,
-            self._resumed, served.resend,
+            role, self._config, fuse_connection.init_request if role == MOUNT else b"", fuse_connection.data_path, fuse_connection.data_path_reason,
+            self._is_resumed, fuse_connection.can_resend,
         )  # fmt: skip
-        child.assign(assignment, self._bells[role], served.fd if role == MOUNT else -1)
+        child.assign(assignment, self._wake_sockets[role], fuse_connection.fd if role == MOUNT else -1)
         if role == MOVER and self._phase is Phase.DRAINING:
             child.stop()
-        self._announce()
+        self._publish_processes()
 
-    def _hear(self) -> None:
+    def _read_children(self) -> None:
         for role, slot in self._slots.items():
             child = slot.child
             if child is None:
                 continue
-            alive = child.hear()
-            if child.asked_level:
+            alive = child.read_messages()
+            if child.requested_log_level:
                 self._set_log_level(child)
-            if child.ready and child.assigned and not slot.ever_ready:
+            if child.is_ready and child.is_assigned and not slot.ever_ready:
                 slot.ever_ready = True
-                self._announce()
-            if role == MOUNT and child.ready:
-                self._mount_is_ready()
+                self._publish_processes()
+            if role == MOUNT and child.is_ready:
+                self._mark_resumable()
             if not alive:
-                self._ended(role, slot, child)
-        self._say_ready()
+                self._handle_child_end(role, slot, child)
+        self._announce_ready()
 
     def _set_log_level(self, asker: Child) -> None:
         """All processes log at this level from now on, those that are started later too; a new daemon begins with its configuration's."""
-        level, asker.asked_level = asker.asked_level, ""
+        level, asker.requested_log_level = asker.requested_log_level, ""
         log.info("the log level is %s from now on", level)
         logs.set_level(level)
         self._config = replace(self._config, log_level=level)
@@ -211,69 +211,69 @@ class Supervisor:
         for role in (MOUNT, MOVER):
             child = self._slots[role].child
             if child is not None:
-                child.tell_level(level)
+                child.send_log_level(level)
 
-    def _mount_is_ready(self) -> None:
+    def _mark_resumable(self) -> None:
         """From now on the connection has been served, so whoever comes next resumes it; and there is time to warm a spare."""
-        self._resumed = True
+        self._is_resumed = True
         spare = self._slots[SPARE]
         if spare.child is None and spare.due_at is None and self._phase is Phase.RUNNING:
-            spare.due_at = time.monotonic() + max(SPARE_DELAY_S, restarts.delay_s(spare.history))
+            spare.due_at = time.monotonic() + max(SPARE_DELAY_S, restarts.get_restart_delay_s(spare.history))
 
-    def _say_ready(self) -> None:
+    def _announce_ready(self) -> None:
         """Once the mount answers and the mover does, or has had its time."""
-        if self._said_ready or not self._slots[MOUNT].ever_ready or self._phase is Phase.DRAINING:
+        if self._is_ready_announced or not self._slots[MOUNT].ever_ready or self._phase is Phase.DRAINING:
             return
-        if self._slots[MOVER].ever_ready or time.monotonic() >= self._began + MOVER_HOLD_S:
-            self._said_ready = True
+        if self._slots[MOVER].ever_ready or time.monotonic() >= self._began + MOVER_RECOVERY_WAIT_S:
+            self._is_ready_announced = True
             log.info("%s is mounted at %s, data path %s", self._config.name, self._config.mountpoint, self._connection.data_path)
-            self._systemd.tell("READY=1", f"STATUS=serving {self._config.mountpoint}")
-            self._ready.say("ok")
+            self._systemd.notify("READY=1", f"STATUS=serving {self._config.mountpoint}")
+            self._ready_pipe.write_once("ok")
 
-    def _watch(self) -> None:
+    def _check_heartbeats(self) -> None:
         """Kill who has been silent for too long; tell systemd that we turn."""
         now = time.monotonic()
         for role, slot in self._slots.items():
             child = slot.child
             # A mover that recovers a large catalog has not begun to speak; nobody waits for it meanwhile.
-            patience_s = limits.WATCHDOG_S * (RECOVERY_PATIENCE if role == MOVER and child is not None and not child.ready else 1)
-            if child is not None and child.assigned and now - child.heard_at > patience_s:
+            patience_s = limits.WATCHDOG_S * (RECOVERY_WATCHDOG_FACTOR if role == MOVER and child is not None and not child.is_ready else 1)
+            if child is not None and child.is_assigned and now - child.last_message_at > patience_s:
                 log.error("the %s process %d has been silent for %g s; killing it", role, child.pid, patience_s)
-                child.heard_at = now
+                child.last_message_at = now
                 child.kill()
-        if self._systemd.watchdog_s is not None and now >= self._fed_at + self._systemd.watchdog_s:
-            self._fed_at = now
-            self._systemd.tell("WATCHDOG=1")
+        if self._systemd.watchdog_interval_s is not None and now >= self._watchdog_notified_at + self._systemd.watchdog_interval_s:
+            self._watchdog_notified_at = now
+            self._systemd.notify("WATCHDOG=1")
 
     # --- deaths ------------------------------------------------------------------------------------------------------
 
-    def _ended(self, role: str, slot: Slot, child: Child) -> None:
+    def _handle_child_end(self, role: str, slot: Slot, child: Child) -> None:
         """Its link is closed: it has ended, or ends now."""
         code = child.reap(REAP_WAIT_S)
         slot.child = None
         if code is None:
             log.error("the %s process %d is killed but hangs in a system call; going on without it", role, child.pid)
         if role == MOUNT and code == 0:
-            self._connection_ended()
+            self._start_drain()
         elif role == MOVER and code == 0 and self._phase is Phase.DRAINING:
             self._phase = Phase.OVER
         else:
-            self._died(role, slot, child, -signal.SIGKILL if code is None else code)
-        self._announce()
+            self._handle_child_failure(role, slot, child, -signal.SIGKILL if code is None else code)
+        self._publish_processes()
 
-    def _died(self, role: str, slot: Slot, child: Child, code: int) -> None:
+    def _handle_child_failure(self, role: str, slot: Slot, child: Child, code: int) -> None:
         now = time.monotonic()
         lived_s = now - (child.assigned_at or now)
-        slot.history = restarts.died(slot.history, now=now, lived_s=lived_s, ready=child.ready, killed=code == -signal.SIGKILL)
+        slot.history = restarts.record_death(slot.history, now=now, lived_s=lived_s, ready=child.is_ready, killed=code == -signal.SIGKILL)
         log.warning("the %s process %d ended with %d (%s)", role, child.pid, code, "killed" if code == -9 else "of itself")
-        why = restarts.hopeless(slot.history, ever_ready=slot.ever_ready)
+        why = restarts.must_give_up(slot.history, ever_ready=slot.ever_ready)
         if role == MOUNT and self._phase is not Phase.DRAINING:
             if why:
                 self._give_up(f"the mount process does not stay alive: {why}; the log says what it died of")
                 return
-            if self._resumed and not self._connection.resend:
+            if self._is_resumed and not self._connection.can_resend:
                 try:
-                    self._mount_anew()
+                    self._remount()
                 except (OSError, CkptfsError) as failure:
                     self._give_up(f"{self._config.mountpoint} cannot be mounted anew: {failure}")
                     return
@@ -281,9 +281,9 @@ class Supervisor:
             log.error("the mover does not stay alive: %s; what is written stays in its tier until it does", why)
             if self._phase is Phase.DRAINING:
                 self._phase = Phase.OVER
-        slot.due_at = now + restarts.delay_s(slot.history)
+        slot.due_at = now + restarts.get_restart_delay_s(slot.history)
 
-    def _mount_anew(self) -> None:
+    def _remount(self) -> None:
         """A kernel that cannot send requests again: end the connection, so that nobody waits for ever, and begin another."""
         point = self._config.mountpoint
         log.warning("this kernel cannot hand a connection to another process: open files fail, and %s is mounted anew", point)
@@ -293,24 +293,24 @@ class Supervisor:
         fresh = connection.connect(self._config)
         os.close(self._connection.fd)
         self._connection = fresh
-        self._resumed = False
-        self._systemd.store(self._connection.fd, self._connection.saved())
+        self._is_resumed = False
+        self._systemd.store_descriptors(self._connection.fd, self._connection.serialize())
 
     def _give_up(self, sentence: str) -> None:
         log.critical("%s; giving up", sentence)
-        self._ready.say(f"error: {sentence}")
-        self._systemd.tell(f"STATUS={sentence}")
+        self._ready_pipe.write_once(f"error: {sentence}")
+        self._systemd.notify(f"STATUS={sentence}")
         self._exit_code = 1
         connection.abort(self._connection)
-        self._connection_ended()
+        self._start_drain()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def _unmount(self) -> None:
+    def _start_unmount(self) -> None:
         """Begin to unmount; in a thread, because the kernel may wait for answers from the mount process, which we must keep running."""
         self._phase = Phase.UNMOUNTING
         self._deadline = time.monotonic() + limits.STOP_WAIT_S
-        self._systemd.tell("STOPPING=1", f"STATUS=unmounting {self._config.mountpoint}")
+        self._systemd.notify("STOPPING=1", f"STATUS=unmounting {self._config.mountpoint}")
 
         def unmount() -> None:
             try:
@@ -320,11 +320,11 @@ class Supervisor:
 
         threading.Thread(target=unmount, name="unmount", daemon=True).start()
 
-    def _watch_phase(self) -> None:
+    def _check_deadline(self) -> None:
         """Deadlines of the end."""
         now = time.monotonic()
         if self._phase is Phase.DRAINING:
-            self._systemd.tell("EXTEND_TIMEOUT_USEC=20000000")
+            self._systemd.notify("EXTEND_TIMEOUT_USEC=20000000")
         if now < self._deadline:
             return
         if self._phase is Phase.UNMOUNTING:
@@ -335,27 +335,27 @@ class Supervisor:
             log.warning("the drain is cut short; what is not written back stays in its tier for the next start")
             self._phase = Phase.OVER
 
-    def _connection_ended(self) -> None:
+    def _start_drain(self) -> None:
         """Nobody can reach the mount any more: the rest is the mover's."""
         if self._phase is Phase.DRAINING:
             return
         log.info("%s is unmounted; writing back what is left", self._config.mountpoint)
         self._phase = Phase.DRAINING
         self._deadline = time.monotonic() + self._config.drain_deadline_s + limits.STOP_WAIT_S
-        self._systemd.tell("STOPPING=1", "STATUS=writing back what is left")
-        self._systemd.forget()
+        self._systemd.notify("STOPPING=1", "STATUS=writing back what is left")
+        self._systemd.remove_descriptors()
         with contextlib.suppress(OSError, CkptfsError):
             connection.unmount(self._connection)
         os.close(self._connection.fd)
         for role in (MOUNT, SPARE):
-            self._dismiss(self._slots[role])
+            self._kill_child(self._slots[role])
         mover = self._slots[MOVER]
         if mover.child is not None:
             mover.child.stop()
         else:
             mover.due_at = mover.due_at or time.monotonic()
 
-    def _dismiss(self, slot: Slot) -> None:
+    def _kill_child(self, slot: Slot) -> None:
         slot.due_at = None
         if slot.child is not None:
             slot.child.kill()
@@ -364,21 +364,21 @@ class Supervisor:
 
     # --- what others are told ----------------------------------------------------------------------------------------
 
-    def _announce(self) -> None:
+    def _publish_processes(self) -> None:
         """Say what runs. A full disk must not stop us."""
-        served = self._connection
+        fuse_connection = self._connection
         processes: dict[str, Any] = {
             "name": self._config.name,
             "mountpoint": str(self._config.mountpoint),
-            "connection": served.number,
-            "data_path": DataPath(served.data_path).value,
-            "data_path_reason": served.data_path_reason,
-            "supervisor": {"pid": os.getpid(), "started_ticks": lock.started(os.getpid()), "restarts": 0},
+            "connection": fuse_connection.connection_id,
+            "data_path": DataPath(fuse_connection.data_path).value,
+            "data_path_reason": fuse_connection.data_path_reason,
+            "supervisor": {"pid": os.getpid(), "started_ticks": lock.get_start_ticks(os.getpid()), "restarts": 0},
         }
         for role, slot in self._slots.items():
             pid, ticks = (slot.child.pid, slot.child.started_ticks) if slot.child is not None else (0, 0)
             processes[role] = {"pid": pid, "started_ticks": ticks, "restarts": slot.history.restarts}
         try:
-            announce.write(self._config, processes)
+            announce.publish_processes(self._config, processes)
         except OSError as failure:
             log.warning("what runs cannot be written down: %s", failure)

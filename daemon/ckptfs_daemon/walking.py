@@ -19,13 +19,13 @@ import trio
 
 from ckptfs import disk, limits
 from ckptfs.catalog.sharing import reading
-from ckptfs_daemon.sharing import Name, Sharing
+from ckptfs_daemon.sharing import Name, SharedNamespace
 
 _NUMBERED = re.compile(rb"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
 
 
 @dataclass(slots=True)
-class Walk:
+class PathWalk:
     """What was read for one thread: any of the names that come next, step by step, and the inode that it has reached."""
 
     call: bytes
@@ -34,38 +34,38 @@ class Walk:
     names: deque[tuple[Name, ...]]
     reached: int = 0
 
-    def goes_on(self, call: bytes) -> bool:
+    def is_valid(self, call: bytes) -> bool:
         """Whether what is asked now, in this system call, belongs to what was asked before."""
         return self.call == call != b"" and trio.current_time() < min(self.until_s, self.step_until_s)
 
 
 @dataclass(slots=True)
-class Misled:
+class StaleOpen:
     """A thread in a system call that opened what was replaced meanwhile, and the file to which its next look-up has led it; 0: none yet."""
 
     call: bytes
-    led: int = 0
+    inode: int = 0
 
 
 @dataclass(slots=True)
-class Habit:
+class LookupPattern:
     """What is looked up in a directory: the last names, the newest first, and what they let expect."""
 
-    last: tuple[bytes, ...]
-    next: tuple[bytes, ...]
+    recent_names: tuple[bytes, ...]
+    expected_names: tuple[bytes, ...]
 
-    def note(self, name: bytes) -> None:
+    def record_name(self, name: bytes) -> None:
         """It was looked up. Two rows of names may take turns, as where each file is renamed when it is whole."""
-        for one in self.last:
+        for one in self.recent_names:
             if successor(one) == name:
-                self.last = (name, *(other for other in self.last if other != one))
-                self.next = tuple(filter(None, map(successor, self.last)))
+                self.recent_names = (name, *(other for other in self.recent_names if other != one))
+                self.expected_names = tuple(filter(None, map(successor, self.recent_names)))
                 return
-        self.last = (name, *(other for other in self.last if other != name))[:2]
-        self.next = (name,)
+        self.recent_names = (name, *(other for other in self.recent_names if other != name))[:2]
+        self.expected_names = (name,)
 
 
-def system_call(thread: int) -> bytes:
+def read_syscall(thread: int) -> bytes:
     """In which one a thread waits: its number and arguments, where it was called and on which stack; empty where nobody says."""
     try:
         with disk.closing(os.open(f"/proc/{thread}/syscall", os.O_RDONLY)) as fd:
@@ -84,118 +84,118 @@ def successor(name: bytes) -> bytes | None:
     return before + b"%0*d" % (len(number), int(number) + 1) + after
 
 
-class Walks:
+class LookupPrefetch:
     """All walks on this mount."""
 
-    def __init__(self, sharing: Sharing, call_of: Callable[[int], bytes] = system_call) -> None:
+    def __init__(self, shared_namespace: SharedNamespace, call_of: Callable[[int], bytes] = read_syscall) -> None:
         """`call_of` says in which system call a thread is."""
-        self._sharing = sharing
+        self._shared_namespace = shared_namespace
         self._call_of = call_of
-        self._walks: OrderedDict[int, Walk] = OrderedDict()
-        self._misled: OrderedDict[int, Misled] = OrderedDict()
-        self._habits: OrderedDict[int, Habit] = OrderedDict()
+        self._walks: OrderedDict[int, PathWalk] = OrderedDict()
+        self._stale_opens: OrderedDict[int, StaleOpen] = OrderedDict()
+        self._patterns: OrderedDict[int, LookupPattern] = OrderedDict()
 
-    def knows_name(self, pid: int, parent: int, name: bytes) -> bool:
+    def consume_fresh_name(self, pid: int, parent: int, name: bytes) -> bool:
         """Whether the rows of a name are as the store has them, because a walk brought them; once. `pid` is the thread that asks."""
         walk = self._walks.get(pid)
-        if walk is None or not walk.names or (parent, name) not in walk.names[0] or not walk.goes_on(self._call_of(pid)):
+        if walk is None or not walk.names or (parent, name) not in walk.names[0] or not walk.is_valid(self._call_of(pid)):
             return False
         walk.names.popleft()
-        self._note(parent, name)
+        self._record_lookup(parent, name)
         return True
 
-    def knows_inode(self, pid: int, inode: int) -> bool:
+    def consume_fresh_inode(self, pid: int, inode: int) -> bool:
         """Whether the rows of an inode are as the store has them, because a thread has just walked there; once."""
         walk = self._walks.get(pid)
-        if walk is None or walk.reached != inode or not walk.goes_on(self._call_of(pid)):
+        if walk is None or walk.reached != inode or not walk.is_valid(self._call_of(pid)):
             return False
         walk.reached = 0
-        self.answers(pid)
+        self.extend_step_deadline(pid)
         return True
 
-    async def fresh_name(self, pid: int, parent: int, name: bytes) -> None:
+    async def refresh_name(self, pid: int, parent: int, name: bytes) -> None:
         """The rows of a name are as the store has them; `pid` is the thread that asks, 0 for one that is not known."""
-        if self.knows_name(pid, parent, name):
+        if self.consume_fresh_name(pid, parent, name):
             return
-        self._note(parent, name)
-        child = reading.find_directory(self._sharing.db, parent, name)
-        ahead = [] if child is None else self._ahead(child)
-        await self._sharing.fresh_name(parent, name, *_once(ahead))
-        self._begin(pid, ahead)
+        self._record_lookup(parent, name)
+        child = reading.find_directory(self._shared_namespace.db, parent, name)
+        ahead = [] if child is None else self._predict_steps(child)
+        await self._shared_namespace.refresh_name(parent, name, *_once(ahead))
+        self._start_walk(pid, ahead)
 
-    async def fresh_inode(self, pid: int, inode: int) -> None:
+    async def refresh_inode(self, pid: int, inode: int) -> None:
         """The rows of an inode are as the store has them, to which a thread has perhaps just walked, or from which it will."""
-        if self.knows_inode(pid, inode):
+        if self.consume_fresh_inode(pid, inode):
             return
-        ahead = self._ahead(inode)
-        await self._sharing.fresh_inode(inode, *_once(ahead))
-        self._begin(pid, ahead)
+        ahead = self._predict_steps(inode)
+        await self._shared_namespace.refresh_inode(inode, *_once(ahead))
+        self._start_walk(pid, ahead)
 
-    def reached(self, pid: int, inode: int) -> None:
+    def record_reached(self, pid: int, inode: int) -> None:
         """The name that was made fresh leads there; the answer goes out now."""
         walk = self._walks.get(pid)
         if walk is not None:
             walk.reached = inode
-            self.answers(pid)
+            self.extend_step_deadline(pid)
 
-    def answers(self, pid: int) -> None:
+    def extend_step_deadline(self, pid: int) -> None:
         """The thread gets an answer now."""
         walk = self._walks.get(pid)
         if walk is not None:
             walk.step_until_s = trio.current_time() + limits.WALK_STEP_S
 
-    def misled(self, pid: int) -> None:
+    def record_stale_open(self, pid: int) -> None:
         """What the thread looked up and opens was replaced while it waited for that: the kernel looks up the path once more, no oftener."""
         self._walks.pop(pid, None)
         call = self._call_of(pid)
         if call:
-            self._misled[pid] = Misled(call)
-            if len(self._misled) > limits.WALKS_MAX:
-                self._misled.popitem(last=False)
+            self._stale_opens[pid] = StaleOpen(call)
+            if len(self._stale_opens) > limits.WALKS_MAX:
+                self._stale_opens.popitem(last=False)
 
-    def was_misled(self, pid: int) -> bool:
+    def has_stale_open(self, pid: int) -> bool:
         """Whether the thread is still in the system call in which that happened."""
-        found = self._misled.get(pid)
+        found = self._stale_opens.get(pid)
         if found is not None and found.call != self._call_of(pid):
-            del self._misled[pid]
+            del self._stale_opens[pid]
             return False
         return found is not None
 
-    def leads(self, pid: int, inode: int) -> None:
+    def record_stale_open_target(self, pid: int, inode: int) -> None:
         """A name that such a thread looks up leads to this file, whose bytes are here."""
-        if pid in self._misled:
-            self._misled[pid].led = inode
+        if pid in self._stale_opens:
+            self._stale_opens[pid].inode = inode
 
-    def was_led(self, pid: int, inode: int) -> bool:
+    def is_stale_open_target(self, pid: int, inode: int) -> bool:
         """Whether that is so in the same system call: it opens this file as it was then, whatever others do to it meanwhile."""
-        return pid in self._misled and self._misled[pid].led == inode and self.was_misled(pid)
+        return pid in self._stale_opens and self._stale_opens[pid].inode == inode and self.has_stale_open(pid)
 
-    def _begin(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
+    def _start_walk(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
         if pid:
             now_s = trio.current_time()
             self._walks.pop(pid, None)
-            self._walks[pid] = Walk(self._call_of(pid), now_s + limits.WALK_FRESH_S, now_s + limits.WALK_STEP_S, deque(ahead))
+            self._walks[pid] = PathWalk(self._call_of(pid), now_s + limits.WALK_FRESH_S, now_s + limits.WALK_STEP_S, deque(ahead))
             if len(self._walks) > limits.WALKS_MAX:
                 self._walks.popitem(last=False)
 
-    def _note(self, parent: int, name: bytes) -> None:
-        habit = self._habits.get(parent)
+    def _record_lookup(self, parent: int, name: bytes) -> None:
+        habit = self._patterns.get(parent)
         if habit is None:
-            self._habits[parent] = Habit((name,), (name,))
-            if len(self._habits) > limits.WALKS_MAX:
-                self._habits.popitem(last=False)
+            self._patterns[parent] = LookupPattern((name,), (name,))
+            if len(self._patterns) > limits.WALKS_MAX:
+                self._patterns.popitem(last=False)
             return
-        habit.note(name)
-        self._habits.move_to_end(parent)
+        habit.record_name(name)
+        self._patterns.move_to_end(parent)
 
-    def _ahead(self, directory: int) -> list[tuple[Name, ...]]:
+    def _predict_steps(self, directory: int) -> list[tuple[Name, ...]]:
         """What will probably be looked up from a directory on, step by step."""
         steps: list[tuple[Name, ...]] = []
         child: int | None = directory
-        while child is not None and len(steps) < limits.WALK_NAMES_MAX and (habit := self._habits.get(child)) is not None:
-            names = tuple((child, name) for name in habit.next)
+        while child is not None and len(steps) < limits.WALK_NAMES_MAX and (habit := self._patterns.get(child)) is not None:
+            names = tuple((child, name) for name in habit.expected_names)
             steps.extend([names] * len(names))
-            child = next(filter(None, (reading.find_directory(self._sharing.db, *name) for name in names)), None)
+            child = next(filter(None, (reading.find_directory(self._shared_namespace.db, *name) for name in names)), None)
         return steps
 
 

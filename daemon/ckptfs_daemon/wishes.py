@@ -12,36 +12,36 @@ _OPENED = struct.Struct("<QQI?")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class OpenRequest:
     """What somebody asks for. `request` is None for ourselves: such a handle is not recorded. `root`: writes keep set-id bits.
     `hasty`: with O_NONBLOCK, which the kernel hands on to the backing file: it must not meet a lease of the mover's there.
     """
 
     inode: int
-    writer: bool
-    truncate: bool
-    request: Request | None
-    root: bool = True
-    hasty: bool = False
+    is_writer: bool
+    truncates: bool
+    fuse_request: Request | None
+    is_root: bool = True
+    nonblocking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenResult:
     """What came of it. `direct`: reads and writes come to us even on the passthrough path."""
 
     inode: int
     handle: int
-    backing: int
+    backing_id: int
     direct: bool
 
     @property
     def fh(self) -> int:
         """What the kernel gets: the handle, and the backing id in the upper half."""
-        return self.handle | self.backing << 32
+        return self.handle | self.backing_id << 32
 
     def pack(self) -> bytes:
-        return _OPENED.pack(self.inode, self.handle, self.backing, self.direct)
+        return _OPENED.pack(self.inode, self.handle, self.backing_id, self.direct)
 
     @classmethod
-    def unpack(cls, body: bytes) -> "Opened":
+    def unpack(cls, body: bytes) -> "OpenResult":
         return cls(*_OPENED.unpack(body))

@@ -28,8 +28,8 @@ def play(place: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) 
 
 async def cut(node: Node) -> None:
     node.cut(True)
-    while not node.sharing.island:
-        await node.sharing.fresh_name(1, b"anything")
+    while not node.sharing.is_disconnected:
+        await node.sharing.refresh_name(1, b"anything")
         await trio.sleep(0.1)
 
 
@@ -155,7 +155,9 @@ def test_nobody_sees_a_directory_under_two_names(tmp_path: Path) -> None:
         await returned(a, b)
         names: dict[bytes, int] = {}
         for _, events in groupby(etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
-            names |= {event.key: (kinds.decode_value(event.item.value if event.item else None) or {"child": 0})["child"] for event in events}
+            names |= {
+                event.key: (kinds.decode_value(event.item.value if event.item else None) or {"child": 0})["child"] for event in events
+            }
             assert list(names.values()).count(moved) == 1
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 

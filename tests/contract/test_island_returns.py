@@ -58,10 +58,10 @@ def test_what_an_island_wrote_on(tmp_path: Path, inode: dict[str, Any], content:
         async def act() -> None:
             number = (await b.make("log")).id
             wrote(b, number, 2, 20)
-            await b.sharing.published()
+            await b.sharing.wait_published()
             b.cut(True)
             wrote(b, number, 5, 50)
-            while not b.sharing.island:
+            while not b.sharing.is_disconnected:
                 await trio.sleep(0.1)
             put(etcd, SharedKey(INODE, number), **inode)
             if content:

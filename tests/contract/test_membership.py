@@ -77,7 +77,9 @@ def test_a_store_that_lost_its_data_gives_no_number_twice(store: Store) -> None:
     assert joined(store, "a", "catalog of a", known=5) == 5
     (taken,) = store.read([Get(joining.TAKEN_PREFIX, prefix_end(joining.TAKEN_PREFIX))]).results
     assert [item.key for item in taken] == [joining.taken_key(number) for number in (5, 7, 9)]
-    assert joining.build_reregistration("a", "catalog of a", 5, [5, 7, 9], taken) == joining.build_reregistration("a", "catalog of a", 5, [], taken)
+    assert joining.build_reregistration("a", "catalog of a", 5, [5, 7, 9], taken) == joining.build_reregistration(
+        "a", "catalog of a", 5, [], taken
+    )
     other = joined(store, "stranger", "catalog of a stranger")
     assert other not in (5, 7, 9)
     with pytest.raises(InvalidArgument, match=f"the number {other} of the node b was given to the node stranger"):

@@ -689,7 +689,9 @@ def test_a_token_is_good_once(node: PeerNode, raw: Raw) -> None:
     again.settimeout(60)
     again.sendall(bulk.token)
     assert ended(again)
-    eventually(lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 1}, "node2": {"unknown": 1}}, what="both are counted")
+    eventually(
+        lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 1}, "node2": {"unknown": 1}}, what="both are counted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -739,7 +741,9 @@ def test_strangers_who_say_nothing_keep_nobody_out(node: PeerNode, raw: Raw) -> 
     assert len(bulk.socket.recv(1 << 10)) > 0, "it was answered"
     assert FINISHED in raw.call("Finish", pb.TransferRequest(transfer=number).SerializeToString())
     eventually(lambda: threading.active_count() <= threads + peer_bulk.UNAUTHENTICATED_MAX + 1, what="those who came first are gone")
-    eventually(lambda: node.server.rejections.get_counts()["unknown"]["too_many"] >= 3 * peer_bulk.UNAUTHENTICATED_MAX, what="they are counted")
+    eventually(
+        lambda: node.server.rejections.get_counts()["unknown"]["too_many"] >= 3 * peer_bulk.UNAUTHENTICATED_MAX, what="they are counted"
+    )
     for one in (*silent, bulk.socket):
         one.close()
     eventually(lambda: node.server.get_figures()["connections"] == 0, what="all are closed")

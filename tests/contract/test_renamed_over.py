@@ -48,16 +48,16 @@ def play(root: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -
 def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(tmp_path: Path) -> None:
     async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
         reaped = []
-        one.sharing.serve(lambda inodes: reaped.append(namespace.delete_forgotten(one.db, inodes)))
+        one.sharing.set_nameless_callback(lambda inodes: reaped.append(namespace.delete_forgotten(one.db, inodes)))
         replaced = await one.make("file")
         former = write(one, replaced, sealed=True)
-        await one.sharing.published()
+        await one.sharing.wait_published()
         heir = await two.make("file.tmp")
         write(two, heir, sealed=False)
-        await two.sharing.published()
+        await two.sharing.wait_published()
         await two.rename("file.tmp", "file")
-        await one.sharing.fresh_inode(replaced.id)
-        await one.sharing.published()
+        await one.sharing.refresh_inode(replaced.id)
+        await one.sharing.wait_published()
         assert reaped == [{replaced.id: []}], "it stays here until the store was asked"
         (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
         value = json.loads(items[0].value)
@@ -71,10 +71,10 @@ def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(tmp_path: Path) ->
 
     async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
         theirs = write(one, await one.make("theirs"), sealed=True)
-        await one.sharing.published()
+        await one.sharing.wait_published()
         own = await two.make("own")
         write(two, own, sealed=True)
-        await two.sharing.published()
+        await two.sharing.wait_published()
         inode = await two.unlink("theirs")
         await two.unlink("own")
         with two.db.transaction():
@@ -92,14 +92,14 @@ def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_store(tmp
 
     async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
         former = write(one, await one.make("file"), sealed=True)
-        await one.sharing.published()
+        await one.sharing.wait_published()
         write(two, await two.make("file.tmp"), sealed=False)
-        await two.sharing.published()
+        await two.sharing.wait_published()
         await two.rename("file.tmp", "file")
         with one.db.transaction():
             settling.set_state(one.db, former, ContentState.DOOMED)
             settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
-        await one.sharing.published()
+        await one.sharing.wait_published()
         (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
         assert not found and settling.get_content(one.db, former) is None
 

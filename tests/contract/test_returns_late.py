@@ -57,7 +57,7 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
             write(one, inode, content, 3, 2, b"a" * 16)
             with one.db.transaction():
                 contents.mark_open(one.db, inode, content, Tier.RAM)
-            await one.sharing.published()
+            await one.sharing.wait_published()
             first.cancel()
             peers.record_open_snapshot(one.db, content)
             await two.stat("log")
@@ -69,10 +69,10 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
                 with two.db.transaction():
                     contents.mark_open(two.db, inode, content, Tier.RAM)
                 write(two, inode, content, 7, 20 + number, b"b" * 16)
-            await two.sharing.published()
+            await two.sharing.wait_published()
             write(one, inode, content, 5, 10, b"c" * 16)
             nursery.start_soon(one.sharing.run)
-            await one.sharing.published()
+            await one.sharing.wait_published()
             file, bytes_ = said(etcd, b"i/%016x" % inode), said(etcd, b"c/%016x" % content)
             assert (file["content"], file["generation"], file["size"], file["mtime_ns"]) == (content, 2 + times, 7, 19 + times)
             assert (bytes_["node"], bytes_["generation"], bytes_["size"], bytes_["digest"]) == (2, 2 + times, 7, (b"b" * 16).hex())

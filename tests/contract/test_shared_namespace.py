@@ -95,7 +95,7 @@ def test_a_name_is_never_missing_while_another_file_takes_its_place(tmp_path: Pa
         others = ["y", "z"]
         for name in others:
             await a.make(name)
-        told = b.sharing._told
+        told = b.sharing._load_values
 
         async def slowly(keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
             found = await told(keys)
@@ -103,7 +103,7 @@ def test_a_name_is_never_missing_while_another_file_takes_its_place(tmp_path: Pa
                 await a.rename(others.pop(), "x")
             return found
 
-        b.sharing._told = slowly  # type: ignore[method-assign]
+        b.sharing._load_values = slowly  # type: ignore[method-assign]
         assert (await b.stat("x")).id == (await a.stat("x")).id and not others
 
     play(tmp_path, act)
@@ -200,7 +200,7 @@ def test_an_island_comes_home(tmp_path: Path) -> None:
         await a.make("d/a")
         await a.rmdir("emptied")
         await a.unlink("gone")
-        assert b.sharing.island and not a.sharing.island
+        assert b.sharing.is_disconnected and not a.sharing.is_disconnected
         b.cut(False)
         await settled([a, b])
         assert await a.names() == [b"d", b"emptied", b"gone", b"x", b"x.ckptfs-conflict-n2-1"]
@@ -281,10 +281,10 @@ def test_a_process_that_died_before_it_noted_its_success_did_it_all_the_same(tmp
         snapshot.rename(tmp_path / "again" / "catalog.db")
         next_one = Node(tmp_path / "again", a.number, a.store)
         next_one.db.run("DELETE FROM meta WHERE key = 'island'")
-        next_one.sharing.island_ns = 0
+        next_one.sharing.disconnected_ns = 0
 
         async def look() -> None:
-            assert await next_one.sharing.published([(ROOT, b"d"), (ROOT, b"old")])
+            assert await next_one.sharing.wait_published([(ROOT, b"d"), (ROOT, b"old")])
             assert (await next_one.stat("d")).id == made.id and await next_one.names() == [b"d"]
 
         await running([next_one], look)
@@ -541,13 +541,13 @@ def test_a_name_that_another_node_gave_goes_with_the_file_s_move(tmp_path: Path)
     async def act(a: Node, b: Node) -> None:
         made = await a.make("old")
         await b.rename("old", "new")
-        await a.sharing.fresh_directory(ROOT)
+        await a.sharing.refresh_directory(ROOT)
         assert (await a.stat("new")).id == made.id
         await b.rename("new", "newer")
-        await a.sharing.fresh_directory(ROOT)
+        await a.sharing.refresh_directory(ROOT)
         with a.db.transaction() as db:
             renaming.rename(db, ROOT, b"newer", ROOT, b"newest", 0)
-        assert await a.sharing.published([(ROOT, b"newer"), (ROOT, b"newest")])
+        assert await a.sharing.wait_published([(ROOT, b"newer"), (ROOT, b"newest")])
         assert [(await node.stat("newest")).nlink for node in (a, b)] == [1, 1]
         assert (await a.unlink("newest")).nlink == 0
 

@@ -257,7 +257,9 @@ def test_nothing_changes_where_nothing_is_deleted(store: Store) -> None:
 def test_a_commit_whose_comparison_fails_changes_nothing_and_reads(store: Store) -> None:
     first = put(store, (b"a", b"1"))
     outcome = store.commit(
-        [Compare(b"a", CompareTarget.MOD, "=", first + 1), Compare(b"a", CompareTarget.VALUE, "=", b"1")], [Put(b"b", b"x")], [Get(b"a"), Get(b"b")]
+        [Compare(b"a", CompareTarget.MOD, "=", first + 1), Compare(b"a", CompareTarget.VALUE, "=", b"1")],
+        [Put(b"b", b"x")],
+        [Get(b"a"), Get(b"b")],
     )
     assert not outcome.succeeded and outcome.revision == first
     assert [pairs(found) for found in outcome.results] == [[(b"a", b"1")], []]
@@ -273,8 +275,16 @@ def test_comparisons(store: Store) -> None:
 
     assert holds(b"a", CompareTarget.VERSION, "=", 2) and not holds(b"a", CompareTarget.VERSION, "=", 1)
     assert holds(b"a", CompareTarget.CREATE, "=", first) and holds(b"a", CompareTarget.CREATE, "<", second)
-    assert holds(b"a", CompareTarget.MOD, "=", second) and holds(b"a", CompareTarget.MOD, ">", first) and holds(b"a", CompareTarget.MOD, "!=", first)
-    assert holds(b"a", CompareTarget.VALUE, "=", b"b2") and holds(b"a", CompareTarget.VALUE, ">", b"b1") and not holds(b"a", CompareTarget.VALUE, "<", b"b2")
+    assert (
+        holds(b"a", CompareTarget.MOD, "=", second)
+        and holds(b"a", CompareTarget.MOD, ">", first)
+        and holds(b"a", CompareTarget.MOD, "!=", first)
+    )
+    assert (
+        holds(b"a", CompareTarget.VALUE, "=", b"b2")
+        and holds(b"a", CompareTarget.VALUE, ">", b"b1")
+        and not holds(b"a", CompareTarget.VALUE, "<", b"b2")
+    )
     assert all(holds(b"none", target, "=", 0) for target in (CompareTarget.VERSION, CompareTarget.CREATE, CompareTarget.MOD))
     assert not any(holds(b"none", CompareTarget.VALUE, relation, b"x") for relation in ("=", "!=", "<", ">"))
 

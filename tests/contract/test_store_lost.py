@@ -213,7 +213,7 @@ def test_a_member_that_was_begun_alone_is_not_believed_while_the_others_are_sile
         store.silent = store.etcds[:1]
         await reported(node)
         await trio.sleep(limits.STORE_LOOK_S)
-        assert node.sharing.island and epoch.get_epoch(node.db) == known and stray.revision == 1
+        assert node.sharing.is_disconnected and epoch.get_epoch(node.db) == known and stray.revision == 1
         store.etcds = [stray] * 3
         await settled([node])
         assert epoch.get_epoch(node.db) != known and stored_tree(stray) == await node.tree()
@@ -242,7 +242,7 @@ def test_a_node_that_began_without_the_store_meets_it_when_it_is_there(tmp_path:
 
         async def all_of_it() -> None:
             await node.make("f")
-            while not node.sharing.island:
+            while not node.sharing.is_disconnected:
                 await trio.sleep(limits.STORE_LOOK_S)
             node.cut(False)
             await settled([node])

@@ -56,13 +56,13 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
         async def act() -> None:
             inode = await one.make("file")
             content = close(one, inode)
-            await one.sharing.published()
+            await one.sharing.wait_published()
             await three.stat("file")
             waiting = LevelCheck(three.db, inode.id, wanted)
             figures.refresh_files([inode.id])
             assert not waiting.check_next({}).done, "it is not sealed"
             seal(one, inode, content)
-            await one.sharing.published()
+            await one.sharing.wait_published()
             if wanted is not Level.LOCAL:
                 holders.announce(two.store, 2, [(_sealed(one, content), True)])
             if wanted is Level.PFS:

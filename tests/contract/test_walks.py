@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 import trio
-from ckptfs_daemon.name_operations import NameOperations
-from ckptfs_daemon.walking import Walks, successor, system_call
+from ckptfs_daemon.name_operations import NamespaceHandlers
+from ckptfs_daemon.walking import LookupPrefetch, read_syscall, successor
 from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running
@@ -29,16 +29,16 @@ class Walker:
     """A thread's system calls on a node, as the kernel asks for them."""
 
     def __init__(self, node: Node) -> None:
-        self.node, self.walks = node, Walks(node.sharing, lambda _: self.call)
+        self.node, self.walks = node, LookupPrefetch(node.sharing, lambda _: self.call)
         self.call = b"stat"
 
     async def stat(self, path: str, pid: int = THREAD) -> int:
         """The inode that a path leads to."""
         inode = ROOT
         for part in path.encode().split(b"/"):
-            await self.walks.fresh_name(pid, inode, part)
+            await self.walks.refresh_name(pid, inode, part)
             inode = namespace.lookup(self.node.db, inode, part).id
-            self.walks.reached(pid, inode)
+            self.walks.record_reached(pid, inode)
         return inode
 
     async def reads(self, act: Callable[[], Awaitable[object]]) -> int:
@@ -77,8 +77,8 @@ def test_a_path_that_was_walked_before_costs_one_round_trip(tmp_path: Path) -> N
         inode = await walker.stat("a/b/c/g")
         assert await walker.reads(lambda: walker.stat("a/b/c/f")) == 2
         inode = await walker.stat("a/b/c/f")
-        assert await walker.reads(lambda: walker.walks.fresh_inode(THREAD, inode)) == 0
-        assert await walker.reads(lambda: walker.walks.fresh_inode(THREAD, inode)) == 1
+        assert await walker.reads(lambda: walker.walks.refresh_inode(THREAD, inode)) == 0
+        assert await walker.reads(lambda: walker.walks.refresh_inode(THREAD, inode)) == 1
 
     run(tmp_path, act)
 
@@ -103,14 +103,14 @@ def test_a_guess_serves_one_thread_once_and_not_for_long(tmp_path: Path) -> None
     async def act(_: Node, walker: Walker) -> None:
         walks = walker.walks
         top = await walker.stat("a")
-        assert await walker.reads(lambda: walks.fresh_name(OTHER, top, b"b")) == 1
-        assert await walker.reads(lambda: walks.fresh_name(THREAD, top, b"b")) == 0
-        assert await walker.reads(lambda: walks.fresh_name(THREAD, top, b"b")) == 1
+        assert await walker.reads(lambda: walks.refresh_name(OTHER, top, b"b")) == 1
+        assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 0
+        assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
         await walker.stat("a")
         await trio.sleep(2 * limits.WALK_FRESH_S)
-        assert await walker.reads(lambda: walks.fresh_name(THREAD, top, b"b")) == 1
+        assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
         assert await walker.reads(lambda: walker.stat("a", pid=0)) == 1
-        assert await walker.reads(lambda: walks.fresh_inode(0, top)) == 1
+        assert await walker.reads(lambda: walks.refresh_inode(0, top)) == 1
 
     run(tmp_path, act)
 
@@ -120,7 +120,7 @@ def test_a_walk_begins_where_the_kernel_asks_whether_it_may(tmp_path: Path) -> N
 
     async def act(_: Node, walker: Walker) -> None:
         async def stat() -> None:
-            await walker.walks.fresh_inode(THREAD, ROOT)
+            await walker.walks.refresh_inode(THREAD, ROOT)
             await walker.stat("a/b/c/f")
 
         assert await walker.reads(stat) == 1
@@ -134,11 +134,11 @@ def test_names_with_numbers_are_expected(tmp_path: Path) -> None:
 
     async def act(other: Node, walker: Walker) -> None:
         async def look(name: str) -> None:
-            await walker.walks.fresh_inode(THREAD, ROOT)
+            await walker.walks.refresh_inode(THREAD, ROOT)
             directory = await walker.stat("a/b/c")
             for one in (f"{name}.tmp", name):
-                await walker.walks.fresh_name(THREAD, directory, one.encode())
-                walker.walks.answers(THREAD)
+                await walker.walks.refresh_name(THREAD, directory, one.encode())
+                walker.walks.extend_step_deadline(THREAD)
 
         for name in ("f0008", "f0009", "f0010"):
             await look(name)
@@ -154,7 +154,7 @@ def test_a_step_that_comes_late_is_asked_for_anew(tmp_path: Path) -> None:
     async def act(_: Node, walker: Walker) -> None:
         top = await walker.stat("a")
         await trio.sleep(1.1 * limits.WALK_STEP_S)
-        assert await walker.reads(lambda: walker.walks.fresh_name(THREAD, top, b"b")) == 1
+        assert await walker.reads(lambda: walker.walks.refresh_name(THREAD, top, b"b")) == 1
 
     run(tmp_path, act)
 
@@ -167,7 +167,7 @@ def test_a_step_of_another_system_call_is_asked_for_anew(tmp_path: Path) -> None
             walker.call = before
             top = await walker.stat("a")
             walker.call = after
-            assert await walker.reads(lambda top=top: walker.walks.fresh_name(THREAD, top, b"b")) == reads
+            assert await walker.reads(lambda top=top: walker.walks.refresh_name(THREAD, top, b"b")) == reads
 
     run(tmp_path, act)
 
@@ -178,9 +178,9 @@ def test_a_thread_is_misled_for_one_system_call(tmp_path: Path) -> None:
     async def act(_: Node, walker: Walker) -> None:
         for before, after, expected in ((b"open", b"open", True), (b"open", b"stat", False), (b"", b"", False)):
             walker.call = before
-            walker.walks.misled(THREAD)
+            walker.walks.record_stale_open(THREAD)
             walker.call = after
-            assert walker.walks.was_misled(THREAD) is expected and not walker.walks.was_misled(OTHER)
+            assert walker.walks.has_stale_open(THREAD) is expected and not walker.walks.has_stale_open(OTHER)
 
     run(tmp_path, act)
 
@@ -204,37 +204,37 @@ def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: 
         def attributes(inode: Inode) -> Inode:
             return inode
 
-        operations = NameOperations()
-        operations.walks = walker.walks
-        files = SimpleNamespace(attributes=attributes, is_written=lambda inode: False)
-        asking = SimpleNamespace(ask=ask)
+        operations = NamespaceHandlers()
+        operations.prefetch = walker.walks
+        files = SimpleNamespace(get_attributes=attributes, is_open_for_writing=lambda inode: False)
+        asking = SimpleNamespace(request=ask)
         operations.context = cast(
             Any,
-            SimpleNamespace(db=walker.node.db, sharing=walker.node.sharing, asking=asking, open_files=files, data_path=DataPath.BUFFERED),
+            SimpleNamespace(db=walker.node.db, shared_namespace=walker.node.sharing, mover_client=asking, open_files=files, data_path=DataPath.BUFFERED),
         )
         monkeypatch.setattr(read, "way", lambda held: read.Way.HERE if held.inode.id in here else read.Way.FETCH)
         found = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
         assert not here, "nobody waits for bytes who may only want to know the name"
-        walker.walks.misled(THREAD)
+        walker.walks.record_stale_open(THREAD)
         newest = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
         assert here[-1] == newest.st_ino != found.st_ino and len(here) == 4
-        assert walker.walks.was_led(THREAD, newest.st_ino) and not walker.walks.was_led(THREAD, found.st_ino)
+        assert walker.walks.is_stale_open_target(THREAD, newest.st_ino) and not walker.walks.is_stale_open_target(THREAD, found.st_ino)
         walker.call = b"next"
-        assert not walker.walks.was_led(THREAD, newest.st_ino)
+        assert not walker.walks.is_stale_open_target(THREAD, newest.st_ino)
 
     run(tmp_path, act)
 
 
 def test_the_system_call_of_a_thread(tmp_path: Path) -> None:
     """It is the same while it lasts, and another one in the next; nothing is said of a thread that is gone."""
-    assert system_call(2**22) == b""
+    assert read_syscall(2**22) == b""
     source, target = os.pipe()
     reader = threading.Thread(target=lambda: (os.read(source, 1), os.read(source, 2)))
     reader.start()
     calls = []
     for _ in range(2):
-        calls.append(eventually(lambda: (said := system_call(reader.native_id or 0)) not in calls and said))
-        assert system_call(reader.native_id or 0) == calls[-1]
+        calls.append(eventually(lambda: (said := read_syscall(reader.native_id or 0)) not in calls and said))
+        assert read_syscall(reader.native_id or 0) == calls[-1]
         os.write(target, b"x")
     reader.join()
     assert calls[0].split()[0] == calls[1].split()[0]

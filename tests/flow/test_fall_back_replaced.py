@@ -89,7 +89,10 @@ def test_it_shows_what_the_pfs_has(tmp_path: Path) -> None:
     for node in (two, three):
         assert (kinds.get_value(node.db, SharedKey(INODE, inode)) or {})["content"] is None
         assert (kinds.get_value(node.db, SharedKey(PFS_STATE, inode)) or {})["published"][:3] == [0, 1, len(OLD)]
-        assert kinds.get_value(node.db, SharedKey(PFS_NAME, ROOT, b"file")) == {"inode": inode} and kinds.get_value(node.db, SharedKey(PFS_STATE, former)) is None
+        assert (
+            kinds.get_value(node.db, SharedKey(PFS_NAME, ROOT, b"file")) == {"inode": inode}
+            and kinds.get_value(node.db, SharedKey(PFS_STATE, former)) is None
+        )
 
 
 def test_who_opens_it_gets_it(tmp_path: Path) -> None:

@@ -43,7 +43,12 @@ def test_what_was_received_is_a_verified_copy_of_a_peer(two: LocalCluster) -> No
     (copy,) = settling.list_copies(other.db, content)
     row = settling.get_content(other.db, content)
     assert copy.state is CopyState.GOOD and copy.verified_ns > 0
-    assert row is not None and row.is_remote and row.state is ContentState.SEALED and row.digest == digest.hash_content(row.block_digests or b"", len(data))
+    assert (
+        row is not None
+        and row.is_remote
+        and row.state is ContentState.SEALED
+        and row.digest == digest.hash_content(row.block_digests or b"", len(data))
+    )
     assert other.files(Tier.RAM) == {content}
     assert holding.count_hosted_bytes(other.db) == len(data)
     assert send(two, content) == 0, "what is there already is not sent again"

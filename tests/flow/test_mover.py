@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon.inherited import ALIVE, READY, STOP
+from ckptfs_daemon.inherited import HEARTBEAT, READY, STOP
 from daemon_under_test import eventually
 from local_node import Node
 
@@ -25,14 +25,14 @@ from pathlib import Path
 from local_node import Node
 from ckptfs.model import DataPath
 from ckptfs_daemon import mover
-from ckptfs_daemon.inherited import Inherited
+from ckptfs_daemon.inherited import ChildSetup
 root, link, bell, pfs = sys.argv[1:]
 node = Node(Path(root))
 node.configure(name=f"test-{link}-{Path(root).name}", drain_deadline_s=float(pfs or 30))
 node.places.close()
 node.db.close()
 ends = [socket.socket(fileno=int(number)) for number in (link, bell)]
-given = Inherited("mover", node.config, *ends, -1, b"", DataPath.BUFFERED, "", False, False)
+given = ChildSetup("mover", node.config, *ends, -1, b"", DataPath.BUFFERED, "", False, False)
 sys.exit(mover.run(given))
 """
 
@@ -89,7 +89,7 @@ def test_it_recovers_before_it_is_ready(node: Node, start: Callable[..., Mover])
 
 
 def test_it_says_that_it_lives(start: Callable[..., Mover]) -> None:
-    start().hear(ALIVE)
+    start().hear(HEARTBEAT)
 
 
 @pytest.mark.parametrize("hint", [b".", b"!"])

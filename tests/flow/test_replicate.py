@@ -217,7 +217,9 @@ def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path
     until(lambda: not peers.list_under_replicated(one.db, 0, 10), flow.step)
     one.lose_ram()
     two.kill()
-    assert (peers.count_unsafe(one.db), peers.get_replication_lag(one.db)[0], peers.count_wanted_copies(one.db)[0]) == (1, 1, 2), "the file still needs it"
+    assert (peers.count_unsafe(one.db), peers.get_replication_lag(one.db)[0], peers.count_wanted_copies(one.db)[0]) == (1, 1, 2), (
+        "the file still needs it"
+    )
     newer = three.make(b"b", b"other")
     one.learn(one.inode(content), b"a", newer, 5)
     assert (peers.count_unsafe(one.db), peers.get_replication_lag(one.db)[0], peers.count_wanted_copies(one.db)[0]) == (0, 0, 0)

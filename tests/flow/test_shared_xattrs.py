@@ -27,7 +27,7 @@ def test_values_of_any_bytes_up_to_the_bound(tmp_path: Path) -> None:
                 attributes.set_xattr(one.db, inode, b"user.x", value)
                 attributes.set_xattr(one.db, inode, name + b"2", value)
             assert failure.value.errno == errno.ENOSPC
-        await one.sharing.published()
+        await one.sharing.wait_published()
         await two.stat("file")
         assert {name: attributes.get_xattr(two.db, inode, name) for name in held} == held
 

@@ -124,7 +124,7 @@ def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) ->
         async def tell_again() -> None:
             with one.db.transaction():
                 touching.mark_dirty(one.db, name)
-            await one.sharing.published()
+            await one.sharing.wait_published()
             assert stored(cluster.etcd)[name]["by"] == one.number
 
         await one.put("f", b"1")

@@ -5,7 +5,7 @@ import socket
 import pytest
 import trio
 from ckptfs_daemon import bells
-from ckptfs_daemon.bells import Bell, MountNotify
+from ckptfs_daemon.bells import MountNotify, WakeChannel
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def heard(end: socket.socket, count: int) -> list[bytes]:
     async def main() -> list[bytes]:
         found: list[bytes] = []
         with trio.move_on_after(30):
-            async for message in Bell(end).messages():
+            async for message in WakeChannel(end).receive_messages():
                 found.append(message)
                 if len(found) == count:
                     break
@@ -27,27 +27,27 @@ def heard(end: socket.socket, count: int) -> list[bytes]:
 
 
 def test_what_is_rung_is_heard(ends: tuple[socket.socket, socket.socket]) -> None:
-    notify = MountNotify(Bell(ends[0]), lambda _: None)
+    notify = MountNotify(WakeChannel(ends[0]), lambda _: None)
     notify.invalidate_inode(2**40 + 1)
     notify.invalidate_entry(7, b"a name \xff")
     notify.notify_replies()
     messages = heard(ends[1], 3)
-    assert [bells.parse(message) for message in messages] == [
-        (bells.INODE, 2**40 + 1, b""), (bells.ENTRY, 7, b"a name \xff"), (bells.WANTS, 0, b""),
+    assert [bells.parse_message(message) for message in messages] == [
+        (bells.INVALIDATE_INODE, 2**40 + 1, b""), (bells.INVALIDATE_ENTRY, 7, b"a name \xff"), (bells.REPLIES, 0, b""),
     ]  # fmt: skip
 
 
 def test_a_name_of_255_bytes_fits(ends: tuple[socket.socket, socket.socket]) -> None:
-    MountNotify(Bell(ends[0]), lambda _: None).invalidate_entry(1, b"n" * 255)
-    assert bells.parse(heard(ends[1], 1)[0])[2] == b"n" * 255
+    MountNotify(WakeChannel(ends[0]), lambda _: None).invalidate_entry(1, b"n" * 255)
+    assert bells.parse_message(heard(ends[1], 1)[0])[2] == b"n" * 255
 
 
 def test_nobody_listens_and_nobody_waits(ends: tuple[socket.socket, socket.socket]) -> None:
-    bell = Bell(ends[0])
+    bell = WakeChannel(ends[0])
     for _ in range(100_000):
-        bell.ring(bells.URGENT)
+        bell.notify(bells.URGENT_REQUEST)
     ends[1].close()
-    bell.ring(bells.URGENT)
+    bell.notify(bells.URGENT_REQUEST)
 
 
 def test_hints_that_follow_closely_are_left_out_and_urgent_ones_never(
@@ -55,13 +55,13 @@ def test_hints_that_follow_closely_are_left_out_and_urgent_ones_never(
 ) -> None:
     now_s = 100.0
     monkeypatch.setattr(bells.time, "monotonic", lambda: now_s)
-    bell = Bell(ends[0])
+    bell = WakeChannel(ends[0])
     for _ in range(5):
-        bell.ring(bells.WORK)
-        bell.ring(bells.URGENT)
-    now_s += bells.WORK_APART_S
-    bell.ring(bells.WORK)
-    assert heard(ends[1], 7) == [bells.WORK, *[bells.URGENT] * 5, bells.WORK]
+        bell.notify(bells.WORK)
+        bell.notify(bells.URGENT_REQUEST)
+    now_s += bells.WORK_INTERVAL_MIN_S
+    bell.notify(bells.WORK)
+    assert heard(ends[1], 7) == [bells.WORK, *[bells.URGENT_REQUEST] * 5, bells.WORK]
 
 
 def test_the_end_of_the_other_side_ends_the_listening(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -71,7 +71,7 @@ def test_the_end_of_the_other_side_ends_the_listening(ends: tuple[socket.socket,
 
 def test_work_wakes_the_lanes(ends: tuple[socket.socket, socket.socket]) -> None:
     woken: list[str] = []
-    notify = MountNotify(Bell(ends[0]), woken.append)
+    notify = MountNotify(WakeChannel(ends[0]), woken.append)
     notify.wake_lanes()
     notify.wake_lanes("replicate")
     assert woken == ["", "replicate"]

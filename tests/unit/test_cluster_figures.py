@@ -115,7 +115,9 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     assert (member.refill_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)
 
 
-def examined(node: Node, store: MemoryStore, ping: Callable[[membership.Node], PeerStats], identity: Identity | None = None) -> list[Finding]:
+def examined(
+    node: Node, store: MemoryStore, ping: Callable[[membership.Node], PeerStats], identity: Identity | None = None
+) -> list[Finding]:
     """What doctor says of the cluster."""
     transport = TransportFigures(list, dict, dict, ping)
     return list(doctor_cluster.check_cluster("m", ClusterFigures(node.config, node.db, store, transport, identity).build_probed_cluster()))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from ckptfs_daemon.file_operations import FileOperations
+from ckptfs_daemon.file_operations import FileHandlers
 
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
@@ -30,7 +30,7 @@ def fsync(db: Database, clique_lost: CliqueLost, *, back_s: float, island: bool 
         context: Any = SimpleNamespace(
             db=db,
             config=SimpleNamespace(clique_lost=clique_lost, clique_wait_s=WAIT_S),
-            sharing=SimpleNamespace(island=island, published=published),
+            shared_namespace=SimpleNamespace(is_disconnected=island, wait_published=published),
         )
 
         async def return_later() -> None:
@@ -40,7 +40,7 @@ def fsync(db: Database, clique_lost: CliqueLost, *, back_s: float, island: bool 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(return_later)
             try:
-                await FileOperations._named(SimpleNamespace(context=context), DIRECTORY)  # type: ignore[arg-type]
+                await FileHandlers._wait_names_published(SimpleNamespace(context=context), DIRECTORY)  # type: ignore[arg-type]
             except Exception as failure:
                 return int(getattr(failure, "errno", None) or -1)
             finally:

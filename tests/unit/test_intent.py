@@ -35,8 +35,8 @@ def line(number: int, *arguments: int) -> str:
     ],
 )
 def test_the_system_call_tells(machine: str, text: str, expected: bool) -> None:
-    assert intent.is_creating(text, machine) is expected
+    assert intent.is_creating_syscall(text, machine) is expected
 
 
 def test_where_nothing_can_be_known_creating_goes_on() -> None:
-    assert intent.creates(2**22 + 1) is True
+    assert intent.may_create(2**22 + 1) is True

@@ -2,19 +2,27 @@
 
 import pytest
 import xxhash
-from ckptfs_daemon.latest_names import FIRST, TOP, Numbers, Place, is_virtual
+from ckptfs_daemon.latest_names import FIRST_INODE, TOP, VirtualEntry, VirtualInodes, is_virtual
 
 from ckptfs import limits
 
-PLACES = [TOP, Place(1), Place(2), Place(1, b"a*"), Place(2, b"a*"), Place(1, b"b*"), Place(limits.NODE_NUMBER_MAX << 40 | 5, b"*")]
+PLACES = [
+    TOP,
+    VirtualEntry(1),
+    VirtualEntry(2),
+    VirtualEntry(1, b"a*"),
+    VirtualEntry(2, b"a*"),
+    VirtualEntry(1, b"b*"),
+    VirtualEntry(limits.NODE_NUMBER_MAX << 40 | 5, b"*"),
+]
 
 
 def test_a_number_for_each_place_and_the_same_one_in_the_next_process() -> None:
-    numbers, others = Numbers(), Numbers()
-    found = [numbers.of(place) for place in PLACES]
+    numbers, others = VirtualInodes(), VirtualInodes()
+    found = [numbers.assign_inode(place) for place in PLACES]
     assert len(set(found)) == len(PLACES) and all(map(is_virtual, found)) and max(found) < 2**63
-    assert [numbers.place(number) for number in found] == PLACES
-    assert sorted(others.of(place) for place in reversed(PLACES)) == sorted(found)
+    assert [numbers.find_entry(number) for number in found] == PLACES
+    assert sorted(others.assign_inode(place) for place in reversed(PLACES)) == sorted(found)
 
 
 def test_no_number_of_the_catalog_is_one() -> None:
@@ -23,16 +31,16 @@ def test_no_number_of_the_catalog_is_one() -> None:
 
 def test_places_that_meet_get_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda _: 2**40 - 1)
-    numbers = Numbers()
-    found = [numbers.of(place) for place in PLACES]
-    assert len(set(found)) == len(PLACES) and [numbers.of(place) for place in PLACES] == found
+    numbers = VirtualInodes()
+    found = [numbers.assign_inode(place) for place in PLACES]
+    assert len(set(found)) == len(PLACES) and [numbers.assign_inode(place) for place in PLACES] == found
     assert all(is_virtual(number) and number < 2**63 for number in found)
 
 
 def test_only_those_that_were_looked_up_last_are_known() -> None:
-    numbers = Numbers(at_most=3)
-    first, second, third = (numbers.of(Place(number)) for number in (1, 2, 3))
-    assert numbers.of(Place(1)) == first
-    numbers.of(Place(4))
-    assert (numbers.place(first), numbers.place(second), numbers.place(third)) == (Place(1), None, Place(3))
-    assert numbers.place(FIRST) is None
+    numbers = VirtualInodes(at_most=3)
+    first, second, third = (numbers.assign_inode(VirtualEntry(number)) for number in (1, 2, 3))
+    assert numbers.assign_inode(VirtualEntry(1)) == first
+    numbers.assign_inode(VirtualEntry(4))
+    assert (numbers.find_entry(first), numbers.find_entry(second), numbers.find_entry(third)) == (VirtualEntry(1), None, VirtualEntry(3))
+    assert numbers.find_entry(FIRST_INODE) is None

@@ -22,7 +22,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 def test_shown_and_set(served: Served) -> None:
     for level in ("debug", "error", "warning", "info"):
-        assert served.client.get_or_set_log_level(level) == level == logs.level()
+        assert served.client.get_or_set_log_level(level) == level == logs.get_level()
         assert served.client.get_or_set_log_level() == level
     assert not logging.getLogger("any").isEnabledFor(logging.DEBUG)
 
@@ -32,14 +32,14 @@ def test_what_is_no_level(served: Served) -> None:
     logs.set_level("info")
     with pytest.raises(UsageError, match="'loud' is not a log level; accepted: debug, info, warning, error"):
         served.client.get_or_set_log_level("loud")
-    assert logs.level() == "info"
+    assert logs.get_level() == "info"
 
 
 def test_a_supervisor_that_does_not_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The level is what the processes do, not what was asked for."""
     logs.set_level("info")
     monkeypatch.setattr(control_orders, "LOG_LEVEL_WAIT_S", 0.05)
-    monkeypatch.setattr(logs, "level", lambda: "info")
+    monkeypatch.setattr(logs, "get_level", lambda: "info")
     with pytest.raises(NotInTime, match="not changed in time") as failure:
         served.client.get_or_set_log_level("debug")
     assert failure.value.remedy == "see `ckptfs status`: its processes may be restarting"

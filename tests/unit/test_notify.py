@@ -20,7 +20,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 
 
 def test_states_are_told(manager: socket.socket) -> None:
-    assert notify.Systemd().tell("READY=1", "STATUS=serving")
+    assert notify.Systemd().notify("READY=1", "STATUS=serving")
     assert manager.recv(4096) == b"READY=1\nSTATUS=serving"
     assert "NOTIFY_SOCKET" not in os.environ, "children must not speak for us"
 
@@ -30,18 +30,18 @@ def test_an_abstract_socket_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(f"\0{name}")
         monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
-        assert notify.Systemd().tell("READY=1")
+        assert notify.Systemd().notify("READY=1")
         assert listening.recv(64) == b"READY=1"
 
 
 def test_without_systemd_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    assert not notify.Systemd().tell("READY=1")
+    assert not notify.Systemd().notify("READY=1")
 
 
 def test_a_manager_that_is_gone_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
-    assert not notify.Systemd().tell("READY=1")
+    assert not notify.Systemd().notify("READY=1")
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_a_manager_that_is_gone_does_no_harm(monkeypatch: pytest.MonkeyPatch, tm
 def test_the_watchdog_is_fed_twice_a_period(monkeypatch: pytest.MonkeyPatch, period: str, pid: str | None, expected: float | None) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", period)
     monkeypatch.setenv("WATCHDOG_PID", pid or str(os.getpid()))
-    assert notify.Systemd().watchdog_s == expected
+    assert notify.Systemd().watchdog_interval_s == expected
 
 
 def test_what_is_stored_comes_back(manager: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store two descriptors, hand them to a fresh start as systemd does, and find the same file and the same bytes."""
     stand_in = os.open(tmp_path / "fuse", os.O_RDWR | os.O_CREAT)
-    notify.Systemd().store(stand_in, b'{"saved": 1}')
+    notify.Systemd().store_descriptors(stand_in, b'{"saved": 1}')
     kept: dict[str, int] = {}
     for _ in range(2):
         body, descriptors, _flags, _address = socket.recv_fds(manager, 4096, 1)
@@ -72,12 +72,12 @@ def test_what_is_stored_comes_back(manager: socket.socket, tmp_path: Path, monke
     monkeypatch.setenv("LISTEN_FDS", "3")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
     monkeypatch.setenv("LISTEN_FDNAMES", ":".join(names))
-    handed = notify.handed_over()
+    handed = notify.take_stored_descriptors()
     assert handed is not None
     fuse_fd, saved = handed
     assert saved == b'{"saved": 1}'
     assert os.fstat(fuse_fd).st_ino == os.fstat(stand_in).st_ino and not os.get_inheritable(fuse_fd)
-    assert notify.handed_over() is None, "taken once"
+    assert notify.take_stored_descriptors() is None, "taken once"
     for fd in (stand_in, fuse_fd, *kept.values()):
         os.close(fd)
 
@@ -86,4 +86,4 @@ def test_descriptors_for_another_process_are_not_taken(monkeypatch: pytest.Monke
     monkeypatch.setenv("LISTEN_FDS", "2")
     monkeypatch.setenv("LISTEN_PID", "1")
     monkeypatch.setenv("LISTEN_FDNAMES", f"{notify.FUSE_NAME}:{notify.SAVED_NAME}")
-    assert notify.handed_over() is None
+    assert notify.take_stored_descriptors() is None

@@ -10,15 +10,15 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.testing
-from ckptfs_daemon.file_operations import FileOperations
+from ckptfs_daemon.file_operations import FileHandlers
 from ckptfs_daemon.open_file import OpenFile
-from ckptfs_daemon.open_files import OpenFiles
+from ckptfs_daemon.open_files import OpenFileTable
 from local_node import Node
 
 from ckptfs.errors import TimedOut
 from ckptfs.model import Tier
 
-QUIET = cast(Any, SimpleNamespace(ring=lambda message: None))
+QUIET = cast(Any, SimpleNamespace(notify=lambda message: None))
 
 
 def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
@@ -26,9 +26,9 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
     node = Node(tmp_path)
     content = node.make(b"file", b"." * 8, closed=False)
     ram = node.places[Tier.RAM]
-    file = OpenFile(node.inode(content), content, ram, ram.open(content, os.O_RDWR), writable=True)
-    operations = FileOperations()
-    operations.context = cast(Any, SimpleNamespace(db=node.db, places=node.places, bell=QUIET))
+    file = OpenFile(node.inode(content), content, ram, ram.open(content, os.O_RDWR), is_writable=True)
+    operations = FileHandlers()
+    operations.context = cast(Any, SimpleNamespace(db=node.db, tiers=node.places, wake_channel=QUIET))
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(fd: int) -> None:
@@ -44,9 +44,9 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(lambda: operations._roomy(file, slow, long=True))
+                nursery.start_soon(lambda: operations.with_room(file, slow, long=True))
                 await trio.to_thread.run_sync(begun.wait)
-                nursery.start_soon(operations._roomy, file, full_once)
+                nursery.start_soon(operations.with_room, file, full_once)
                 await trio.testing.wait_all_tasks_blocked()
                 assert file.tier is Tier.RAM, "it waits for the thread"
                 go_on.set()
@@ -62,7 +62,7 @@ def test_another_descriptor_takes_the_number_of_the_former(tmp_path: Path) -> No
         (tmp_path / name).write_text(name)
     file = OpenFile(1, None, None, os.open(tmp_path / "one", os.O_RDONLY))
     number = file.fd
-    file.replace(os.open(tmp_path / "two", os.O_RDWR))
+    file.replace_fd(os.open(tmp_path / "two", os.O_RDWR))
     assert file.fd == number and os.pread(number, 9, 0) == b"two" and not os.get_inheritable(number)
     file.close()
     file.close()
@@ -73,14 +73,14 @@ def test_another_descriptor_takes_the_number_of_the_former(tmp_path: Path) -> No
 def test_open_files_on_a_pfs_that_hangs_are_waited_for_once(tmp_path: Path) -> None:
     """P8: a mount process with many of them starts in bounded time."""
     node = Node(tmp_path)
-    files = OpenFiles(node.db, node.places, None, QUIET)
+    files = OpenFileTable(node.db, node.places, None, QUIET)
     hangs = threading.Event()
 
     async def scenario() -> None:
         files._pfs_until_s = trio.current_time() + 0.1
         for _ in range(3):
             with pytest.raises(TimedOut):
-                await files._in_time(lambda: hangs.wait(60))
+                await files._run_on_pfs_until_deadline(lambda: hangs.wait(60))
 
     try:
         trio.run(scenario)

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import trio
 from ckptfs_daemon.edge import Request
-from ckptfs_daemon.open_files import OpenFiles
-from ckptfs_daemon.opening import Opening
-from ckptfs_daemon.wishes import Wish
+from ckptfs_daemon.open_files import OpenFileTable
+from ckptfs_daemon.opening import OpenAttempt
+from ckptfs_daemon.wishes import OpenRequest
 from local_node import Node
 
 from ckptfs import limits
@@ -27,12 +27,12 @@ class Opener:
 
     def __init__(self, root: Path) -> None:
         self.node = Node(root)
-        bell = cast(Any, SimpleNamespace(ring=lambda message: None))
-        self.files = OpenFiles(self.node.db, self.node.places, None, bell)
+        bell = cast(Any, SimpleNamespace(notify=lambda message: None))
+        self.files = OpenFileTable(self.node.db, self.node.places, None, bell)
         self.context = cast(
             Any,
             SimpleNamespace(
-                db=self.node.db, places=self.node.places, open_files=self.files, bell=bell, data_path=DataPath.BUFFERED, sharing=None
+                db=self.node.db, tiers=self.node.places, open_files=self.files, wake_channel=bell, data_path=DataPath.BUFFERED, shared_namespace=None
             ),
         )  # fmt: skip
         self.content = self.node.make(b"file", b"sealed")
@@ -44,7 +44,7 @@ class Opener:
 
     async def open(self, number: int, *, writer: bool) -> int:
         request = Request(number, False, False)
-        return (await Opening(self.context, Wish(self.inode, writer, writer, request)).run()).handle
+        return (await OpenAttempt(self.context, OpenRequest(self.inode, writer, writer, request)).run()).handle
 
 
 def refuse_writers(monkeypatch: pytest.MonkeyPatch, meanwhile: Any = None) -> None:
@@ -87,7 +87,7 @@ def test_a_truncation_whose_reader_leaves_meanwhile_leaves_the_old_content_to_be
     async def scenario() -> None:
         reader = await opener.open(2, writer=False)
         with monkeypatch.context() as patch:
-            refuse_writers(patch, lambda: opener.files.end(reader))
+            refuse_writers(patch, lambda: opener.files.release(reader))
             await opener.open(4, writer=True)
 
     trio.run(scenario)
@@ -103,8 +103,8 @@ def test_a_truncation_that_succeeds_stays_open_until_its_release(tmp_path: Path)
         await opener.open(2, writer=False)
         writer = await opener.open(4, writer=True)
         assert opener.node.state(opener.content) is ContentState.OPEN
-        opener.files.end(writer)
-        opener.files.flush()
+        opener.files.release(writer)
+        opener.files.commit_releases()
 
     trio.run(scenario)
     assert opener.node.state(opener.content) is ContentState.CLOSED and opener.node.data(opener.content) == b""
@@ -154,7 +154,7 @@ class Mover:
         self.asked: list[str] = []
         opener.node.db.run("DELETE FROM copy")
 
-    async def ask(self, kind: str, inode: int, argument: str = "", **bounds: object) -> str:
+    async def request(self, kind: str, inode: int, argument: str = "", **bounds: object) -> str:
         self.asked.append(kind)
         db = self._opener.node.db
         if self._comes:
@@ -173,7 +173,7 @@ def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: in
     """P9: on the node that wrote it too; and whoever opens it gets an answer."""
     opener = Opener(tmp_path)
     mover = Mover(opener, code, comes=comes)
-    opener.context.sharing, opener.context.asking = object(), mover
+    opener.context.sharing, opener.context.mover_client = object(), mover
     settling.set_state(opener.node.db, opener.content, ContentState.LOST)
 
     async def scenario() -> int:

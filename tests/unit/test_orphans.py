@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import trio
-from ckptfs_daemon.orphans import OrphanOperations
+from ckptfs_daemon.orphans import OrphanHandlers
 
 from ckptfs import limits
 from ckptfs.catalog import database, namespace
@@ -21,9 +21,9 @@ class World:
         self.db = Database(path / "catalog.db", journalled=False)
         self.kernel: set[int] = set()
         self.removed: list[int] = []
-        self.operations = OrphanOperations()
+        self.operations = OrphanHandlers()
         self.operations.context = SimpleNamespace(  # type: ignore[assignment]
-            db=self.db, open_files=SimpleNamespace(discard=self.removed.extend), bell=SimpleNamespace(ring=lambda _: True)
+            db=self.db, open_files=SimpleNamespace(delete_ram_files=self.removed.extend), wake_channel=SimpleNamespace(notify=lambda _: True)
         )
 
     def file(self, name: bytes) -> tuple[int, int]:
@@ -37,7 +37,7 @@ class World:
     def unlink(self, name: bytes) -> None:
         with self.db.transaction():
             inode = namespace.unlink(self.db, ROOT, name)
-        self.operations.unnamed(inode)
+        self.operations.track_orphan(inode)
 
     async def forget(self, *inodes: int) -> None:
         self.kernel.difference_update(inodes)
@@ -55,7 +55,7 @@ def run(world: World, story: Any) -> None:
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(world.operations.reap_forgotten, world.knows)
+            nursery.start_soon(world.operations.run_orphan_deletion, world.knows)
             with trio.fail_after(60):
                 await story()
             nursery.cancel_scope.cancel()

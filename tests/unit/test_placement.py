@@ -106,7 +106,9 @@ def test_ranks_of_a_clique_differ_by_the_jump(factor: int, jump: int) -> None:
     nodes = made(range(48))
     for block, lane in itertools.product(range(0, 48, factor * jump), range(jump)):
         group = [block + lane + place * jump for place in range(factor)]
-        assert [nodes.by_number[number].rank for number in (group[0] + 1, *numbers(choose_peers(nodes, group[0] + 1, factor, jump)))] == group
+        assert [
+            nodes.by_number[number].rank for number in (group[0] + 1, *numbers(choose_peers(nodes, group[0] + 1, factor, jump)))
+        ] == group
 
 
 def test_ranks_may_be_missing_equal_or_far_apart() -> None:

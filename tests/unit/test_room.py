@@ -28,7 +28,13 @@ def judged(
 @pytest.mark.parametrize(
     ("need", "ram", "nvme", "where", "words"),
     [
-        (CapacityNeed(40 * GIB, 1, 0), (80, 0), (0, 0), ("ram",), "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB that can be used"),
+        (
+            CapacityNeed(40 * GIB, 1, 0),
+            (80, 0),
+            (0, 0),
+            ("ram",),
+            "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB that can be used",
+        ),
         (CapacityNeed(40 * GIB, 1, 0), (79, 0), (1, 0), ("ram", "nvme"), "fits in RAM and NVMe"),
         (CapacityNeed(40 * GIB, 0, 0), (40, 0), (0, 0), ("ram",), "40.0 GiB x 1 generation)"),
         (CapacityNeed(40 * GIB, 1, 1), (160, 80), (0, 0), ("ram",), "160 GiB (40.0 GiB x 2 generations x 2 copies)"),
@@ -37,7 +43,9 @@ def judged(
         (CapacityNeed(40 * GIB, 1, 0), (79, 0), (0, 0), (), "which has 79.0 GiB that can be used; give ram= or nvme= more"),
     ],
 )
-def test_a_checkpoint_fits_or_not(need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int], where: tuple[str, ...], words: str) -> None:
+def test_a_checkpoint_fits_or_not(
+    need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int], where: tuple[str, ...], words: str
+) -> None:
     found = judged(need, ram, nvme)
     assert found.tier_names == where and words in found.sentence
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import trio
 import trio.testing
-from ckptfs_daemon.standing_in import StandingIn
+from ckptfs_daemon.standing_in import StandbyLease
 
 from ckptfs import limits
 from ckptfs.errors import StoreUnreachable
@@ -31,7 +31,7 @@ def play(act: Any) -> None:
 
     async def main() -> None:
         store = Store()
-        standing_in = StandingIn(store.keep_alive)
+        standing_in = StandbyLease(store.keep_alive)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(standing_in.run)
             await trio.testing.wait_all_tasks_blocked()
@@ -48,10 +48,10 @@ async def passed(clock: trio.testing.MockClock, seconds: float) -> None:
 
 
 def test_while_the_mover_keeps_the_lease_the_mount_does_not() -> None:
-    async def act(store: Store, standing_in: StandingIn, clock: trio.testing.MockClock) -> None:
+    async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
         await passed(clock, 100.0)
         for _ in range(20):
-            standing_in.kept(7)
+            standing_in.record_renewal(7)
             await passed(clock, limits.NODE_BEAT_S)
         assert store.kept == []
 
@@ -59,14 +59,14 @@ def test_while_the_mover_keeps_the_lease_the_mount_does_not() -> None:
 
 
 def test_when_it_is_silent_the_mount_does_until_it_speaks_again() -> None:
-    async def act(store: Store, standing_in: StandingIn, clock: trio.testing.MockClock) -> None:
-        standing_in.kept(7)
+    async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
+        standing_in.record_renewal(7)
         await passed(clock, limits.NODE_SILENT_S)
         store.answers = False  # An answer that does not come is no reason to give up.
         await passed(clock, limits.NODE_BEAT_S)
         store.answers = True
         await passed(clock, limits.NODE_BEAT_S)
-        standing_in.kept(8)
+        standing_in.record_renewal(8)
         await passed(clock, limits.NODE_BEAT_S)
         assert store.kept == [7, 7, 7]
         await passed(clock, limits.NODE_SILENT_S - limits.NODE_BEAT_S)
@@ -76,8 +76,8 @@ def test_when_it_is_silent_the_mount_does_until_it_speaks_again() -> None:
 
 
 def test_a_node_without_a_mover_does_not_live_for_ever() -> None:
-    async def act(store: Store, standing_in: StandingIn, clock: trio.testing.MockClock) -> None:
-        standing_in.kept(7)
+    async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
+        standing_in.record_renewal(7)
         await passed(clock, limits.NODE_STOOD_IN_FOR_S)
         for _ in range(20):
             await passed(clock, limits.NODE_BEAT_S)
@@ -87,9 +87,9 @@ def test_a_node_without_a_mover_does_not_live_for_ever() -> None:
 
 
 def test_a_lease_that_is_gone_is_left_alone() -> None:
-    async def act(store: Store, standing_in: StandingIn, clock: trio.testing.MockClock) -> None:
+    async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
         store.left_s = 0.0
-        standing_in.kept(7)
+        standing_in.record_renewal(7)
         await passed(clock, limits.NODE_SILENT_S)
         for _ in range(5):
             await passed(clock, limits.NODE_BEAT_S)

@@ -1,7 +1,7 @@
 """Rounds: one batch is told at a time, by one of those who wait for it."""
 
 import trio
-from ckptfs_daemon.store_calls import Rounds
+from ckptfs_daemon.store_calls import CommitRounds
 from trio.testing import wait_all_tasks_blocked
 
 
@@ -10,7 +10,7 @@ def test_one_round_at_a_time() -> None:
     events: list[str] = []
 
     async def main() -> None:
-        rounds, done = Rounds(), trio.Event()
+        rounds, done = CommitRounds(), trio.Event()
 
         async def act() -> None:
             events.append("begins")
@@ -18,18 +18,18 @@ def test_one_round_at_a_time() -> None:
             events.append("ends")
 
         async def come(name: str) -> None:
-            await rounds.one(act)
+            await rounds.run_or_wait(act)
             events.append(name)
 
         async def rest() -> None:
-            await rounds.rest()
+            await rounds.wait_idle()
             events.append("rest")
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(come, "early")
             await wait_all_tasks_blocked()
             assert events == []
-            rounds.end()
+            rounds.end_round()
             await wait_all_tasks_blocked()
             nursery.start_soon(come, "first")
             await wait_all_tasks_blocked()
@@ -37,7 +37,7 @@ def test_one_round_at_a_time() -> None:
             nursery.start_soon(rest)
             await wait_all_tasks_blocked()
             assert events == ["early", "begins"]
-            rounds.wake()
+            rounds.wake_waiters()
             await wait_all_tasks_blocked()
             assert events == ["early", "begins", "second"]
             done.set()
@@ -50,15 +50,15 @@ def test_a_round_that_fails_ends() -> None:
     """The next one may begin."""
 
     async def main() -> None:
-        rounds = Rounds()
-        rounds.end()
+        rounds = CommitRounds()
+        rounds.end_round()
 
         async def fails() -> None:
             raise ValueError
 
         for _ in range(2):
             try:
-                await rounds.one(fails)
+                await rounds.run_or_wait(fails)
             except ValueError:
                 continue
             raise AssertionError("it did nothing")

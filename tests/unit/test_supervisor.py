@@ -40,7 +40,7 @@ class World:
     def run(self, act: Callable[[], None] = lambda: None, *, resumed: bool = False) -> int:
         """The exit code; `act` runs in a thread."""
         made = Supervisor(
-            self.config, self.served, resumed=resumed, systemd=Systemd(), ready=ReadyPipe(self.ready_write),
+            self.config, self.served, is_resumed=resumed, systemd=Systemd(), ready_pipe=ReadyPipe(self.ready_write),
             new_child=lambda role: children.Child(role, [sys.executable, STAND_IN, str(self.script), role]),
         )  # fmt: skip
 
@@ -174,6 +174,6 @@ def test_what_systemd_kept_is_resumed(world: World) -> None:
 
 
 def test_a_connection_can_be_written_down_and_read_back(world: World) -> None:
-    assert connection.restored(world.fuse_fd, world.served.saved()) == world.served
+    assert connection.deserialize(world.fuse_fd, world.served.serialize()) == world.served
     with pytest.raises((ValueError, KeyError)):
-        connection.restored(world.fuse_fd, b'{"no": 1}')
+        connection.deserialize(world.fuse_fd, b'{"no": 1}')

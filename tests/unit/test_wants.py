@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from ckptfs_daemon.asking import Asking
+from ckptfs_daemon.asking import MoverClient
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from ckptfs import limits
@@ -22,7 +22,7 @@ class Rung:
     def __init__(self) -> None:
         self.messages: list[bytes] = []
 
-    def ring(self, message: bytes) -> None:
+    def notify(self, message: bytes) -> None:
         self.messages.append(message)
 
 
@@ -35,7 +35,17 @@ def db(tmp_path: Path) -> Database:
 def test_who_asks_the_same_shares_a_row(db: Database) -> None:
     first = wants.insert_request(db, wants.FETCH, 7)
     assert wants.insert_request(db, wants.FETCH, 7) == first
-    assert len({first, wants.insert_request(db, wants.FETCH, 8), wants.insert_request(db, wants.SCAN, 7), wants.insert_request(db, wants.FETCH, 7, wants.FOR_WRITING)}) == 4
+    assert (
+        len(
+            {
+                first,
+                wants.insert_request(db, wants.FETCH, 8),
+                wants.insert_request(db, wants.SCAN, 7),
+                wants.insert_request(db, wants.FETCH, 7, wants.FOR_WRITING),
+            }
+        )
+        == 4
+    )
     assert [want.id for want in wants.list_open(db, wants.FETCH)] == sorted(want.id for want in wants.list_open(db, wants.FETCH))
     wants.mark_done(db, first, wants.FETCHED)
     assert wants.insert_request(db, wants.FETCH, 7) != first, "an answer belongs to those who asked before it"
@@ -50,7 +60,9 @@ def test_an_answer_is_given_once(db: Database) -> None:
 
 
 def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    short, long, answered = (wants.insert_request(db, wants.SCAN, inode, wait_s=wait_s) for inode, wait_s in ((1, 1.0), (2, 1000.0), (3, 1000.0)))
+    short, long, answered = (
+        wants.insert_request(db, wants.SCAN, inode, wait_s=wait_s) for inode, wait_s in ((1, 1.0), (2, 1000.0), (3, 1000.0))
+    )
     wants.mark_done(db, answered)
     assert wants.delete_stale(db) == 0
     now = time.time_ns()
@@ -76,15 +88,15 @@ def test_until_told(db: Database) -> None:
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def asked(db: Database, answer: Callable[[Asking, int], None] | None, *, timeout_s: float = 20.0) -> tuple[str, Rung]:
+def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, timeout_s: float = 20.0) -> tuple[str, Rung]:
     """The answer of one want that `answer` gives once somebody waits for it, and what was rung."""
     bell = Rung()
-    asking = Asking(db, bell)
+    asking = MoverClient(db, bell)
     results: list[str] = []
 
     async def main() -> None:
         async def ask() -> None:
-            results.append(await asking.ask(wants.FETCH, 7, timeout_s=timeout_s))
+            results.append(await asking.request(wants.FETCH, 7, timeout_s=timeout_s))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -97,9 +109,9 @@ def asked(db: Database, answer: Callable[[Asking, int], None] | None, *, timeout
 
 
 def test_the_answer_wakes_who_waits(db: Database) -> None:
-    def answer(asking: Asking, want: int) -> None:
+    def answer(asking: MoverClient, want: int) -> None:
         wants.mark_done(db, want, wants.DIRECT)
-        asking.answered()
+        asking.wake_waiters()
 
     result, bell = asked(db, answer)
     assert result == wants.DIRECT and bell.messages[0] == b"!fetch"
@@ -117,10 +129,10 @@ def test_a_failure_is_raised(db: Database) -> None:
 
 
 def test_a_row_that_was_swept_is_asked_again(db: Database) -> None:
-    def answer(asking: Asking, want: int) -> None:
+    def answer(asking: MoverClient, want: int) -> None:
         db.run("DELETE FROM want")
         db.run("CREATE TRIGGER answer_at_once AFTER INSERT ON want BEGIN UPDATE want SET state = 1, result = 'here' WHERE id = NEW.id; END")
-        asking.answered()
+        asking.wake_waiters()
 
     assert asked(db, answer)[0] == wants.FETCHED
 
@@ -131,7 +143,7 @@ def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monk
     rings = []
 
     class Clock(Rung):
-        def ring(self, message: bytes) -> None:
+        def notify(self, message: bytes) -> None:
             rings.append(message)
             clock[0] += int(limits.WANT_LOOK_S * 1e9)
             if len(rings) == 5:
@@ -139,5 +151,5 @@ def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monk
 
     monkeypatch.setattr(time, "time_ns", lambda: clock[0])
     with pytest.raises(TimedOut):
-        trio.run(lambda: Asking(db, Clock()).ask(wants.FETCH, 7, timeout_s=10.0), clock=MockClock(autojump_threshold=0))
+        trio.run(lambda: MoverClient(db, Clock()).request(wants.FETCH, 7, timeout_s=10.0), clock=MockClock(autojump_threshold=0))
     assert 13 <= len(rings) <= 16

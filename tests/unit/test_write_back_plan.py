@@ -188,7 +188,12 @@ def test_what_lies_in_a_directory_of_this_batch_begins_the_next_one(planner: Pla
 
 
 def test_second_names_are_links_to_what_the_batch_makes(planner: Planner) -> None:
-    for row in (make(1, 7, b"a"), JournalRow(2, "link", 7, ROOT, b"b", mode=FILE), content(3, 7), JournalRow(4, "link", 7, ROOT, b"c", mode=FILE)):
+    for row in (
+        make(1, 7, b"a"),
+        JournalRow(2, "link", 7, ROOT, b"b", mode=FILE),
+        content(3, 7),
+        JournalRow(4, "link", 7, ROOT, b"c", mode=FILE),
+    ):
         assert planner.take(row)
     assert acts(planner) == [("put", 7, b"a"), ("link", 7, b"b"), ("link", 7, b"c")]
     assert len({action.fingerprint for action in planner.actions}) == 1

@@ -59,7 +59,9 @@ class Endpoint:
     def start_call(self, call: str, request: object, timeout_s: float, wait_for_ready: bool) -> "grpc.Future[Any]":
         """Send a request; `patient`: wait for a connection where there is none."""
         self._keep_idle_stream()
-        pending: grpc.Future[Any] = self.calls[call].future(request, timeout=timeout_s, metadata=CALL_METADATA, wait_for_ready=wait_for_ready)
+        pending: grpc.Future[Any] = self.calls[call].future(
+            request, timeout=timeout_s, metadata=CALL_METADATA, wait_for_ready=wait_for_ready
+        )
         return pending
 
     def _keep_idle_stream(self) -> None:

@@ -17,7 +17,12 @@ _RELATIONS = {
     "<": pb.Compare.CompareResult.LESS,
     ">": pb.Compare.CompareResult.GREATER,
 }
-_TARGETS = {CompareTarget.VERSION: "version", CompareTarget.CREATE: "create_revision", CompareTarget.MOD: "mod_revision", CompareTarget.VALUE: "value"}
+_TARGETS = {
+    CompareTarget.VERSION: "version",
+    CompareTarget.CREATE: "create_revision",
+    CompareTarget.MOD: "mod_revision",
+    CompareTarget.VALUE: "value",
+}
 # The connection broke, the member stops or has no leader, or was too slow: another try may be answered.
 _TRANSIENT_CODES = {
     grpc.StatusCode.UNAVAILABLE,

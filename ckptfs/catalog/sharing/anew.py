@@ -58,7 +58,9 @@ class RebuildResolver(ReintegrationResolver):
 
     def resolve(self) -> CommitResult:
         """Names that were read to be compared are not taken over."""
-        self._values_to_compare = {key: one for key, one in {**self._extra_values, **self._store_values}.items() if key.kind in (NAME, PFS_NAME)}
+        self._values_to_compare = {
+            key: one for key, one in {**self._extra_values, **self._store_values}.items() if key.kind in (NAME, PFS_NAME)
+        }
         self._extra_values = {key: one for key, one in self._extra_values.items() if key.kind not in (NAME, PFS_NAME)}
         return super().resolve()
 

@@ -40,7 +40,9 @@ class RecentDeletes:
         return store_value.read_revision < self._deleted.get(key, 0)
 
 
-def list_new_values(db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes) -> dict[SharedKey, StoreValue]:
+def list_new_values(
+    db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes
+) -> dict[SharedKey, StoreValue]:
     """What of it is not known yet and may be taken over."""
     return {key: one for key, one in store_values.items() if _is_new(db, key, one, recent_deletes)}
 
@@ -53,7 +55,9 @@ def _is_new(db: Database, key: SharedKey, store_value: StoreValue, recent_delete
     return newer and not recent_deletes.is_outdated(key, store_value) and not touching.is_dirty(db, key)
 
 
-def apply_values(db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes, open_inodes: Container[int] = ()) -> list[int]:
+def apply_values(
+    db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes, open_inodes: Container[int] = ()
+) -> list[int]:
     """Make the rows say what the store says; `written` are inodes that are open for writing here. Inodes that have no name any more.
 
     Names come last, so that none leads to an inode that is not there.
@@ -69,7 +73,9 @@ def apply_values(db: Database, store_values: Mapping[SharedKey, StoreValue], rec
     return nameless
 
 
-def apply_value(db: Database, key: SharedKey, now: CachedValue, read_revision: int, recent_deletes: RecentDeletes, open_inodes: Container[int] = ()) -> None:
+def apply_value(
+    db: Database, key: SharedKey, now: CachedValue, read_revision: int, recent_deletes: RecentDeletes, open_inodes: Container[int] = ()
+) -> None:
     """One key, without asking anything."""
     value = now.fields
     if value is None:

@@ -51,7 +51,9 @@ class StoreTransaction:
         """What must hold."""
         revisions = [Compare(kinds.encode_key(key), CompareTarget.MOD, "=", revision) for key, revision in self.expected_revisions.items()]
         there = [Compare(kinds.encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_directories]
-        empty = [Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(_build_names_prefix, self.required_empty)]
+        empty = [
+            Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(_build_names_prefix, self.required_empty)
+        ]
         return revisions + there + empty
 
     def build_changes(self) -> list[Operation]:
@@ -61,7 +63,11 @@ class StoreTransaction:
             raw = kinds.encode_key(key)
             done.append(Delete(raw) if value is None else Put(raw, value))
         once = {operation.key for operation in done}
-        return [*done, *(operation for operation in self.extra_deletes if operation.key not in once), Put(kinds.encode_key(self.marker_key), self.build_marker())]
+        return [
+            *done,
+            *(operation for operation in self.extra_deletes if operation.key not in once),
+            Put(kinds.encode_key(self.marker_key), self.build_marker()),
+        ]
 
     def build_marker(self) -> bytes:
         """What this node's own key holds: which keys the transaction deleted, for a process that has to find out whether it passed."""
@@ -71,7 +77,9 @@ class StoreTransaction:
     def build_conflict_gets(self) -> list[Get]:
         """What is read when it does not hold: everything that was compared, and this node's own last transaction first."""
         keys = [self.marker_key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
-        return [Get(kinds.encode_key(key)) for key in keys] + [Get(names, prefix_end(names), limit=1) for names in map(_build_names_prefix, self.required_empty)]
+        return [Get(kinds.encode_key(key)) for key in keys] + [
+            Get(names, prefix_end(names), limit=1) for names in map(_build_names_prefix, self.required_empty)
+        ]
 
     def list_conflict_keys(self) -> list[SharedKey]:
         """The keys of `otherwise`, without the ranges."""
@@ -80,7 +88,10 @@ class StoreTransaction:
     @property
     def operation_count(self) -> int:
         """Of which there may be limits.ETCD_OPERATIONS_MAX."""
-        return max(len(self.new_values) + len(self.extra_deletes) + 1, len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1)
+        return max(
+            len(self.new_values) + len(self.extra_deletes) + 1,
+            len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1,
+        )
 
 
 def build_transaction(db: Database, number: int) -> StoreTransaction | None:
@@ -145,7 +156,9 @@ class _TransactionBuilder:
     def _add_change(self, keys: list[SharedKey]) -> bool:
         """Take one change along. False: it does not fit any more; a change that is too large for any transaction goes in parts."""
         before = _copy_transaction(self._transaction)
-        new = self._keys_of_change = [key for key in keys if key not in self._transaction.new_values or key in self._transaction.deleted_later]
+        new = self._keys_of_change = [
+            key for key in keys if key not in self._transaction.new_values or key in self._transaction.deleted_later
+        ]
         for key in new:
             self._add_key(key)
         if not self._is_full():
@@ -169,7 +182,8 @@ class _TransactionBuilder:
         if inside and len(transaction.new_values) > 1:
             return True
         return len(transaction.new_values) > 1 and (
-            transaction.operation_count > limits.ETCD_OPERATIONS_MAX or transaction.size_bytes > limits.ETCD_REQUEST_BYTES_MAX - 64 * limits.KIB
+            transaction.operation_count > limits.ETCD_OPERATIONS_MAX
+            or transaction.size_bytes > limits.ETCD_REQUEST_BYTES_MAX - 64 * limits.KIB
         )
 
     def _add_key(self, key: SharedKey) -> None:

@@ -34,7 +34,9 @@ def _refresh_batch(db: Database, store: Store, directory: int, names: Sequence[b
     more = [SharedKey(kind, inode) for inode in sorted(subjects - {0}) for kind in (INODE, PFS_STATE)]
     if more:
         told |= reading.parse_outcome(more, store.read(reading.build_gets(more)))
-    applying.apply_values(db, {key: one for key, one in told.items() if key.kind in {PFS_NAME, PFS_STATE} or one.value.raw is not None}, RecentDeletes())
+    applying.apply_values(
+        db, {key: one for key, one in told.items() if key.kind in {PFS_NAME, PFS_STATE} or one.value.raw is not None}, RecentDeletes()
+    )
     return {name for name in names if _is_changed_elsewhere(db, told, directory, name)}
 
 

@@ -33,8 +33,14 @@ def list_pfs_name_keys(batch: PfsBatch) -> list[SharedKey]:
 
 def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
     """Of what it changes what the PFS shows of them."""
-    now = {show.inode for show in batch.expected_entries if show.inode is not None} | {row.inode for row in batch.published_rows} | set(batch.inodes_with_set_attributes)
-    before = {db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", key.number, key.name) for key in list_pfs_name_keys(batch)}
+    now = (
+        {show.inode for show in batch.expected_entries if show.inode is not None}
+        | {row.inode for row in batch.published_rows}
+        | set(batch.inodes_with_set_attributes)
+    )
+    before = {
+        db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", key.number, key.name) for key in list_pfs_name_keys(batch)
+    }
     return {inode for inode in now | before if inode}
 
 
@@ -46,7 +52,10 @@ def publish_intents(db: Database, store: Store, snapshot: StoreSnapshot, batch: 
         if show.inode is not None and snapshot.get_child((show.location.parent, show.location.name)) == show.inode:
             compares.append(_build_unchanged_compare(snapshot, SharedKey(NAME, show.location.parent, show.location.name)))
     mine = {"by": identity.get_node_number(db), "of": instance, "batch": batch.last_seq}
-    values = {key: _build_intent(db, batch, key) | mine if key.kind == PFS_NAME else (snapshot.get_value(key) or {"names": []}) | mine for key in keys}
+    values = {
+        key: _build_intent(db, batch, key) | mine if key.kind == PFS_NAME else (snapshot.get_value(key) or {"names": []}) | mine
+        for key in keys
+    }
     changes = [Put(kinds.encode_key(key), kinds.encode_fields(value)) for key, value in values.items()]
     outcome = store.commit(compares, changes, reading.build_gets(keys))
     if outcome.succeeded:
@@ -100,7 +109,9 @@ def complete_intents(db: Database, store: Store, batch: PfsBatch, found: FoundBy
     changes: list[Operation] = []
     for key, value in values.items():
         changes.append(Delete(kinds.encode_key(key)) if value is None else Put(kinds.encode_key(key), value))
-    compares = [Compare(kinds.encode_key(key), CompareTarget.MOD, "=", seen.get_cached(db, key).revision) for key in list_pfs_name_keys(batch)]
+    compares = [
+        Compare(kinds.encode_key(key), CompareTarget.MOD, "=", seen.get_cached(db, key).revision) for key in list_pfs_name_keys(batch)
+    ]
     attributes = [SharedKey(INODE, inode) for inode in sorted(subjects)]
     outcome = store.commit(compares, [*changes, *reading.build_gets(attributes)], reading.build_gets(keys))
     if outcome.succeeded:
@@ -141,7 +152,9 @@ def resolve_abandoned_intent(store: Store, key: SharedKey, cached: CachedValue, 
     name = [key.number, key.name.decode("latin-1")]
     done = found == (value.get("ino") if after else None)
     shows = after if done else before
-    changes: list[Operation] = [Put(kinds.encode_key(key), kinds.encode_fields({"inode": shows})) if shows else Delete(kinds.encode_key(key))]
+    changes: list[Operation] = [
+        Put(kinds.encode_key(key), kinds.encode_fields({"inode": shows})) if shows else Delete(kinds.encode_key(key))
+    ]
     compares = [Compare(kinds.encode_key(key), CompareTarget.MOD, "=", cached.revision)]
     subjects = [SharedKey(PFS_STATE, inode) for inode in sorted({before, after} - {0})]
     for subject, one in reading.parse_outcome(subjects, store.read(reading.build_gets(subjects))).items():

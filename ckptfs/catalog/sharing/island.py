@@ -24,7 +24,11 @@ from ckptfs.model import ROOT
 
 def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue]) -> list[SharedKey]:
     """What else must be read before a refusal is settled: what the names lead to that others made, and who wrote what is known here."""
-    made = [key for key in reading.list_missing_keys(db, {key: one for key, one in store_values.items() if key.kind == NAME}) if key.kind != CONTENT]
+    made = [
+        key
+        for key in reading.list_missing_keys(db, {key: one for key, one in store_values.items() if key.kind == NAME})
+        if key.kind != CONTENT
+    ]
     held = {SharedKey(CONTENT, (one.value.fields or {}).get("content") or 0) for key, one in store_values.items() if key.kind == INODE}
     return made + [key for key in sorted(held) if key not in store_values and seen.get_cached(db, key).revision]
 
@@ -72,7 +76,9 @@ class ReintegrationResolver(ConflictResolver):
     def _handle_difference(self, key: SharedKey, store_value: StoreValue) -> None:
         if key.kind != NAME or key not in self._transaction.new_values:
             super()._handle_difference(key, store_value)
-        elif self._is_moved_by_both(self._get_store_child(key)) or not (self._get_local_child(key) or self._get_store_child(key) in self._restored_inodes):
+        elif self._is_moved_by_both(self._get_store_child(key)) or not (
+            self._get_local_child(key) or self._get_store_child(key) in self._restored_inodes
+        ):
             self._contested_names.add(key)
         else:
             self._conflicting_names[key] = store_value.value
@@ -92,7 +98,11 @@ class ReintegrationResolver(ConflictResolver):
 
     def _revert_contested(self) -> None:
         """What is back where it was finds its place taken by what comes back: that goes beside it."""
-        taken = [(key, self._get_store_child(key)) for key in touching.list_dirty_names(self._db) if self._get_local_child(key) in self._restored_inodes]
+        taken = [
+            (key, self._get_store_child(key))
+            for key in touching.list_dirty_names(self._db)
+            if self._get_local_child(key) in self._restored_inodes
+        ]
         super()._revert_contested()
         for key, there in taken:
             if not there or there in self._restored_inodes or there in self._deleted_inodes or not self._is_alive(there):
@@ -231,7 +241,10 @@ class ReintegrationResolver(ConflictResolver):
             if directory == other:
                 return True
             passed.add(directory)
-            told, before = self._store_values.get(SharedKey(INODE, directory)), seen.get_cached(self._db, SharedKey(INODE, directory)).fields
+            told, before = (
+                self._store_values.get(SharedKey(INODE, directory)),
+                seen.get_cached(self._db, SharedKey(INODE, directory)).fields,
+            )
             theirs = None if told is None else told.value.fields
             if theirs is not None and before is not None and theirs["parent"] != before["parent"]:
                 directory = theirs["parent"]
@@ -259,9 +272,14 @@ class ReintegrationResolver(ConflictResolver):
             return False
         if content is not None and self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
             return False
-        now, before = kinds.get_value(self._db, SharedKey(INODE, inode)) or {}, seen.get_cached(self._db, SharedKey(INODE, inode)).fields or {}
+        now, before = (
+            kinds.get_value(self._db, SharedKey(INODE, inode)) or {},
+            seen.get_cached(self._db, SharedKey(INODE, inode)).fields or {},
+        )
         written = any(now.get(name) != before.get(name) for name in merging.CONTENT_FIELDS)
-        return written or any(self._get_local_child(key) == inode != self._get_store_child(key) for key in touching.list_dirty_names(self._db))
+        return written or any(
+            self._get_local_child(key) == inode != self._get_store_child(key) for key in touching.list_dirty_names(self._db)
+        )
 
     def _restore_deleted(self, inode: int, *, directory: bool) -> None:
         self._restored_inodes.add(inode)
@@ -270,7 +288,9 @@ class ReintegrationResolver(ConflictResolver):
         self._mark_unpublished([*keys, *([] if content is None else [SharedKey(CONTENT, content)])])
         for key in touching.list_dirty_names(self._db):
             if self._get_store_child(key) == inode != self._get_local_child(key):
-                seen.set_cached(self._db, key, seen.ABSENT)  # What it was called there went with it: whose that name is now is no matter of its.
+                seen.set_cached(
+                    self._db, key, seen.ABSENT
+                )  # What it was called there went with it: whose that name is now is no matter of its.
         if directory:
             self._delete_clean_names(inode)
             self._delete_stale_names(inode)
@@ -323,7 +343,14 @@ class ReintegrationResolver(ConflictResolver):
     def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
         base, ours, theirs = seen.get_cached(self._db, key).fields, kinds.get_value(self._db, key), now.fields
         wrote = merging.is_written_by_both(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
-        if wrote and base and ours and theirs and not self._is_written_here_only(base, ours, theirs) and self._split_file(key, ours, theirs):
+        if (
+            wrote
+            and base
+            and ours
+            and theirs
+            and not self._is_written_here_only(base, ours, theirs)
+            and self._split_file(key, ours, theirs)
+        ):
             kinds.write_value(self._db, key, theirs)
             seen.set_cached(self._db, key, now)
         else:
@@ -333,7 +360,12 @@ class ReintegrationResolver(ConflictResolver):
         """A directory that was replaced here lives on where others had moved it: the name that it lost here they had taken away before."""
         key = SharedKey(INODE, child)
         there = seen.get_cached(self._db, key).fields
-        if there is None or "names" in there or child in self._deleted_inodes | self._restored_inodes or (now.fields or {}).get("child") == child:
+        if (
+            there is None
+            or "names" in there
+            or child in self._deleted_inodes | self._restored_inodes
+            or (now.fields or {}).get("child") == child
+        ):
             return
         if kinds.get_value(self._db, key) is None:
             kinds.write_value(self._db, key, there)

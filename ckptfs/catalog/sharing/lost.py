@@ -42,7 +42,8 @@ _MARK_ALL_DIRTY = [
     _INSERT_DIRTY + "SELECT (SELECT max(change) FROM walk) + row_number() OVER (ORDER BY kind), kind, number, name FROM lost_key l"
     " WHERE kind IN ('c', 'f', 'x')"
     f" AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE {_SAME_KEY_SQL.format('l')})",
-    _INSERT_DIRTY + f"SELECT (SELECT max(change) FROM touched_key) + seq, 'j', {touching.ROW_NODE_SQL}, {touching.ROW_NAME_SQL.format('journal')}"
+    _INSERT_DIRTY
+    + f"SELECT (SELECT max(change) FROM touched_key) + seq, 'j', {touching.ROW_NODE_SQL}, {touching.ROW_NAME_SQL.format('journal')}"
     " FROM journal",
 ]
 
@@ -65,7 +66,9 @@ def begin_rebuild(db: Database, value: bytes, first_revision: int) -> None:
         for statement in (*_WALK_STATEMENTS, *_MARK_ALL_DIRTY):
             db.run(statement)
         db.run("DELETE FROM walk")
-        db.run(f"UPDATE lost_key SET change = coalesce((SELECT max(change) FROM touched_key t WHERE {_SAME_KEY_SQL.format('lost_key')}), 0)")
+        db.run(
+            f"UPDATE lost_key SET change = coalesce((SELECT max(change) FROM touched_key t WHERE {_SAME_KEY_SQL.format('lost_key')}), 0)"
+        )
         db.run(f"UPDATE content SET told = 2 WHERE peer = 1 AND state = 2 AND {HAS_GOOD_COPY}")
         epoch.record_epoch(db, value, first_revision, time.time_ns())
 

@@ -17,7 +17,9 @@ from ckptfs.catalog.sharing.seen import CachedValue
 from ckptfs.catalog.store import Outcome
 
 
-def record_commit(db: Database, transaction: StoreTransaction, revision: int, recent_deletes: RecentDeletes, *, recount_links: bool = False) -> CommitResult:
+def record_commit(
+    db: Database, transaction: StoreTransaction, revision: int, recent_deletes: RecentDeletes, *, recount_links: bool = False
+) -> CommitResult:
     """The store has taken the batch, at this revision; 0: there was nothing that it had to take. `recount`: links may be wrong here."""
     with touching.change_unmarked(db):
         seen.set_cached_each(db, ((key, CachedValue(revision, value)) for key, value in transaction.new_values.items()))
@@ -66,7 +68,13 @@ def recover_lost_answer(db: Database, own: StoreValue, sent: StoreTransaction | 
     return CommitResult(False)
 
 
-def resolve_conflict(db: Database, transaction: StoreTransaction, outcome: Outcome, recent_deletes: RecentDeletes, resolver_class: Callable[..., ConflictResolver] = ConflictResolver) -> CommitResult:
+def resolve_conflict(
+    db: Database,
+    transaction: StoreTransaction,
+    outcome: Outcome,
+    recent_deletes: RecentDeletes,
+    resolver_class: Callable[..., ConflictResolver] = ConflictResolver,
+) -> CommitResult:
     """Some of what the batch compared was not so. `settling`: who settles it."""
     keys = transaction.list_conflict_keys()
     told = reading.parse_outcome(keys, outcome)

@@ -102,7 +102,9 @@ def build_page_get(directory: int, after: bytes, at_most: int) -> Get:
     return Get(names + b"\0" if after else names, prefix_end(kinds.build_names_prefix(directory)), limit=at_most)
 
 
-def parse_page(db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
+def parse_page(
+    db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome
+) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
     """What a page says, of names that are gone too; and the name after which the next one begins, None: there is none."""
     items = outcome.results[0]
     found = {kinds.decode_key(item.key): StoreValue(outcome.revision, CachedValue(item.mod_revision, item.value)) for item in items}

@@ -28,7 +28,14 @@ class CommitResult:
 class ConflictResolver:
     """One refused batch on its way. Inside `touching.applying`."""
 
-    def __init__(self, db: Database, transaction: StoreTransaction, store_values: dict[SharedKey, StoreValue], read_revision: int, recent_deletes: RecentDeletes) -> None:
+    def __init__(
+        self,
+        db: Database,
+        transaction: StoreTransaction,
+        store_values: dict[SharedKey, StoreValue],
+        read_revision: int,
+        recent_deletes: RecentDeletes,
+    ) -> None:
         self._db = db
         self._transaction = transaction
         self._store_values = store_values
@@ -92,7 +99,9 @@ class ConflictResolver:
             merged = merging.merge_values(key.kind, base, ours, theirs, is_writing=writing)
             if "names" in merged:
                 merged["names"] = [
-                    name for name in merged["names"] if not self._is_name_removed_here(key.number, SharedKey(NAME, name[0], name[1].encode("latin-1")))
+                    name
+                    for name in merged["names"]
+                    if not self._is_name_removed_here(key.number, SharedKey(NAME, name[0], name[1].encode("latin-1")))
                 ]
             if key.kind == INODE and merging.must_yield_to_remote(ours, theirs, merged):
                 holding.yield_to_remote(self._db, merged["content"], merged["generation"])
@@ -161,7 +170,9 @@ class ConflictResolver:
         while True:
             children = {child for key in reverting for child in (self._get_local_child(key), self._get_store_child(key)) if child}
             more = {
-                key for key in touched if {self._get_local_child(key), self._get_store_child(key)} & children or key.number in self._list_new_inodes(children)
+                key
+                for key in touched
+                if {self._get_local_child(key), self._get_store_child(key)} & children or key.number in self._list_new_inodes(children)
             } - reverting
             if not more:
                 break

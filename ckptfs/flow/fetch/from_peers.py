@@ -56,7 +56,13 @@ class FromPeers:
         shared = self._refresh(number)
         settling.mark_found(self._db, number)
         found = fetching.load_fetch_state(self._db, inode)
-        if found is None or found.has_local_copy or found.content is None or not found.content.is_remote or found.content.state is not ContentState.CLOSED:
+        if (
+            found is None
+            or found.has_local_copy
+            or found.content is None
+            or not found.content.is_remote
+            or found.content.state is not ContentState.CLOSED
+        ):
             return found
         progress()
         if shared is None or shared.writer is None:

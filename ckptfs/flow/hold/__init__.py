@@ -293,9 +293,9 @@ class Hold:
             except FileNotFoundError:
                 continue
             if settling.is_unchanged(self._db, known):
-                return OpenCopy(number, known.inode, known.generation, known.size, known.digest, known.block_digests or b"", fd), self._places[
-                    copy.tier
-                ]
+                return OpenCopy(
+                    number, known.inode, known.generation, known.size, known.digest, known.block_digests or b"", fd
+                ), self._places[copy.tier]
             os.close(fd)
         raise _not_here(known, f"no copy of content {number} is here")
 

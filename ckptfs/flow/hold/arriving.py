@@ -70,7 +70,11 @@ class Arriving:
         self._present = {number: known for number, known in self._present.items() if number < len(digests)}
         buffer = _Buffer()
         for number in sorted(self._doubtful):
-            if number < len(digests) and digests[number] != UNKNOWN_BLOCK and digest.hash_block(buffer.read(self.fd, number)) == digests[number]:
+            if (
+                number < len(digests)
+                and digests[number] != UNKNOWN_BLOCK
+                and digest.hash_block(buffer.read(self.fd, number)) == digests[number]
+            ):
                 self._present[number] = digests[number]
         self._doubtful = set()
         if self.fresh:

@@ -114,7 +114,11 @@ class Replicate:
                 former.expire_previous(self._db, content)
             return
         avoided = self._avoiding.nodes(content.id)
-        for node in placement.choose_new_holders(self._without(world, avoided), has, around.node_number, around.factor, around.jump) if avoided else wanted:
+        for node in (
+            placement.choose_new_holders(self._without(world, avoided), has, around.node_number, around.factor, around.jump)
+            if avoided
+            else wanted
+        ):
             if node.number not in has:
                 self._queues.put(node, content, tier)
 

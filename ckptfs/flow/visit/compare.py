@@ -126,7 +126,11 @@ class Comparison:
         if self._blank:
             return batch
         with self._db.read_transaction():
-            return [seen for seen in batch if visits.choose_verdict(seen, visits.get_known_name(self._db, self._directory, seen.name)) is not ScanVerdict.SAME]
+            return [
+                seen
+                for seen in batch
+                if visits.choose_verdict(seen, visits.get_known_name(self._db, self._directory, seen.name)) is not ScanVerdict.SAME
+            ]
 
     def _take(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
         """Take over what differs; what stands where a directory was is left, and returned."""

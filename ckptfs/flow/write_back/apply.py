@@ -63,7 +63,12 @@ class Applier:
         self._db = db
         self._tree = tree
         self._batch = batch
-        self._ours = {mark.ino for action in batch.actions for mark in (action.fingerprint, action.replaced_fingerprint) if mark is not None and mark.ino}
+        self._ours = {
+            mark.ino
+            for action in batch.actions
+            for mark in (action.fingerprint, action.replaced_fingerprint)
+            if mark is not None and mark.ino
+        }
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current: PfsAction | None = None
 
@@ -80,7 +85,11 @@ class Applier:
         for path in self._directories:
             with contextlib.suppress(NotThere):
                 self._persist(path)
-        return {(show.location.parent, show.location.name): self._see(show.location, show.fingerprint) for show in self._batch.expected_entries if show.inode is not None}
+        return {
+            (show.location.parent, show.location.name): self._see(show.location, show.fingerprint)
+            for show in self._batch.expected_entries
+            if show.inode is not None
+        }
 
     def _do(self, action: PfsAction) -> None:
         {
@@ -120,7 +129,10 @@ class Applier:
 
     def _link(self, action: PfsAction) -> None:
         assert action.new_location is not None
-        source, target = look(self._fd(action.location), action.location.name), look(self._fd(action.new_location), action.new_location.name)
+        source, target = (
+            look(self._fd(action.location), action.location.name),
+            look(self._fd(action.new_location), action.new_location.name),
+        )
         if not self._is(source, action.fingerprint) or (target is not None and source is not None and target.st_ino == source.st_ino):
             return
         with contextlib.suppress(FileNotFoundError):
@@ -196,7 +208,12 @@ class Applier:
             except OSError as failure:
                 if failure.errno not in _NO_EXCHANGE:
                     raise
-                self._rename("write_back:move", action.location, action.location.name, PfsLocation(action.location.parent, action.temporary, action.location.path))
+                self._rename(
+                    "write_back:move",
+                    action.location,
+                    action.location.name,
+                    PfsLocation(action.location.parent, action.temporary, action.location.path),
+                )
                 self._finish_three(action, other)
         self._tree.forget()
 
@@ -228,7 +245,9 @@ class Applier:
                 raise
             if self._shared and _only_temporaries(self._fd(action.location), action.location.name):
                 raise Busy("another node is making something in a directory that goes") from failure
-            log.warning("%s was removed here, but holds somebody else's files on the PFS; it stays there", os.fsdecode(action.location.name))
+            log.warning(
+                "%s was removed here, but holds somebody else's files on the PFS; it stays there", os.fsdecode(action.location.name)
+            )
         self._tree.forget()
 
     def _attributes(self, action: PfsAction) -> None:

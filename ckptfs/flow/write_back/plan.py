@@ -150,7 +150,9 @@ class Planner:
         """Plan that `name` shows what `put` makes; how it is recognised then."""
         key = self._next_key()
         mark = Fingerprint(-key)
-        self.actions.append(PfsAction("put", key, put.inode, spot, mark, replaced_fingerprint=self._mark(name), temporary=self._temporary(key)))
+        self.actions.append(
+            PfsAction("put", key, put.inode, spot, mark, replaced_fingerprint=self._mark(name), temporary=self._temporary(key))
+        )
         self.puts[key] = put
         self._rewritten.add(put.inode)
         self._bytes += put.content.size if put.content is not None else 0
@@ -239,7 +241,9 @@ class Planner:
             self.view.set_pending(*new, row.inode)
             return True
         key = self._next_key()
-        self.actions.append(PfsAction("move", key, row.inode, at, self._mark(name) or Fingerprint(), to, self._mark(new), self._temporary(key)))
+        self.actions.append(
+            PfsAction("move", key, row.inode, at, self._mark(name) or Fingerprint(), to, self._mark(new), self._temporary(key))
+        )
         self.view.delete_entry(*name)
         self.view.set_entry(*new, shown)
         return True

@@ -39,7 +39,14 @@ class SharedPlanner(Planner):
     puts_max = PUTS_MAX
 
     def __init__(
-        self, db: Database, view: PfsView, facts: Facts, temporary: Callable[[int], bytes], truth: StoreSnapshot, here: int, lost: Container[int] = ()
+        self,
+        db: Database,
+        view: PfsView,
+        facts: Facts,
+        temporary: Callable[[int], bytes],
+        truth: StoreSnapshot,
+        here: int,
+        lost: Container[int] = (),
     ) -> None:
         """`lost`: contents that nobody has."""
         super().__init__(view, facts, temporary)
@@ -152,7 +159,11 @@ class SharedPlanner(Planner):
     def _shared_content(self, row: JournalRow) -> bool:
         """A content is published by the node that wrote it, or that took over from it; under the names that the file has by then."""
         content, truth = row.content or 0, self._truth
-        if not truth.is_alive(row.inode) or truth.get_content_id(row.inode) != content or truth.get_writer(content) not in {0, self._here, row.origin}:
+        if (
+            not truth.is_alive(row.inode)
+            or truth.get_content_id(row.inode) != content
+            or truth.get_writer(content) not in {0, self._here, row.origin}
+        ):
             return True
         known = self._facts.content(content)
         if known is not None and known.is_remote and known.state is not ContentState.SEALED:

@@ -228,7 +228,9 @@ class Stager:
 
     def _fill_early(self, fd: int, content: Content) -> transfer.Digested:
         """Copy what the seal lane reads for its digest at the same time, and wait for that."""
-        tiers = [copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places]
+        tiers = [
+            copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places
+        ]
         if not tiers:
             raise Unsealed("it has no copy that can be read")
         try:
@@ -285,7 +287,9 @@ class Stager:
 
         Read twice and found equal, every byte had its value in the moment between the two readings.
         """
-        copies = [copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places]
+        copies = [
+            copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places
+        ]
         if not copies:
             raise Unstable("the open file has no copy that can be read")
         for _ in range(STABLE_ATTEMPTS):
@@ -346,7 +350,16 @@ def resolved(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
     planner.view.replace_fingerprints(real)
     batch = pfs_batch.build_batch(planner.view, planner.last)
     batch.actions = [
-        PfsAction(one.act, one.key, one.inode, one.location, real(one.fingerprint), one.new_location, None if one.replaced_fingerprint is None else before(one.replaced_fingerprint), one.temporary)
+        PfsAction(
+            one.act,
+            one.key,
+            one.inode,
+            one.location,
+            real(one.fingerprint),
+            one.new_location,
+            None if one.replaced_fingerprint is None else before(one.replaced_fingerprint),
+            one.temporary,
+        )
         for one in planner.actions
     ]
     batch.requeued = planner.again

@@ -249,7 +249,11 @@ def _relocated(view: PfsView, batch: PfsBatch) -> PfsBatch:
         return spot if path is None else PfsLocation(spot.parent, spot.name, path)
 
     actions = [_moved(action, now) for action in batch.actions]
-    return replace(batch, actions=actions, expected_entries=[ExpectedEntry(now(show.location), show.inode, show.fingerprint) for show in batch.expected_entries])
+    return replace(
+        batch,
+        actions=actions,
+        expected_entries=[ExpectedEntry(now(show.location), show.inode, show.fingerprint) for show in batch.expected_entries],
+    )
 
 
 def _moved(action: PfsAction, now: Callable[[PfsLocation], PfsLocation]) -> PfsAction:

@@ -20,7 +20,9 @@ app = typer.Typer(
     help="A cluster on this one machine, for trying, teaching and testing: in network namespaces an etcd, and a daemon for each node.",
 )  # fmt: skip
 
-LabDirectory = Annotated[Path | None, typer.Option("--dir", envvar="CKPTFS_LAB", help="The lab's directory.  [default: /var/lib/ckptfs/lab]")]
+LabDirectory = Annotated[
+    Path | None, typer.Option("--dir", envvar="CKPTFS_LAB", help="The lab's directory.  [default: /var/lib/ckptfs/lab]")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NodeName = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, ...")]
 
@@ -120,7 +122,9 @@ def slow(
 
 
 @app.command("heal", epilog=EPILOG)
-def heal(node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Only this node.")] = None, directory: LabDirectory = None) -> None:
+def heal(
+    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Only this node.")] = None, directory: LabDirectory = None
+) -> None:
     """Bring a node back: link up, no limit, daemon running. Without NODE all of them, and etcd."""
     _open_laboratory(directory).heal(*([node] if node else []))
 

@@ -24,7 +24,9 @@ def find_etcd() -> str:
     """Where etcd is installed. Raises Failed."""
     found = shutil.which("etcd")
     if found is None:
-        raise CommandFailed("the lab needs etcd, which is not installed", remedy="apt install etcd-server, or another etcd from 3.4 on in PATH")
+        raise CommandFailed(
+            "the lab needs etcd, which is not installed", remedy="apt install etcd-server, or another etcd from 3.4 on in PATH"
+        )
     return found
 
 

@@ -98,7 +98,11 @@ def list_link_states(plan: Plan) -> dict[str, tuple[bool, bool]]:
                     found[node.name] = (bool(link["flags"] & 1), _is_limited(route, link["index"]))
         return found
 
-    return namespaces.run_in_namespace(get_namespace_path(plan, BRIDGE), act) if namespaces.has_namespace(get_namespace_path(plan, BRIDGE)) else {}
+    return (
+        namespaces.run_in_namespace(get_namespace_path(plan, BRIDGE), act)
+        if namespaces.has_namespace(get_namespace_path(plan, BRIDGE))
+        else {}
+    )
 
 
 def _is_limited(route: Any, index: int) -> bool:

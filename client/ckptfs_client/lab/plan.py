@@ -152,9 +152,13 @@ def load(directory: Path) -> Plan:
         pfs = None if found["pfs"] is None else Path(found["pfs"])
         plan = Plan(**(found | {"directory": directory, "pfs": pfs, "nodes": tuple(found["nodes"])}))
     except FileNotFoundError:
-        raise CommandFailed(f"there is no lab in {directory}", remedy="`ckptfs lab start` makes one; --dir DIR names another place") from None
+        raise CommandFailed(
+            f"there is no lab in {directory}", remedy="`ckptfs lab start` makes one; --dir DIR names another place"
+        ) from None
     except (ValueError, TypeError, KeyError) as failure:
-        raise CommandFailed(f"{path} cannot be understood: {failure}", remedy="`ckptfs lab stop` removes what is left of that lab") from failure
+        raise CommandFailed(
+            f"{path} cannot be understood: {failure}", remedy="`ckptfs lab stop` removes what is left of that lab"
+        ) from failure
     if not all(re.fullmatch(r"node[1-9]\d{0,2}", name) for name in plan.nodes):
         raise CommandFailed(f"{path} names nodes that no lab has", remedy="`ckptfs lab stop` removes what is left of that lab")
     return plan
