@@ -46,18 +46,18 @@ def serve(directory: Path, keyring: Path | None) -> None:
     from ckptfs.catalog.database import Database
     from ckptfs.clique import membership
     from ckptfs.clique.surroundings import Cluster
-    from ckptfs.flow.hold import Hold
-    from ckptfs.tiers.place import Places
+    from ckptfs.flow.hold import Host
+    from ckptfs.tiers.place import Tiers
 
     node = Node(directory)
     db = Database(node.root / "state" / "catalog.db", journalled=False, clustered=True)
     identity.set_node_number(db, 2)
-    places = Places.adopt(replace(node.config, pfs=None, nvme=None, ram_bytes=limits.GIB * 64))
+    tiers = Tiers.from_config(replace(node.config, pfs=None, nvme=None, ram_bytes=limits.GIB * 64))
     world = membership.build_view(
         membership.Node(number, f"node{number}", f"node{number}:7420", number, f"node{number}") for number in (1, 2)
     )
     nobody: Any = None
-    hold = Hold(db, places, 0.9, node.told, Cluster(2, 2, 1, nobody, nobody, lambda: world))
+    hold = Host(db, tiers, 0.9, node.told, Cluster(2, 2, 1, nobody, nobody, lambda: world))
     server = PeerServer(hold, "127.0.0.1:0", CLUSTER, keys.load(keyring / "node2") if keyring else None)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_raw_server, args=(raw, directory), daemon=True).start()

@@ -27,13 +27,13 @@ from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
 from ckptfs.clique.surroundings import Cluster
 from ckptfs.errors import CkptfsError, StoreUnreachable
 from ckptfs.flow.fetch import Fetch
-from ckptfs.flow.hold import Hold
+from ckptfs.flow.hold import Host
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.seal import Seal
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ROOT, ContentState, Level, Tier
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 MIB = limits.MIB
 
@@ -49,7 +49,7 @@ class Node(LocalNode):
         self.config = replace(self.config, pfs=None, nvme=self.config.nvme if nvme else None, ram_bytes=512 * MIB)
         self.db = Database(root / "state" / "catalog.db", journalled=False, clustered=True)
         identity.set_node_number(self.db, number)
-        self.places = Places.adopt(self.config)
+        self.tiers = Tiers.from_config(self.config)
         self.store = MemoryStore(cluster.etcd)
         self.peers = LocalPeers(cluster, self)
         self.hold_anew()
@@ -58,7 +58,7 @@ class Node(LocalNode):
 
     def hold_anew(self) -> None:
         """With the tiers as they are now."""
-        self.hold = Hold(self.db, self.places, 0.5, self.told, cluster_of(self))
+        self.hold = Host(self.db, self.tiers, 0.5, self.told, cluster_of(self))
 
     @property
     def view(self) -> ClusterView:
@@ -78,7 +78,7 @@ class Node(LocalNode):
             contents.mark_open(self.db, self.inode(content), content, tier)
         data = bytearray(self.data(content, tier))
         change(data)
-        fd = self.places[tier].open(content, os.O_RDWR)
+        fd = self.tiers[tier].open(content, os.O_RDWR)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         with self.db.transaction():
@@ -87,7 +87,7 @@ class Node(LocalNode):
         self.publish_shared(content)
 
     def seal(self) -> None:
-        seal = Seal(self.db, self.places, self.config, self.told, (Tier.RAM, Tier.NVME))
+        seal = Seal(self.db, self.tiers, self.config, self.told, (Tier.RAM, Tier.NVME))
         while seal.step():
             pass
 
@@ -121,8 +121,8 @@ class Node(LocalNode):
 
     def lose_ram(self) -> None:
         """What a reboot does."""
-        for number in list(self.places[Tier.RAM].contents()):
-            self.places[Tier.RAM].remove(number)
+        for number in list(self.tiers[Tier.RAM].contents()):
+            self.tiers[Tier.RAM].remove(number)
         self.db.run("DELETE FROM copy WHERE tier = 'ram'")
 
     def hold_open(self, content: int, *, writer: bool = False) -> None:
@@ -180,7 +180,7 @@ class LocalPeers:
         self.spoil: set[str] = set()
         self.asked: list[tuple[str, str]] = []
 
-    def _host_of(self, act: str, node: PeerAddress) -> Hold:
+    def _host_of(self, act: str, node: PeerAddress) -> Host:
         self.asked.append((act, node.name))
         self.fault(act, node.name)
         there = self._cluster.node(node.name)
@@ -316,7 +316,7 @@ def cluster_of(node: Node) -> Cluster:
 
 
 def replicate_of(node: Node) -> Replicate:
-    return Replicate(node.db, node.places, node.told, cluster_of(node))
+    return Replicate(node.db, node.tiers, node.told, cluster_of(node))
 
 
 def until(condition: Callable[[], object], step: Callable[[], object] = lambda: None) -> None:
@@ -334,7 +334,7 @@ def level(node: Node, content: int) -> Level:
 
 
 def fetch_of(node: Node) -> Fetch:
-    return Fetch(node.db, node.places, node.config, node.told, cluster_of(node))
+    return Fetch(node.db, node.tiers, node.config, node.told, cluster_of(node))
 
 
 def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None) -> wants.MoverRequest:
@@ -358,5 +358,5 @@ def replicated(cluster: LocalCluster, name: bytes, data: bytes) -> int:
     content = one.written(name, data)
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     return content

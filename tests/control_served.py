@@ -40,7 +40,7 @@ class Served:
     def start(self) -> None:
         async def serve() -> None:
             with self._scope:
-                await control.serve(SimpleNamespace(config=self.node.config), self.node.db, self.node.places, self.lanes)
+                await control.serve(SimpleNamespace(config=self.node.config), self.node.db, self.node.tiers, self.lanes)
 
         self._scope = trio.CancelScope()
         self._token: trio.lowlevel.TrioToken | None = None
@@ -60,7 +60,7 @@ class Served:
         assert not self._thread.is_alive()
 
     def seal(self) -> None:
-        while Seal(self.node.db, self.node.places, self.node.config, self.node.told).step():
+        while Seal(self.node.db, self.node.tiers, self.node.config, self.node.told).step():
             pass
 
 

@@ -11,11 +11,11 @@ from ckptfs.catalog.sharing import kinds
 from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SharedKey
 from ckptfs.catalog.store import Delete, Put
 from ckptfs.clique import holders
-from ckptfs.flow.drop import Drop
-from ckptfs.flow.fall_back import FallBack
+from ckptfs.flow.drop import Reclaim
+from ckptfs.flow.fall_back import Salvage
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.reconcile import Reconcile
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ROOT, Level, Tier
 
 OLD, NEW = b"old" * 3000, b"newer" * 4000
@@ -33,7 +33,7 @@ def publish(node: Node) -> None:
 def hear(node: Node, *contents_: int) -> None:
     """The node learns what the store says of these contents, and tells of what it has."""
     holders.refresh(node.db, node.store, contents_, node.number)
-    Tell(node.db, cluster_of(node)).step()
+    AnnounceCopies(node.db, cluster_of(node)).step()
 
 
 def replicated(cluster: LocalCluster) -> int:
@@ -43,7 +43,7 @@ def replicated(cluster: LocalCluster) -> int:
     one.seal()
     publish(one)
     send(one, content)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     return content
 
 
@@ -79,7 +79,7 @@ def change(node: Node, content: int, act: Callable[[bytearray], None], *, stop: 
     publish(node)
     data = bytearray(node.data(content))
     act(data)
-    with os.fdopen(node.places[Tier.RAM].open(content, os.O_RDWR), "wb") as file:
+    with os.fdopen(node.tiers[Tier.RAM].open(content, os.O_RDWR), "wb") as file:
         file.write(data)
     if stop == "open":
         return
@@ -98,20 +98,20 @@ def appended(data: bytearray) -> None:
 
 def tidy(node: Node) -> None:
     """Everything that goes, goes."""
-    flow = Reconcile(node.db, node.places, node.told, cluster_of(node), node.hold.doubted)
+    flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.doubted)
     while flow.step():
         pass
-    Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
+    Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
 
 
-def fall_back_of(node: Node) -> FallBack:
-    return FallBack(node.db, node.places, node.told, cluster_of(node))
+def fall_back_of(node: Node) -> Salvage:
+    return Salvage(node.db, node.tiers, node.told, cluster_of(node))
 
 
 def opens(node: Node, inode: int) -> int | None:
     """Somebody opens a file for reading, on a node that has a PFS; the content that the file shows then."""
     node.config = replace(node.config, pfs=node.root / "pfs")
-    fetch, back = Fetch(node.db, node.places, node.config, node.told, cluster_of(node)), fall_back_of(node)
+    fetch, back = Fetch(node.db, node.tiers, node.config, node.told, cluster_of(node)), fall_back_of(node)
     want = wants.insert_request(node.db, wants.FETCH, inode)
     until(lambda: not wants.is_open(node.db, want), lambda: (fetch.step(), back.step()))
     found = wants.get(node.db, want)

@@ -13,8 +13,8 @@ from ckptfs.catalog import contents, database, namespace, settling
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
-from ckptfs.tiers.place import Place, Places
-from ckptfs.tiers.space import Room
+from ckptfs.tiers.place import Tiers, TierStorage
+from ckptfs.tiers.space import Capacity
 
 MIB = 1024 * 1024
 
@@ -51,8 +51,8 @@ class Node:
             name="test", mountpoint=root / "mnt", state=root / "state", ram_bytes=64 * MIB, nvme=root / "nvme", pfs=root / "pfs"
         )
         self.db = Database(root / "state" / "catalog.db", journalled=True)
-        self.places = Places.adopt(self.config)
-        _ = self.places[Tier.PFS].uuid
+        self.tiers = Tiers.from_config(self.config)
+        _ = self.tiers[Tier.PFS].uuid
         self.told = Told()
 
     # --- what the mount does -----------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Node:
         """The next content of a file."""
         with self.db.transaction():
             content = contents.insert_content(self.db, inode, tier)
-            fd = self.places[tier].create(content)
+            fd = self.tiers[tier].create(content)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         if closed:
@@ -102,12 +102,12 @@ class Node:
         return {copy.tier: copy.state for copy in settling.list_copies(self.db, content)}
 
     def data(self, content: int, tier: Tier = Tier.RAM) -> bytes:
-        fd = self.places[tier].open(content)
+        fd = self.tiers[tier].open(content)
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
     def files(self, tier: Tier) -> set[int]:
-        return set(self.places[tier].contents())
+        return set(self.tiers[tier].contents())
 
     def publish(self, content: int) -> None:
         """What write-back would have done."""
@@ -122,30 +122,30 @@ class Node:
 
     def spoil(self, content: int, tier: Tier) -> None:
         """Turn one bit of a copy, as failing memory or a failing disk would."""
-        path = self.places[tier].root / "contents" / f"{content:016x}"
+        path = self.tiers[tier].root / "contents" / f"{content:016x}"
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
     def squeeze(self, tier: Tier, total: int) -> None:
         """Let `tier` have `total` bytes, of which our files take their sizes."""
-        self.places = Places(dict(self.places) | {tier: Squeezed(self.places[tier], total)}, self.config.ram_high)
+        self.tiers = Tiers(dict(self.tiers) | {tier: Squeezed(self.tiers[tier], total)}, self.config.ram_high)
 
     def configure(self, **changes: object) -> None:
         self.config = replace(self.config, **changes)  # type: ignore[arg-type]
-        self.places = Places.adopt(self.config)
+        self.tiers = Tiers.from_config(self.config)
 
 
-class Squeezed(Place):
+class Squeezed(TierStorage):
     """A place with little room, counted exactly."""
 
-    def __init__(self, place: Place, total: int) -> None:
-        super().__init__(place.tier, place.root)
+    def __init__(self, storage: TierStorage, total: int) -> None:
+        super().__init__(storage.tier, storage.root)
         self._total = total
 
-    def room(self) -> Room:
+    def get_capacity(self) -> Capacity:
         used = sum(found.st_size for number in self.contents() if (found := self.stat(number)) is not None)
-        return Room(self._total, max(0, self._total - used))
+        return Capacity(self._total, max(0, self._total - used))
 
 
 _FORKER = """

@@ -19,9 +19,9 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
-from ckptfs.flow.visit import Visit
+from ckptfs.flow.visit import Scan
 from ckptfs.model import ROOT, Tier
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 
 @dataclass
@@ -56,12 +56,12 @@ class World:
         self.config = Config("test", root / "mnt", self.state, pfs=self.pfs, ram_bytes=2**30, **options)  # type: ignore[arg-type]
         database.create(self.state / "catalog.db")
         self.db = Database(self.state / "catalog.db", journalled=True)
-        self.places = Places.adopt(self.config)
+        self.tiers = Tiers.from_config(self.config)
         self.told = Told()
         self.failure: Exception | None = None
-        self.visit = Visit(self.db, self.places, self.config, self.told)
-        self.fetch = Fetch(self.db, self.places, self.config, self.told)
-        Recover(self.db, self.places, self.config, self.told).step()
+        self.visit = Scan(self.db, self.tiers, self.config, self.told)
+        self.fetch = Fetch(self.db, self.tiers, self.config, self.told)
+        Recover(self.db, self.tiers, self.config, self.told).step()
         self.visit.prepare()
         self.fetch.prepare()
 
@@ -74,7 +74,7 @@ class World:
         """Have a file fetched; the answered want."""
         return self.run(self.fetch, wants.insert_request(self.db, wants.FETCH, self.inode(path), argument))
 
-    def run(self, flow: Visit | Fetch, want: int) -> wants.MoverRequest:
+    def run(self, flow: Scan | Fetch, want: int) -> wants.MoverRequest:
         """Steps until a want is answered."""
         pause, end = threading.Event(), time.monotonic() + 60
         while time.monotonic() < end:
@@ -148,7 +148,7 @@ def bytes_here(world: World, path: str) -> tuple[Tier, bytes]:
     content = int(str(world.column(path, "content")))
     (copy,) = settling.list_copies(world.db, content)
     assert copy.state == 1 and copy.verified_ns > 0
-    with os.fdopen(world.places[copy.tier].open(content), "rb") as file:
+    with os.fdopen(world.tiers[copy.tier].open(content), "rb") as file:
         return copy.tier, file.read()
 
 
@@ -157,7 +157,7 @@ def lose_copies(world: World, path: str) -> None:
     content = int(str(world.column(path, "content")))
     for copy in settling.list_copies(world.db, content):
         settling.delete_copy(world.db, content, copy.tier)
-        world.places[copy.tier].remove(content)
+        world.tiers[copy.tier].remove(content)
 
 
 def corrupt(path: Path) -> None:

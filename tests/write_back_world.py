@@ -63,7 +63,7 @@ class Mount(Node):
             found = namespace.find_child(self.db, *self.at(path))
             inode = namespace.create(self.db, *self.at(path), 0o100644, uid=0, gid=0).id if found is None else found.id
             content = contents.insert_content(self.db, inode, tier)
-            with os.fdopen(self.places[tier].create(content), "wb") as file:
+            with os.fdopen(self.tiers[tier].create(content), "wb") as file:
                 file.write(data)
         if closed:
             self.close(content, len(data))
@@ -75,7 +75,7 @@ class Mount(Node):
         assert content is not None
         with self.db.transaction():
             contents.mark_open(self.db, self.inode(content), content, Tier.RAM)
-        with os.fdopen(self.places[Tier.RAM].open(content, os.O_RDWR), "r+b") as file:
+        with os.fdopen(self.tiers[Tier.RAM].open(content, os.O_RDWR), "r+b") as file:
             file.seek(0, os.SEEK_END)
             file.write(data)
             size = file.tell()
@@ -84,7 +84,7 @@ class Mount(Node):
         return content
 
     def close(self, content: int, size: int) -> None:
-        found = os.stat(self.places[Tier.RAM].root / "contents" / f"{content:016x}") if self.copies(content).get(Tier.RAM) else None
+        found = os.stat(self.tiers[Tier.RAM].root / "contents" / f"{content:016x}") if self.copies(content).get(Tier.RAM) else None
         with self.db.transaction():
             when = 1 if found is None else found.st_mtime_ns
             contents.mark_closed(self.db, self.inode(content), content, size, when, when)
@@ -143,7 +143,7 @@ class Mount(Node):
     def _reap(self, inode: int | None) -> None:
         if inode is not None:
             for content in namespace.delete_forgotten(self.db, [inode]).get(inode, []):
-                self.places[Tier.RAM].remove(content)
+                self.tiers[Tier.RAM].remove(content)
 
     # --- trees --------------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Mount(Node):
     # --- write-back ---------------------------------------------------------------------------------------------------
 
     def write_back(self) -> WriteBack:
-        return WriteBack(self.db, self.places, self.config, self.told)
+        return WriteBack(self.db, self.tiers, self.config, self.told)
 
     def settle(self, flow: WriteBack | None = None, steps: int = 400) -> None:
         """Write back until there is nothing to do."""

@@ -38,7 +38,7 @@ from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.limits import MIB
 from ckptfs.model import ContentState, Tier
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 DEPTH_MAX = 3
 
@@ -50,8 +50,8 @@ class Writer(Node):
         super().__init__(root, number, MemoryStore(etcd), journalled=True)
         self.config = Config(name="test", mountpoint=root / "mnt", state=root, ram_bytes=64 * MIB, pfs=pfs)
         (root / "ram").mkdir(exist_ok=True)
-        self.places = Places.adopt(self.config)
-        _ = self.places[Tier.PFS].uuid
+        self.tiers = Tiers.from_config(self.config)
+        _ = self.tiers[Tier.PFS].uuid
         self.told = Told()
         self.bytes: dict[int, bytes] = {}
         self.member = membership.Node(number, f"n{number}", f"n{number}:7420", number, f"n{number}")
@@ -85,7 +85,7 @@ class Writer(Node):
 
     def hold(self, other: "Writer", content: int) -> None:
         """What replication does: a verified copy of another node's content."""
-        with os.fdopen(self.places[Tier.RAM].create(content), "wb") as file:
+        with os.fdopen(self.tiers[Tier.RAM].create(content), "wb") as file:
             file.write(other.bytes[content])
         row = settling.get_content(other.db, content)
         assert row is not None
@@ -95,7 +95,7 @@ class Writer(Node):
 
     def revive(self) -> None:
         """Another mover."""
-        self.write_back = WriteBack(self.db, self.places, self.config, self.told, self.cluster)
+        self.write_back = WriteBack(self.db, self.tiers, self.config, self.told, self.cluster)
 
     async def put(self, path: str, data: bytes) -> int:
         """creat, write, close; the content."""
@@ -107,7 +107,7 @@ class Writer(Node):
             raise IsADirectoryError(errno.EISDIR, path)
         with self.db.transaction():
             content = contents.insert_content(self.db, inode, Tier.RAM)
-            with os.fdopen(self.places[Tier.RAM].create(content), "wb") as file:
+            with os.fdopen(self.tiers[Tier.RAM].create(content), "wb") as file:
                 file.write(data)
         self.bytes[content] = data
         running_digest = RunningDigest()

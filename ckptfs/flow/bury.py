@@ -18,16 +18,16 @@ from ckptfs.clique.holders import ContentLocations, SharedFile
 from ckptfs.clique.membership import ClusterView
 from ckptfs.clique.surroundings import Cluster
 
-BATCH_CONTENTS = holders.LOAD_CONTENTS_MAX // 2
-CONTENTS = b"c/"
+DEAD_CONTENTS_BATCH = holders.LOAD_CONTENTS_MAX // 2
+CONTENTS_PREFIX = b"c/"
 
 
-class Bury:
+class DropDeadRecords:
     """Reads all that is said of contents now and then, a batch a step."""
 
-    def __init__(self, db: Database, around: Cluster) -> None:
+    def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
-        self._around = around
+        self._cluster = cluster
         self._next_s = time.monotonic() + limits.BURY_FIRST_S
         self._after: bytes | None = None
 
@@ -37,62 +37,62 @@ class Bury:
             if time.monotonic() < self._next_s:
                 return False
             self._next_s = time.monotonic() + limits.BURY_INTERVAL_S
-            if not self._is_ours_to_do():
+            if not self._acquire_lock():
                 return False
-            self._after = CONTENTS
-        get = Get(self._after, prefix_end(CONTENTS), limit=BATCH_CONTENTS)
-        items = self._around.store.read([get]).results[0]
-        self._look_at(items, self._around.view())
-        self._after = items[-1].key + b"\0" if len(items) == BATCH_CONTENTS else None
+            self._after = CONTENTS_PREFIX
+        get = Get(self._after, prefix_end(CONTENTS_PREFIX), limit=DEAD_CONTENTS_BATCH)
+        items = self._cluster.store.read([get]).results[0]
+        self._drop_dead(items, self._cluster.view())
+        self._after = items[-1].key + b"\0" if len(items) == DEAD_CONTENTS_BATCH else None
         return self._after is not None
 
     def next_due_s(self) -> float | None:
         """Until the next look."""
         return max(0.0, self._next_s - time.monotonic())
 
-    def _is_ours_to_do(self) -> bool:
+    def _acquire_lock(self) -> bool:
         """Who claims it keeps it for as long as it lives, so that it is done once for all."""
-        gone = peers.list_node_names(self._db).keys() - self._around.view().by_number.keys() - {self._around.node_number}
+        gone = peers.list_node_names(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
         # A store that has lost its data does not say what nobody told it again.
-        if not gone or epoch.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S or not self._around.lease():
+        if not gone or epoch.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S or not self._cluster.lease():
             return False
-        return self._around.claims is None or self._around.claims.try_acquire("bury") is not None
+        return self._cluster.claims is None or self._cluster.claims.try_acquire("bury") is not None
 
-    def _look_at(self, items: tuple[Item, ...], world: ClusterView) -> None:
-        numbers = [number for item in items if (number := _said_by_the_dead(item, world)) is not None]
-        told = holders.load(self._around.store, numbers)
-        left = {number: one for number, one in told.items() if not any(copy.node in world for copy in one.copies)}
-        files = holders.load_files(self._around.store, sorted({one.state.inode for one in left.values() if one.state is not None}))
-        for number, one in left.items():
-            if one.state is None or one.writer is None or one.writer in world:
+    def _drop_dead(self, items: tuple[Item, ...], view: ClusterView) -> None:
+        content_ids = [number for item in items if (number := _parse_if_writer_dead(item, view)) is not None]
+        content_locations = holders.load(self._cluster.store, content_ids)
+        without_copy = {number: one for number, one in content_locations.items() if not any(copy.node in view for copy in one.copies)}
+        files = holders.load_files(self._cluster.store, sorted({one.state.inode for one in without_copy.values() if one.state is not None}))
+        for number, one in without_copy.items():
+            if one.state is None or one.writer is None or one.writer in view:
                 continue
             file = files.get(one.state.inode)
-            if file is None or self._is_over(number, file, world):
-                self._bury(number, one, one.writer, file)
+            if file is None or self._is_replaced(number, file, view):
+                self._delete_records(number, one, one.writer, file)
 
-    def _is_over(self, number: int, file: SharedFile, world: ClusterView) -> bool:
+    def _is_replaced(self, number: int, file: SharedFile, view: ClusterView) -> bool:
         """Whether the file holds another content, and nobody misses this one."""
         if file.content in {None, number} or (file.salvaged or {}).get("content") == number:
             return False
         assert file.content is not None
-        now = holders.load(self._around.store, [file.content])[file.content]
-        return any(node in world for node in now.holders if node != now.writer or self._around.factor < 2)
+        successor = holders.load(self._cluster.store, [file.content])[file.content]
+        return any(node in view for node in successor.holders if node != successor.writer or self._cluster.factor < 2)
 
-    def _bury(self, number: int, one: ContentLocations, writer: int, file: SharedFile | None) -> None:
-        heard = one.state
-        assert heard is not None
-        compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in one.items]
+    def _delete_records(self, number: int, shared: ContentLocations, writer: int, file: SharedFile | None) -> None:
+        remote_state = shared.state
+        assert remote_state is not None
+        compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in shared.items]
         compares.append(Compare(membership.node_key(writer), CompareTarget.VERSION, "=", 0))
-        key = holders.build_inode_key(heard.inode) if file is None else file.item.key
+        key = holders.build_inode_key(remote_state.inode) if file is None else file.item.key
         compares.append(Compare(key, CompareTarget.MOD, "=", 0 if file is None else file.item.mod_revision))
         copies = holders.build_copies_prefix(number)
-        self._around.store.commit(compares, [Delete(holders.build_content_key(number)), Delete(copies, prefix_end(copies))])
+        self._cluster.store.commit(compares, [Delete(holders.build_content_key(number)), Delete(copies, prefix_end(copies))])
 
 
-def _said_by_the_dead(item: Item, world: ClusterView) -> int | None:
+def _parse_if_writer_dead(item: Item, view: ClusterView) -> int | None:
     """The content, when a node said this that does not live."""
     try:
         value = json.loads(item.value)
-        return None if int(value["node"]) in world else int(item.key.removeprefix(CONTENTS), 16)
+        return None if int(value["node"]) in view else int(item.key.removeprefix(CONTENTS_PREFIX), 16)
     except (ValueError, KeyError, TypeError):
         return None

@@ -16,7 +16,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import CopyState, Notifier, Tier
 from ckptfs.tiers import removal
-from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.place import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -27,30 +27,30 @@ LEFTOVER_AGE_S = 60.0
 SWEEP_S = 3600.0
 
 
-class Drop:
+class Reclaim:
     """Drops what lies in some of the tiers. One for each group of tiers that may hang on its own."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, tiers: Iterable[Tier] = Tier) -> None:
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, tier_group: Iterable[Tier] = Tier) -> None:
         self._db = db
-        self._every = places
+        self._all_tiers = tiers
         self._notify = notify
-        self._tiers = tuple(tiers)
+        self._tier_group = tuple(tier_group)
         self._after = 0
         # The first sweep comes when what the mount of before may have been making is old enough.
         self._sweep_s = time.monotonic() + LEFTOVER_AGE_S + 5
 
     @property
-    def _places(self) -> dict[Tier, Place]:
+    def _present_tiers(self) -> dict[Tier, TierStorage]:
         """Those of our tiers that are there: one may have been left out since."""
-        return {tier: self._every[tier] for tier in self._tiers if tier in self._every}
+        return {tier: self._all_tiers[tier] for tier in self._tier_group if tier in self._all_tiers}
 
     def step(self) -> bool:
         """Drop one batch of doomed contents, or sweep when that is due. True: there may be more at once."""
-        batch = settling.list_doomed(self._db, self._tiers, self._after, BATCH_CONTENTS)
-        places = self._places
+        batch = settling.list_doomed(self._db, self._tier_group, self._after, BATCH_CONTENTS)
+        present = self._present_tiers
         for number, tier in batch:
-            if tier in places:
-                places[tier].remove(number)
+            if tier in present:
+                present[tier].remove(number)
         if batch:
             disk.act("drop:forget", settling.delete_doomed, self._db, batch)
             if self._db.is_clustered:
@@ -67,40 +67,40 @@ class Drop:
         return max(0.0, self._sweep_s - time.monotonic())
 
     def _sweep(self) -> None:
-        for tier, place in self._places.items():
-            self._drop_quarantined(tier, place)
-            count, size = self._drop_leftovers(tier, place)
+        for tier, storage in self._present_tiers.items():
+            self._remove_quarantined(tier, storage)
+            count, size = self._remove_leftovers(tier, storage)
             if count:
                 log.info("removed %d files (%d bytes) from %s that belong to nothing", count, size, tier)
 
-    def _drop_quarantined(self, tier: Tier, place: Place) -> None:
+    def _remove_quarantined(self, tier: Tier, storage: TierStorage) -> None:
         for number, _ in settling.list_copies_in_state(self._db, CopyState.QUARANTINED, tier):
             with self._db.transaction():
                 if not lifecycle.can_drop(settling.get_file_record(self._db, number), tier):
                     continue
                 settling.delete_copy(self._db, number, tier)
-            disk.act("drop:quarantined", removal.remove_forgotten, self._db, place, number)
+            disk.act("drop:quarantined", removal.remove_unrecorded, self._db, storage, number)
 
-    def _drop_leftovers(self, tier: Tier, place: Place) -> tuple[int, int]:
+    def _remove_leftovers(self, tier: Tier, storage: TierStorage) -> tuple[int, int]:
         """Remove old files without a row; how many, and their bytes. The files are listed before the rows, so that a row that is made
         now is seen.
         """
-        files = set(place.contents())
+        files = set(storage.contents())
         unknown = sorted(files - settling.list_copies_in_tier(self._db, tier).keys())
-        sizes = [size for number in unknown if (size := self._drop_leftover(tier, place, number)) is not None]
+        sizes = [size for number in unknown if (size := self._remove_leftover(tier, storage, number)) is not None]
         return len(sizes), sum(sizes)
 
-    def _drop_leftover(self, tier: Tier, place: Place, number: int) -> int | None:
+    def _remove_leftover(self, tier: Tier, storage: TierStorage, number: int) -> int | None:
         """Remove one file unless it is young or known after all; its size when it went.
 
         In RAM and on NVMe the mount makes a file within the transaction that makes its row, and may take over a leftover's name.
         While we hold a transaction none of that can be going on. On the PFS, which may hang, rows come first, so it needs none.
         """
-        found = place.stat(number)
+        found = storage.stat(number)
         if found is None or time.time() - max(found.st_mtime, found.st_ctime) < LEFTOVER_AGE_S:
             return None
         with contextlib.nullcontext() if tier is Tier.PFS else self._db.transaction():
             if settling.has_copy(self._db, number, tier):
                 return None
-            disk.act("drop:leftover", place.remove, number)
+            disk.act("drop:leftover", storage.remove, number)
         return found.st_size

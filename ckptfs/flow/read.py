@@ -9,7 +9,7 @@ from ckptfs.catalog.contents import FileContent
 from ckptfs.model import ContentState
 
 
-class Way(Enum):
+class ReadSource(Enum):
     """HERE: from a tier. EMPTY: never written. FETCH: bring it here, or learn where to read it. LOST: there are no bytes any more."""
 
     HERE = "here"
@@ -18,16 +18,16 @@ class Way(Enum):
     LOST = "lost"
 
 
-def way(held: FileContent) -> Way:
+def choose_read_source(held: FileContent) -> ReadSource:
     """How to open `held` for reading."""
-    if held.tiers and (held.state is not ContentState.DOOMED or _has_just_gone(held)):
-        return Way.HERE
+    if held.tiers and (held.state is not ContentState.DOOMED or _was_just_unlinked(held)):
+        return ReadSource.HERE
     if held.content is None:
-        return Way.FETCH if held.is_on_pfs else Way.EMPTY
+        return ReadSource.FETCH if held.is_on_pfs else ReadSource.EMPTY
     elsewhere = held.state in (None, ContentState.SEALED) or (held.is_remote and held.state is ContentState.CLOSED)
-    return Way.FETCH if elsewhere else Way.LOST
+    return ReadSource.FETCH if elsewhere else ReadSource.LOST
 
 
-def _has_just_gone(held: FileContent) -> bool:
+def _was_just_unlinked(held: FileContent) -> bool:
     """Whether another node took the last name of the file away since it was looked up: it can be opened as long as its bytes are here."""
     return held.inode.nlink == 0 and held.generation == held.inode.generation

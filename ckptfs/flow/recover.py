@@ -14,7 +14,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import adoption, aside
-from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.place import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -27,22 +27,22 @@ WITH_SIZE = {ContentState.CLOSED, ContentState.SEALED}
 class Recover:
     """Runs once, before the mover says that it is ready."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier) -> None:
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         self._db = db
-        self._places = places
+        self._tiers = tiers
         self._notify = notify
-        self._named = 0
+        self._logged_count = 0
 
     def step(self) -> bool:
         """All of it. Never more to do."""
-        disk.act("recover:adopt", adoption.adopt, self._db, self._places)
+        disk.act("recover:adopt", adoption.adopt_tiers, self._db, self._tiers)
         for tier in Tier:
-            if tier not in self._places:
-                self._unreachable(tier)
+            if tier not in self._tiers:
+                self._log_unreachable(tier)
             elif tier is not Tier.PFS:
-                self._look_through(self._places[tier])
+                self._check_tier(self._tiers[tier])
         for content in settling.list_without_copy(self._db):
-            self._decide(content)
+            self._decide_fate(content)
         return False
 
     def next_due_s(self) -> float | None:
@@ -51,50 +51,50 @@ class Recover:
 
     # --- tiers -------------------------------------------------------------------------------------------------------
 
-    def _unreachable(self, tier: Tier) -> None:
+    def _log_unreachable(self, tier: Tier) -> None:
         """A tier that the configuration no longer names, or that was left out: what is there waits for it to come back."""
         unreachable = len(settling.list_copies_in_tier(self._db, tier))
         if unreachable:
             log.warning("%d contents in %s cannot be reached: there is no such tier now", unreachable, tier)
 
-    def _look_through(self, place: Place) -> None:
+    def _check_tier(self, storage: TierStorage) -> None:
         """A tier that fails now may come back: what is in it is believed until somebody reads it."""
         try:
-            self._remove_unfinished(place)
-            self._forget_missing(place)
+            self._remove_unfinished(storage)
+            self._forget_missing(storage)
         except OSError as failure:
-            log.error("%s cannot be looked through (%s); what the catalog says of it is believed", place.root, failure)
+            log.error("%s cannot be looked through (%s); what the catalog says of it is believed", storage.root, failure)
 
-    def _remove_unfinished(self, place: Place) -> None:
-        for number, _ in settling.list_copies_in_state(self._db, CopyState.FILLING, place.tier):
-            place.remove(number)
-            disk.act("recover:filling", settling.delete_copy, self._db, number, place.tier)
-        aside.put_all_back(self._db, place)
+    def _remove_unfinished(self, storage: TierStorage) -> None:
+        for number, _ in settling.list_copies_in_state(self._db, CopyState.FILLING, storage.tier):
+            storage.remove(number)
+            disk.act("recover:filling", settling.delete_copy, self._db, number, storage.tier)
+        aside.restore_all_stashed(self._db, storage)
 
-    def _forget_missing(self, place: Place) -> None:
+    def _forget_missing(self, storage: TierStorage) -> None:
         """Forget copies whose file is gone; quarantine those that a power cut made shorter or longer than they were."""
-        files = set(place.contents())
-        for number, (copy, state, size) in settling.list_copies_in_tier(self._db, place.tier).items():
-            if number not in files and not place.exists(number):
-                disk.act("recover:missing", settling.delete_copy, self._db, number, place.tier)
-            elif copy is CopyState.GOOD and state in WITH_SIZE and self._wrong_size(place, number, size):
-                disk.act("recover:missing", self._quarantine_wrong_size, place, number)
+        files = set(storage.contents())
+        for number, (copy, state, size) in settling.list_copies_in_tier(self._db, storage.tier).items():
+            if number not in files and not storage.exists(number):
+                disk.act("recover:missing", settling.delete_copy, self._db, number, storage.tier)
+            elif copy is CopyState.GOOD and state in WITH_SIZE and self._has_wrong_size(storage, number, size):
+                disk.act("recover:missing", self._quarantine_wrong_size, storage, number)
 
-    def _wrong_size(self, place: Place, number: int, size: int) -> bool:
-        found = place.stat(number)
+    def _has_wrong_size(self, storage: TierStorage, number: int, size: int) -> bool:
+        found = storage.stat(number)
         return found is not None and found.st_size != size
 
-    def _quarantine_wrong_size(self, place: Place, number: int) -> None:
+    def _quarantine_wrong_size(self, storage: TierStorage, number: int) -> None:
         """The same look again, in a transaction: the mount may have opened the content for writing since the rows were read."""
         with self._db.transaction():
             content = settling.get_content(self._db, number)
-            if content is not None and content.state in WITH_SIZE and self._wrong_size(place, number, content.size):
-                log.error("%s has not its %d bytes in %s: this copy does not count", self._name(content), content.size, place.tier)
-                settling.set_copy_state(self._db, number, place.tier, CopyState.QUARANTINED)
+            if content is not None and content.state in WITH_SIZE and self._has_wrong_size(storage, number, content.size):
+                log.error("%s has not its %d bytes in %s: this copy does not count", self._name(content), content.size, storage.tier)
+                settling.set_copy_state(self._db, number, storage.tier, CopyState.QUARANTINED)
 
     # --- contents without a copy -------------------------------------------------------------------------------------
 
-    def _decide(self, content: Content) -> None:
+    def _decide_fate(self, content: Content) -> None:
         """A content that no tier has: it is on the PFS, or an earlier state of the file takes its place, or it is lost."""
         disk.act("recover:fate", lambda: None)
         with self._db.transaction():
@@ -113,16 +113,16 @@ class Recover:
         self._notify.invalidate_inode(content.inode)
         if fallback:
             how = "still open" if content.state is ContentState.OPEN else "not sealed yet"
-            self._say(logging.WARNING, "%s was %s when its tier was lost; it shows %s again", self._name(content), how, fallback)
+            self._log_bounded(logging.WARNING, "%s was %s when its tier was lost; it shows %s again", self._name(content), how, fallback)
         else:
-            self._say(logging.ERROR, "%s is lost: its tier is gone and it was not written back; it gives EIO", self._name(content))
+            self._log_bounded(logging.ERROR, "%s is lost: its tier is gone and it was not written back; it gives EIO", self._name(content))
 
-    def _say(self, level: int, message: str, *values: object) -> None:
+    def _log_bounded(self, level: int, message: str, *values: object) -> None:
         """Log, but not a million lines."""
-        self._named += 1
-        if self._named <= NAMES_LOGGED_MAX:
+        self._logged_count += 1
+        if self._logged_count <= NAMES_LOGGED_MAX:
             log.log(level, message, *values)
-        elif self._named == NAMES_LOGGED_MAX + 1:
+        elif self._logged_count == NAMES_LOGGED_MAX + 1:
             log.log(level, "more files were lost; `ckptfs status` counts them")
 
     def _name(self, content: Content) -> str:

@@ -27,109 +27,109 @@ log = logging.getLogger(__name__)
 class Repair:
     """Follows the world, and after a death looks through what is held here, one batch a step."""
 
-    def __init__(self, db: Database, notify: Notifier, around: Cluster) -> None:
+    def __init__(self, db: Database, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
         self._notify = notify
-        self._around = around
-        self._seen: ClusterView | None = None
+        self._cluster = cluster
+        self._last_view: ClusterView | None = None
         self._after: int | None = None
-        self._wanted = 0
-        self._asked: list[int] = []
-        self._refill_after: int | None = None
-        self._refill_s = time.monotonic()
+        self._marked_count = 0
+        self._open_requests: list[int] = []
+        self._refetch_after: int | None = None
+        self._next_refetch_s = time.monotonic()
 
     def step(self) -> bool:
         """True: there is more to look through."""
-        world = self._around.view()
-        if world is not self._seen:
-            self._follow(world)
-            self._seen = world
-            self._refill_s = time.monotonic()
-        self._refill()
-        return self._after is not None and self._look_through(world, self._after)
+        view = self._cluster.view()
+        if view is not self._last_view:
+            self._apply_view(view)
+            self._last_view = view
+            self._next_refetch_s = time.monotonic()
+        self._refetch_lost()
+        return self._after is not None and self._check_hosted(view, self._after)
 
     def next_due_s(self) -> float | None:
         """When the world changes; and until what was lost here is looked for again."""
-        return limits.WANT_LOOK_S if self._asked else max(0.0, self._refill_s - time.monotonic())
+        return limits.WANT_LOOK_S if self._open_requests else max(0.0, self._next_refetch_s - time.monotonic())
 
     # --- the world ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, world: ClusterView) -> None:
+    def _apply_view(self, view: ClusterView) -> None:
         """Take the new world into the catalog, together with what it means for this node's own contents."""
-        now = {node.number: KnownNode(node.number, node.name, node.domain, node.incarnation) for node in world.nodes}
-        factor = self._around.factor
+        current = {node.number: KnownNode(node.number, node.name, node.domain, node.incarnation) for node in view.nodes}
+        factor = self._cluster.factor
         with self._db.transaction():
-            before = peers.list_live_nodes(self._db)
-            if before == now and factor == peers.get_replication_factor(self._db):
+            previous = peers.list_live_nodes(self._db)
+            if previous == current and factor == peers.get_replication_factor(self._db):
                 return
-            died = [node for node in before.values() if node.number not in now]
-            lacking = sum(peers.mark_node_copies_lost(self._db, node.number) for node in died)
-            lacking += sum(peers.delete_copies_of_node(self._db, number) for number in self._reborn(now))
-            if _more_is_possible(before, now, factor) or factor != peers.get_replication_factor(self._db):
-                lacking += peers.mark_all_under_replicated(self._db)
-            peers.set_live_nodes(self._db, self._around.node_number, factor, now.values())
+            died = [node for node in previous.values() if node.number not in current]
+            under_replicated = sum(peers.mark_node_copies_lost(self._db, node.number) for node in died)
+            under_replicated += sum(peers.delete_copies_of_node(self._db, number) for number in self._list_restarted(current))
+            if _can_place_more(previous, current, factor) or factor != peers.get_replication_factor(self._db):
+                under_replicated += peers.mark_all_under_replicated(self._db)
+            peers.set_live_nodes(self._db, self._cluster.node_number, factor, current.values())
         if died:
             self._after = 0
-        if lacking:
-            log.info("the nodes have changed: %d contents of this one may want copies elsewhere", lacking)
+        if under_replicated:
+            log.info("the nodes have changed: %d contents of this one may want copies elsewhere", under_replicated)
         self._notify.wake_lanes()
 
-    def _reborn(self, now: dict[int, KnownNode]) -> list[int]:
+    def _list_restarted(self, current: dict[int, KnownNode]) -> list[int]:
         """Nodes that live another life than the one in which they were last seen."""
-        seen = {number: peers.find_incarnation(self._db, number) for number in now if number != self._around.node_number}
-        return [number for number, incarnation in seen.items() if incarnation not in (None, now[number].incarnation)]
+        known = {number: peers.find_incarnation(self._db, number) for number in current if number != self._cluster.node_number}
+        return [number for number, incarnation in known.items() if incarnation not in (None, current[number].incarnation)]
 
     # --- what was lost here ------------------------------------------------------------------------------------------
 
-    def _refill(self) -> None:
+    def _refetch_lost(self) -> None:
         """Have the next of this node's own contents fetched that only others have."""
-        if time.monotonic() >= self._refill_s:
-            self._refill_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
-            self._refill_after = 0
-        answers = [wants.get(self._db, want) for want in self._asked if not wants.is_open(self._db, want)]
+        if time.monotonic() >= self._next_refetch_s:
+            self._next_refetch_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
+            self._refetch_after = 0
+        answers = [wants.get(self._db, want) for want in self._open_requests if not wants.is_open(self._db, want)]
         if any(answer is not None and answer.error == errno.ENOSPC for answer in answers):
-            self._refill_after = None  # The next one would not fit either.
-        self._asked = [want for want in self._asked if wants.is_open(self._db, want)]
-        while self._refill_after is not None and len(self._asked) < limits.REFILLS_MAX:
-            content = peers.find_rebuildable(self._db, self._refill_after)
-            self._refill_after = None if content is None else content.id
+            self._refetch_after = None  # The next one would not fit either.
+        self._open_requests = [want for want in self._open_requests if wants.is_open(self._db, want)]
+        while self._refetch_after is not None and len(self._open_requests) < limits.REFILLS_MAX:
+            content = peers.find_rebuildable(self._db, self._refetch_after)
+            self._refetch_after = None if content is None else content.id
             if content is not None:
-                self._asked.append(wants.insert_request(self._db, wants.FETCH, content.inode, wait_s=limits.FETCH_STALL_S))
+                self._open_requests.append(wants.insert_request(self._db, wants.FETCH, content.inode, wait_s=limits.FETCH_STALL_S))
                 self._notify.wake_lanes()
 
     # --- what is held here -------------------------------------------------------------------------------------------
 
-    def _look_through(self, world: ClusterView, after: int) -> bool:
+    def _check_hosted(self, view: ClusterView, after: int) -> bool:
         """Which contents of dead nodes are this one's to copy. Raises Unreachable; then the same batch comes again."""
         batch = holding.list_hosted(self._db, after, holders.LOAD_CONTENTS_MAX)
-        told = holders.refresh(self._db, self._around.store, [content.id for content in batch], self._around.node_number)
-        mine = [content.id for content in batch if self._is_mine(content, told[content.id], world)]
-        if peers.mark_under_replicated(self._db, mine):
-            self._wanted += len(mine)
+        content_locations = holders.refresh(self._db, self._cluster.store, [content.id for content in batch], self._cluster.node_number)
+        to_copy = [content.id for content in batch if self._is_ours_to_copy(content, content_locations[content.id], view)]
+        if peers.mark_under_replicated(self._db, to_copy):
+            self._marked_count += len(to_copy)
             self._notify.wake_lanes()
         self._after = batch[-1].id if batch else None
-        if not batch and self._wanted:
-            log.info("%d contents of nodes that died are copied from here, to have as many copies as before", self._wanted)
-            self._wanted = 0
+        if not batch and self._marked_count:
+            log.info("%d contents of nodes that died are copied from here, to have as many copies as before", self._marked_count)
+            self._marked_count = 0
         return bool(batch)
 
-    def _is_mine(self, content: Content, shared: ContentLocations, world: ClusterView) -> bool:
+    def _is_ours_to_copy(self, content: Content, shared: ContentLocations, view: ClusterView) -> bool:
         """Whether this node is the one to copy a content that it holds."""
-        around, heard = self._around, shared.state
-        if heard is None or shared.writer is None or shared.writer in world:
+        cluster, remote_state = self._cluster, shared.state
+        if remote_state is None or shared.writer is None or shared.writer in view:
             return False
         # What was still open when its writer died is what was fsynced of it last: nobody can say more of it now.
-        written = (heard.generation, heard.digest) if heard.digest is not None else shared.get_newest(world)
+        written = (remote_state.generation, remote_state.digest) if remote_state.digest is not None else shared.get_newest(view)
         if written != (content.generation, content.digest):
             return False
-        living = {number for number in shared.list_holders_of(*written) if number in world} | {around.node_number}
-        if not placement.choose_new_holders(world, living, shared.writer, around.factor, around.jump):
+        living = {number for number in shared.list_holders_of(*written) if number in view} | {cluster.node_number}
+        if not placement.choose_new_holders(view, living, shared.writer, cluster.factor, cluster.jump):
             return False
-        return min(living) == around.node_number
+        return min(living) == cluster.node_number
 
 
-def _more_is_possible(before: dict[int, KnownNode], now: dict[int, KnownNode], factor: int) -> bool:
+def _can_place_more(previous: dict[int, KnownNode], current: dict[int, KnownNode], factor: int) -> bool:
     """Whether contents that could not have all their copies may have them now: there were too few nodes, or too few failure domains."""
-    nodes, domains = len(before), len({node.domain for node in before.values()})
-    joined = now.keys() - before.keys()
+    nodes, domains = len(previous), len({node.domain for node in previous.values()})
+    joined = current.keys() - previous.keys()
     return bool(joined) and (nodes < factor or domains < factor)

@@ -20,21 +20,21 @@ from ckptfs.config import Config
 from ckptfs.errors import Busy
 from ckptfs.model import Content, ContentState, Notifier, Tier
 from ckptfs.tiers import lease, transfer
-from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.place import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
-transfer.labels("seal")
+transfer.declare_labels("seal")
 disk.declare_labels("seal:fdatasync", "seal:directory", "seal:persist", "seal:commit")
 
 LEASE_REFUSED_S = 5.0
-LEFT_S = 0.5
+POLL_S = 0.5
 BATCH_CONTENTS = 64
 BATCH_BYTES = 256 * limits.MIB
 
 
 @dataclass(slots=True)
-class _Wait:
+class _Retry:
     """A content that could not be sealed: when to try again."""
 
     until_s: float
@@ -44,18 +44,18 @@ class _Wait:
 class Seal:
     """Seals what lies in some of the tiers. One for each group of tiers that may hang on its own."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, tiers: Iterable[Tier] = Tier) -> None:
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, tier_group: Iterable[Tier] = Tier) -> None:
         self._db = db
-        self._places = places
+        self._tiers = tiers
         self._notify = notify
-        self._tiers = tuple(tiers)
+        self._tier_group = tuple(tier_group)
         self._after = 0
-        self._waiting: dict[int, _Wait] = {}
+        self._retries: dict[int, _Retry] = {}
 
     def step(self) -> bool:
         """Seal one batch. True: there may be more at once."""
         # A tier that was left out keeps what is in it until it is there again.
-        present = [tier for tier in self._tiers if tier in self._places]
+        present = [tier for tier in self._tier_group if tier in self._tiers]
         # A step that fails leaves the next one to begin with the first content.
         after, self._after = self._after, 0
         batch = settling.list_closed(self._db, present, after, BATCH_CONTENTS)
@@ -64,62 +64,62 @@ class Seal:
         taken_bytes = 0
         for content, tier in batch:
             after = content.id
-            wait = self._waiting.get(content.id)
+            wait = self._retries.get(content.id)
             if wait is not None and wait.until_s > now:
                 continue
-            sealed = self._try(content, tier)
+            sealed = self._try_seal(content, tier)
             if sealed is not None:
                 seals.append(sealed)
                 taken_bytes += sealed.size
             if taken_bytes >= BATCH_BYTES:
                 break
-        self._commit(seals)
+        self._record_seals(seals)
         more = len(batch) == BATCH_CONTENTS or taken_bytes >= BATCH_BYTES
         if more:
             self._after = after
         else:
-            self._forget_gone(batch)
+            self._drop_stale_retries(batch)
         return more
 
     def next_due_s(self) -> float | None:
         """Until the first content that somebody still held open is tried again, or another look: a hint of what is closed may be lost."""
-        if not self._waiting:
-            present = [tier for tier in self._tiers if tier in self._places]
-            return LEFT_S if settling.count_writers(self._db) or settling.list_closed(self._db, present, 0, 1) else None
-        return max(0.0, min(wait.until_s for wait in self._waiting.values()) - time.monotonic())
+        if not self._retries:
+            present = [tier for tier in self._tier_group if tier in self._tiers]
+            return POLL_S if settling.count_writers(self._db) or settling.list_closed(self._db, present, 0, 1) else None
+        return max(0.0, min(wait.until_s for wait in self._retries.values()) - time.monotonic())
 
-    def _try(self, content: Content, tier: Tier) -> settling.SealResult | None:
+    def _try_seal(self, content: Content, tier: Tier) -> settling.SealResult | None:
         try:
-            sealed = self._read(content, tier, self._places[tier])
+            sealed = self._read(content, tier, self._tiers[tier])
         except Busy as reason:
             log.debug("content %d of %s cannot be sealed yet: %s", content.id, self._name(content), reason)
-            self._later(content.id)
+            self._defer(content.id)
             return None
         except OSError as failure:
-            self._trouble(content, tier, failure)
+            self._handle_read_error(content, tier, failure)
             return None
-        self._waiting.pop(content.id, None)
+        self._retries.pop(content.id, None)
         return sealed
 
-    def _read(self, content: Content, tier: Tier, place: Place) -> settling.SealResult:
-        with disk.closing(place.open(content.id)) as fd, lease.reading(fd, insist=self._insists(content, tier)) as check:
-            size, digest, blocks = transfer.read_together(fd, label="seal", before_block=check)
+    def _read(self, content: Content, tier: Tier, storage: TierStorage) -> settling.SealResult:
+        with disk.closing(storage.open(content.id)) as fd, lease.hold_read_lease(fd, insist=self._requires_lease(content, tier)) as check:
+            size, digest, blocks = transfer.read_parallel(fd, label="seal", before_block=check)
             if tier is not Tier.RAM:
                 disk.act("seal:fdatasync", os.fdatasync, fd)
             check()
         return settling.SealResult(content.id, content.inode, content.change, tier, size, digest, blocks)
 
-    def _insists(self, content: Content, tier: Tier) -> bool:
+    def _requires_lease(self, content: Content, tier: Tier) -> bool:
         """A PFS may refuse every lease: what was refused for a while is then read without one, and its times compared."""
-        wait = self._waiting.get(content.id)
+        wait = self._retries.get(content.id)
         return tier is not Tier.PFS or wait is None or wait.delay_s < LEASE_REFUSED_S
 
-    def _commit(self, seals: list[settling.SealResult]) -> None:
+    def _record_seals(self, seals: list[settling.SealResult]) -> None:
         if not seals:
             return
         on_disk = {one.tier for one in seals} - {Tier.RAM}
         for tier in on_disk:
-            disk.act("seal:directory", self._places[tier].persist_names)
+            disk.act("seal:directory", self._tiers[tier].fsync_directory)
         with self._db.transaction():
             done = settling.mark_sealed(self._db, seals)
             disk.act("seal:commit", lambda: None)
@@ -130,17 +130,17 @@ class Seal:
             large = any(one.size >= limits.LARGE_BYTES_MIN for one in done)
             self._notify.wake_lanes("replicate" if large else "")
 
-    def _trouble(self, content: Content, tier: Tier, failure: OSError) -> None:
+    def _handle_read_error(self, content: Content, tier: Tier, failure: OSError) -> None:
         """The tier does not give the bytes. A file that is not there any more is lost; everything else may pass."""
-        if failure.errno == errno.ENOENT and self._lost(content, tier):
+        if failure.errno == errno.ENOENT and self._record_missing_file(content, tier):
             log.error("%s is lost: its file in %s is gone before it was sealed", self._name(content), tier)
             return
-        if self._state(content.id) is not ContentState.CLOSED:
+        if self._get_state(content.id) is not ContentState.CLOSED:
             return  # It was deleted or opened again while we reached for it.
-        delay_s = self._later(content.id)
+        delay_s = self._defer(content.id)
         log.warning("%s cannot be read in %s for its digest (%s); again in %.1f s", self._name(content), tier, failure, delay_s)
 
-    def _lost(self, content: Content, tier: Tier) -> bool:
+    def _record_missing_file(self, content: Content, tier: Tier) -> bool:
         """Forget a copy whose file is gone; whether that was the last one. The content may also have been reopened or deleted meanwhile."""
         with self._db.transaction():
             if not settling.is_unchanged(self._db, content):
@@ -148,20 +148,20 @@ class Seal:
             settling.delete_copy(self._db, content.id, tier)
             return settling.mark_lost(self._db, content)
 
-    def _later(self, number: int) -> float:
+    def _defer(self, number: int) -> float:
         """Try this content again after a while, each time a longer one."""
-        before = self._waiting.get(number)
-        delay_s = limits.RETRY_FIRST_S / 4 if before is None else min(2 * before.delay_s, limits.RETRY_LAST_S)
-        self._waiting[number] = _Wait(time.monotonic() + delay_s, delay_s)
+        previous = self._retries.get(number)
+        delay_s = limits.RETRY_FIRST_S / 4 if previous is None else min(2 * previous.delay_s, limits.RETRY_LAST_S)
+        self._retries[number] = _Retry(time.monotonic() + delay_s, delay_s)
         return delay_s
 
-    def _forget_gone(self, batch: list[tuple[Content, Tier]]) -> None:
+    def _drop_stale_retries(self, batch: list[tuple[Content, Tier]]) -> None:
         """What is waited for and was opened again or deleted need not be waited for."""
-        if self._waiting and len(batch) < BATCH_CONTENTS:
-            for number in [number for number in self._waiting if self._state(number) is not ContentState.CLOSED]:
-                del self._waiting[number]
+        if self._retries and len(batch) < BATCH_CONTENTS:
+            for number in [number for number in self._retries if self._get_state(number) is not ContentState.CLOSED]:
+                del self._retries[number]
 
-    def _state(self, number: int) -> ContentState | None:
+    def _get_state(self, number: int) -> ContentState | None:
         found = settling.get_content(self._db, number)
         return None if found is None else found.state
 

@@ -12,47 +12,47 @@ from ckptfs.catalog import journal, report, wants
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import Level, Notifier
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 
-class Settle:
+class WaitLevel:
     """Answers who waits for a level."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier) -> None:
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         self._db = db
         self._notify = notify
         self._waiting = False
 
     def step(self) -> bool:
         """Answer all that can be answered now."""
-        wanted = wants.list_open(self._db, wants.WAIT_LEVEL)
-        answered = [want for want in wanted if self._answer(want)]
-        self._waiting = len(answered) < len(wanted)
+        requests = wants.list_open(self._db, wants.WAIT_LEVEL)
+        answered = [want for want in requests if self._answer(want)]
+        self._waiting = len(answered) < len(requests)
         if answered:
             self._notify.notify_replies()
-        return len(wanted) == limits.CHANGE_ROWS_MAX and bool(answered)
+        return len(requests) == limits.CHANGE_ROWS_MAX and bool(answered)
 
     def next_due_s(self) -> float | None:
         """While somebody waits a look now and then costs little; a hint that got lost costs no more than that."""
         return limits.WANT_LOOK_S if self._waiting else None
 
-    def _answer(self, want: wants.MoverRequest) -> bool:
-        kind, _, number = want.argument.partition(":")
+    def _answer(self, request: wants.MoverRequest) -> bool:
+        kind, _, number = request.argument.partition(":")
         if kind == "journal":
-            if journal.has_pending(self._db, want.inode, int(number)):
+            if journal.has_pending(self._db, request.inode, int(number)):
                 return False
-            wants.mark_done(self._db, want.id)
+            wants.mark_done(self._db, request.id)
             return True
-        listed = report.get_listed_file(self._db, want.inode)
+        listed = report.get_listed_file(self._db, request.inode)
         if listed is None:
-            wants.mark_failed(self._db, want.id, errno.ENOENT)
+            wants.mark_failed(self._db, request.id, errno.ENOENT)
             return True
-        if not _reached(listed, Level(want.argument)):
+        if not _has_reached(listed, Level(request.argument)):
             return False
-        wants.mark_done(self._db, want.id)
+        wants.mark_done(self._db, request.id)
         return True
 
 
-def _reached(listed: report.ListedFile, level: Level) -> bool:
+def _has_reached(listed: report.ListedFile, level: Level) -> bool:
     order = list(Level)
     return order.index(listed.level) >= order.index(level) and not (level is Level.PFS and listed.has_pending_changes)

@@ -31,56 +31,56 @@ LOOK_S = 30.0
 class TakeOver:
     """Looks whenever the world changes, and now and then."""
 
-    def __init__(self, db: Database, notify: Notifier, around: Cluster) -> None:
+    def __init__(self, db: Database, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
         self._notify = notify
-        self._around = around
+        self._cluster = cluster
         self._instance = adoption.get_instance_id(db)
-        self._seen: ClusterView | None = None
-        self._todo: list[int] = []
+        self._last_view: ClusterView | None = None
+        self._nodes_left: list[int] = []
 
     def step(self) -> bool:
         """Take over from one node. True: there may be more at once."""
-        world = self._around.view()
-        if not self._todo:
-            self._seen = world
-            known = set(peers.list_node_names(self._db)) | {self._around.node_number}
-            self._todo = sorted(number for number in known if number not in world.by_number or number == self._around.node_number)
-        number = self._todo[-1]
+        view = self._cluster.view()
+        if not self._nodes_left:
+            self._last_view = view
+            known = set(peers.list_node_names(self._db)) | {self._cluster.node_number}
+            self._nodes_left = sorted(number for number in known if number not in view.by_number or number == self._cluster.node_number)
+        number = self._nodes_left[-1]
         if not self._take_from(number):
-            self._todo.pop()
-        return bool(self._todo)
+            self._nodes_left.pop()
+        return bool(self._nodes_left)
 
     def next_due_s(self) -> float | None:
         """Nodes may have died unseen."""
-        return LOOK_S if self._around.view() is self._seen else 0.0
+        return LOOK_S if self._cluster.view() is self._last_view else 0.0
 
     def _take_from(self, number: int) -> bool:
         """Take one page of rows. False: there is nothing left to take."""
-        if not self._rows(number, 1):
+        if not self._list_rows(number, 1):
             return False
-        claim = None if self._around.claims is None else self._around.claims.try_acquire(f"write-back/{number}")
-        if claim is None or self._around.claims is None:
+        claim = None if self._cluster.claims is None else self._cluster.claims.try_acquire(f"write-back/{number}")
+        if claim is None or self._cluster.claims is None:
             return False
-        items = self._rows(number, ROWS_TOGETHER)
-        gone = number == self._around.node_number or not membership.list_live(self._around.store, [number])
-        if items and gone and self._append(claim, items, number):
+        items = self._list_rows(number, ROWS_TOGETHER)
+        is_dead = number == self._cluster.node_number or not membership.list_live(self._cluster.store, [number])
+        if items and is_dead and self._append_rows(claim, items, number):
             log.info("%d changes that node %d had not written back are written back from here", len(items), number)
             self._notify.wake_lanes()
             return True
-        self._around.claims.release(claim)
+        self._cluster.claims.release(claim)
         return False
 
-    def _rows(self, number: int, at_most: int) -> list[Item]:
+    def _list_rows(self, number: int, at_most: int) -> list[Item]:
         """What a node has to write back; of this one only what a former catalog left."""
         start = kinds.encode_key(SharedKey(JOURNAL_ROW, number, b""))
-        if number != self._around.node_number:
-            return list(self._around.store.read([Get(start, prefix_end(start), limit=at_most)]).results[0])
+        if number != self._cluster.node_number:
+            return list(self._cluster.store.read([Get(start, prefix_end(start), limit=at_most)]).results[0])
         own = start + self._instance.encode()
-        found = self._around.store.read([Get(start, own, limit=at_most), Get(prefix_end(own), prefix_end(start), limit=at_most)])
+        found = self._cluster.store.read([Get(start, own, limit=at_most), Get(prefix_end(own), prefix_end(start), limit=at_most)])
         return [*found.results[0], *found.results[1]][:at_most]
 
-    def _append(self, claim: ClusterLock, items: list[Item], number: int) -> bool:
+    def _append_rows(self, claim: ClusterLock, items: list[Item], number: int) -> bool:
         """Make them this node's. False: the node lives again, or another one has them."""
         rows = [pfs_kinds.parse_row(kinds.decode_value(item.value) or {}, number) for item in items]
         with self._db.transaction():
@@ -88,10 +88,10 @@ class TakeOver:
         disk.act("take_over:appended", lambda: None)
         changes: list[Operation] = []
         for row, item in zip(taken, items, strict=True):
-            key = SharedKey(JOURNAL_ROW, self._around.node_number, pfs_kinds.build_row_name(self._instance, row.seq))
+            key = SharedKey(JOURNAL_ROW, self._cluster.node_number, pfs_kinds.build_row_name(self._instance, row.seq))
             changes += [Put(kinds.encode_key(key), kinds.encode_value(kinds.get_value(self._db, key)) or b""), Delete(item.key)]
         compares = [claim.build_guard(), *(Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in items)]
-        if self._around.store.commit(compares, changes).succeeded:
+        if self._cluster.store.commit(compares, changes).succeeded:
             return True
         journal.delete_rows(self._db, taken)
         return False

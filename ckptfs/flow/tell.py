@@ -8,15 +8,15 @@ from ckptfs.catalog.database import Database
 from ckptfs.clique import holders
 from ckptfs.clique.surroundings import Cluster
 
-BATCH_CONTENTS = 256
+ANNOUNCE_BATCH_CONTENTS = 256
 
 
-class Tell:
+class AnnounceCopies:
     """One batch a step. Raises Unreachable while the store is."""
 
-    def __init__(self, db: Database, around: Cluster) -> None:
+    def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
-        self._around = around
+        self._cluster = cluster
 
     def prepare(self) -> None:
         """Once, before the first step: a tier may have been lost, with copies that the store was told of."""
@@ -24,11 +24,11 @@ class Tell:
 
     def step(self) -> bool:
         """Tell of one batch. True: there may be more at once."""
-        news = telling.list_unannounced(self._db, BATCH_CONTENTS)
-        if news:
-            holders.announce(self._around.store, self._around.node_number, news, is_own_away=True)
-            telling.mark_announced(self._db, news)
-        return len(news) == BATCH_CONTENTS
+        changes = telling.list_unannounced(self._db, ANNOUNCE_BATCH_CONTENTS)
+        if changes:
+            holders.announce(self._cluster.store, self._cluster.node_number, changes, is_own_away=True)
+            telling.mark_announced(self._db, changes)
+        return len(changes) == ANNOUNCE_BATCH_CONTENTS
 
     def next_due_s(self) -> float | None:
         """Only when something came or went."""

@@ -13,16 +13,16 @@ from ckptfs.catalog.database import Database
 from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
 from ckptfs.tiers import duplicate, transfer
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 log = logging.getLogger(__name__)
 
-transfer.labels("verify")
+transfer.declare_labels("verify")
 disk.declare_labels("verify:quarantined", "verify:repaired")
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckResult:
     """What was found of one copy: `ok`, or what is wrong in words; `repaired` when it was bad and is good again."""
 
     tier: Tier
@@ -31,7 +31,7 @@ class Checked:
     repaired: bool = False
 
 
-def verify(db: Database, places: Places, number: int) -> list[Checked]:
+def verify(db: Database, tiers: Tiers, number: int) -> list[CheckResult]:
     """Read every copy of the content `number` in this node's tiers and compare it with the seal; mend what is bad.
 
     Empty for a content that is not sealed: there is nothing to compare it with yet. Raises Busy when it is opened for writing meanwhile.
@@ -40,7 +40,7 @@ def verify(db: Database, places: Places, number: int) -> list[Checked]:
     if content is None or content.state not in {ContentState.SEALED, ContentState.LOST}:
         return []
     copies = [copy for copy in settling.list_copies(db, number) if copy.state is not CopyState.FILLING]
-    found = [_check(db, places, content, copy) for copy in copies]
+    found = [_check_copy(db, tiers, content, copy) for copy in copies]
     good = [checked.tier for checked in found if checked.ok]
     if not good:
         if found and content.state is ContentState.SEALED and settling.mark_lost(db, content):
@@ -49,35 +49,35 @@ def verify(db: Database, places: Places, number: int) -> list[Checked]:
     if content.state is ContentState.LOST:
         settling.set_state(db, number, ContentState.SEALED)
         content = settling.get_content(db, number) or content
-    return [checked if checked.ok else _repair(db, places, content, good[0], checked) for checked in found]
+    return [checked if checked.ok else _repair_copy(db, tiers, content, good[0], checked) for checked in found]
 
 
-def _check(db: Database, places: Places, content: Content, copy: Copy) -> Checked:
-    problem = _problem(db, places, content, copy.tier)
+def _check_copy(db: Database, tiers: Tiers, content: Content, copy: Copy) -> CheckResult:
+    problem = _find_problem(db, tiers, content, copy.tier)
     if not settling.is_unchanged(db, content):
         raise Busy("the file is opened for writing")
     if not problem:
         settling.set_copy_state(db, content.id, copy.tier, CopyState.GOOD)
-        return Checked(copy.tier, True)
+        return CheckResult(copy.tier, True)
     if copy.state is not CopyState.QUARANTINED:
         settling.set_copy_state(db, content.id, copy.tier, CopyState.QUARANTINED)
         disk.act("verify:quarantined", lambda: None)
         log.error("the copy of %s in %s is bad and does not count any more: %s", _name(db, content), copy.tier, problem)
-    return Checked(copy.tier, False, problem)
+    return CheckResult(copy.tier, False, problem)
 
 
-def _problem(db: Database, places: Places, content: Content, tier: Tier) -> str:
+def _find_problem(db: Database, tiers: Tiers, content: Content, tier: Tier) -> str:
     """What is wrong with the copy in `tier`; empty when it is as it was sealed. A tier that fails to answer is no proof: OSError."""
 
     def check() -> None:
         if not settling.is_unchanged(db, content):
             raise Busy("the file is opened for writing")
 
-    place = places.get(tier)
-    if place is None:
+    storage = tiers.get(tier)
+    if storage is None:
         return f"the tier {tier} is not configured any more"
     try:
-        fd = place.open(content.id, os.O_RDONLY)
+        fd = storage.open(content.id, os.O_RDONLY)
     except FileNotFoundError:
         return "its file is gone"
     try:
@@ -87,30 +87,30 @@ def _problem(db: Database, places: Places, content: Content, tier: Tier) -> str:
     if size != content.size:
         return f"it has {size} bytes instead of {content.size}"
     if digest != content.digest:
-        return f"its digest differs{_first_difference(content.block_digests or b'', blocks)}"
+        return f"its digest differs{_describe_first_difference(content.block_digests or b'', blocks)}"
     return ""
 
 
-def _first_difference(expected: bytes, found: bytes) -> str:
+def _describe_first_difference(expected: bytes, found: bytes) -> str:
     for number in range(len(found) // 16):
         if expected[16 * number : 16 * number + 16] != found[16 * number : 16 * number + 16]:
             return f" in block {number}"
     return ""
 
 
-def _repair(db: Database, places: Places, content: Content, source: Tier, bad: Checked) -> Checked:
+def _repair_copy(db: Database, tiers: Tiers, content: Content, source: Tier, bad: CheckResult) -> CheckResult:
     """Remake a bad copy from a good one. What cannot be remade now stays quarantined, and the answer says so."""
-    if bad.tier not in places:
+    if bad.tier not in tiers:
         settling.delete_copy(db, content.id, bad.tier)
         return bad
     try:
-        duplicate.make(db, places, content, source, bad.tier)
+        duplicate.copy_to_tier(db, tiers, content, source, bad.tier)
     except (OSError, Busy, DigestMismatch) as failure:
         log.warning("the copy of %s in %s could not be remade: %s", _name(db, content), bad.tier, failure)
         return bad
     disk.act("verify:repaired", lambda: None)
     log.info("the copy of %s in %s was remade from the one in %s", _name(db, content), bad.tier, source)
-    return Checked(bad.tier, False, bad.problem, repaired=True)
+    return CheckResult(bad.tier, False, bad.problem, repaired=True)
 
 
 def _name(db: Database, content: Content) -> str:

@@ -15,7 +15,7 @@ from ckptfs.model import ContentState
 _DIGITS = re.compile(rb"\d+")
 
 
-class Way(Enum):
+class WriteTarget(Enum):
     """NEW: begin a content. IN_PLACE: the one that is here. FETCH: bring it here first. LOST: there are no bytes any more."""
 
     NEW = "new"
@@ -24,20 +24,20 @@ class Way(Enum):
     LOST = "lost"
 
 
-def way(held: FileContent, *, truncate: bool, shared: bool) -> Way:
+def choose_write_target(held: FileContent, *, truncate: bool, shared: bool) -> WriteTarget:
     """How to open `held` for writing. `truncate`: to nothing at all; `shared`: somebody has it open already."""
     if held.tiers and (shared or not truncate) and held.state is not ContentState.DOOMED:
-        return Way.IN_PLACE
+        return WriteTarget.IN_PLACE
     if truncate or (held.content is None and not held.is_on_pfs):
-        return Way.NEW
+        return WriteTarget.NEW
     if held.is_remote and held.state in {ContentState.CLOSED, ContentState.SEALED}:
-        return Way.FETCH
+        return WriteTarget.FETCH
     if held.state in {ContentState.LOST, ContentState.DOOMED, ContentState.OPEN, ContentState.CLOSED}:
         # Without a copy, only a sealed content can be somewhere else.
-        return Way.LOST
-    return Way.FETCH
+        return WriteTarget.LOST
+    return WriteTarget.FETCH
 
 
-def kind_of(name: bytes) -> bytes:
+def get_series_pattern(name: bytes) -> bytes:
     """What files of one series have in common: their name without its numbers."""
     return _DIGITS.sub(b"#", name)

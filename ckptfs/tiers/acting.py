@@ -24,11 +24,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _thread = threading.local()
 
 
-class Squashed(PermissionError):
+class RootSquashed(PermissionError):
     """What root made belongs to somebody else: the filesystem does not take root for root."""
 
 
-def possible() -> bool:
+def can_impersonate() -> bool:
     """Whether this process may act as others."""
     return os.geteuid() == 0 and platform.machine() in _SETGROUPS
 
@@ -41,8 +41,8 @@ def is_root() -> bool:
 @contextlib.contextmanager
 def as_owner(uid: int, gid: int) -> Iterator[None]:
     """The thread is this user for filesystems inside the block."""
-    mine = os.getgroups()
-    _set_groups(list(_groups(uid, gid)))
+    own_groups = os.getgroups()
+    _set_groups(list(_list_groups(uid, gid)))
     _libc.setfsgid(ctypes.c_uint32(gid))
     _libc.setfsuid(ctypes.c_uint32(uid))
     _thread.acting = True
@@ -51,12 +51,12 @@ def as_owner(uid: int, gid: int) -> Iterator[None]:
     finally:
         _libc.setfsuid(ctypes.c_uint32(os.geteuid()))
         _libc.setfsgid(ctypes.c_uint32(os.getegid()))
-        _set_groups(mine)
+        _set_groups(own_groups)
         _thread.acting = False
 
 
 @contextlib.contextmanager
-def as_ourselves() -> Iterator[None]:
+def as_process_user() -> Iterator[None]:
     """Inside a block of `as_owner`: the thread is itself again, for what is ours and nobody else's."""
     if not getattr(_thread, "acting", False):
         yield
@@ -68,12 +68,12 @@ def as_ourselves() -> Iterator[None]:
         _libc.setfsuid(ctypes.c_uint32(uid))
 
 
-def attempt(call: Callable[[], Result], owners: Callable[[], Iterable[Owner]]) -> Result:
+def retry_as_owner(call: Callable[[], Result], owners: Callable[[], Iterable[Owner]]) -> Result:
     """`call()` as we are; where that is refused and we are root, as each of `owners()` in turn. Raises the first refusal."""
     try:
         return call()
     except PermissionError as refusal:
-        if not possible() or getattr(_thread, "acting", False):
+        if not can_impersonate() or getattr(_thread, "acting", False):
             raise
         for uid, gid in dict.fromkeys(owners()):
             if uid == 0:
@@ -94,7 +94,7 @@ def _set_groups(groups: list[int]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _groups(uid: int, gid: int) -> tuple[int, ...]:
+def _list_groups(uid: int, gid: int) -> tuple[int, ...]:
     try:
         return tuple(os.getgrouplist(pwd.getpwuid(uid).pw_name, gid))
     except (KeyError, OSError):

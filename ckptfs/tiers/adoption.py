@@ -11,7 +11,7 @@ import logging
 from ckptfs.catalog import settling
 from ckptfs.catalog.database import Database
 from ckptfs.model import Tier
-from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.place import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -19,30 +19,30 @@ GIVEN_UP = "given-up"
 """A file of this name in NVMe's directory says that what was on the former one will not come back."""
 
 
-def adopt(db: Database, places: Places) -> None:
+def adopt_tiers(db: Database, tiers: Tiers) -> None:
     """Remember the uuid of RAM and NVMe; where it is another one than before, forget all copies that were there, or leave NVMe out."""
     for tier in (Tier.RAM, Tier.NVME):
-        if tier not in places:
+        if tier not in tiers:
             continue
-        if tier is Tier.NVME and (needed := _needed(db, places[tier])):
-            _leave_out(db, places, needed)
+        if tier is Tier.NVME and (only_copies := _count_only_copies(db, tiers[tier])):
+            _exclude_nvme(db, tiers, only_copies)
             continue
-        lost = settling.set_tier_uuid(db, tier, places[tier].uuid)
+        lost = settling.set_tier_uuid(db, tier, tiers[tier].uuid)
         if lost:
             log.warning("what was in %s is gone, this is another one than before; it held %d contents", tier, lost)
 
 
-def _needed(db: Database, place: Place) -> int:
+def _count_only_copies(db: Database, storage: TierStorage) -> int:
     """How many files would be lost by taking this directory for the tier's new one."""
-    if settling.get_tier_uuid(db, place.tier) in (None, place.uuid) or (place.root / GIVEN_UP).exists():
+    if settling.get_tier_uuid(db, storage.tier) in (None, storage.uuid) or (storage.root / GIVEN_UP).exists():
         return 0
-    return settling.count_only_copies(db, place.tier)
+    return settling.count_only_copies(db, storage.tier)
 
 
-def _leave_out(db: Database, places: Places, needed: int) -> None:
-    root = places[Tier.NVME].root
-    error = f"{root} is not the directory that this catalog knows, and {needed} files lie only there"
+def _exclude_nvme(db: Database, tiers: Tiers, only_copies: int) -> None:
+    root = tiers[Tier.NVME].root
+    error = f"{root} is not the directory that this catalog knows, and {only_copies} files lie only there"
     remedy = f"mount the device that belongs at {root} and start again; if it will never come back, make the file {root / GIVEN_UP}"
     log.error("%s; going on without it (%s)", error, remedy)
     settling.set_report(db, f"trouble:{Tier.NVME}", {"what": error, "path": str(root), "remedy": remedy})
-    places.leave_out(Tier.NVME)
+    tiers.exclude(Tier.NVME)

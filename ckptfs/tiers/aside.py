@@ -8,43 +8,43 @@ import contextlib
 
 from ckptfs.catalog import aside
 from ckptfs.catalog.database import Database
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.place import TierStorage
 
 
-def put(db: Database, place: Place, content: int) -> int | None:
+def stash(db: Database, storage: TierStorage, content: int) -> int | None:
     """Put what is kept of a content aside, in the caller's transaction; its id until then, None where there is nothing to keep."""
-    number = aside.stash_copy(db, content, place.tier)
-    if number is not None:
+    stash_id = aside.stash_copy(db, content, storage.tier)
+    if stash_id is not None:
         try:
-            place.rename(content, number)
+            storage.rename(content, stash_id)
         except FileNotFoundError:
-            aside.delete_stashed(db, number, place.tier)
+            aside.delete_stashed(db, stash_id, storage.tier)
             return None
-    return number
+    return stash_id
 
 
-def put_back(db: Database, place: Place, number: int | None) -> None:
+def restore_stashed(db: Database, storage: TierStorage, stash_id: int | None) -> None:
     """The fetch failed, or died: what was put aside is what lies here again, unless there is something newer by now."""
-    if number is None:
+    if stash_id is None:
         return
     with db.transaction():
-        content = aside.restore_stashed(db, number, place.tier)
+        content = aside.restore_stashed(db, stash_id, storage.tier)
         if content is None:
-            place.remove(number)
+            storage.remove(stash_id)
         else:
             with contextlib.suppress(FileNotFoundError):  # It never got its other name.
-                place.rename(number, content)
+                storage.rename(stash_id, content)
 
 
-def forget(db: Database, place: Place, number: int | None) -> None:
+def drop_stashed(db: Database, storage: TierStorage, stash_id: int | None) -> None:
     """What came after it is here."""
-    if number is not None:
+    if stash_id is not None:
         with db.transaction():
-            aside.delete_stashed(db, number, place.tier)
-        place.remove(number)
+            aside.delete_stashed(db, stash_id, storage.tier)
+        storage.remove(stash_id)
 
 
-def put_all_back(db: Database, place: Place) -> None:
+def restore_all_stashed(db: Database, storage: TierStorage) -> None:
     """A former mover died while it fetched."""
-    for number in aside.list_stashed(db, place.tier):
-        put_back(db, place, number)
+    for stash_id in aside.list_stashed(db, storage.tier):
+        restore_stashed(db, storage, stash_id)

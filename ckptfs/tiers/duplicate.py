@@ -14,14 +14,14 @@ from ckptfs.catalog.database import Database
 from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, CopyState, Tier
 from ckptfs.tiers import transfer
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
-transfer.labels("duplicate")
-transfer.labels("duplicate:check")
+transfer.declare_labels("duplicate")
+transfer.declare_labels("duplicate:check")
 disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
 
 
-def make(db: Database, places: Places, content: Content, source: Tier, target: Tier) -> None:
+def copy_to_tier(db: Database, tiers: Tiers, content: Content, source: Tier, target: Tier) -> None:
     """Make a good copy of the SEALED `content` in `target` from the one in `source`.
 
     Raises Busy when the content was opened for writing meanwhile, DigestMismatch when the bytes of `source` are not what was sealed (its
@@ -31,29 +31,29 @@ def make(db: Database, places: Places, content: Content, source: Tier, target: T
         raise Busy("the content moved on")
     disk.act("duplicate:announced", lambda: None)
     try:
-        _copy(db, places, content, source, target)
+        _copy_bytes(db, tiers, content, source, target)
         if not settling.mark_copy_good(db, content, target):
             raise Busy("the content moved on")
     except BaseException:
-        _tidy(db, places, content, target)
+        _remove_unfinished(db, tiers, content, target)
         raise
     disk.act("duplicate:counted", lambda: None)
     if target is not Tier.RAM:
         disk.act("duplicate:persist", db.persist)
 
 
-def _copy(db: Database, places: Places, content: Content, source: Tier, target: Tier) -> None:
+def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, target: Tier) -> None:
     def check() -> None:
         if not settling.is_unchanged(db, content):
             raise Busy("the content is opened for writing")
 
-    places[target].remove(content.id)
-    with disk.closing(places[source].open(content.id)) as source_fd, disk.closing(places[target].create(content.id)) as target_fd:
+    tiers[target].remove(content.id)
+    with disk.closing(tiers[source].open(content.id)) as source_fd, disk.closing(tiers[target].create(content.id)) as target_fd:
         size, digest, _ = transfer.copy(source_fd, target_fd, label="duplicate", before_block=check)
-        _compare(db, content, source, (size, digest), check)
+        _verify_source(db, content, source, (size, digest), check)
         if target is not Tier.RAM:
             disk.act("duplicate:fsync", os.fsync, target_fd)
-            disk.act("duplicate:directory", places[target].persist_names)
+            disk.act("duplicate:directory", tiers[target].fsync_directory)
             # What is read back next shall come from the disk.
             os.posix_fadvise(target_fd, 0, 0, os.POSIX_FADV_DONTNEED)
         size, digest, _ = transfer.read(target_fd, label="duplicate:check", before_block=check)
@@ -61,7 +61,7 @@ def _copy(db: Database, places: Places, content: Content, source: Tier, target: 
             raise DigestMismatch(f"what was written to {target} for content {content.id} reads back as something else")
 
 
-def _compare(db: Database, content: Content, source: Tier, found: tuple[int, bytes], check: Callable[[], None]) -> None:
+def _verify_source(db: Database, content: Content, source: Tier, found: tuple[int, bytes], check: Callable[[], None]) -> None:
     """The bytes that were read must be those that were sealed; if not, and nobody writes to them, the source is bad."""
     if found == (content.size, content.digest):
         return
@@ -70,10 +70,10 @@ def _compare(db: Database, content: Content, source: Tier, found: tuple[int, byt
     raise DigestMismatch(f"the copy of content {content.id} in {source} does not have the digest that it was sealed with")
 
 
-def _tidy(db: Database, places: Places, content: Content, target: Tier) -> None:
+def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tier) -> None:
     """Take the unfinished copy back, as far as the tier lets us; what stays is a leftover for the drop flow."""
     with contextlib.suppress(OSError):
-        places[target].remove(content.id)
+        tiers[target].remove(content.id)
     with db.transaction():
         if any(copy.tier is target and copy.state is CopyState.FILLING for copy in settling.list_copies(db, content.id)):
             settling.delete_copy(db, content.id, target)

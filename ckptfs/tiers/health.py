@@ -19,8 +19,8 @@ FAILURES_DOWN = 3
 SUSPECT_S = 5.0
 DOWN_S = 30.0
 PROBE_NORMAL_S = 15.0
-PROBE_ILL_S = 3.0
-FULL = {errno.ENOSPC, errno.EDQUOT}
+PROBE_UNHEALTHY_S = 3.0
+FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 
 REMEDIES = {
     errno.EIO: "look into the kernel log for this device or server",
@@ -36,7 +36,7 @@ REMEDIES = {
 }
 
 
-class State(StrEnum):
+class HealthState(StrEnum):
     """NORMAL works, SUSPECT failed or is late, DOWN has failed for a while."""
 
     NORMAL = "normal"
@@ -48,43 +48,43 @@ class State(StrEnum):
 class Health:
     """What is known: `since_s` is when `state` began, on the clock of whoever asks; `error` says what was last wrong."""
 
-    state: State = State.NORMAL
+    state: HealthState = HealthState.NORMAL
     since_s: float = 0.0
     failures: int = 0
     error: str = ""
     remedy: str = ""
 
 
-def succeeded(health: Health, now_s: float) -> Health:
+def after_success(health: Health, now_s: float) -> Health:
     """The tier did what it was asked: it is well."""
     return health if health == replace(Health(), since_s=health.since_s) else Health(since_s=now_s)
 
 
-def failed(health: Health, now_s: float, failure: OSError) -> Health:
+def after_failure(health: Health, now_s: float, failure: OSError) -> Health:
     """The tier answered with an error. Being full is not one."""
-    if failure.errno in FULL:
-        return succeeded(health, now_s)
+    if failure.errno in FULL_ERRNOS:
+        return after_success(health, now_s)
     failures = health.failures + 1
-    state = State.DOWN if failures >= FAILURES_DOWN or health.state is State.DOWN else State.SUSPECT
-    return _to(health, state, now_s, failures, describe(failure), remedy(failure.errno))
+    state = HealthState.DOWN if failures >= FAILURES_DOWN or health.state is HealthState.DOWN else HealthState.SUSPECT
+    return _transition(health, state, now_s, failures, describe(failure), remedy(failure.errno))
 
 
-def another(health: Health, now_s: float, error: str, remedy: str) -> Health:
+def after_wrong_tier(health: Health, now_s: float, error: str, remedy: str) -> Health:
     """The tier answers, and is not the one it should be."""
-    return _to(health, State.DOWN, now_s, health.failures + 1, error, remedy)
+    return _transition(health, HealthState.DOWN, now_s, health.failures + 1, error, remedy)
 
 
-def silent(health: Health, now_s: float, waiting_s: float) -> Health:
+def after_silence(health: Health, now_s: float, waiting_s: float) -> Health:
     """A probe has not answered for `waiting_s` so far."""
     if waiting_s < SUSPECT_S:
         return health
-    state = State.DOWN if waiting_s >= DOWN_S or health.state is State.DOWN else State.SUSPECT
-    return _to(health, state, now_s, health.failures, f"does not answer for {waiting_s:.0f} s", remedy(errno.ETIMEDOUT))
+    state = HealthState.DOWN if waiting_s >= DOWN_S or health.state is HealthState.DOWN else HealthState.SUSPECT
+    return _transition(health, state, now_s, health.failures, f"does not answer for {waiting_s:.0f} s", remedy(errno.ETIMEDOUT))
 
 
 def probe_after_s(health: Health) -> float:
     """How long to wait before the next probe."""
-    return PROBE_NORMAL_S if health.state is State.NORMAL else PROBE_ILL_S
+    return PROBE_NORMAL_S if health.state is HealthState.NORMAL else PROBE_UNHEALTHY_S
 
 
 def describe(failure: OSError) -> str:
@@ -104,6 +104,6 @@ def probe(root: Path) -> tuple[int, int]:
     return figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
 
 
-def _to(health: Health, state: State, now_s: float, failures: int, error: str, remedy: str) -> Health:
+def _transition(health: Health, state: HealthState, now_s: float, failures: int, error: str, remedy: str) -> Health:
     since_s = health.since_s if state is health.state else now_s
     return Health(state, since_s, failures, error, remedy)

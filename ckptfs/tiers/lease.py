@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator
 
 from ckptfs.errors import Busy
 
-WITHOUT_LEASES = {errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+NO_LEASE_ERRNOS = {errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-def ignore_signal() -> None:
+def ignore_lease_signal() -> None:
     """Let the kernel's word that a lease is wanted back pass; call it once, in the main thread."""
     signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
-def reading(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
+def hold_read_lease(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
     """Hold a read lease on `fd`, which must be open for reading only. Gives `check`, to be called before each block and at the end.
 
     Both raise Busy when somebody has the file open for writing or is about to. Not to `insist` takes a refusal for the filesystem's
@@ -35,8 +35,8 @@ def reading(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
     except OSError as failure:
         if failure.errno == errno.EAGAIN and insist:
             raise Busy("somebody still has the file open for writing") from failure
-        if failure.errno in {errno.EAGAIN, *WITHOUT_LEASES}:
-            yield _same_times(fd)
+        if failure.errno in {errno.EAGAIN, *NO_LEASE_ERRNOS}:
+            yield _build_times_check(fd)
             return
         raise
 
@@ -51,17 +51,17 @@ def reading(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
-def _same_times(fd: int) -> Callable[[], None]:
+def _build_times_check(fd: int) -> Callable[[], None]:
     """The weaker check: the file's size and times stay what they were."""
 
     def state() -> tuple[int, int, int]:
         status = os.fstat(fd)
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    before = state()
+    initial = state()
 
     def check() -> None:
-        if state() != before:
+        if state() != initial:
             raise Busy("somebody writes to the file")
 
     return check

@@ -15,72 +15,77 @@ from ckptfs.catalog.holding import HeldCopy
 from ckptfs.errors import DigestMismatch
 from ckptfs.model import Content, CopyState, Tier
 from ckptfs.tiers import removal, transfer
-from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.place import Tiers, TierStorage
 
-transfer.labels("gather:older")
+transfer.declare_labels("gather:older")
 
 
 @dataclass(frozen=True, slots=True)
-class Older:
+class StaleCopy:
     """A file with that digest; `fd` is whoever's who asked."""
 
-    place: Place
+    storage: TierStorage
     fd: int
     size: int
     blocks: bytes
 
 
-def find(db: Database, places: Places, content: int, wanted: bytes) -> Older | None:
+def find_stale(db: Database, tiers: Tiers, content: int, wanted_digest: bytes) -> StaleCopy | None:
     """What lies here of a content in the state that has the digest `wanted`."""
     for copy in settling.list_copies(db, content):
-        if copy.state is CopyState.STALE and copy.tier in places and copy.tier is not Tier.PFS:
+        if copy.state is CopyState.STALE and copy.tier in tiers and copy.tier is not Tier.PFS:
             with suppress(FileNotFoundError):
-                fd = places[copy.tier].open(content)
+                fd = tiers[copy.tier].open(content)
                 try:
-                    size, whole, blocks = transfer.read(fd, label="gather:older")
+                    size, digest, blocks = transfer.read(fd, label="gather:older")
                 except BaseException:
                     os.close(fd)
                     raise
-                if whole == wanted:
-                    return Older(places[copy.tier], fd, size, blocks)
+                if digest == wanted_digest:
+                    return StaleCopy(tiers[copy.tier], fd, size, blocks)
                 os.close(fd)
     return None
 
 
-def apart(db: Database, places: Places, kept: HeldCopy, inode: int) -> Content | None:
+def promote_stale(db: Database, tiers: Tiers, held_copy: HeldCopy, inode: int) -> Content | None:
     """What is kept of a content as one of its own, of the file `inode`, of which nobody was told yet. None when it has moved on.
 
     Raises DigestMismatch, and then it is gone; OSError from the tier.
     """
-    place = places[kept.tier]
+    storage = tiers[held_copy.tier]
     with db.transaction():
-        if not holding.mark_held_copy_stale(db, kept):
+        if not holding.mark_held_copy_stale(db, held_copy):
             return None
-        number, opened = fetching.insert_reserved_copy(db, place.tier), settling.get_file_record(db, kept.content.id).open_handles
+        reserved, open_handles = (
+            fetching.insert_reserved_copy(db, storage.tier),
+            settling.get_file_record(db, held_copy.content.id).open_handles,
+        )
     try:
-        size, whole, blocks = _named(place, kept.content.id, number, shared=bool(opened))
-        if whole != kept.digest:
-            settling.delete_copy(db, kept.content.id, place.tier)
-            removal.remove_forgotten(db, place, kept.content.id)
-            raise DigestMismatch(f"generation {kept.generation} of content {kept.content.id} is not what it was in {place.tier}")
-        if place.tier is not Tier.RAM:
-            place.persist_names()
-        return holding.insert_split_content(db, kept, number, inode, size, blocks)
+        size, digest, blocks = _link_or_copy(storage, held_copy.content.id, reserved, is_open=bool(open_handles))
+        if digest != held_copy.digest:
+            settling.delete_copy(db, held_copy.content.id, storage.tier)
+            removal.remove_unrecorded(db, storage, held_copy.content.id)
+            raise DigestMismatch(
+                f"generation {held_copy.generation} of content {held_copy.content.id} is not what it was in {storage.tier}"
+            )
+        if storage.tier is not Tier.RAM:
+            storage.fsync_directory()
+        return holding.insert_split_content(db, held_copy, reserved, inode, size, blocks)
     except BaseException:
-        place.remove(number)
-        fetching.delete_filling_copy(db, number, place.tier)
+        storage.remove(reserved)
+        fetching.delete_filling_copy(db, reserved, storage.tier)
         raise
 
 
-def _named(place: Place, content: int, number: int, *, shared: bool) -> transfer.Digested:
+def _link_or_copy(storage: TierStorage, content: int, reserved: int, *, is_open: bool) -> transfer.ContentDigests:
     """The file of `content` as that of `number`, too, and what it is. `shared`: by whoever has it open it may yet be changed: a copy."""
-    if not shared:
-        place.remove(number)
-        place.also(content, number)
-        with disk.closing(place.open(number)) as fd:
+    if not is_open:
+        storage.remove(reserved)
+        storage.link(content, reserved)
+        with disk.closing(storage.open(reserved)) as fd:
             return transfer.read(fd, label="gather:older")
-    with disk.closing(place.open(content)) as source, disk.closing(place.create(number)) as target:
+    with disk.closing(storage.open(content)) as source, disk.closing(storage.create(reserved)) as target:
         found = transfer.copy(source, target, label="gather:older")
-        if place.tier is not Tier.RAM:
+        if storage.tier is not Tier.RAM:
             os.fsync(target)
         return found

@@ -27,9 +27,9 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     known = fetching.load_fetch_state(db, inode)
     if known is None or known.published is None:
         raise posix_error(errno.ESTALE)
-    fd = open_named(db, pfs, inode, flags)
+    fd = open_unchecked(db, pfs, inode, flags)
     try:
-        if not same(fd, known.published):
+        if not matches_catalog(fd, known.published):
             raise posix_error(errno.ESTALE, "the file on the PFS was changed by somebody else")
     except BaseException:
         os.close(fd)
@@ -37,34 +37,34 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     return fd
 
 
-def open_named(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
+def open_unchecked(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
     """A descriptor of what the PFS shows now where `inode` was last known to be. Raises OSError and TierUnavailable."""
     names = pfs_paths.find_path(db, inode)
     if not names:
         raise posix_error(errno.ENOENT, "the PFS shows no such file")
     root_fd = pfs_listing.open_root(pfs, settling.get_tier_uuid(db, Tier.PFS))
     try:
-        directory_fd = pfs_listing.walk(root_fd, names[:-1])
+        directory_fd = pfs_listing.open_directory(root_fd, names[:-1])
     finally:
         os.close(root_fd)
     try:
-        return _open(directory_fd, names[-1], flags)
+        return _open_file(directory_fd, names[-1], flags)
     finally:
         os.close(directory_fd)
 
 
-def _open(directory_fd: int, name: bytes, flags: int) -> int:
+def _open_file(directory_fd: int, name: bytes, flags: int) -> int:
     """As the file's owner where root is refused. O_NONBLOCK: a fifo of a stranger's must not hold us."""
 
     def owners() -> list[acting.Owner]:
-        found, above = pfs_listing.look(directory_fd, name), pfs_listing.look_at(directory_fd)
-        return [(found.uid, found.gid), (above.uid, above.gid)]
+        found, parent = pfs_listing.stat_entry(directory_fd, name), pfs_listing.stat_descriptor(directory_fd)
+        return [(found.uid, found.gid), (parent.uid, parent.gid)]
 
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK
-    return acting.attempt(lambda: disk.open_file("pfs:open", name, flags, dir_fd=directory_fd), owners)
+    return acting.retry_as_owner(lambda: disk.open_file("pfs:open", name, flags, dir_fd=directory_fd), owners)
 
 
-def same(fd: int, known: PublishedFile) -> bool:
+def matches_catalog(fd: int, known: PublishedFile) -> bool:
     """Whether an open file is in the state that the catalog knows."""
     found = os.fstat(fd)
     return is_same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))

@@ -19,14 +19,14 @@ from ckptfs.config import Config
 from ckptfs.errors import NoSpace, TierUnavailable
 from ckptfs.model import Tier
 from ckptfs.tiers import space
-from ckptfs.tiers.space import Room
+from ckptfs.tiers.space import Capacity
 
 disk.declare_labels("place:create", "place:open", "place:remove", "place:rename")
 
 PFS_WORK_DIRECTORY = ".ckptfs"
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-_NOTHING: Mapping[Tier, int] = {}
-_BOUNDLESS = {Tier.PFS: Room(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
+_NO_RESERVATIONS: Mapping[Tier, int] = {}
+_PFS_CAPACITY = {Tier.PFS: Capacity(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -35,7 +35,7 @@ def file_name(content: int) -> str:
     return f"{content:016x}"
 
 
-class Place:
+class TierStorage:
     """One tier's directory. Methods raise OSError as the filesystem below does."""
 
     def __init__(self, tier: Tier, root: Path, *, budget_bytes: int | None = None, instance: str = "") -> None:
@@ -45,9 +45,9 @@ class Place:
         self.tier = tier
         self.root = root
         self._contents = f"contents-{instance}" if instance else "contents"
-        self._budget = budget_bytes
+        self._budget_bytes = budget_bytes
         self._directory = -1
-        self._used = (float("-inf"), 0)
+        self._measured_used = (float("-inf"), 0)
 
     @property
     def directory(self) -> int:
@@ -56,9 +56,9 @@ class Place:
         """
         if self._directory < 0 and self.tier is Tier.PFS and not (self.root / "tier-id").exists():
             raise TierUnavailable(f"{self.root.parent} has no work area of ours", remedy="mount the filesystem that belongs there")
-        return self._made_directory()
+        return self._open_directory()
 
-    def _made_directory(self) -> int:
+    def _open_directory(self) -> int:
         """The same, made with the root when it is not there."""
         if self._directory < 0:
             self.root.mkdir(mode=0o700, parents=self.tier is not Tier.PFS, exist_ok=True)
@@ -77,24 +77,24 @@ class Place:
     def uuid(self) -> str:
         """What identifies this root; written when there is none. Two processes that ask at once get the same."""
         path = self.root / "tier-id"
-        self._made_directory()
+        self._open_directory()
         with contextlib.suppress(FileNotFoundError):
             if text := path.read_text(encoding="ascii", errors="replace").strip():
                 return text
-        mine = self.root / f"tier-id.{uuid.uuid4().hex}"
-        mine.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
-        _persist(mine)
+        temporary = self.root / f"tier-id.{uuid.uuid4().hex}"
+        temporary.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
+        _fsync_path(temporary)
         try:
-            os.link(mine, path)
+            os.link(temporary, path)
         except FileExistsError:
             pass
         except OSError as failure:
             if failure.errno not in _NO_LINKS:
                 raise
-            mine.rename(path)
+            temporary.rename(path)
         finally:
-            mine.unlink(missing_ok=True)
-        _persist(self.root)
+            temporary.unlink(missing_ok=True)
+        _fsync_path(self.root)
         return path.read_text(encoding="ascii", errors="replace").strip()
 
     def create(self, content: int, flags: int = os.O_RDWR) -> int:
@@ -118,11 +118,11 @@ class Place:
         with contextlib.suppress(FileNotFoundError):
             disk.unlink("place:remove", file_name(content), dir_fd=self.directory)
 
-    def rename(self, reserved: int, content: int) -> None:
+    def rename(self, reserved_id: int, content: int) -> None:
         """The file that was made under the id `reserved` is that of `content` now; one that was there goes, its readers keep it."""
-        disk.rename("place:rename", file_name(reserved), file_name(content), old_fd=self.directory, new_fd=self.directory)
+        disk.rename("place:rename", file_name(reserved_id), file_name(content), old_fd=self.directory, new_fd=self.directory)
 
-    def also(self, content: int, other: int) -> bool:
+    def link(self, content: int, other: int) -> bool:
         """Give the file of `content` the name of `other` as well; False: it is not here."""
         try:
             os.link(file_name(content), file_name(other), src_dir_fd=self.directory, dst_dir_fd=self.directory, follow_symlinks=False)
@@ -164,31 +164,31 @@ class Place:
                     with contextlib.suppress(ValueError):
                         yield int(entry.name, 16)
 
-    def persist_names(self) -> None:
+    def fsync_directory(self) -> None:
         """Make the names of the files here survive a power cut."""
         os.fsync(self.directory)
 
-    def room(self) -> Room:
+    def get_capacity(self) -> Capacity:
         """The budget, and what is free of it now."""
         figures = os.fstatvfs(self.directory)
         total, free = figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
-        if self._budget is not None and self._budget < total:
-            total = self._budget
-            free = max(0, min(free, total - self._measured()))
-        taken = total - free
+        if self._budget_bytes is not None and self._budget_bytes < total:
+            total = self._budget_bytes
+            free = max(0, min(free, total - self._measure_used()))
+        measured_used = total - free
         if self.tier is Tier.RAM:
-            free = max(0, min(free, _memory_available() - int(limits.MEMORY_RESERVE_RATIO * _memory_total())))
-        return Room(total, free, taken)
+            free = max(0, min(free, _get_available_memory() - int(limits.MEMORY_RESERVE_RATIO * _get_total_memory())))
+        return Capacity(total, free, measured_used)
 
-    def _measured(self) -> int:
+    def _measure_used(self) -> int:
         """Bytes in our files, not older than `limits.USED_AGE_S`."""
-        measured_s, used = self._used
+        measured_s, used = self._measured_used
         if time.monotonic() - measured_s > limits.USED_AGE_S:
             used = 0
             for content in self.contents():
                 found = self.stat(content)
                 used += found.st_blocks * 512 if found else 0
-            self._used = (time.monotonic(), used)
+            self._measured_used = (time.monotonic(), used)
         return used
 
     def close(self) -> None:
@@ -198,93 +198,93 @@ class Place:
             self._directory = -1
 
 
-class Places(Mapping[Tier, Place]):
+class Tiers(Mapping[Tier, TierStorage]):
     """The tiers that are configured, by name. RAM is always there."""
 
-    def __init__(self, places: Mapping[Tier, Place], ram_high: float) -> None:
-        self._places = dict(places)
+    def __init__(self, tiers: Mapping[Tier, TierStorage], ram_high: float) -> None:
+        self._tiers = dict(tiers)
         self._ram_high = ram_high
-        self._rooms: tuple[float, dict[Tier, Room]] = (float("-inf"), {})
+        self._capacities: tuple[float, dict[Tier, Capacity]] = (float("-inf"), {})
 
     @classmethod
-    def adopt(cls, config: Config, instance: str = "") -> "Places":
+    def from_config(cls, config: Config, instance: str = "") -> "Tiers":
         """The places that `config` names; RAM and NVMe are opened, the PFS is touched at its first use only.
 
         `instance` is the catalog's: other mounts and nodes may use the same directories on NVMe and on the PFS, with ids of their own.
         Raises OSError when one of the first two cannot be used.
         """
         ram = Path(os.path.realpath(config.state / "ram"))  # an ordinary user's is a link into /dev/shm
-        places = {Tier.RAM: Place(Tier.RAM, ram, budget_bytes=config.ram_bytes)}
+        tiers = {Tier.RAM: TierStorage(Tier.RAM, ram, budget_bytes=config.ram_bytes)}
         if config.nvme is not None:
-            places[Tier.NVME] = Place(Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes, instance=instance)
-        for place in places.values():
-            _ = place.uuid
+            tiers[Tier.NVME] = TierStorage(Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes, instance=instance)
+        for storage in tiers.values():
+            _ = storage.uuid
         if config.pfs is not None:
-            places[Tier.PFS] = Place(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance)
-        return cls(places, config.ram_high)
+            tiers[Tier.PFS] = TierStorage(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance)
+        return cls(tiers, config.ram_high)
 
-    def leave_out(self, tier: Tier) -> None:
+    def exclude(self, tier: Tier) -> None:
         """Go on without a tier, as if it were not configured."""
-        self._places.pop(tier).close()
+        self._tiers.pop(tier).close()
 
-    def __getitem__(self, tier: Tier) -> Place:
-        return self._places[tier]
+    def __getitem__(self, tier: Tier) -> TierStorage:
+        return self._tiers[tier]
 
     def __iter__(self) -> Iterator[Tier]:
-        return iter(self._places)
+        return iter(self._tiers)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._tiers)
 
-    def choose(self, expected_bytes: int = 0, promised: Mapping[Tier, int] = _NOTHING) -> Tier:
+    def choose_tier(self, expected_bytes: int = 0, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS) -> Tier:
         """Where a new content of about `expected_bytes` goes (0: unknown). Raises NoRoom when every tier is full (P10).
 
         `promised`: what writers are still expected to write in a tier. The PFS counts as having room: whoever creates there finds
         out, in a thread that may hang.
         """
-        rooms = self.local_rooms()
-        if promised:
-            rooms = {tier: space.without(room, promised.get(tier, 0)) for tier, room in rooms.items()}
-        if Tier.PFS in self._places:
-            rooms = rooms | _BOUNDLESS
-        tier = space.choose(rooms, expected_bytes, self._ram_high)
+        capacities = self.get_local_capacities()
+        if reserved_bytes:
+            capacities = {tier: space.subtract_reserved(room, reserved_bytes.get(tier, 0)) for tier, room in capacities.items()}
+        if Tier.PFS in self._tiers:
+            capacities = capacities | _PFS_CAPACITY
+        tier = space.choose_tier(capacities, expected_bytes, self._ram_high)
         if tier is None:
             raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
         return tier
 
-    def local_rooms(self) -> dict[Tier, Room]:
+    def get_local_capacities(self) -> dict[Tier, Capacity]:
         """The rooms of RAM and NVMe, not older than `limits.ROOM_AGE_S`."""
-        asked_s, rooms = self._rooms
+        asked_s, capacities = self._capacities
         now_s = time.monotonic()
         if now_s - asked_s > limits.ROOM_AGE_S:
-            rooms = {tier: place.room() for tier, place in self._places.items() if tier is not Tier.PFS}
-            self._rooms = (now_s, rooms)
-        return rooms
+            capacities = {tier: storage.get_capacity() for tier, storage in self._tiers.items() if tier is not Tier.PFS}
+            self._capacities = (now_s, capacities)
+        return capacities
 
-    def room(self, tier: Tier) -> Room:
+    def get_capacity(self, tier: Tier) -> Capacity:
         """The room of RAM or NVMe, not older than `limits.ROOM_AGE_S`."""
-        return self.local_rooms()[tier]
+        return self.get_local_capacities()[tier]
 
-    def also(self, content: int, other: int) -> bool:
+    def link(self, content: int, other: int) -> bool:
         """Give the file of `content` in RAM or NVMe the name of `other` as well; whether it was there."""
-        done = False
+        is_linked = False
         for tier in (Tier.RAM, Tier.NVME):
             if tier in self:
-                done = self[tier].also(content, other) or done
-        return done
+                is_linked = self[tier].link(content, other) or is_linked
+        return is_linked
 
-    def after(self, tier: Tier) -> Iterator[Tier]:
+    def list_next(self, tier: Tier) -> Iterator[Tier]:
         """The tiers that a content can move on to when `tier` is full, in order."""
         order = space.ORDER
-        yield from (other for other in order[order.index(tier) + 1 :] if other in self._places)
+        yield from (other for other in order[order.index(tier) + 1 :] if other in self._tiers)
 
     def close(self) -> None:
         """Give all descriptors back."""
-        for place in self._places.values():
-            place.close()
+        for storage in self._tiers.values():
+            storage.close()
 
 
-def _memory(field: str) -> int:
+def _read_meminfo(field: str) -> int:
     with open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith(field):
@@ -292,15 +292,15 @@ def _memory(field: str) -> int:
     return limits.FILE_BYTES_MAX
 
 
-def _memory_available() -> int:
-    return _memory("MemAvailable:")
+def _get_available_memory() -> int:
+    return _read_meminfo("MemAvailable:")
 
 
-def _memory_total() -> int:
+def _get_total_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _persist(path: Path) -> None:
+def _fsync_path(path: Path) -> None:
     """fsync a file or directory; filesystems that cannot are left alone."""
     fd = os.open(path, os.O_RDONLY)
     try:

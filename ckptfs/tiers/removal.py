@@ -10,14 +10,14 @@ import os
 from ckptfs.catalog import settling
 from ckptfs.catalog.database import Database
 from ckptfs.model import Tier
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.place import TierStorage
 
 
-def remove_forgotten(db: Database, place: Place, number: int) -> None:
+def remove_unrecorded(db: Database, storage: TierStorage, number: int) -> None:
     """Remove the file of a copy that is on record no more."""
-    if place.tier is Tier.PFS:
+    if storage.tier is Tier.PFS:
         return
     with db.transaction():
-        fd = -1 if settling.has_copy(db, number, place.tier) else place.detach(number)
+        fd = -1 if settling.has_copy(db, number, storage.tier) else storage.detach(number)
     if fd >= 0:
         os.close(fd)

@@ -14,69 +14,69 @@ ORDER = (Tier.RAM, Tier.NVME, Tier.PFS)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """A tier's budget, what can be had of it now, and what its files take, in bytes. The last two need not make the first: memory may be
     short while the tier in RAM holds nothing.
     """
 
     total: int
     free: int
-    taken: int | None = None
+    measured_used: int | None = None
 
     @property
     def used(self) -> int:
-        return self.total - self.free if self.taken is None else self.taken
+        return self.total - self.free if self.measured_used is None else self.measured_used
 
 
-def choose(rooms: Mapping[Tier, Room], expected_bytes: int, high: float) -> Tier | None:
+def choose_tier(capacities: Mapping[Tier, Capacity], expected_bytes: int, high: float) -> Tier | None:
     """The tier for a new content of about `expected_bytes` (0: unknown). None when all are full.
 
     RAM while it is below its high watermark and the content is expected to fit; else the first tier after it with room for it; else
     whichever still has any room at all.
     """
     for tier in ORDER:
-        room = rooms.get(tier)
-        if room is not None and fits(room, expected_bytes, high if tier is Tier.RAM else 1.0):
+        capacity = capacities.get(tier)
+        if capacity is not None and fits(capacity, expected_bytes, high if tier is Tier.RAM else 1.0):
             return tier
-    return next((tier for tier in ORDER if tier in rooms and rooms[tier].free > 0), None)
+    return next((tier for tier in ORDER if tier in capacities and capacities[tier].free > 0), None)
 
 
-def fits(room: Room, expected_bytes: int, high: float) -> bool:
+def fits(capacity: Capacity, expected_bytes: int, high: float) -> bool:
     """Whether a content of `expected_bytes` leaves the tier below `high` (a ratio of its budget)."""
-    return room.free > expected_bytes and room.used + expected_bytes < high * room.total
+    return capacity.free > expected_bytes and capacity.used + expected_bytes < high * capacity.total
 
 
-def without(room: Room, promised_bytes: int) -> Room:
+def subtract_reserved(capacity: Capacity, reserved_bytes: int) -> Capacity:
     """`room` as it will be when writers have written what is expected of them."""
-    return Room(room.total, max(0, room.free - promised_bytes), room.used + promised_bytes) if promised_bytes else room
+    return Capacity(capacity.total, max(0, capacity.free - reserved_bytes), capacity.used + reserved_bytes) if reserved_bytes else capacity
 
 
-def watched(room: Room, expected_bytes: int | None) -> bool:
+def needs_watching(capacity: Capacity, expected_bytes: int | None) -> bool:
     """Whether writes into this tier must pass through us, so that a full tier can be answered by moving on to the next one (P10).
 
     The kernel writes to a backing file without asking; we let it while there is room for half as much again as is expected, or for
     any surprise where nothing is known (None).
     """
     if expected_bytes is None:
-        return room.free < limits.UNWATCHED_ROOM_UNKNOWN_BYTES_MIN
-    return room.free < max(limits.UNWATCHED_ROOM_BYTES_MIN, expected_bytes + expected_bytes // 2)
+        return capacity.free < limits.UNWATCHED_ROOM_UNKNOWN_BYTES_MIN
+    return capacity.free < max(limits.UNWATCHED_ROOM_BYTES_MIN, expected_bytes + expected_bytes // 2)
 
 
-def last(room: Room, expected_bytes: int | None) -> bool:
+def needs_watching_in_last(capacity: Capacity, expected_bytes: int | None) -> bool:
     """The same for a tier after which there is none: a write that finds it full can only wait for what was just deleted to go."""
-    return room.free < max(limits.UNWATCHED_ROOM_LAST_BYTES_MIN, expected_bytes or 0)
+    return capacity.free < max(limits.UNWATCHED_ROOM_LAST_BYTES_MIN, expected_bytes or 0)
 
 
-def excess(room: Room, high: float, low: float) -> int:
+def get_excess_bytes(capacity: Capacity, high: float, low: float) -> int:
     """How many bytes must leave a tier: none below `high`; above it, down to `low`."""
-    return max(0, room.used - int(low * room.total)) if room.used > high * room.total else 0
+    return max(0, capacity.used - int(low * capacity.total)) if capacity.used > high * capacity.total else 0
 
 
-def excess_for(room: Room, expected_bytes: int, high: float, low: float) -> int:
+def get_excess_bytes_for(capacity: Capacity, expected_bytes: int, high: float, low: float) -> int:
     """How many bytes had better leave a tier, if that costs nothing, so that the next content of about `expected_bytes` fits: down to
     `low` at least, so that some more of them fit. None for a content that the tier could never take.
     """
-    bound = int(high * room.total)
-    if expected_bytes >= bound or fits(room, expected_bytes, high):
+    bound = int(high * capacity.total)
+    if expected_bytes >= bound or fits(capacity, expected_bytes, high):
         return 0
-    return max(0, room.used - min(int(low * room.total), bound - expected_bytes - 1))
+    return max(0, capacity.used - min(int(low * capacity.total), bound - expected_bytes - 1))

@@ -24,16 +24,16 @@ PIECE_BYTES = 512 * limits.KIB
 CLONE_BYTES_MIN = limits.MIB
 CANNOT_CLONE = {errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EBADF}
 
-Digested = tuple[int, bytes, bytes]
+ContentDigests = tuple[int, bytes, bytes]
 """(size in bytes, digest over all, the blocks' digests joined)."""
 
 
-def labels(label: str) -> None:
+def declare_labels(label: str) -> None:
     """Declare the disk labels that `copy(label=label)` uses."""
     disk.declare_labels(f"{label}:read", f"{label}:write", f"{label}:truncate")
 
 
-def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> Digested:
+def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> ContentDigests:
     """Copy all of `source_fd` into the file `target_fd`; what was copied, digested. `before_block` may raise to stop early.
 
     The target is empty, or what an earlier copy left: what is right of that stays. Raises what the disk raises. Does not fsync.
@@ -41,33 +41,33 @@ def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[
     size = os.fstat(source_fd).st_size
     if size >= CLONE_BYTES_MIN and _clone(source_fd, target_fd):
         return read(target_fd, label=label, before_block=before_block)
-    left = _left(source_fd, size, target_fd)
+    resumable = _count_resumable(source_fd, size, target_fd)
     running = digest.RunningDigest()
-    behind = WriteBehind(target_fd)
-    for offset, piece in _pieces(source_fd, size, label, running, before_block):
+    write_behind = WriteBehind(target_fd)
+    for offset, piece in _read_pieces(source_fd, size, label, running, before_block):
         end = offset + len(piece)
-        if end > left or not _holds(target_fd, piece, offset):
+        if end > resumable or not _has_piece(target_fd, piece, offset):
             disk.write_all(f"{label}:write", target_fd, piece, offset)
-        behind.reached(end)
-    if running.size or left:
+        write_behind.advance(end)
+    if running.size or resumable:
         disk.act(f"{label}:truncate", os.ftruncate, target_fd, running.size)
-    return _digested(running)
+    return _finish_digests(running)
 
 
-def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> Digested:
+def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> ContentDigests:
     """Read all of `source_fd` for its digest, without touching its holes. Only `<label>:read` is used."""
     running = digest.RunningDigest()
-    for _ in _pieces(source_fd, os.fstat(source_fd).st_size, label, running, before_block):
+    for _ in _read_pieces(source_fd, os.fstat(source_fd).st_size, label, running, before_block):
         pass
-    return _digested(running)
+    return _finish_digests(running)
 
 
-def read_together(source_fd: int, *, label: str, before_block: Callable[[], None]) -> Digested:
+def read_parallel(source_fd: int, *, label: str, before_block: Callable[[], None]) -> ContentDigests:
     """As `read`, several threads at a large file without holes: one does not digest as fast as memory gives. All call `before_block`."""
     size = os.fstat(source_fd).st_size
     threads = min(limits.DIGEST_THREADS_MAX, os.cpu_count() or 1)
-    small = size < limits.DIGEST_TOGETHER_BYTES_MIN or size > limits.BLOCK_DIGESTS_MAX * limits.BLOCK_BYTES
-    if threads < 2 or small or next(_extents(source_fd, size), None) != (0, size):
+    is_small = size < limits.DIGEST_TOGETHER_BYTES_MIN or size > limits.BLOCK_DIGESTS_MAX * limits.BLOCK_BYTES
+    if threads < 2 or is_small or next(_extents(source_fd, size), None) != (0, size):
         return read(source_fd, label=label, before_block=before_block)
     starts = range(0, size, limits.BLOCK_BYTES)
     found: dict[int, bytes] = {}
@@ -78,7 +78,7 @@ def read_together(source_fd: int, *, label: str, before_block: Callable[[], None
         try:
             for start in todo:
                 before_block()
-                found[start] = _block(source_fd, start, min(size, start + limits.BLOCK_BYTES), label, buffer)
+                found[start] = _digest_block(source_fd, start, min(size, start + limits.BLOCK_BYTES), label, buffer)
         finally:
             deque(todo, maxlen=0)  # Where one fails the others need not go on.
 
@@ -91,7 +91,7 @@ def read_together(source_fd: int, *, label: str, before_block: Callable[[], None
     return size, digest.hash_content(blocks, size), blocks
 
 
-def _block(fd: int, start: int, end: int, label: str, buffer: memoryview) -> bytes:
+def _digest_block(fd: int, start: int, end: int, label: str, buffer: memoryview) -> bytes:
     """The digest of one block; empty where the file ends before `end`."""
     running = digest.RunningDigest()
     while start < end:
@@ -103,27 +103,27 @@ def _block(fd: int, start: int, end: int, label: str, buffer: memoryview) -> byt
     return running.finish()[1]
 
 
-def _digested(running: digest.RunningDigest) -> Digested:
+def _finish_digests(running: digest.RunningDigest) -> ContentDigests:
     whole, blocks = running.finish()
     return running.size, whole, blocks
 
 
-def _left(source_fd: int, size: int, target_fd: int) -> int:
+def _count_resumable(source_fd: int, size: int, target_fd: int) -> int:
     """How much of the target an earlier copy left that is worth looking at; there is nothing else in it then.
 
     What is looked at comes from the disk: a page whose writing failed may still be in memory, and look right.
     """
-    left = os.fstat(target_fd).st_size
-    if left and os.fstat(source_fd).st_blocks * 512 < size:
+    resumable = os.fstat(target_fd).st_size
+    if resumable and os.fstat(source_fd).st_blocks * 512 < size:
         os.ftruncate(target_fd, 0)  # Where the source has holes, something else might be left.
         return 0
-    if left:
+    if resumable:
         disk.act("resume:persist", os.fsync, target_fd)
         os.posix_fadvise(target_fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return left
+    return resumable
 
 
-def _holds(target_fd: int, piece: memoryview, offset: int) -> bool:
+def _has_piece(target_fd: int, piece: memoryview, offset: int) -> bool:
     """Whether these bytes are where they belong."""
     return digest.hash_block(disk.act("resume:read", os.pread, target_fd, len(piece), offset)) == digest.hash_block(piece)
 
@@ -138,28 +138,28 @@ def _clone(source_fd: int, target_fd: int) -> bool:
     return True
 
 
-def _pieces(
+def _read_pieces(
     source_fd: int, size: int, label: str, running: digest.RunningDigest, before_block: Callable[[], None]
 ) -> Iterator[tuple[int, memoryview]]:
     """(offset, bytes) of all data up to `size` or an earlier end of the file; `running` has seen the holes between them as zeros."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
     for start, end in _extents(source_fd, size):
-        _zeros(running, start, before_block)
+        _digest_zeros(running, start, before_block)
         while running.size < end:
             if running.size % limits.BLOCK_BYTES == 0:
                 before_block()
             # Pieces never cross a block's end, so that `before_block` sees each of them.
-            room = min(len(buffer), end - running.size, limits.BLOCK_BYTES - running.size % limits.BLOCK_BYTES)
-            count = disk.act(f"{label}:read", os.preadv, source_fd, [buffer[:room]], running.size)
+            wanted = min(len(buffer), end - running.size, limits.BLOCK_BYTES - running.size % limits.BLOCK_BYTES)
+            count = disk.act(f"{label}:read", os.preadv, source_fd, [buffer[:wanted]], running.size)
             if count == 0:
                 return  # The file became shorter: whoever asked compares the size.
             offset = running.size
             running.update(buffer[:count])
             yield offset, buffer[:count]
-    _zeros(running, size, before_block)
+    _digest_zeros(running, size, before_block)
 
 
-def _zeros(running: digest.RunningDigest, end: int, before_block: Callable[[], None]) -> None:
+def _digest_zeros(running: digest.RunningDigest, end: int, before_block: Callable[[], None]) -> None:
     """Let `running` see zeros up to `end`, in steps that still ask `before_block` now and then: a hole may be terabytes."""
     while running.size < end:
         before_block()

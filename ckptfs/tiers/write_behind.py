@@ -16,7 +16,7 @@ from ckptfs import disk, limits
 disk.declare_labels("behind:wait")
 
 _WAIT, _WRITE, _WAIT_AFTER = 1, 2, 4
-_NOT_HERE = {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP}
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -25,25 +25,25 @@ class WriteBehind:
 
     def __init__(self, fd: int, begin: int = 0) -> None:
         self._fd = fd
-        self._begun = begin
-        self._given_back = begin
+        self._submitted = begin
+        self._released = begin
 
-    def reached(self, offset: int) -> None:
+    def advance(self, offset: int) -> None:
         """Everything up to `offset` has its bytes. Waits until all but the last of it is on the disk. Raises OSError of the disk."""
-        if offset - self._begun < limits.BLOCK_BYTES:
+        if offset - self._submitted < limits.BLOCK_BYTES:
             return
-        _sync_range(self._fd, self._begun, offset, _WRITE)
-        self._begun = offset
+        _sync_range(self._fd, self._submitted, offset, _WRITE)
+        self._submitted = offset
         end = offset - limits.UNWRITTEN_BYTES_MAX
-        if end > self._given_back:
-            disk.act("behind:wait", _sync_range, self._fd, self._given_back, end, _WAIT | _WRITE | _WAIT_AFTER)
-            os.posix_fadvise(self._fd, self._given_back, end - self._given_back, os.POSIX_FADV_DONTNEED)
-            self._given_back = end
+        if end > self._released:
+            disk.act("behind:wait", _sync_range, self._fd, self._released, end, _WAIT | _WRITE | _WAIT_AFTER)
+            os.posix_fadvise(self._fd, self._released, end - self._released, os.POSIX_FADV_DONTNEED)
+            self._released = end
 
 
 def _sync_range(fd: int, start: int, end: int, flags: int) -> None:
     """sync_file_range(2), as far as there is one."""
     if _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(end - start), ctypes.c_uint(flags)) != 0:
         code = ctypes.get_errno()
-        if code not in _NOT_HERE:
+        if code not in _UNSUPPORTED:
             raise OSError(code, os.strerror(code))

@@ -18,8 +18,8 @@ from ckptfs import limits
 from ckptfs.catalog import namespace, report, settling, wants
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut
 from ckptfs.model import Content, ContentState, CopyState, Tier
-from ckptfs.tiers.arrival import Arrival
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.arrival import FetchMap
+from ckptfs.tiers.place import TierStorage
 from ckptfs_daemon.bells import URGENT_REQUEST
 from ckptfs_daemon.open_file import OpenFile, run_on_pfs, set_inode_times
 
@@ -35,7 +35,7 @@ class FetchWaiter:
     def __init__(self, context: "MountContext", content: Content) -> None:
         self.content = content
         self._context = context
-        self._fetch_map: Arrival | None = None
+        self._fetch_map: FetchMap | None = None
         self._request_id = 0
         self._is_failure_logged = False
 
@@ -44,7 +44,7 @@ class FetchWaiter:
         """Of the whole file, in bytes."""
         return self.content.size
 
-    def open_partial(self) -> tuple[Place, int] | None:
+    def open_partial(self) -> tuple[TierStorage, int] | None:
         """(place, descriptor) of what is being filled now; None when nothing is published of exactly this content."""
         found = self._find_partial()
         if found is None:
@@ -52,9 +52,9 @@ class FetchWaiter:
         self._fetch_map = found[0]
         return found[1:]
 
-    def _find_partial(self) -> tuple[Arrival, Place, int] | None:
+    def _find_partial(self) -> tuple[FetchMap, TierStorage, int] | None:
         tiers = self._context.tiers
-        fetch_map = Arrival.find(tiers[Tier.RAM].root, self.content.id)
+        fetch_map = FetchMap.find(tiers[Tier.RAM].root, self.content.id)
         if (
             fetch_map is None
             or (fetch_map.digest, fetch_map.size) != (self.content.digest, self.content.size)
@@ -66,7 +66,7 @@ class FetchWaiter:
             fd = storage.open(self.content.id)
         except FileNotFoundError:
             return None
-        if not fetch_map.is_of(fd):
+        if not fetch_map.is_for(fd):
             os.close(fd)
             return None
         return fetch_map, storage, fd
@@ -103,9 +103,9 @@ class FetchWaiter:
         progress, until_s = (-1, 0), 0.0
         while file.fetch_waiter is self:
             fetch_map = self._fetch_map
-            if self._has_blocks(numbers) and fetch_map is not None and not fetch_map.over:
+            if self._has_blocks(numbers) and fetch_map is not None and not fetch_map.is_closed:
                 return
-            if fetch_map is None or not fetch_map.published:
+            if fetch_map is None or not fetch_map.is_published:
                 try:
                     await self._refresh_source(file)
                 except (OSError, CkptfsError):
@@ -113,8 +113,8 @@ class FetchWaiter:
                         raise
             if self._fetch_map is not None:
                 # Asked before looked at: what comes in between was either seen or is rung for.
-                self._fetch_map.ask(numbers)
-                if self._fetch_map.has(numbers):
+                self._fetch_map.request_blocks(numbers)
+                if self._fetch_map.has_blocks(numbers):
                     return
             if (now := self._get_progress()) != progress:
                 progress, until_s = now, trio.current_time() + limits.FETCH_STALL_S
@@ -124,11 +124,11 @@ class FetchWaiter:
                 await self._context.mover_client.wait_reply(limits.WANT_LOOK_S)
 
     def _has_blocks(self, numbers: range) -> bool:
-        return self._fetch_map is not None and self._fetch_map.has(numbers)
+        return self._fetch_map is not None and self._fetch_map.has_blocks(numbers)
 
     def _get_progress(self) -> tuple[int, int]:
         row = wants.get(self._context.db, self._request_id) if self._request_id else None
-        return 0 if self._fetch_map is None else self._fetch_map.count, row.progress_ns if row else 0
+        return 0 if self._fetch_map is None else self._fetch_map.present_count, row.progress_ns if row else 0
 
     async def _refresh_source(self, file: OpenFile) -> None:
         """Nothing more comes into what we read: it is whole, or it begins anew, or somebody must be asked."""
@@ -148,7 +148,7 @@ class FetchWaiter:
         else:
             self._request_fetch()
 
-    async def _switch_to_copy(self, file: OpenFile, storage: Place) -> None:
+    async def _switch_to_copy(self, file: OpenFile, storage: TierStorage) -> None:
         try:
             fd = storage.open(self.content.id) if storage.tier is not Tier.PFS else await run_on_pfs(lambda: storage.open(self.content.id))
         except FileNotFoundError:
@@ -161,7 +161,7 @@ class FetchWaiter:
         if file.fetch_waiter is self:
             file.fetch_waiter = None
 
-    async def _switch_descriptor(self, file: OpenFile, storage: Place, fd: int) -> None:
+    async def _switch_descriptor(self, file: OpenFile, storage: TierStorage, fd: int) -> None:
         """Read by this descriptor from now on. A thread may be reading by the one before, of blocks that are not behind this one yet."""
         await file.wait_idle()
         file.replace_fd(fd)

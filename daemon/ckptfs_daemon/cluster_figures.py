@@ -24,7 +24,7 @@ from ckptfs.clique.keys import Identity
 from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
-from ckptfs.flow.replicate.queues import Load
+from ckptfs.flow.replicate.queues import PeerLoad
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs_daemon.cluster_probe import NodeProbe, Ping, ProbeResult
 from ckptfs_daemon.control_figures import CACHE_RATIO, CachedFigure
@@ -88,18 +88,18 @@ def _publish_if_changed(db: Database, store: Store, key: bytes, lease: int, befo
 class TransportFigures:
     """Who knows what moves: what the queues hold, what was measured of the other nodes, and what this node's server does for them."""
 
-    list_loads: Callable[[], list[Load]]
+    list_loads: Callable[[], list[PeerLoad]]
     get_link_figures: Callable[[], dict[str, dict[str, float | None]]]
     get_server_figures: Callable[[], dict[str, Any]]
     ping: Ping
 
 
-def _build_links(loads: list[Load], link_figures: dict[str, dict[str, float | None]]) -> list[pb.Link]:
+def _build_links(loads: list[PeerLoad], link_figures: dict[str, dict[str, float | None]]) -> list[pb.Link]:
     """A link for each node with which there was something to do, by name."""
     by_name = {load.node: load for load in loads}
     links = []
     for name in sorted(by_name.keys() | link_figures.keys()):
-        load, found = by_name.get(name, Load(name, 0, 0, 0, 0)), link_figures.get(name, {})
+        load, found = by_name.get(name, PeerLoad(name, 0, 0, 0, 0)), link_figures.get(name, {})
         rtt_s, bytes_per_s = found.get("rtt_s"), found.get("bytes_per_s")
         link = pb.Link(node=name, rtt_s=-1 if rtt_s is None else rtt_s, bytes_per_s=-1 if bytes_per_s is None else bytes_per_s)
         link.waiting_files, link.waiting_bytes = load.waiting_files, load.waiting_bytes

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import DataPath
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 from ckptfs_daemon.asking import MoverClient
 from ckptfs_daemon.bells import WakeChannel
 from ckptfs_daemon.open_files import OpenFileTable
@@ -20,7 +20,7 @@ class MountContext:
     config: Config
     data_path: DataPath
     db: Database
-    tiers: Places
+    tiers: Tiers
     wake_channel: WakeChannel
     mover_client: MoverClient
     open_files: OpenFileTable

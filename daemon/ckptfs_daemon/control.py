@@ -18,7 +18,7 @@ import trio
 from ckptfs import limits, rendezvous
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 from ckptfs_daemon import descriptors, logs
 from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import ControlMethods, RefusedCalls
@@ -53,7 +53,7 @@ class _Carried(Protocol):
 
 
 async def serve(
-    setup: _Carried, db: Database, tiers: Places, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
+    setup: _Carried, db: Database, tiers: Tiers, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
     request_log_level: Callable[[str], None] = logs.set_level, progress: ProgressSignal | None = None,
 ) -> None:  # fmt: skip
     """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again.

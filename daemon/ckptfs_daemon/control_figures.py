@@ -21,7 +21,7 @@ from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 Value = TypeVar("Value")
 
@@ -52,7 +52,7 @@ class CachedFigure(Generic[Value]):
 class StatusFigures:
     """Gathers a Status. Used by several threads."""
 
-    def __init__(self, config: Config, db: Database, tiers: Places) -> None:
+    def __init__(self, config: Config, db: Database, tiers: Tiers) -> None:
         self._config = config
         self._db = db
         self._tiers = tiers
@@ -142,7 +142,7 @@ class StatusFigures:
         with contextlib.suppress(OSError, CkptfsError):
             if storage is not None:
                 answer.path = str(storage.root)
-                capacity = storage.room()
+                capacity = storage.get_capacity()
                 answer.budget_bytes, answer.free_bytes = capacity.total, capacity.free
                 answer.used_bytes = _get_used_bytes(storage.root) if os.path.ismount(storage.root) else self._bytes.get()[tier]
                 return answer

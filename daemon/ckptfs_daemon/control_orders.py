@@ -20,7 +20,7 @@ from ckptfs.config.table import LOG_LEVELS
 from ckptfs.errors import InvalidArgument, TimedOut, posix_error
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 from ckptfs_daemon import logs
 from ckptfs_daemon.control_edge import RefusedCalls, require_inode_number, translate_errors, translate_stream_errors
 from ckptfs_daemon.control_figures import StatusFigures
@@ -39,7 +39,7 @@ class AdminService(rpc.OrdersServicer):  # type: ignore[misc]
     """The service `Orders`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
 
     def __init__(
-        self, config: Config, db: Database, tiers: Places, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
+        self, config: Config, db: Database, tiers: Tiers, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
         request_log_level: Callable[[str], None] = logs.set_level, refresh_pfs_path: Callable[[int], None] = lambda inode: None,
     ) -> None:  # fmt: skip
         self._refresh_pfs_path = refresh_pfs_path

@@ -24,7 +24,7 @@ from ckptfs.model import ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import find_incomplete_reason
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 from ckptfs_daemon import control_room
 from ckptfs_daemon.cluster_figures import ClusterFigures
 from ckptfs_daemon.control_edge import RefusedCalls, is_inode_number, require_inode_number, translate_errors, translate_stream_errors
@@ -42,7 +42,7 @@ class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
     """The service `Questions`."""
 
     def __init__(
-        self, config: Config, db: Database, tiers: Places, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
+        self, config: Config, db: Database, tiers: Tiers, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
         progress: ProgressSignal | None = None,
     ) -> None:  # fmt: skip
         self.refused = refused or RefusedCalls()

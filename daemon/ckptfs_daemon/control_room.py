@@ -13,13 +13,13 @@ from ckptfs.catalog import holding, report
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
-from ckptfs.flow.hold.room import Room as Share
+from ckptfs.flow.hold.room import PeerQuota as Share
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 
-def build_capacity(config: Config, db: Database, tiers: Places) -> pb.Room:
+def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Room:
     """All tiers that there are."""
     clustered = config.cluster is not None
     answer = pb.Room(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
@@ -32,8 +32,8 @@ def build_capacity(config: Config, db: Database, tiers: Places) -> pb.Room:
     return answer
 
 
-def _build_local_tier(config: Config, db: Database, tiers: Places, tier: Tier) -> pb.TierRoom:
-    capacity = tiers[tier].room()
+def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) -> pb.TierRoom:
+    capacity = tiers[tier].get_capacity()
     leaving = report.count_leaving_bytes(db, tier) if config.pfs is not None else 0
     below = int((config.ram_high if tier is Tier.RAM else 1.0) * capacity.total)
     answer = pb.TierRoom(
@@ -42,7 +42,7 @@ def _build_local_tier(config: Config, db: Database, tiers: Places, tier: Tier) -
     )  # fmt: skip
     if config.cluster is not None:
         answer.share_bytes = int(config.peer_share * capacity.total)
-        answer.usable_for_peers_bytes = min(answer.usable_bytes, Share(db, tiers, config.peer_share).free_in(tier))
+        answer.usable_for_peers_bytes = min(answer.usable_bytes, Share(db, tiers, config.peer_share).get_free_bytes_in(tier))
     return answer
 
 

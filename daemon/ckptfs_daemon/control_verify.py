@@ -22,7 +22,7 @@ from ckptfs.lifecycle import FileRecord, is_on_pfs
 from ckptfs.model import Content, ContentState
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.tiers import pfs_open, transfer
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 FETCH_POLL_S = 0.02
 GOOD, BAD, UNREADABLE, UNKNOWN = "good", "bad", "unreadable", "unknown"
@@ -39,7 +39,7 @@ class FileVerifier:
         self,
         config: Config,
         db: Database,
-        tiers: Places,
+        tiers: Tiers,
         retry_now: Callable[[], None],
         refresh_pfs_path: Callable[[int], None] = lambda inode: None,
     ) -> None:
@@ -84,7 +84,7 @@ class FileVerifier:
             return False
         return is_on_pfs(record) or content.is_remote or bool(peers.list_holders(self._db, content))
 
-    def _verify_after_fetch(self, content: Content, before: list[verify.Checked]) -> list[verify.Checked]:
+    def _verify_after_fetch(self, content: Content, before: list[verify.CheckResult]) -> list[verify.CheckResult]:
         """The same findings after the file was fetched: what is good now was remade. Where that came to nothing, as they were."""
         request_id = wants.insert_request(self._db, wants.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
         self._retry_now()
@@ -123,6 +123,6 @@ class FileVerifier:
         return pb.Finding(tier="pfs", verdict=BAD, what="its digest differs from what was written there; restore it from another copy")
 
 
-def _build_finding(checked: verify.Checked) -> pb.Finding:
+def _build_finding(checked: verify.CheckResult) -> pb.Finding:
     what = f"{checked.problem}; it was remade from a good copy" if checked.repaired else checked.problem
     return pb.Finding(tier=checked.tier.value, verdict=GOOD if checked.ok else BAD, what=what)

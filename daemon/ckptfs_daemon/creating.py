@@ -25,7 +25,7 @@ class CreateAttempt(OpenAttempt):
     def __init__(self, context: "MountContext", request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
         super().__init__(context, OpenRequest(0, is_writer=True, truncates=False, fuse_request=request))
         self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
-        self._kind = write.kind_of(name)
+        self._kind = write.get_series_pattern(name)
         self._inode: Inode | None = None
         self.blind = False
 

@@ -75,7 +75,7 @@ class DirectoryHandlers(ChangeRunner):
     @translate_errors
     async def statfs(self, ctx: "RequestContext") -> "StatvfsData":
         """How much can still be written here: what the PFS has, where there is one; else what RAM and NVMe have."""
-        capacities = self.context.tiers.local_rooms().values()
+        capacities = self.context.tiers.get_local_capacities().values()
         total, free = sum(room.total for room in capacities), sum(room.free for room in capacities)
         if Tier.PFS in self.context.tiers:
             pfs_total, pfs_free = await self._get_pfs_capacity()

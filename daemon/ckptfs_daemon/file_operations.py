@@ -19,7 +19,7 @@ from ckptfs.catalog import attributes, contents, journal, namespace, peers, repo
 from ckptfs.errors import ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.model import CliqueLost, Level, Tier
 from ckptfs.tiers import transfer
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.place import TierStorage
 from ckptfs_daemon import bells, edge
 from ckptfs_daemon.edge import translate_errors
 from ckptfs_daemon.extra_operations import RawHandlers
@@ -32,7 +32,7 @@ from ckptfs_daemon.wishes import OpenRequest
 log = logging.getLogger(__name__)
 
 disk.declare_labels("write:move", "write:fsync")
-transfer.labels("write:copy")
+transfer.declare_labels("write:copy")
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class FileHandlers(OpenHandlers, RawHandlers):
         try:
             # What a thread still writes must be there before the bytes are copied.
             await file.wait_idle()
-            for tier in self.context.tiers.after(file.storage.tier):
+            for tier in self.context.tiers.list_next(file.storage.tier):
                 if await self._move_to(file, file.storage, file.content, self.context.tiers[tier]):
                     return True
         finally:
@@ -126,7 +126,7 @@ class FileHandlers(OpenHandlers, RawHandlers):
             file.move_done = None
         return False
 
-    async def _move_to(self, file: OpenFile, source: Place, content: int, target: Place) -> bool:
+    async def _move_to(self, file: OpenFile, source: TierStorage, content: int, target: TierStorage) -> bool:
         try:
             run = run_on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
             fd = await run(lambda: _copy_to(file.fd, target, content))
@@ -210,7 +210,7 @@ class FileHandlers(OpenHandlers, RawHandlers):
         assert file.storage is not None
         disk.act("write:fsync", os.fdatasync, file.fd)
         if not file.is_name_persisted:
-            file.storage.persist_names()
+            file.storage.fsync_directory()
             file.is_name_persisted = True
         self.context.db.persist()
 
@@ -286,7 +286,7 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
             count += os.pwrite(fd, view[count:], offset + count)
 
 
-def _copy_to(source_fd: int, target: Place, content: int) -> int:
+def _copy_to(source_fd: int, target: TierStorage, content: int) -> int:
     """A descriptor of a copy in `target`. Undone when it fails."""
     target.remove(content)
     fd = disk.act("write:move", target.create, content)

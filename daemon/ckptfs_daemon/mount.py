@@ -18,7 +18,7 @@ from ckptfs.catalog.sharing.touching import DirtyKeyTracker
 from ckptfs.config import Config
 from ckptfs.model import DataPath
 from ckptfs.tiers import adoption
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 from ckptfs_daemon import arriving, bells, cluster_store, descriptors, door, lifeline
 from ckptfs_daemon.asking import MoverClient
 from ckptfs_daemon.bells import WakeChannel
@@ -73,8 +73,8 @@ def _wire(setup: ChildSetup) -> MountContext:
         clustered=touching is not None,
         hooks=touching,
     )
-    tiers = Places.adopt(config, get_instance_id(db))
-    adoption.adopt(db, tiers)
+    tiers = Tiers.from_config(config, get_instance_id(db))
+    adoption.adopt_tiers(db, tiers)
     wake_channel = WakeChannel(setup.wake_socket)
     passthrough = Passthrough(setup.fuse_fd) if setup.data_path is DataPath.PASSTHROUGH else None
     open_files = OpenFileTable(db, tiers, passthrough, wake_channel, kernel_owns_times=passthrough is None and touching is None)
@@ -96,7 +96,7 @@ def _build_shared_namespace(
     config: Config, db: Database, open_files: OpenFileTable, touching: DirtyKeyTracker
 ) -> tuple[SharedNamespace, StandbyLease]:
     store = cluster_store.open_store(config)
-    shared_namespace = SharedNamespace(db, store, config.node, open_files.is_open_for_writing, open_files.tiers.also)
+    shared_namespace = SharedNamespace(db, store, config.node, open_files.is_open_for_writing, open_files.tiers.link)
     touching.on_dirty = shared_namespace.notify_dirty
     return shared_namespace, StandbyLease(lambda lease: trio.to_thread.run_sync(store.keep_alive, lease, abandon_on_cancel=True))
 

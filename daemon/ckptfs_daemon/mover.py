@@ -18,17 +18,17 @@ from ckptfs.catalog.adoption import get_instance_id
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.sharing.touching import DirtyKeyTracker
 from ckptfs.config import Config
-from ckptfs.flow.drop import Drop
+from ckptfs.flow.drop import Reclaim
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
-from ckptfs.flow.settle import Settle
-from ckptfs.flow.visit import Visit
+from ckptfs.flow.settle import WaitLevel
+from ckptfs.flow.visit import Scan
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import Notifier, Tier
 from ckptfs.tiers import lease
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 from ckptfs_daemon import bells, control, descriptors, lifeline
 from ckptfs_daemon.inherited import READY, ChildSetup
 from ckptfs_daemon.lanes import Flow, Lane, Lanes
@@ -50,7 +50,7 @@ def run(setup: ChildSetup) -> int:
     os.nice(NICE)
     descriptors.raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lease.ignore_signal()
+    lease.ignore_lease_signal()
     config = setup.config
     wake_channel = bells.WakeChannel(setup.wake_socket)
     dirty_keys = None if config.cluster is None else DirtyKeyTracker(lambda: wake_channel.notify(bells.DIRTY_KEYS))
@@ -60,7 +60,7 @@ def run(setup: ChildSetup) -> int:
 
 async def _serve(setup: ChildSetup, db: Database, wake_channel: bells.WakeChannel) -> int:
     config = setup.config
-    tiers = Places.adopt(config, get_instance_id(db))
+    tiers = Tiers.from_config(config, get_instance_id(db))
     token = trio.lowlevel.current_trio_token()
     lanes: Lanes
     progress = ProgressSignal()
@@ -103,24 +103,24 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: bells.WakeChanne
 class _Flows:
     """All steps of a file's path, and which of them may hang on their own."""
 
-    def __init__(self, db: Database, tiers: Places, config: Config, notify: Notifier, cluster_services: ClusterServices | None) -> None:
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster_services: ClusterServices | None) -> None:
         self._db = db
         self._config = config
         self._cluster_services = cluster_services
         self._recover = Recover(db, tiers, config, notify)
-        self._scan = Visit(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
+        self._scan = Scan(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
         self._fetch = Fetch(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
         self._write_back = WriteBack(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
         self._lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
             ("evict", Evict(db, tiers, config, notify)),
-            ("drop", Drop(db, tiers, config, notify, LOCAL_TIERS)),
-            ("settle", Settle(db, tiers, config, notify)),
+            ("drop", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
+            ("settle", WaitLevel(db, tiers, config, notify)),
         ]
         if config.pfs is not None:
             self._lanes += [
                 ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
-                ("drop pfs", Drop(db, tiers, config, notify, REMOTE_TIERS)),
+                ("drop pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
                 ("write back", self._write_back),
                 ("visit", self._scan),
             ]
@@ -145,7 +145,7 @@ class _Flows:
             self._cluster_services.prepare()
 
 
-def _build_monitors(db: Database, tiers: Places, config: Config, lanes: Lanes) -> list[TierMonitor]:
+def _build_monitors(db: Database, tiers: Tiers, config: Config, lanes: Lanes) -> list[TierMonitor]:
     roots = {Tier.NVME: config.nvme, Tier.PFS: config.pfs}
     return [TierMonitor(db, tiers[tier], root, lanes.retry_now) for tier, root in roots.items() if root is not None and tier in tiers]
 

@@ -71,7 +71,12 @@ class NamespaceHandlers(AttributeHandlers, DirectoryHandlers, OrphanHandlers, Xa
             try:
                 found = namespace.lookup(db, parent, name)
                 held = contents.get_file_content(db, found.id)
-                if found.id == fetched_inode or not found.is_file or held is None or read.way(held) is not read.Way.FETCH:
+                if (
+                    found.id == fetched_inode
+                    or not found.is_file
+                    or held is None
+                    or read.choose_read_source(held) is not read.ReadSource.FETCH
+                ):
                     prefetch.record_stale_open_target(pid, found.id)
                     return
                 await self.context.mover_client.request(wants.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, accepts_begun=True)

@@ -20,19 +20,19 @@ from ckptfs.clique.revoked import RevocationList
 from ckptfs.clique.surroundings import Cluster
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
-from ckptfs.flow.ahead import Ahead
-from ckptfs.flow.bury import Bury
-from ckptfs.flow.fall_back import FallBack
-from ckptfs.flow.hold import Hold
+from ckptfs.flow.ahead import EarlyReplication
+from ckptfs.flow.bury import DropDeadRecords
+from ckptfs.flow.fall_back import Salvage
+from ckptfs.flow.hold import Host
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
-from ckptfs.flow.secure import Secure
-from ckptfs.flow.secure.regularly import Regularly
+from ckptfs.flow.secure import FsyncReplication
+from ckptfs.flow.secure.regularly import PeriodicReplication
 from ckptfs.flow.take_over import TakeOver
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import Bulk, Notifier, Tier
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 from ckptfs_daemon import cluster_figures, peer_server
 from ckptfs_daemon.cluster_figures import ClusterFigures, TransportFigures
 from ckptfs_daemon.cluster_store import open_store
@@ -50,7 +50,7 @@ TROUBLE = "trouble:peers"
 class ClusterServices:
     """The other nodes, for this node's flows, and this node for theirs. Only in a mount with `cluster`."""
 
-    def __init__(self, db: Database, tiers: Places, config: Config, notify: Notifier) -> None:
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         assert config.cluster is not None
         self._db = db
         self._config = config
@@ -58,7 +58,7 @@ class ClusterServices:
         self._store = EpochCheckedStore(open_store(config), db)
         self._revoked = RevocationList(config.keys)
         self._peers = PeerClient(config.node, config.cluster, self._identity, bulk=config.bulk is Bulk.SOCKET, revoked=self._revoked)
-        capacity = sum(tiers[tier].room().total for tier in LOCAL_TIERS if tier in tiers)
+        capacity = sum(tiers[tier].get_capacity().total for tier in LOCAL_TIERS if tier in tiers)
         node = build_node(config, db, identity.get_node_number(db), int(config.peer_share * capacity))
         self.membership = MembershipService(db, self._store, node, lambda key, value: settling.set_report(db, key, value))
         self.membership.subscribe(self._apply_view_change)
@@ -67,19 +67,19 @@ class ClusterServices:
             self.membership.locks, lambda: self.membership.node_lease.lease_id,
         )  # fmt: skip
         self._running_server: PeerServer | None = None
-        self._host = Hold(db, tiers, config.peer_share, notify, self.cluster)
+        self._host = Host(db, tiers, config.peer_share, notify, self.cluster)
         self._replicate = Replicate(db, tiers, notify, self.cluster)
-        transport = TransportFigures(self._replicate.loads, self._peers.get_figures, self._get_server_figures, self._peers.ping)
+        transport = TransportFigures(self._replicate.list_loads, self._peers.get_figures, self._get_server_figures, self._peers.ping)
         self.figures = ClusterFigures(config, db, self._store, transport, self._identity)
-        self._announce = Tell(db, self.cluster)
+        self._announce = AnnounceCopies(db, self.cluster)
         self._repair = Repair(db, notify, self.cluster)
         self._take_over = TakeOver(db, notify, self.cluster)
-        self._salvage = FallBack(db, tiers, notify, self.cluster)
-        self._reconcile = Reconcile(db, tiers, notify, self.cluster, self._host.doubted)
-        self._drop_dead_records = Bury(db, self.cluster)
-        self._fsync_replication = Secure(db, tiers, notify, self.cluster)
-        self._periodic_replication = Regularly(db, tiers, self.cluster)
-        self._early_replication = Ahead(db, tiers, self.cluster)
+        self._salvage = Salvage(db, tiers, notify, self.cluster)
+        self._reconcile = Reconcile(db, tiers, notify, self.cluster, self._host.reported_unneeded)
+        self._drop_dead_records = DropDeadRecords(db, self.cluster)
+        self._fsync_replication = FsyncReplication(db, tiers, notify, self.cluster)
+        self._periodic_replication = PeriodicReplication(db, tiers, self.cluster)
+        self._early_replication = EarlyReplication(db, tiers, self.cluster)
 
     def list_flows(self) -> list[tuple[str, Flow]]:
         """(name, flow) of every lane that only a cluster has."""

@@ -20,7 +20,7 @@ from ckptfs import limits
 from ckptfs.errors import TimedOut
 from ckptfs.model import Inode, Tier
 from ckptfs.tiers import pfs_open
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.place import TierStorage
 
 if TYPE_CHECKING:
     from ckptfs_daemon.arriving import FetchWaiter
@@ -45,7 +45,7 @@ class OpenFile:
 
     inode: int
     content: int | None
-    storage: Place | None
+    storage: TierStorage | None
     fd: int
     backing_id: int = 0
     is_writable: bool = False
@@ -159,7 +159,7 @@ class OpenFile:
                 log.error("closing content %s in %s: %s", self.content, self.tier, failure)
 
 
-async def open_for_writing(storage: Place, content: int) -> int:
+async def open_for_writing(storage: TierStorage, content: int) -> int:
     """A descriptor for writing, once the mover has given up its lease."""
     if storage.tier is Tier.PFS:
         return await run_on_pfs(lambda: storage.open(content, os.O_RDWR))

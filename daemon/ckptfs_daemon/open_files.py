@@ -21,7 +21,7 @@ from ckptfs.catalog import contents, handles, settling
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, TimedOut, posix_error
 from ckptfs.model import CopyState, Handle, Inode, Tier
-from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.place import Tiers, TierStorage
 from ckptfs_daemon import bells
 from ckptfs_daemon.bells import WakeChannel
 from ckptfs_daemon.open_file import NONBLOCKING_WRITE, OpenFile, open_for_writing, run_on_pfs
@@ -40,7 +40,7 @@ class OpenFileTable:
     """The open inodes of the mount, by inode and by handle."""
 
     def __init__(
-        self, db: Database, tiers: Places, passthrough: Passthrough | None, wake_channel: WakeChannel, *, kernel_owns_times: bool = False
+        self, db: Database, tiers: Tiers, passthrough: Passthrough | None, wake_channel: WakeChannel, *, kernel_owns_times: bool = False
     ) -> None:
         """`passthrough` is None on the buffered path. `times_are_kernels`: it keeps its writeback cache, and with it the files' mtime.
 
@@ -254,7 +254,7 @@ class OpenFileTable:
         if closed or doomed:
             self._wake_channel.notify(bells.LARGE_FILE_CLOSED if large else bells.WORK)
 
-    def _reopen_read_only(self, file: OpenFile, storage: Place, content: int) -> None:
+    def _reopen_read_only(self, file: OpenFile, storage: TierStorage, content: int) -> None:
         """The last writer has gone, readers are left: give up the right to write, for the mover's lease. Never raises.
 
         A descriptor on the PFS stays as it is until the readers have closed it: opening another may hang.
@@ -316,7 +316,7 @@ class OpenFileTable:
             await self._reopen_writable(file, file.storage, row.content)
         self.add_handle(file, row.id, row.is_writer)
 
-    async def _reopen_writable(self, file: OpenFile, storage: Place, content: int) -> None:
+    async def _reopen_writable(self, file: OpenFile, storage: TierStorage, content: int) -> None:
         """Open for writing what a writer before us had open; where that fails its writes do, and everything else goes on."""
         try:
             if storage.tier is Tier.PFS:
@@ -348,13 +348,13 @@ class OpenFileTable:
         except (OSError, CkptfsError) as failure:
             log.error("the open file with content %d cannot be found again in %s: %s", content, storage.tier, failure)
 
-    def _find_storage(self, content: int | None) -> Place | None:
+    def _find_storage(self, content: int | None) -> TierStorage | None:
         if content is None:
             return None
         good = (copy.tier for copy in settling.list_copies(self.db, content) if copy.state is CopyState.GOOD)
         return next((self.tiers[tier] for tier in good if tier in self.tiers), None)
 
-    async def _close_abandoned(self, content: int, inode: int, storage: Place) -> None:
+    async def _close_abandoned(self, content: int, inode: int, storage: TierStorage) -> None:
         status = None
         with contextlib.suppress(TimedOut):
             status = (

@@ -21,7 +21,7 @@ from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, pos
 from ckptfs.flow import read, write
 from ckptfs.model import ContentState, DataPath, Tier
 from ckptfs.tiers import space
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.place import TierStorage
 from ckptfs_daemon import bells
 from ckptfs_daemon.arriving import FetchWaiter
 from ckptfs_daemon.attempts import MustWait, UndoLog
@@ -131,20 +131,20 @@ class OpenAttempt:
     def _open_first(self, held: FileContent, undo: UndoLog) -> OpenFile:
         open_request = self._open_request
         if open_request.is_writer:
-            write_target = write.way(held, truncate=open_request.truncates, shared=False)
-            if write_target is write.Way.NEW:
+            write_target = write.choose_write_target(held, truncate=open_request.truncates, shared=False)
+            if write_target is write.WriteTarget.NEW:
                 return self.create_content(held, undo)
-            if write_target is write.Way.IN_PLACE:
+            if write_target is write.WriteTarget.IN_PLACE:
                 return self._open_local(held, undo)
-            if write_target is write.Way.FETCH:
+            if write_target is write.WriteTarget.FETCH:
                 raise MustWait(self._request_fetch)
         else:
-            read_source = read.way(held)
-            if read_source is read.Way.HERE:
+            read_source = read.choose_read_source(held)
+            if read_source is read.ReadSource.HERE:
                 return self._open_local(held, undo)
-            if read_source is read.Way.EMPTY:
+            if read_source is read.ReadSource.EMPTY:
                 return self._open_empty(held, undo)
-            if read_source is read.Way.FETCH:
+            if read_source is read.ReadSource.FETCH:
                 return self._open_incoming(held, undo) or self._open_pfs_file(held, undo)
         if self._context.shared_namespace is not None and not self._has_searched:
             raise MustWait(self._search_elsewhere)
@@ -154,7 +154,7 @@ class OpenAttempt:
         """A new content."""
         expected = max(held.inode.size, self._files.get_expected_bytes(kind) if kind else 0)
         reserved_bytes = self._files.get_reserved_bytes()
-        tier = self._context.tiers.choose(expected, reserved_bytes)
+        tier = self._context.tiers.choose_tier(expected, reserved_bytes)
         storage = self._context.tiers[tier]
         direct = self._must_be_direct(tier, expected or None, reserved_bytes.get(tier, 0))
         changed_ns = None if kind is not None or self._files.kernel_owns_times else time.time_ns()
@@ -183,8 +183,8 @@ class OpenAttempt:
         if tier is Tier.PFS:
             return False
         tiers = self._context.tiers
-        capacity = space.without(tiers.room(tier), reserved_bytes)
-        return space.watched(capacity, expected) if any(tiers.after(tier)) else space.last(capacity, expected)
+        capacity = space.subtract_reserved(tiers.get_capacity(tier), reserved_bytes)
+        return space.needs_watching(capacity, expected) if any(tiers.list_next(tier)) else space.needs_watching_in_last(capacity, expected)
 
     def _open_empty(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """A file that was made by mknod and never written: it gets a content now, closed at once with this handle."""
@@ -214,7 +214,7 @@ class OpenAttempt:
         self,
         held: FileContent,
         content: int | None,
-        storage: Place | None,
+        storage: TierStorage | None,
         fd: int,
         undo: UndoLog,
         *,
@@ -291,7 +291,7 @@ class OpenAttempt:
                 contents.mark_closed(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
         self._context.wake_channel.notify(bells.WORK)
 
-    def _mark_content_open(self, held: FileContent, content: int, storage: Place) -> None:
+    def _mark_content_open(self, held: FileContent, content: int, storage: TierStorage) -> None:
         if held.state is ContentState.OPEN:
             contents.bump_change(self._context.db, content)
             return
@@ -308,7 +308,7 @@ class OpenAttempt:
         file.content, file.storage, file.is_writable, file.direct = held.content, storage, True, True
         handles.set_content(self._context.db, file.inode, held.content)
 
-    def _get_storage(self, tier: Tier) -> Place:
+    def _get_storage(self, tier: Tier) -> TierStorage:
         if tier not in self._context.tiers:
             raise self._build_lost_error(f"its content lies in {tier}, which is not there now: see `ckptfs status`")
         return self._context.tiers[tier]
@@ -322,7 +322,7 @@ class OpenAttempt:
 
     # --- what needs waiting -------------------------------------------------------------------------------------------
 
-    def _open_or_wait(self, storage: Place, content: int, flags: int) -> int:
+    def _open_or_wait(self, storage: TierStorage, content: int, flags: int) -> int:
         """A descriptor, at once or Later: the mover may hold a lease, and the PFS may hang."""
         if storage.tier is Tier.PFS:
             if self._pfs_fd < 0:
@@ -352,15 +352,15 @@ class OpenAttempt:
         fd, self._pfs_fd = self._pfs_fd, -1
         return fd
 
-    async def _open_on_pfs(self, storage: Place, content: int, flags: int) -> None:
+    async def _open_on_pfs(self, storage: TierStorage, content: int, flags: int) -> None:
         self._pfs_fd = await run_on_pfs(lambda: storage.open(content, flags & ~os.O_NONBLOCK))
 
-    def _get_pfs_content(self, storage: Place) -> tuple[int, int]:
+    def _get_pfs_content(self, storage: TierStorage) -> tuple[int, int]:
         if self._made is None:
             raise MustWait(lambda: self._create_pfs_content(storage))
         return self._made
 
-    async def _create_pfs_content(self, storage: Place) -> None:
+    async def _create_pfs_content(self, storage: TierStorage) -> None:
         with self._context.db.transaction() as db:
             content = contents.insert_reserved_content(db, Tier.PFS)
         try:

@@ -20,8 +20,8 @@ from ckptfs.catalog.database import Database
 from ckptfs.errors import TierUnavailable
 from ckptfs.model import Tier
 from ckptfs.tiers import health
-from ckptfs.tiers.health import Health, State
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.health import Health, HealthState
+from ckptfs.tiers.place import TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ CHANGE_RATIO = 0.01
 class TierMonitor:
     """The watch over one tier."""
 
-    def __init__(self, db: Database, storage: Place, root: Path, on_recovered: Callable[[], None]) -> None:
+    def __init__(self, db: Database, storage: TierStorage, root: Path, on_recovered: Callable[[], None]) -> None:
         """`root` is what is asked; `recovered` is called in the trio thread when the tier is well again."""
         self._db = db
         self._storage = storage
@@ -53,11 +53,11 @@ class TierMonitor:
             nursery.start_soon(self._report_silence, name=f"silence of {self._storage.tier}")
             try:
                 self._capacity = await trio.to_thread.run_sync(self._probe_tier, abandon_on_cancel=True)
-                verdict = health.succeeded(self._health, trio.current_time())
+                verdict = health.after_success(self._health, trio.current_time())
             except OSError as failure:
-                verdict = health.failed(self._health, trio.current_time(), failure)
+                verdict = health.after_failure(self._health, trio.current_time(), failure)
             except TierUnavailable as failure:
-                verdict = health.another(self._health, trio.current_time(), str(failure), failure.remedy)
+                verdict = health.after_wrong_tier(self._health, trio.current_time(), str(failure), failure.remedy)
             nursery.cancel_scope.cancel()
         await self._set_health(verdict)
 
@@ -66,14 +66,14 @@ class TierMonitor:
         while True:
             await trio.sleep(SILENCE_REPORT_S)
             now_s = trio.current_time()
-            await self._set_health(health.silent(self._health, now_s, now_s - begun_s))
+            await self._set_health(health.after_silence(self._health, now_s, now_s - begun_s))
 
     async def _set_health(self, verdict: Health) -> None:
         """Take the verdict as what is known, and say so where it is news."""
         before, self._health = self._health, verdict
         if verdict.state is not before.state:
             self._log_change(before, verdict)
-            if verdict.state is State.NORMAL:
+            if verdict.state is HealthState.NORMAL:
                 self._on_recovered()
         value = {
             "state": verdict.state.value,
@@ -87,7 +87,7 @@ class TierMonitor:
             await trio.to_thread.run_sync(settling.set_report, self._db, f"tier:{self._storage.tier}", value)
 
     def _log_change(self, before: Health, now: Health) -> None:
-        if now.state is State.NORMAL:
+        if now.state is HealthState.NORMAL:
             log.info("%s is well again", self._root)
         else:
             log.warning("%s is %s: %s%s", self._root, now.state, now.error, f" ({now.remedy})" if now.remedy else "")
@@ -106,7 +106,7 @@ class TierMonitor:
         return capacity
 
 
-def check_or_adopt_uuid(db: Database, storage: Place) -> None:
+def check_or_adopt_uuid(db: Database, storage: TierStorage) -> None:
     """Compare the PFS with the one that the catalog belongs to, or make it that one. Raises TierUnavailable for another one.
 
     Where we may not make a work area (root is squashed and the directory is not the owner's) the PFS goes unidentified.

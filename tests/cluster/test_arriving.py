@@ -14,7 +14,7 @@ from cluster_lab import ClusterUnderTest, NodeUnderTest, limited, wait_for
 from daemon_under_test import eventually
 
 from ckptfs import limits
-from ckptfs.tiers.arrival import Arrival
+from ckptfs.tiers.arrival import FetchMap
 
 BLOCK = limits.BLOCK_BYTES
 BLOCKS = 24
@@ -39,9 +39,9 @@ def written(lab: ClusterUnderTest, name: str, blocks: int = BLOCKS) -> bytes:
 def arrived(node: NodeUnderTest) -> int | None:
     """How many blocks of the one file that is on its way are there; None when none is."""
     for path in (node.state / "ram" / "arriving").glob("????????????????"):
-        arrival = Arrival.find(node.state / "ram", int(path.name, 16))
+        arrival = FetchMap.find(node.state / "ram", int(path.name, 16))
         if arrival is not None:
-            return arrival.count
+            return arrival.present_count
     return None
 
 

@@ -210,9 +210,13 @@ def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: 
         asking = SimpleNamespace(request=ask)
         operations.context = cast(
             Any,
-            SimpleNamespace(db=walker.node.db, shared_namespace=walker.node.sharing, mover_client=asking, open_files=files, data_path=DataPath.BUFFERED),
+            SimpleNamespace(
+                db=walker.node.db, shared_namespace=walker.node.sharing, mover_client=asking, open_files=files, data_path=DataPath.BUFFERED
+            ),
         )
-        monkeypatch.setattr(read, "way", lambda held: read.Way.HERE if held.inode.id in here else read.Way.FETCH)
+        monkeypatch.setattr(
+            read, "choose_read_source", lambda held: read.ReadSource.HERE if held.inode.id in here else read.ReadSource.FETCH
+        )
         found = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
         assert not here, "nobody waits for bytes who may only want to know the name"
         walker.walks.record_stale_open(THREAD)

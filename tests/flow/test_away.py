@@ -8,12 +8,12 @@ from clique_world import LocalCluster, Node, bring, cluster_of, level, replicate
 from ckptfs.catalog import settling, telling, wants
 from ckptfs.catalog.store import Get
 from ckptfs.clique import holders
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
 
 def tell(node: Node, *, begin: bool = False) -> None:
-    flow = Tell(node.db, cluster_of(node))
+    flow = AnnounceCopies(node.db, cluster_of(node))
     if begin:
         flow.prepare()
     flow.step()

@@ -10,7 +10,7 @@ from ckptfs import limits
 from ckptfs.catalog import settling
 from ckptfs.catalog.store import Delete, Get, prefix_end
 from ckptfs.clique import membership
-from ckptfs.flow.bury import Bury
+from ckptfs.flow.bury import DropDeadRecords
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def said(cluster: LocalCluster) -> set[int]:
 
 
 def bury(cluster: LocalCluster, number: int) -> None:
-    flow = Bury(cluster.nodes[number].db, cluster_of(cluster.nodes[number]))
+    flow = DropDeadRecords(cluster.nodes[number].db, cluster_of(cluster.nodes[number]))
     while flow.step():
         pass
 

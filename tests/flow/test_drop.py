@@ -9,11 +9,11 @@ from local_node import Node, in_process
 
 from ckptfs.catalog import contents as mount_side
 from ckptfs.catalog import settling
-from ckptfs.flow.drop import Drop
+from ckptfs.flow.drop import Reclaim
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import duplicate
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.place import TierStorage
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def drop(node: Node, *, sweep: bool = False) -> Drop:
-    step = Drop(node.db, node.places, node.config, node.told)
+def drop(node: Node, *, sweep: bool = False) -> Reclaim:
+    step = Reclaim(node.db, node.tiers, node.config, node.told)
     if sweep:
         step._sweep_s = 0.0
     return step
@@ -52,7 +52,7 @@ def test_a_doomed_content_goes_with_its_rows(node: Node, tier: Tier) -> None:
 def test_a_file_that_the_mount_removed_already_is_no_trouble(node: Node) -> None:
     content = node.make(b"file", b"1")
     doom(node, content)
-    node.places[Tier.RAM].remove(content)
+    node.tiers[Tier.RAM].remove(content)
     drop(node).step()
     assert node.state(content) is None
 
@@ -80,16 +80,16 @@ def test_many_go_in_batches(node: Node) -> None:
 def test_the_pfs_has_a_lane_of_its_own(node: Node) -> None:
     content = node.make(b"file", b"1", tier=Tier.PFS)
     doom(node, content)
-    local = Drop(node.db, node.places, node.config, node.told, (Tier.RAM, Tier.NVME))
+    local = Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM, Tier.NVME))
     assert local.step() is False
     assert node.files(Tier.PFS) == {content} and node.state(content) is not None
-    Drop(node.db, node.places, node.config, node.told, (Tier.PFS,)).step()
+    Reclaim(node.db, node.tiers, node.config, node.told, (Tier.PFS,)).step()
     assert node.files(Tier.PFS) == set() and node.state(content) is None
 
 
 def test_leftovers_go_when_they_are_old_and_never_before(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     known = node.make(b"known", b"1")
-    os.close(node.places[Tier.RAM].create(4711))
+    os.close(node.tiers[Tier.RAM].create(4711))
     drop(node, sweep=True).step()
     assert node.files(Tier.RAM) == {known, 4711}, "the mount may be about to commit its row"
     age(node, Tier.RAM, 4711, monkeypatch)
@@ -107,27 +107,27 @@ def test_a_row_that_is_committed_during_the_sweep_saves_its_file(node: Node, mon
 
 def test_a_leftover_whose_name_the_mount_takes_over_is_left_to_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier catalog left a file under an id that is given out only now: the sweep must not remove the new content."""
-    os.close(node.places[Tier.RAM].create(1))
+    os.close(node.tiers[Tier.RAM].create(1))
     age(node, Tier.RAM, 1, monkeypatch)
-    looked = Place.stat
+    looked = TierStorage.stat
 
-    def stat(place: Place, number: int) -> object:
+    def stat(place: TierStorage, number: int) -> object:
         found = looked(place, number)
         if node.db.value("SELECT count(*) FROM content") == 0:
             place.remove(1)
             assert node.make(b"new", b"data") == 1
         return found
 
-    monkeypatch.setattr(Place, "stat", stat)
+    monkeypatch.setattr(TierStorage, "stat", stat)
     drop(node, sweep=True).step()
     monkeypatch.undo()
     assert node.data(1) == b"data"
 
 
 def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    stranger = node.places[Tier.NVME].root / "contents" / "README"
+    stranger = node.tiers[Tier.NVME].root / "contents" / "README"
     stranger.write_text("hands off")
-    os.close(node.places[Tier.NVME].create(4711))
+    os.close(node.tiers[Tier.NVME].create(4711))
     age(node, Tier.NVME, 4711, monkeypatch)
     drop(node, sweep=True).step()
     assert stranger.exists() and node.files(Tier.NVME) == set()
@@ -135,10 +135,10 @@ def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.
 
 def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
     lonely, paired = node.make(b"lonely", b"1"), node.make(b"paired", b"2")
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
     row = duplicate.settling.get_content(node.db, paired)
     assert row is not None
-    duplicate.make(node.db, node.places, row, Tier.RAM, Tier.NVME)
+    duplicate.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
     with node.db.transaction():
         node.db.run("UPDATE copy SET state = 2, verified_ns = 0 WHERE tier = 'ram'")
     drop(node, sweep=True).step()
@@ -149,7 +149,7 @@ def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
 
 def test_a_quarantined_copy_that_is_brought_back_just_now_keeps_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make(b"f", b"old")
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
     node.publish(content)
     with node.db.transaction():
         node.db.run("UPDATE copy SET state = 2, verified_ns = 0")
@@ -168,10 +168,10 @@ def test_a_quarantined_copy_that_is_brought_back_just_now_keeps_its_file(node: N
 
 def test_a_tier_that_was_left_out_is_not_touched(node: Node) -> None:
     """Its directory is another one than the catalog knows: we go on without it, and what the catalog says of it waits."""
-    flow, seal = drop(node), Seal(node.db, node.places, node.config, node.told)
+    flow, seal = drop(node), Seal(node.db, node.tiers, node.config, node.told)
     there, waits = node.make(b"there", b"1", tier=Tier.NVME), node.make(b"waits", b"2", tier=Tier.NVME)
     doom(node, there)
-    node.places.leave_out(Tier.NVME)
+    node.tiers.exclude(Tier.NVME)
     flow.step()
     seal.step()
     assert (node.root / "nvme" / "contents" / f"{there:016x}").exists()

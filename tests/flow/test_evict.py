@@ -16,7 +16,7 @@ from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import ram_limit, space
 from ckptfs.tiers.health import describe
-from ckptfs.tiers.space import Room
+from ckptfs.tiers.space import Capacity
 
 SIZE = 100_000
 
@@ -29,7 +29,7 @@ def node(tmp_path: Path) -> Node:
 def filled(node: Node, count: int = 10, *, tier: Tier = Tier.RAM, room: int = 10) -> list[int]:
     """`count` sealed contents, the first one used least recently, in a tier with room for `room`."""
     contents = [node.make(b"%d" % number, os.urandom(SIZE), tier=tier) for number in range(count)]
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
     for number, content in enumerate(contents):
         with node.db.transaction():
             node.db.run("UPDATE copy SET used_ns = ? WHERE content = ?", number, content)
@@ -38,7 +38,7 @@ def filled(node: Node, count: int = 10, *, tier: Tier = Tier.RAM, room: int = 10
 
 
 def evict(node: Node) -> Evict:
-    return Evict(node.db, node.places, node.config, node.told)
+    return Evict(node.db, node.tiers, node.config, node.told)
 
 
 def settle(step: Evict) -> None:
@@ -80,7 +80,7 @@ def test_what_becomes_safe_while_evict_rests_leaves_without_another_hint(node: N
     [(50, 20, 0), (59, 20, 0), (60, 20, 1), (61, 20, 2), (79, 1, 19), (50, 70, 41), (50, 79, 50), (50, 80, 0), (50, 500, 0), (0, 79, 0)],
 )
 def test_how_much_had_better_leave(used: int, expected: int, leaves: int) -> None:
-    assert space.excess_for(Room(100, 100 - used, used), expected, 0.8, 0.6) == leaves
+    assert space.get_excess_bytes_for(Capacity(100, 100 - used, used), expected, 0.8, 0.6) == leaves
 
 
 def test_below_the_watermark_nothing_goes(node: Node) -> None:
@@ -161,7 +161,7 @@ def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: 
         if label == "evict:forgotten":
             row = settling.get_content(node.db, contents[0])
             assert row is not None and settling.insert_filling_copy(node.db, row, Tier.RAM)
-            with os.fdopen(node.places[Tier.RAM].create(contents[0]), "wb") as file:
+            with os.fdopen(node.tiers[Tier.RAM].create(contents[0]), "wb") as file:
                 file.write(b"new")
         return act(label, *values, **named)  # type: ignore[arg-type]
 
@@ -193,7 +193,7 @@ def test_a_file_that_is_deleted_while_it_is_moved_is_no_trouble(
         announced = fill(*values)  # type: ignore[arg-type]
         with node.db.transaction():
             node.db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", contents[0])
-        node.places[Tier.RAM].remove(contents[0])
+        node.tiers[Tier.RAM].remove(contents[0])
         monkeypatch.setattr(settling, "insert_filling_copy", fill)
         return announced
 
@@ -259,8 +259,8 @@ def test_short_memory_takes_from_ram_what_is_safe(node: Node, monkeypatch: pytes
     contents = filled(node, 5)
     for content in contents[:2]:
         node.publish(content)
-    roomy = node.places[Tier.RAM].room()
-    monkeypatch.setattr(node.places[Tier.RAM], "room", lambda: Room(roomy.total, 0, roomy.used))
+    roomy = node.tiers[Tier.RAM].get_capacity()
+    monkeypatch.setattr(node.tiers[Tier.RAM], "room", lambda: Capacity(roomy.total, 0, roomy.used))
     evict(node).step()
     assert node.files(Tier.RAM) == set(contents[1:]), "as much as gives some headroom, and no more"
     assert node.files(Tier.NVME) == set()
@@ -292,7 +292,7 @@ def test_nobody_looks_while_nobody_writes(node: Node) -> None:
 )
 def test_how_far_the_ram_tier_is_raised(total: int, used: int, hard: int | None, expected: int) -> None:
     bound = None if hard is None else hard * MIB
-    assert ram_limit.wanted(total * MIB, used * MIB, hard=bound, available=8192 * MIB, memory=32000 * MIB) == expected * MIB
+    assert ram_limit.choose_ram_size(total * MIB, used * MIB, configured=bound, available=8192 * MIB, memory=32000 * MIB) == expected * MIB
 
 
 def test_errors_are_described_in_words() -> None:
@@ -343,8 +343,8 @@ def test_a_tmpfs_is_really_enlarged_and_keeps_what_is_in_it(tmp_path: Path) -> N
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64M,nodev,nosuid", "ckptfs-test", str(tmp_path)], check=True)
     try:
         (tmp_path / "file").write_bytes(b"x" * MIB)
-        ram_limit.raise_to(tmp_path, 192 * MIB)
-        assert ram_limit.size(tmp_path) == (192 * MIB, MIB)
+        ram_limit.resize_ram(tmp_path, 192 * MIB)
+        assert ram_limit.get_filesystem_size(tmp_path) == (192 * MIB, MIB)
         assert os.statvfs(tmp_path).f_flag & os.ST_NODEV
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -352,4 +352,4 @@ def test_a_tmpfs_is_really_enlarged_and_keeps_what_is_in_it(tmp_path: Path) -> N
 
 def test_an_enlargement_that_is_refused_is_an_error_with_words(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="cannot be enlarged"):
-        ram_limit.raise_to(tmp_path, 192 * MIB)
+        ram_limit.resize_ram(tmp_path, 192 * MIB)

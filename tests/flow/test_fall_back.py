@@ -13,9 +13,9 @@ from ckptfs.catalog.sharing import kinds
 from ckptfs.catalog.sharing.kinds import CONTENT, SharedKey
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
-from ckptfs.flow.drop import Drop
+from ckptfs.flow.drop import Reclaim
 from ckptfs.flow.reconcile import Reconcile
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ROOT, ContentState, Tier
 
 
@@ -72,7 +72,7 @@ def test_the_former_content_goes_when_the_newer_one_is_safe(tmp_path: Path, how:
     tidy(two)
     assert content in one.files(Tier.RAM) & two.files(Tier.RAM)
     send(one, newer)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     publish(one)
     tidy(one)
     send(one, newer)
@@ -211,7 +211,7 @@ def test_what_another_node_renamed_over_goes_when_its_own_file_is_safe(tmp_path:
     content = replicated(cluster)
     newer = renamed_over(two, one.inode(content), content)
     send(two, newer)
-    Tell(one.db, cluster_of(one)).step()
+    AnnounceCopies(one.db, cluster_of(one)).step()
     publish(two)
     tidy(two)
     tidy(one)
@@ -229,9 +229,9 @@ def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
         one.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", inode)
         former.mark_awaiting_store_check(one.db, inode)
         assert namespace.delete_forgotten(one.db, [inode]) == {inode: []}
-    flow = Reconcile(one.db, one.places, one.told, cluster_of(one), one.hold.doubted)
+    flow = Reconcile(one.db, one.tiers, one.told, cluster_of(one), one.hold.doubted)
     flow.step()
-    Drop(one.db, one.places, one.config, one.told, (Tier.RAM,)).step()
+    Reclaim(one.db, one.tiers, one.config, one.told, (Tier.RAM,)).step()
     assert one.files(Tier.RAM) == set()
 
 

@@ -194,7 +194,7 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
     write_back(one, content)
     change(one, content, appended)
     hear(two, content)
-    fd = one.places[Tier.RAM].open(content)
+    fd = one.tiers[Tier.RAM].open(content)
     with disk.closing(fd):
         one.peers.send(two.member, offer_of(one, content), fd)
     hear(two, content)

@@ -66,14 +66,14 @@ def test_a_byte_that_changed_under_the_same_size_and_mtime_is_found(
     answer = world.bring("d/file", argument)
     assert (answer.state, answer.error) == (wants.FAILED, 5)
     assert "d/file cannot be read" in caplog.text
-    assert world.db.rows("SELECT * FROM copy") == [] and list(world.places[Tier.RAM].contents()) == []
+    assert world.db.rows("SELECT * FROM copy") == [] and list(world.tiers[Tier.RAM].contents()) == []
     world.check()
 
 
 def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.bring("d/file")
     lose_copies(world, "d/file")
-    monkeypatch.setattr(world.places, "choose", lambda expected_bytes=0: Tier.PFS)
+    monkeypatch.setattr(world.tiers, "choose", lambda expected_bytes=0: Tier.PFS)
     world.db.run("UPDATE published SET checked_ns = 0")
     assert world.bring("d/file").result == wants.DIRECT
     assert int(str(world.published("d/file", "checked_ns"))) > 0
@@ -83,7 +83,7 @@ def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: Wor
 
 
 def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.places, "choose", lambda expected_bytes=0: Tier.PFS)
+    monkeypatch.setattr(world.tiers, "choose", lambda expected_bytes=0: Tier.PFS)
     assert world.bring("d/file", wants.FOR_WRITING).result == wants.FETCHED
     assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
 
@@ -91,7 +91,7 @@ def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World
 def test_a_large_file_of_a_stranger_s_is_read_in_place_where_room_is_scarce(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FETCH_WHOLE_BYTES", MIB)
     asked: list[int] = []
-    monkeypatch.setattr(world.places, "choose", lambda expected_bytes=0: asked.append(expected_bytes) or Tier.PFS)
+    monkeypatch.setattr(world.tiers, "choose", lambda expected_bytes=0: asked.append(expected_bytes) or Tier.PFS)
     assert world.bring("d/file").result == wants.DIRECT
     assert asked == [limits.FETCH_ROOM_RATIO * (5 * MIB + 7)]
 
@@ -148,7 +148,7 @@ def test_a_file_that_is_written_here_while_it_is_fetched(world: World, monkeypat
     monkeypatch.setattr(fetch.transfer, "copy", disturbed)
     assert world.bring("d/file").result == wants.FETCHED
     assert world.db.value("SELECT state FROM content WHERE id = ?", world.column("d/file", "content")) == 0
-    assert list(world.places[Tier.RAM].contents()) == []
+    assert list(world.tiers[Tier.RAM].contents()) == []
 
 
 def test_an_empty_file_that_was_never_anywhere(world: World) -> None:
@@ -173,7 +173,7 @@ def test_owner_and_holes(world: World) -> None:
     world.look("d")
     assert world.bring("d/sparse").result == wants.FETCHED
     content = int(str(world.column("d/sparse", "content")))
-    found = world.places[Tier.RAM].stat(content)
+    found = world.tiers[Tier.RAM].stat(content)
     assert found is not None and found.st_size == 64 * MIB and found.st_blocks * 512 < 8 * MIB
 
 
@@ -208,7 +208,7 @@ def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, monke
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO@*")
     assert world.bring("d/file").state == wants.FAILED
     monkeypatch.setattr(disk, "_fault", "")
-    assert list(world.places[Tier.RAM].contents()) == []
+    assert list(world.tiers[Tier.RAM].contents()) == []
     world.check()
     assert world.bring("d/file").result == wants.FETCHED
 
@@ -221,7 +221,7 @@ def test_room_that_others_took_meanwhile(world: World, label: str, argument: str
     lose_copies(world, "d/file")
     monkeypatch.setattr(disk, "_fault", f"{label}=ENOSPC@{1 + disk._calls[label]}")
     assert world.bring("d/file", argument).result == (wants.FETCHED if argument else wants.DIRECT)
-    assert list(world.places[Tier.RAM].contents()) == []
+    assert list(world.tiers[Tier.RAM].contents()) == []
     if argument:
         assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
         lose_copies(world, "d/file")
@@ -243,7 +243,7 @@ def test_killed_anywhere_the_next_one_brings_it(world: World, label: str, when: 
     after.check()
     assert after.bring("d/file").result == wants.FETCHED
     assert bytes_here(after, "d/file")[1] == (after.pfs / "d" / "file").read_bytes()
-    assert list(after.places[Tier.RAM].contents()) == [after.column("d/file", "content")]
+    assert list(after.tiers[Tier.RAM].contents()) == [after.column("d/file", "content")]
 
 
 @pytest.mark.parametrize("label", ["fetch:fsync", "fetch:directory", "fetch:check:read"])
@@ -252,7 +252,7 @@ def test_an_error_of_the_disk_below_nvme(tmp_path: Path, label: str, monkeypatch
     world = World(tmp_path, nvme=tmp_path / "nvme")
     (world.pfs / "file").write_bytes(b"data" * 1000)
     world.look(again=False)
-    monkeypatch.setattr(world.places, "choose", lambda expected_bytes=0: Tier.NVME)
+    monkeypatch.setattr(world.tiers, "choose", lambda expected_bytes=0: Tier.NVME)
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
     monkeypatch.setattr(disk, "_calls", disk.Counter())
     assert world.bring("file").state == wants.FAILED

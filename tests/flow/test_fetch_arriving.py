@@ -13,8 +13,8 @@ from ckptfs import disk, limits
 from ckptfs.catalog import settling
 from ckptfs.model import Tier
 from ckptfs.tiers import arrival
-from ckptfs.tiers.arrival import Arrival
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.arrival import FetchMap
+from ckptfs.tiers.place import TierStorage
 
 BLOCK = limits.BLOCK_BYTES
 BLOCKS = 6
@@ -23,39 +23,41 @@ BLOCKS = 6
 class Reader:
     """What a mount process does while a content arrives, between one block and the next."""
 
-    def __init__(self, place: Place, content: int, want: Callable[[], wants.MoverRequest | None], data: bytes, first: list[int]) -> None:
+    def __init__(
+        self, storage: TierStorage, content: int, want: Callable[[], wants.MoverRequest | None], data: bytes, first: list[int]
+    ) -> None:
         self.order: list[int] = []
         self.counts: list[int] = []
-        self._place, self._content, self._want, self._data, self._first = place, content, want, data, first
+        self._storage, self._content, self._want, self._data, self._first = storage, content, want, data, first
 
     def look(self) -> None:
         """Everything that is published is right; then ask for what is to come next."""
-        found = Arrival.find(self._place.root, self._content)
-        assert found is not None and found.published
+        found = FetchMap.find(self._storage.root, self._content)
+        assert found is not None and found.is_published
         row = self._want()
         assert row is not None and (row.state, row.result) == (wants.OPEN, wants.READABLE)
-        with os.fdopen(self._place.open(self._content), "rb") as file:
-            assert found.is_of(file.fileno())
-            for number in range(found.blocks):
-                if found.has(range(number, number + 1)) and number not in self.order:
+        with os.fdopen(self._storage.open(self._content), "rb") as file:
+            assert found.is_for(file.fileno())
+            for number in range(found.block_count):
+                if found.has_blocks(range(number, number + 1)) and number not in self.order:
                     self.order.append(number)
                 if number in self.order:
                     file.seek(number * BLOCK)
                     assert file.read(BLOCK) == self._data[number * BLOCK : (number + 1) * BLOCK]
-        self.counts.append(found.count)
+        self.counts.append(found.present_count)
         if self._first:
             asked = self._first.pop(0)
-            found.ask(range(asked, asked + 1))
-            assert (asked in found.asked()) is (asked not in self.order)
+            found.request_blocks(range(asked, asked + 1))
+            assert (asked in found.list_awaited()) is (asked not in self.order)
 
 
 def arriving(node: Node, content: int, data: bytes, first: list[int], monkeypatch: pytest.MonkeyPatch) -> Reader:
     """Fetch from peers while a reader looks at it before every block."""
     want = wants.insert_request(node.db, wants.FETCH, node.inode(content))
-    reader = Reader(node.places[Tier.RAM], content, lambda: wants.get(node.db, want), data, first)
-    real = Arrival.asked
+    reader = Reader(node.tiers[Tier.RAM], content, lambda: wants.get(node.db, want), data, first)
+    real = FetchMap.list_awaited
 
-    def asked(self: Arrival) -> list[int]:
+    def asked(self: FetchMap) -> list[int]:
         if threading.current_thread() is threading.main_thread() and not looking:
             looking.append(True)
             reader.look()
@@ -63,7 +65,7 @@ def arriving(node: Node, content: int, data: bytes, first: list[int], monkeypatc
         return real(self)
 
     looking: list[bool] = []
-    monkeypatch.setattr(Arrival, "asked", asked)
+    monkeypatch.setattr(FetchMap, "list_awaited", asked)
     assert bring(node, node.inode(content)).result == wants.FETCHED
     return reader
 
@@ -76,7 +78,7 @@ def test_what_somebody_waits_for_comes_first(tmp_path: Path, monkeypatch: pytest
     reader = arriving(three, content, data, [5, 3, 3], monkeypatch)
     assert reader.order[:2] == [5, 3] and reader.counts[0] == 0
     assert three.data(content) == data
-    assert Arrival.find(three.places[Tier.RAM].root, content) is None, "what is whole is not on its way"
+    assert FetchMap.find(three.tiers[Tier.RAM].root, content) is None, "what is whole is not on its way"
 
 
 def test_holes_and_what_an_older_generation_had_are_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,7 @@ def test_holes_and_what_an_older_generation_had_are_there_at_once(tmp_path: Path
 def test_a_small_file_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = LocalCluster(tmp_path, 3)
     content = replicated(cluster, b"a", os.urandom(BLOCK))
-    monkeypatch.setattr(Arrival, "publish", lambda *_: pytest.fail("it is here sooner than anybody could begin to read"))
+    monkeypatch.setattr(FetchMap, "publish", lambda *_: pytest.fail("it is here sooner than anybody could begin to read"))
     assert bring(cluster.nodes[2], cluster.nodes[0].inode(content)).result == wants.FETCHED
 
 
@@ -114,19 +116,19 @@ def test_without_room_for_what_is_published_a_file_comes_as_a_whole(tmp_path: Pa
 def test_what_a_dead_mover_published_is_not_believed_of_the_next_one_s_file(tmp_path: Path) -> None:
     """P7: the marks are those of another file, with blocks that are not in this one."""
     cluster = LocalCluster(tmp_path, 1)
-    place = cluster.nodes[0].places[Tier.RAM]
+    storage = cluster.nodes[0].tiers[Tier.RAM]
     content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
-    with os.fdopen(place.create(1000), "wb") as before, os.fdopen(place.create(1001), "wb") as after:
-        old = Arrival.publish(place.root, content, Tier.RAM, before.fileno(), [1])
-        found = Arrival.find(place.root, content.id)
-        assert found is not None and found.is_of(before.fileno()) and not found.is_of(after.fileno())
-        arrival.forget_all(place.root)
-        assert not found.published and not found.is_of(before.fileno()) and Arrival.find(place.root, content.id) is None
-        Arrival.publish(place.root, content, Tier.RAM, after.fileno(), [0, 1])
-        assert not found.published, "another one under the same name"
-        old.end()
-        assert found.over
+    with os.fdopen(storage.create(1000), "wb") as before, os.fdopen(storage.create(1001), "wb") as after:
+        old = FetchMap.publish(storage.root, content, Tier.RAM, before.fileno(), [1])
+        found = FetchMap.find(storage.root, content.id)
+        assert found is not None and found.is_for(before.fileno()) and not found.is_for(after.fileno())
+        arrival.delete_all(storage.root)
+        assert not found.is_published and not found.is_for(before.fileno()) and FetchMap.find(storage.root, content.id) is None
+        FetchMap.publish(storage.root, content, Tier.RAM, after.fileno(), [0, 1])
+        assert not found.is_published, "another one under the same name"
+        old.close()
+        assert found.is_closed
 
 
 @pytest.fixture
@@ -145,7 +147,7 @@ def staged(tmp_path: Path) -> World:
 def test_a_file_on_the_pfs_is_read_as_it_comes(staged: World, monkeypatch: pytest.MonkeyPatch) -> None:
     content, data = int(str(staged.column("d/file", "content"))), (staged.pfs / "d" / "file").read_bytes()
     want = wants.insert_request(staged.db, wants.FETCH, staged.inode("d/file"))
-    reader = Reader(staged.places[Tier.RAM], content, lambda: wants.get(staged.db, want), data, [6, 2])
+    reader = Reader(staged.tiers[Tier.RAM], content, lambda: wants.get(staged.db, want), data, [6, 2])
     real = disk.act
 
     def act(label: str, *values: object, **named: object) -> object:
@@ -166,35 +168,35 @@ def test_a_bad_block_on_the_pfs_is_never_shown(staged: World, caplog: pytest.Log
     corrupt(staged.pfs / "d" / "file")
     answer = staged.bring("d/file")
     assert (answer.state, answer.error) == (wants.FAILED, 5) and "d/file cannot be read" in caplog.text
-    assert list(staged.places[Tier.RAM].contents()) == [] and not list(arrival.directory(staged.places[Tier.RAM].root).iterdir())
+    assert list(staged.tiers[Tier.RAM].contents()) == [] and not list(arrival.get_directory(staged.tiers[Tier.RAM].root).iterdir())
     staged.check()
 
 
 def test_what_is_published_and_damaged_is_nothing(tmp_path: Path) -> None:
     """P7: no reader looks beyond what is mapped, or fails for another reason than that nothing arrives."""
     cluster = LocalCluster(tmp_path, 1)
-    place = cluster.nodes[0].places[Tier.RAM]
+    storage = cluster.nodes[0].tiers[Tier.RAM]
     content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
-    with os.fdopen(place.create(1000), "wb") as target:
-        Arrival.publish(place.root, content, Tier.RAM, target.fileno(), [1])
-    (path,) = arrival.directory(place.root).iterdir()
+    with os.fdopen(storage.create(1000), "wb") as target:
+        FetchMap.publish(storage.root, content, Tier.RAM, target.fileno(), [1])
+    (path,) = arrival.get_directory(storage.root).iterdir()
     whole = path.read_bytes()
     beyond = [b"", whole[:10], whole[:-1], whole + b"\0", whole[:32] + b"\xff" * 16 + whole[48:]]
     for damaged in (*beyond, b"x" + whole[1:], whole[:48] + b"\xff" * 20):
         path.unlink()
         path.write_bytes(damaged)
-        assert Arrival.find(place.root, content.id) is None, damaged
+        assert FetchMap.find(storage.root, content.id) is None, damaged
 
 
 def test_publishing_cuts_off_nothing_that_is_mapped(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path, 1)
-    place = cluster.nodes[0].places[Tier.RAM]
+    storage = cluster.nodes[0].tiers[Tier.RAM]
     content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
-    arrival.directory(place.root).mkdir()
-    left = arrival.directory(place.root) / f"{content.id:016x}.new"
+    arrival.get_directory(storage.root).mkdir()
+    left = arrival.get_directory(storage.root) / f"{content.id:016x}.new"
     left.write_bytes(bytes(10_000))
-    with open(left, "rb") as mapped, os.fdopen(place.create(1000), "wb") as target:
-        Arrival.publish(place.root, content, Tier.RAM, target.fileno(), [1])
+    with open(left, "rb") as mapped, os.fdopen(storage.create(1000), "wb") as target:
+        FetchMap.publish(storage.root, content, Tier.RAM, target.fileno(), [1])
         assert os.fstat(mapped.fileno()).st_size == 10_000

@@ -40,7 +40,7 @@ def knowing(cluster: LocalCluster, content: int) -> tuple[Node, int, Fetch]:
     inode = one.inode(content)
     reader.learn(inode, b"file", content, len(OLD))
     db = Database(reader.db.path, journalled=False, clustered=True, hooks=DirtyKeyTracker())
-    return reader, inode, Fetch(db, reader.places, reader.config, reader.told, cluster_of(reader))
+    return reader, inode, Fetch(db, reader.tiers, reader.config, reader.told, cluster_of(reader))
 
 
 def tried(node: Node, inode: int, flow: Fetch, times: int) -> int:
@@ -125,7 +125,7 @@ def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatc
     holders.refresh(two.db, two.store, [content], two.number)
     cluster.cut.add("n1")
     two.store.reachable = False
-    failed = bring(two, one.inode(content), flow=Fetch(two.db, two.places, two.config, two.told, replace(cluster_of(two), lease=lambda: 0)))
+    failed = bring(two, one.inode(content), flow=Fetch(two.db, two.tiers, two.config, two.told, replace(cluster_of(two), lease=lambda: 0)))
     assert (failed.state, failed.error) == FAILED
     assert 1 < len([act for act, _ in two.peers.asked if act == "record"]) < 500
 

@@ -14,10 +14,10 @@ from ckptfs.clique.claims import ClusterLock
 from ckptfs.errors import Busy
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
-from ckptfs.flow.fetch.from_peers import FromPeers
+from ckptfs.flow.fetch.from_peers import PeerFetcher
 from ckptfs.flow.recover import Recover
-from ckptfs.flow.secure import Secure
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.secure import FsyncReplication
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.flow.verify import verify
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
@@ -34,7 +34,7 @@ def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
     (copy,) = settling.list_copies(three.db, content)
     assert copy.state is CopyState.GOOD and copy.verified_ns > 0
     assert level(three, content) is Level.CLIQUE
-    Tell(three.db, cluster_of(three)).step()
+    AnnounceCopies(three.db, cluster_of(three)).step()
     assert holders.load(three.store, [content])[content].holders == [1, 2, 3]
     assert telling.list_unannounced(three.db, 10) == []
 
@@ -70,7 +70,7 @@ def test_a_node_that_lost_its_ram_gets_its_own_files_back(tmp_path: Path) -> Non
     one, two = cluster.nodes
     content = replicated(cluster, b"a", data := os.urandom(BLOCK))
     one.lose_ram()
-    Recover(one.db, one.places, one.config, one.told).step()
+    Recover(one.db, one.tiers, one.config, one.told).step()
     assert one.state(content) is ContentState.SEALED, "it is not lost: a peer has it"
     assert level(one, content) is Level.LOCAL, "one copy is less than was wanted"
     assert bring(one, one.inode(content)).result == wants.FETCHED
@@ -84,7 +84,7 @@ def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
     one, _ = cluster.nodes
     content = replicated(cluster, b"a", data := os.urandom(4 * BLOCK))
     one.spoil(content, Tier.RAM)
-    (found,) = verify(one.db, one.places, content)
+    (found,) = verify(one.db, one.tiers, content)
     assert not found.ok and one.copies(content) == {Tier.RAM: CopyState.QUARANTINED}
     assert one.state(content) is ContentState.SEALED and level(one, content) is Level.LOCAL
     came: list[int] = []
@@ -192,7 +192,7 @@ def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> No
     inode = one.inode(content)
     assert bring(two, inode).result == wants.FETCHED
     assert two.data(content) == data
-    with open(one.places[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+    with open(one.tiers[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
         file.write(b"more")
     with one.db.transaction():
         contents.mark_closed(one.db, inode, content, len(data) + 4, 1, 2)
@@ -214,7 +214,7 @@ def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path)
         contents.mark_open(one.db, inode, content, Tier.RAM)
     one.publish_shared(content)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "what is closed is what everybody reads while it is written"
-    with open(one.places[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+    with open(one.tiers[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
         file.write(b"more")
     with one.db.transaction():
         contents.mark_closed(one.db, inode, content, len(data) + 4, 1, 2)
@@ -223,7 +223,7 @@ def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path)
     assert two.copies(content) == {Tier.RAM: CopyState.STALE}
     cluster.cut.add("n1")
     with pytest.raises(Busy):
-        FromPeers(two.db, two.places, cluster_of(two)).look(inode, lambda: None)
+        PeerFetcher(two.db, two.tiers, cluster_of(two)).refresh_file(inode, lambda: None)
     cluster.cut.clear()
     assert bring(two, inode).result == wants.FETCHED
     assert two.data(content) == data + b"more"
@@ -241,11 +241,11 @@ def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_tha
     closed = one.data(content)
     flow = replicate_of(one)
     until(lambda: two.data(content) == closed and two.copies(content) == {Tier.RAM: CopyState.GOOD}, flow.step)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     cluster.nodes.append(three)
     with one.db.transaction():
         contents.mark_open(one.db, inode, content, Tier.RAM)
-    (one.places[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"half")
+    (one.tiers[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"half")
     one.publish_shared(content)
     assert bring(three, inode).result == wants.FETCHED
     assert three.data(content) == closed
@@ -256,11 +256,11 @@ def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = Secure(one.db, one.places, one.told, cluster_of(one))
+    secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
     one.publish_shared(content)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     one.kill()
     for node in (two, three):
         assert bring(node, one.inode(content)).result == wants.FETCHED
@@ -272,17 +272,17 @@ def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> 
     cluster = LocalCluster(tmp_path, 4)
     one, two, three, four = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = Secure(one.db, one.places, one.told, cluster_of(one))
+    secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     one.publish_shared(content)
     one.kill()
     while two.repair.step():
         pass
     flow = replicate_of(two)
     until(lambda: three.copies(content), flow.step)
-    Tell(three.db, cluster_of(three)).step()
+    AnnounceCopies(three.db, cluster_of(three)).step()
     two.kill()
     for node in (three, four):
         assert bring(node, one.inode(content)).result == wants.FETCHED
@@ -295,19 +295,19 @@ def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: 
     cluster = LocalCluster(tmp_path, 3)
     one, two, _ = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = Secure(one.db, one.places, one.told, cluster_of(one))
+    secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     with one.db.transaction():
         contents.mark_closed(one.db, one.inode(content), content, len(data), 1, 2)
     one.publish_shared(content)
     cluster.cut.add("n1")
     with pytest.raises(Busy):
-        FromPeers(two.db, two.places, cluster_of(two)).look(one.inode(content), lambda: None)
+        PeerFetcher(two.db, two.tiers, cluster_of(two)).refresh_file(one.inode(content), lambda: None)
     one.kill()
     assert two.copies(content) == {Tier.RAM: CopyState.STALE}
-    Evict(two.db, two.places, two.config, two.told)._drop_older(two.places[Tier.RAM])
+    Evict(two.db, two.tiers, two.config, two.told)._drop_stale(two.tiers[Tier.RAM])
     for node in (cluster.nodes[first], cluster.nodes[3 - first]):
         assert bring(node, one.inode(content)).result == wants.FETCHED
         assert node.data(content) == data
@@ -348,13 +348,13 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
     read: list[int] = []
 
     def fetching(node: Node) -> Fetch:
-        flow = Fetch(node.db, node.places, node.config, node.told, replace(cluster_of(node), claims=claims.of(node.number)))
+        flow = Fetch(node.db, node.tiers, node.config, node.told, replace(cluster_of(node), claims=claims.of(node.number)))
 
         def from_pfs(want: object, found: object) -> str:
             read.append(node.number)
             known = settling.get_content(node.db, content)
             assert known is not None and settling.insert_filling_copy(node.db, known, Tier.RAM)
-            with os.fdopen(node.places[Tier.RAM].create(content), "wb") as file:
+            with os.fdopen(node.tiers[Tier.RAM].create(content), "wb") as file:
                 file.write(data)
             assert holding.record_fetched_copy(node.db, known, Tier.RAM, digest.hash_block(data))
             return wants.FETCHED

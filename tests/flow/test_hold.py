@@ -27,7 +27,7 @@ def two(tmp_path: Path) -> LocalCluster:
 def send(cluster: LocalCluster, content: int, offer: Offer | None = None) -> int:
     """Node 1 sends to node 2; how many bytes moved."""
     one, other = cluster.nodes[:2]
-    fd = one.places[Tier.RAM].open(content)
+    fd = one.tiers[Tier.RAM].open(content)
     try:
         return one.peers.send(other.member, offer or offer_of(one, content), fd).bytes_moved
     finally:
@@ -114,7 +114,7 @@ def test_holes_do_not_travel(two: LocalCluster) -> None:
     content = one.written(b"a", bytes(6 * BLOCK) + b"end")
     assert send(two, content) == 3
     assert other.data(content) == one.data(content)
-    found = other.places[Tier.RAM].stat(content)
+    found = other.tiers[Tier.RAM].stat(content)
     assert found is not None and found.st_blocks * 512 < BLOCK
 
 
@@ -148,7 +148,7 @@ def test_blocks_of_a_file_that_is_still_written_come_first(two: LocalCluster) ->
     assert other.copies(content) == {}
     data[BLOCK] ^= 1
     data += b"more"
-    path = one.places[Tier.RAM].root / "contents" / f"{content:016x}"
+    path = one.tiers[Tier.RAM].root / "contents" / f"{content:016x}"
     path.write_bytes(data)
     with one.db.transaction():
         from ckptfs.catalog import contents
@@ -319,7 +319,7 @@ def test_lent_copies_stay_readable_and_only_good_ones_are_lent(two: LocalCluster
         other.hold.lend(content, b"another digest!!")
     loan = other.hold.lend(content, None)
     settling.delete_copy(other.db, content, Tier.RAM)
-    other.places[Tier.RAM].remove(content)
+    other.tiers[Tier.RAM].remove(content)
     assert os.pread(loan.fd, BLOCK, 0) == data and loan.digest == digest.hash_content(loan.blocks, loan.size)
     os.close(loan.fd)
     with pytest.raises(CopyNotFound):
@@ -357,7 +357,7 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
     with contextlib.suppress(OSError, PeerFailed):
         send(cluster, content)
     monkeypatch.setattr(disk, "_fault", "")
-    Recover(other.db, other.places, other.config, other.told).step()
+    Recover(other.db, other.tiers, other.config, other.told).step()
     for copy in settling.list_copies(other.db, content):
         if copy.state is CopyState.GOOD:
             assert other.data(content, copy.tier) == one.data(content)
@@ -369,7 +369,7 @@ def test_after_a_death_what_was_arriving_is_gone(two: LocalCluster) -> None:
     one, other = two.nodes
     other.hold.receive(offer_of(one, one.written(b"a", os.urandom(BLOCK))))
     assert len(other.files(Tier.RAM)) == 1
-    Recover(other.db, other.places, other.config, other.told).step()
+    Recover(other.db, other.tiers, other.config, other.told).step()
     assert other.files(Tier.RAM) == set() and settling.list_copies_in_state(other.db, CopyState.FILLING) == []
     assert other.db.rows("SELECT state FROM content WHERE state IN (3, 4)") == [], "a peer's content that is not here is not lost"
 

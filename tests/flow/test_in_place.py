@@ -15,7 +15,7 @@ from ckptfs.clique.peers import PeerFailed
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
 from ckptfs.tiers import aside
 
@@ -83,7 +83,7 @@ def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) 
     change(one, content, appended)
     hear(two, content)
     two.squeeze(Tier.RAM, 3000)
-    evict = Evict(two.db, two.places, two.config, two.told)
+    evict = Evict(two.db, two.tiers, two.config, two.told)
     for _ in range(2):
         tidy(two)
         evict.step()
@@ -93,7 +93,7 @@ def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) 
     hear(two, content)
     told = holders.load(cluster.store, [content])[content]
     assert [(copy.node, copy.generation) for copy in told.copies] == [(2, 1)], "the others know what it has"
-    fd = one.places[Tier.RAM].open(content)
+    fd = one.tiers[Tier.RAM].open(content)
     with disk.closing(fd):
         assert one.peers.send(three.member, offer_of(one, content), fd).is_verified
     hear(three, content)
@@ -107,7 +107,7 @@ def test_a_mover_that_begins_anew_still_has_it(tmp_path: Path) -> None:
     content = replicated(cluster)
     change(one, content, appended)
     hear(two, content)
-    tell = Tell(two.db, cluster_of(two))
+    tell = AnnounceCopies(two.db, cluster_of(two))
     tell.prepare()
     tell.step()
     assert [copy.generation for copy in holders.load(cluster.store, [content])[content].copies] == [1]
@@ -190,7 +190,7 @@ def test_of_several_generations_the_newest_is_shown(tmp_path: Path) -> None:
     inode = one.inode(content)
     change(one, content, appended)
     hear(two, content)
-    fd = one.places[Tier.RAM].open(content)
+    fd = one.tiers[Tier.RAM].open(content)
     with disk.closing(fd):
         one.peers.send(three.member, offer_of(one, content), fd)
     hear(three, content)
@@ -229,14 +229,14 @@ def test_what_is_read_here_stays_what_it_is(tmp_path: Path) -> None:
     one, two = cluster.nodes
     content = replicated(cluster)
     two.hold_open(content)
-    fd = two.places[Tier.RAM].open(content)
+    fd = two.tiers[Tier.RAM].open(content)
     with disk.closing(fd):
         change(one, content, appended)
         one.kill()
         decide(two)
         former = shown(cluster, one.inode(content))[0]
         assert two.data(former) == OLD
-        there = two.places[Tier.RAM].stat(former)
+        there = two.tiers[Tier.RAM].stat(former)
         assert there is not None and there.st_ino != os.fstat(fd).st_ino
 
 
@@ -247,7 +247,7 @@ def test_what_is_not_what_it_was_is_not_shown(tmp_path: Path, caplog: pytest.Log
     content = replicated(cluster)
     change(one, content, appended)
     hear(two, content)
-    with os.fdopen(two.places[Tier.RAM].open(content, os.O_RDWR), "wb") as file:
+    with os.fdopen(two.tiers[Tier.RAM].open(content, os.O_RDWR), "wb") as file:
         file.write(b"rot")
     one.kill()
     decide(two)
@@ -269,7 +269,7 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
     with contextlib.suppress(OSError):
         decide(two)
     monkeypatch.setattr(disk, "_fault", "")
-    Recover(two.db, two.places, two.config, two.told).step()
+    Recover(two.db, two.tiers, two.config, two.told).step()
     tidy(two)
     decide(two)
     former = shown(cluster, inode)[0]
@@ -308,7 +308,7 @@ def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(two.peers, "fetch", broken)
     want = wants.insert_request(two.db, wants.FETCH, inode)
-    Fetch(two.db, two.places, two.config, two.told, cluster_of(two)).step()
+    Fetch(two.db, two.tiers, two.config, two.told, cluster_of(two)).step()
     assert wants.is_open(two.db, want) and two.copies(content) == {Tier.RAM: CopyState.STALE} and two.data(content) == OLD
     decide(two)
     assert shown(cluster, inode)[1:3] == (1, len(OLD)) and held(two, inode) == OLD
@@ -324,7 +324,7 @@ def test_a_fetch_that_does_not_fail_leaves_nothing_aside(tmp_path: Path) -> None
     change(one, content, appended)
     hear(two, content)
     wants.insert_request(two.db, wants.FETCH, one.inode(content))
-    Fetch(two.db, two.places, two.config, two.told, cluster_of(two)).step()
+    Fetch(two.db, two.tiers, two.config, two.told, cluster_of(two)).step()
     assert two.data(content) == OLD + NEW and two.files(Tier.RAM) == {content}
 
 
@@ -339,14 +339,14 @@ def test_a_mover_that_dies_while_it_fetches(tmp_path: Path, renamed: bool) -> No
     seen = settling.get_content(two.db, content)
     assert seen is not None
     with two.db.transaction():
-        number = aside.put(two.db, two.places[Tier.RAM], content)
+        number = aside.stash(two.db, two.tiers[Tier.RAM], content)
         assert number is not None and settling.insert_filling_copy(two.db, seen, Tier.RAM)
     if renamed:
-        os.close(two.places[Tier.RAM].create(content))
+        os.close(two.tiers[Tier.RAM].create(content))
     else:
-        two.places[Tier.RAM].rename(number, content)
+        two.tiers[Tier.RAM].rename(number, content)
         two.db.run("DELETE FROM copy WHERE state = 0")
-    Recover(two.db, two.places, two.config, two.told).step()
+    Recover(two.db, two.tiers, two.config, two.told).step()
     assert two.copies(content) == {Tier.RAM: CopyState.STALE} and two.data(content) == OLD and two.files(Tier.RAM) == {content}
     one.kill()
     decide(two)

@@ -83,7 +83,7 @@ def start(node: Node) -> Iterator[Callable[..., Mover]]:
 
 def test_it_recovers_before_it_is_ready(node: Node, start: Callable[..., Mover]) -> None:
     lost = node.make(b"lost", b"data")
-    node.places[Tier.RAM].remove(lost)
+    node.tiers[Tier.RAM].remove(lost)
     start().hear(READY)
     assert node.state(lost) is ContentState.LOST
 

@@ -9,8 +9,8 @@ from former_world import appended, change, decide, held, publish, replicated, sh
 
 from ckptfs import limits
 from ckptfs.catalog import wants
-from ckptfs.flow.secure.regularly import Regularly
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.secure.regularly import PeriodicReplication
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import CopyState, Tier
 
 NEVER = 1e9
@@ -33,7 +33,7 @@ def log_of(node: Node, name: bytes = b"log") -> int:
 
 
 def write(node: Node, content: int, data: bytes) -> None:
-    with open(node.places[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+    with open(node.tiers[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
         file.write(data)
 
 
@@ -41,8 +41,8 @@ def fsync(node: Node, content: int) -> int:
     return wants.insert_request(node.db, wants.REPLICATE_LATER, node.inode(content))
 
 
-def regularly(node: Node) -> Regularly:
-    return Regularly(node.db, node.places, cluster_of(node))
+def regularly(node: Node) -> PeriodicReplication:
+    return PeriodicReplication(node.db, node.tiers, cluster_of(node))
 
 
 def test_what_was_fsynced_is_copied(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool) 
     flow = regularly(one)
     until(lambda: content in two.files(Tier.RAM) and two.data(content) == data, flow.step)
     publish(one)
-    Tell(two.db, cluster_of(two)).step()
-    mtime_ns = os.stat(one.places[Tier.RAM].root / "contents" / f"{content:016x}").st_mtime_ns
+    AnnounceCopies(two.db, cluster_of(two)).step()
+    mtime_ns = os.stat(one.tiers[Tier.RAM].root / "contents" / f"{content:016x}").st_mtime_ns
     write(one, content, b"this nobody has")
     one.kill()
     for node in (three, two):

@@ -12,10 +12,10 @@ from ckptfs.catalog import holding, peers, settling, telling
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.errors import StoreUnreachable
-from ckptfs.flow.drop import Drop
+from ckptfs.flow.drop import Reclaim
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.reconcile import Reconcile
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
 
@@ -28,10 +28,10 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sweep(node: Node) -> None:
     """Look through everything, and drop what is doomed."""
-    flow = Reconcile(node.db, node.places, node.told, cluster_of(node), node.hold.doubted)
+    flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.doubted)
     while flow.step():
         pass
-    Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
+    Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
 
 
 def replicated(cluster: LocalCluster, name: bytes = b"a") -> int:
@@ -39,7 +39,7 @@ def replicated(cluster: LocalCluster, name: bytes = b"a") -> int:
     content = one.written(name, os.urandom(3000))
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     for node in (one, two):
         node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'')", node.inode(content))
     return content
@@ -103,7 +103,7 @@ def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, m
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
-    flow = Reconcile(two.db, two.places, two.told, cluster_of(two), two.hold.doubted)
+    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.doubted)
     while flow.step():  # The first sweep is over.
         pass
     two.hold.doubted.add(content)
@@ -192,7 +192,7 @@ def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     two.revive()
     for node in cluster.nodes:
-        Tell(node.db, cluster_of(node)).step()
+        AnnounceCopies(node.db, cluster_of(node)).step()
     for node in cluster.nodes:
         sweep(node)
     having = [node.member.name for node in cluster.nodes if node.copies(content)]
@@ -212,7 +212,7 @@ def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path)
         pass
     flow = replicate_of(two)
     until(lambda: three.copies(content), flow.step)
-    Tell(three.db, cluster_of(three)).step()
+    AnnounceCopies(three.db, cluster_of(three)).step()
     one.lose_ram()
     one.revive()
     for node in cluster.nodes:
@@ -228,7 +228,7 @@ def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -
     sweep(one)
     assert level(one, content) is Level.CLIQUE
     settling.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     sweep(one)
     assert level(one, content) is Level.LOCAL
     flow = replicate_of(one)
@@ -244,7 +244,7 @@ def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
     sweep(one)
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     assert holders.load(one.store, [content])[content].holders == [1, 2]
 
 
@@ -262,7 +262,7 @@ def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: P
     if first is CopyState.QUARANTINED:
         holding.mark_unannounced(two.db, content)
     telling.mark_announced(two.db, news)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     told = [copy.node for copy in holders.load(two.store, [content])[content].copies]
     assert told == ([] if first is CopyState.GOOD else [2])
 
@@ -324,7 +324,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
     cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content, kept = replicated(cluster), replicated(cluster, b"b")
-    flows = {node: Reconcile(node.db, node.places, node.told, cluster_of(node), node.hold.doubted) for node in (one, two)}
+    flows = {node: Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.doubted) for node in (one, two)}
     for flow in flows.values():
         while flow.step():  # The first sweep; the next one comes half an hour later.
             pass
@@ -339,7 +339,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
         while flow.step():
             pass
         one.db.run("DELETE FROM touched_key")
-        Drop(node.db, node.places, node.config, node.told, (Tier.RAM,)).step()
+        Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
         replicate_of(node).step()
         assert node.copies(content) == {} and node.files(Tier.RAM) == {kept}
 
@@ -350,7 +350,7 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
     one, two = cluster.nodes
     content, kept = replicated(cluster), replicated(cluster, b"b")
     lease = [1]
-    flow = Reconcile(two.db, two.places, two.told, replace(cluster_of(two), lease=lambda: lease[0]), two.hold.doubted)
+    flow = Reconcile(two.db, two.tiers, two.told, replace(cluster_of(two), lease=lambda: lease[0]), two.hold.doubted)
     while flow.step():
         pass
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
@@ -360,7 +360,7 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
         two.db.run("UPDATE copy SET used_ns = 1, verified_ns = 1")
         while flow.step():
             pass
-        Drop(two.db, two.places, two.config, two.told, (Tier.RAM,)).step()
+        Reclaim(two.db, two.tiers, two.config, two.told, (Tier.RAM,)).step()
         assert two.files(Tier.RAM) == left
 
 
@@ -401,13 +401,13 @@ def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path
     cluster.put(f"p/{former:016x}/00000003", {"generation": row.generation, "digest": row.digest.hex()})
     holders.refresh(two.db, two.store, [former], 2)
     two.squeeze(Tier.RAM, 7000)
-    evict = Evict(two.db, two.places, two.config, two.told)
+    evict = Evict(two.db, two.tiers, two.config, two.told)
     evict.step()
     assert two.files(Tier.RAM) == {held}
     two.publish(held)
     two.squeeze(Tier.RAM, 3000)
-    evict = Evict(two.db, two.places, two.config, two.told)
+    evict = Evict(two.db, two.tiers, two.config, two.told)
     evict.step()
     assert two.files(Tier.RAM) == set()
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     assert holders.load(one.store, [held])[held].copies == ()

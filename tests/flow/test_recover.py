@@ -14,7 +14,7 @@ from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import adoption, duplicate
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 
 @pytest.fixture
@@ -25,27 +25,27 @@ def node(tmp_path: Path) -> Node:
 
 
 def recover(node: Node) -> None:
-    assert Recover(node.db, node.places, node.config, node.told).step() is False
+    assert Recover(node.db, node.tiers, node.config, node.told).step() is False
 
 
 def seal(node: Node) -> None:
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
 
 
 def lose(node: Node, tier: Tier) -> None:
     """A reboot, or a new device."""
-    root = node.places[tier].root
+    root = node.tiers[tier].root
     for name in ("contents", "tier-id"):
         path = root / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    node.places.close()
-    node.places = Places.adopt(node.config)
+    node.tiers.close()
+    node.tiers = Tiers.from_config(node.config)
 
 
 def second_copy(node: Node, content: int, tier: Tier) -> None:
     row = settling.get_content(node.db, content)
     assert row is not None
-    duplicate.make(node.db, node.places, row, Tier.RAM, tier)
+    duplicate.copy_to_tier(node.db, node.tiers, row, Tier.RAM, tier)
 
 
 def test_when_nothing_happened_nothing_changes(node: Node) -> None:
@@ -168,7 +168,7 @@ def test_what_is_written_into_a_new_ram_before_the_mover_recovers_stays(node: No
     """The mount adopts the tiers too, so the mover cannot take its new contents for old ones."""
     old = node.make(b"old", b"old")
     lose(node, Tier.RAM)
-    adoption.adopt(node.db, node.places)
+    adoption.adopt_tiers(node.db, node.tiers)
     new = node.make(b"new", b"new")
     recover(node)
     assert node.copies(new) == {Tier.RAM: CopyState.GOOD} and node.state(new) is ContentState.CLOSED
@@ -187,7 +187,7 @@ def test_unfinished_copies_go(node: Node) -> None:
     seal(node)
     row = settling.get_content(node.db, content)
     assert row is not None and settling.insert_filling_copy(node.db, row, Tier.NVME)
-    node.places[Tier.NVME].create(content)
+    node.tiers[Tier.NVME].create(content)
     recover(node)
     assert node.copies(content) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
 
@@ -199,7 +199,7 @@ def test_a_file_of_the_wrong_size_does_not_count(node: Node, sealed: bool, data:
     content = node.make(b"file", b"data", tier=Tier.NVME)
     if sealed:
         seal(node)
-    (node.places[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(data)
+    (node.tiers[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(data)
     recover(node)
     assert node.copies(content) == {Tier.NVME: CopyState.QUARANTINED}
     assert node.state(content) is ContentState.LOST
@@ -227,12 +227,12 @@ def unmount(node: Node) -> Callable[[], None]:
     nvme, away = node.root / "nvme", node.root / "device"
     nvme.rename(away)
     nvme.mkdir()
-    node.places = Places.adopt(node.config)
+    node.tiers = Tiers.from_config(node.config)
 
     def mount() -> None:
         shutil.rmtree(nvme)
         away.rename(nvme)
-        node.places = Places.adopt(node.config)
+        node.tiers = Tiers.from_config(node.config)
 
     return mount
 
@@ -242,7 +242,7 @@ def test_an_nvme_that_is_not_mounted_is_left_out_and_comes_back(node: Node, capl
     seal(node)
     mount = unmount(node)
     recover(node)
-    assert Tier.NVME not in node.places and "going on without it" in caplog.text
+    assert Tier.NVME not in node.tiers and "going on without it" in caplog.text
     assert node.state(content) is ContentState.SEALED, "it is not lost, only not there"
     assert node.db.value("SELECT value FROM report WHERE key = 'trouble:nvme'")
     mount()
@@ -255,8 +255,8 @@ def test_an_nvme_that_was_given_up_is_replaced(node: Node) -> None:
     unmount(node)
     (node.root / "nvme" / adoption.GIVEN_UP).touch()
     recover(node)
-    assert node.state(content) is ContentState.LOST and Tier.NVME in node.places
-    assert settling.get_tier_uuid(node.db, Tier.NVME) == node.places[Tier.NVME].uuid
+    assert node.state(content) is ContentState.LOST and Tier.NVME in node.tiers
+    assert settling.get_tier_uuid(node.db, Tier.NVME) == node.tiers[Tier.NVME].uuid
 
 
 def test_another_nvme_is_taken_at_once_when_nothing_lies_only_on_the_former(node: Node) -> None:
@@ -266,17 +266,17 @@ def test_another_nvme_is_taken_at_once_when_nothing_lies_only_on_the_former(node
     node.publish(content)
     unmount(node)
     recover(node)
-    assert Tier.NVME in node.places and node.copies(content) == {Tier.RAM: CopyState.GOOD}
+    assert Tier.NVME in node.tiers and node.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
 def test_a_tier_that_fails_now_is_believed(node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     on_nvme, gone = node.make(b"nvme", b"1", tier=Tier.NVME), node.make(b"gone", b"2")
-    node.places[Tier.RAM].remove(gone)
+    node.tiers[Tier.RAM].remove(gone)
 
     def fail() -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(node.places[Tier.NVME], "contents", fail)
+    monkeypatch.setattr(node.tiers[Tier.NVME], "contents", fail)
     recover(node)
     assert node.copies(on_nvme) == {Tier.NVME: CopyState.GOOD} and node.state(on_nvme) is ContentState.CLOSED
     assert node.state(gone) is ContentState.LOST
@@ -295,8 +295,8 @@ def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, la
     node.publish(published)
     row = settling.get_content(node.db, published)
     assert row is not None and settling.insert_filling_copy(node.db, row, Tier.NVME)
-    os.close(node.places[Tier.NVME].create(published))
-    node.places[Tier.NVME].remove(gone)
+    os.close(node.tiers[Tier.NVME].create(published))
+    node.tiers[Tier.NVME].remove(gone)
     lose(node, Tier.RAM)
     script = """
 from ckptfs.flow.recover import Recover

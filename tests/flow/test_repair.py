@@ -12,7 +12,7 @@ from ckptfs import limits
 from ckptfs.catalog import peers, telling, wants
 from ckptfs.errors import StoreUnreachable
 from ckptfs.flow.fetch import Fetch
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import Level, Tier
 
 
@@ -26,7 +26,7 @@ def settle(cluster: LocalCluster) -> None:
                 while node.repair.step():
                     pass
                 flows[node.number].step()
-                Tell(node.db, cluster_of(node)).step()
+                AnnounceCopies(node.db, cluster_of(node)).step()
 
     def quiet() -> bool:
         return all(
@@ -141,7 +141,7 @@ def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) 
     one.lose_ram()
     one.member = replace(one.member, incarnation="another.2")
     cluster.changed()
-    fetch = Fetch(one.db, one.places, one.config, one.told, cluster_of(one))
+    fetch = Fetch(one.db, one.tiers, one.config, one.told, cluster_of(one))
 
     def step() -> None:
         one.repair.step()

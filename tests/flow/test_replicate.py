@@ -13,7 +13,7 @@ from ckptfs.catalog import contents, peers, settling
 from ckptfs.catalog.store import Delete
 from ckptfs.clique import holders
 from ckptfs.clique.peers import PeerCorrupt, PeerFailed
-from ckptfs.flow.tell import Tell
+from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
 BLOCK = limits.BLOCK_BYTES
@@ -339,7 +339,7 @@ def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    Tell(two.db, cluster_of(two)).step()
+    AnnounceCopies(two.db, cluster_of(two)).step()
     holders.refresh(three.db, three.store, [content], 3)
     settling.set_state(three.db, content, ContentState.DOOMED)
     settling.delete_doomed(three.db, settling.list_doomed(three.db, (Tier.RAM,), 0, 10))

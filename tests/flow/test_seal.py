@@ -17,12 +17,12 @@ from ckptfs.tiers import lease, transfer
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    lease.ignore_signal()
+    lease.ignore_lease_signal()
     return Node(tmp_path)
 
 
 def seal(node: Node) -> Seal:
-    return Seal(node.db, node.places, node.config, node.told)
+    return Seal(node.db, node.tiers, node.config, node.told)
 
 
 def sealed_as(node: Node, content: int, data: bytes) -> bool:
@@ -63,7 +63,7 @@ def test_an_open_content_is_left_alone(node: Node) -> None:
 
 def test_a_mapping_that_outlives_its_handle_delays_the_seal_and_nothing_else(node: Node) -> None:
     mapped, other = node.make(b"mapped", b"a" * 4096), node.make(b"other", b"b")
-    with open(node.places[Tier.RAM].root / "contents" / f"{mapped:016x}", "r+b") as file:
+    with open(node.tiers[Tier.RAM].root / "contents" / f"{mapped:016x}", "r+b") as file:
         mapping = mmap.mmap(file.fileno(), 4096)
     step = seal(node)
     step.step()
@@ -72,7 +72,7 @@ def test_a_mapping_that_outlives_its_handle_delays_the_seal_and_nothing_else(nod
     assert due_s is not None and due_s > 0
     mapping[:4] = b"late"
     mapping.close()
-    step._waiting.clear()
+    step._retries.clear()
     step.step()
     assert sealed_as(node, mapped, b"late" + b"a" * 4092)
     assert step.next_due_s() is None
@@ -102,7 +102,7 @@ def test_a_writer_who_breaks_the_lease_stops_the_reading(node: Node, monkeypatch
         pieces.append(len(data))
         if len(pieces) == 1:
             with pytest.raises(BlockingIOError):
-                node.places[Tier.RAM].open(content, os.O_RDWR | os.O_NONBLOCK)
+                node.tiers[Tier.RAM].open(content, os.O_RDWR | os.O_NONBLOCK)
         before(self, data)
 
     monkeypatch.setattr(digest.RunningDigest, "update", update)
@@ -119,7 +119,7 @@ def test_where_there_are_no_leases_the_times_are_compared(node: Node, monkeypatc
     def read(fd: int, **named: object) -> object:
         result = whole(fd, **named)  # type: ignore[arg-type]
         if os.readlink(f"/proc/self/fd/{fd}").endswith(f"{busy:016x}"):
-            with open(node.places[Tier.RAM].root / "contents" / f"{busy:016x}", "ab") as file:
+            with open(node.tiers[Tier.RAM].root / "contents" / f"{busy:016x}", "ab") as file:
                 file.write(b"!")
         return result
 
@@ -136,14 +136,14 @@ def test_a_pfs_that_refuses_every_lease_does_not_keep_its_files_unsealed(node: N
     step = seal(node)
     for _ in range(20):
         step.step()
-        for wait in step._waiting.values():
+        for wait in step._retries.values():
             wait.until_s = 0.0
     assert node.state(content) is (ContentState.SEALED if tier is Tier.PFS else ContentState.CLOSED)
 
 
 def test_a_file_that_is_gone_is_lost_and_named(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     content = node.make(b"gone", b"data")
-    node.places[Tier.RAM].remove(content)
+    node.tiers[Tier.RAM].remove(content)
     seal(node).step()
     assert node.state(content) is ContentState.LOST
     assert "gone is lost" in caplog.text
@@ -156,7 +156,7 @@ def test_a_file_that_cannot_be_read_is_tried_again_and_delays_no_other(node: Nod
     step = seal(node)
     step.step()
     assert node.state(first) is ContentState.CLOSED and node.state(second) is ContentState.SEALED
-    step._waiting[first].until_s = 0.0
+    step._retries[first].until_s = 0.0
     step.step()
     assert sealed_as(node, first, b"1")
 
@@ -188,7 +188,7 @@ def test_the_former_generation_goes_once_its_successor_is_sealed(node: Node) -> 
 
 def test_lanes_for_other_tiers_do_not_touch_the_pfs(node: Node) -> None:
     content = node.make(b"file", b"data", tier=Tier.PFS)
-    Seal(node.db, node.places, node.config, node.told, (Tier.RAM, Tier.NVME)).step()
+    Seal(node.db, node.tiers, node.config, node.told, (Tier.RAM, Tier.NVME)).step()
     assert node.state(content) is ContentState.CLOSED
 
 
@@ -214,6 +214,6 @@ except OSError:
     for number, content in enumerate(contents):
         assert node.state(content) in {ContentState.CLOSED, ContentState.SEALED}
         assert node.data(content, Tier.NVME) == data[number]
-    lease.ignore_signal()
+    lease.ignore_lease_signal()
     seal(node).step()
     assert all(sealed_as(node, content, data[number]) for number, content in enumerate(contents))

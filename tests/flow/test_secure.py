@@ -11,8 +11,8 @@ from ckptfs import disk, limits
 from ckptfs.catalog import contents, peers, report, settling, wants
 from ckptfs.catalog.sharing import touching
 from ckptfs.catalog.sharing.kinds import CONTENT, NAME, SharedKey
-from ckptfs.flow.ahead import Ahead
-from ckptfs.flow.secure import Secure
+from ckptfs.flow.ahead import EarlyReplication
+from ckptfs.flow.secure import FsyncReplication
 from ckptfs.model import CopyState, Level, Tier
 from ckptfs.tiers import transfer
 
@@ -25,7 +25,7 @@ def two(tmp_path: Path) -> LocalCluster:
 
 
 def file_of(node: Node, content: int) -> Path:
-    return node.places[Tier.RAM].root / "contents" / f"{content:016x}"
+    return node.tiers[Tier.RAM].root / "contents" / f"{content:016x}"
 
 
 def close(node: Node, content: int) -> None:
@@ -37,8 +37,8 @@ def close(node: Node, content: int) -> None:
     node.publish_shared(content)
 
 
-def secured(node: Node, content: int, flow: Secure | None = None) -> None:
-    flow = flow or Secure(node.db, node.places, node.told, cluster_of(node))
+def secured(node: Node, content: int, flow: FsyncReplication | None = None) -> None:
+    flow = flow or FsyncReplication(node.db, node.tiers, node.told, cluster_of(node))
     want = wants.insert_request(node.db, wants.REPLICATE_NOW, node.inode(content), os.urandom(4).hex())
 
     def done() -> bool:
@@ -111,7 +111,7 @@ def test_too_few_nodes_leave_the_want_open(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.make(b"log", b"hello", closed=False)
     other.kill()
-    flow = Secure(one.db, one.places, one.told, cluster_of(one))
+    flow = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     flow.step()
     row = wants.get(one.db, want)
@@ -125,7 +125,7 @@ def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: LocalCluster)
     one, _ = two.nodes
     content = one.written(b"a", b"hello")
     replicate = replicate_of(one)
-    secure = Secure(one.db, one.places, one.told, cluster_of(one))
+    secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     secure.step()
     row = wants.get(one.db, want)
@@ -142,12 +142,12 @@ def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: py
     one.db.run("UPDATE handle SET writer = 1")
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
     monkeypatch.setattr(disk, "_calls", type(disk._calls)())
-    ahead = Ahead(one.db, one.places, cluster_of(one))
+    ahead = EarlyReplication(one.db, one.tiers, cluster_of(one))
     ahead.step()
     ahead.step()
     if label != "ahead:read":
         want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
-        secure = Secure(one.db, one.places, one.told, cluster_of(one))
+        secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
         with pytest.raises(OSError):
             secure.step()
         until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, secure.step)
@@ -163,7 +163,7 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster)
     content = one.make(b"big", first, closed=False)
     one.hold_open(content)
     one.db.run("UPDATE handle SET writer = 1")
-    flow = Ahead(one.db, one.places, cluster_of(one))
+    flow = EarlyReplication(one.db, one.tiers, cluster_of(one))
     flow.step()
     assert one.peers.sent == [], "nothing is known to be complete at the first look"
     flow.step()
@@ -190,7 +190,7 @@ def test_small_files_do_not_go_ahead(two: LocalCluster) -> None:
     content = one.make(b"small", os.urandom(2 * BLOCK), closed=False)
     one.hold_open(content)
     one.db.run("UPDATE handle SET writer = 1")
-    flow = Ahead(one.db, one.places, cluster_of(one))
+    flow = EarlyReplication(one.db, one.tiers, cluster_of(one))
     for _ in range(3):
         flow.step()
     assert one.peers.sent == []
@@ -207,7 +207,7 @@ def test_what_an_island_made_has_not_reached_the_clique(two: LocalCluster) -> No
             parent, name = one.db.row("SELECT parent, name FROM entry WHERE child = ?", one.inode(number)) or (0, b"")
             touching.mark_dirty(one.db, SharedKey(NAME, parent, name))
     assert level(one, closed) is Level.LOCAL and report.load_counts(one.db).by_level[Level.LOCAL] == 2
-    flow = Secure(one.db, one.places, one.told, cluster_of(one))
+    flow = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
     flow.step()
     row = wants.get(one.db, want)

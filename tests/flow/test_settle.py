@@ -7,7 +7,7 @@ import pytest
 from pfs_world import World, wants
 
 from ckptfs.catalog import contents, journal
-from ckptfs.flow.settle import Settle
+from ckptfs.flow.settle import WaitLevel
 from ckptfs.model import Tier
 
 
@@ -20,18 +20,18 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.fixture
-def settle(world: World) -> Settle:
-    return Settle(world.db, world.places, world.config, world.told)
+def settle(world: World) -> WaitLevel:
+    return WaitLevel(world.db, world.tiers, world.config, world.told)
 
 
-def state(world: World, settle: Settle, want: int) -> int:
+def state(world: World, settle: WaitLevel, want: int) -> int:
     settle.step()
     row = wants.get(world.db, want)
     assert row is not None
     return row.state
 
 
-def test_a_level(world: World, settle: Settle) -> None:
+def test_a_level(world: World, settle: WaitLevel) -> None:
     inode = world.inode("file")
     assert state(world, settle, wants.insert_request(world.db, wants.WAIT_LEVEL, inode, "pfs")) == wants.DONE
     assert settle.next_due_s() is None
@@ -48,7 +48,7 @@ def test_a_level(world: World, settle: Settle) -> None:
     assert state(world, settle, want) == wants.DONE
 
 
-def test_what_was_recorded(world: World, settle: Settle) -> None:
+def test_what_was_recorded(world: World, settle: WaitLevel) -> None:
     inode = world.inode("file")
     with world.db.transaction():
         journal.append(world.db, "synced", inode)
@@ -58,7 +58,7 @@ def test_what_was_recorded(world: World, settle: Settle) -> None:
     assert state(world, settle, want) == wants.DONE
 
 
-def test_a_file_that_is_gone(world: World, settle: Settle) -> None:
+def test_a_file_that_is_gone(world: World, settle: WaitLevel) -> None:
     want = wants.insert_request(world.db, wants.WAIT_LEVEL, 4711, "pfs")
     assert state(world, settle, want) == wants.FAILED
     row = wants.get(world.db, want)

@@ -13,12 +13,12 @@ from ckptfs import digest, disk, limits
 from ckptfs.errors import Busy
 from ckptfs.tiers import transfer
 
-transfer.labels("test:copy")
+transfer.declare_labels("test:copy")
 
 MIB = limits.MIB
 
 
-def plain(data: bytes) -> transfer.Digested:
+def plain(data: bytes) -> transfer.ContentDigests:
     """What the digest of `data` must be, by the simplest means."""
     pieces = [data[at : at + limits.BLOCK_BYTES] for at in range(0, len(data), limits.BLOCK_BYTES)]
     blocks = b"".join(map(digest.hash_block, pieces))
@@ -100,7 +100,7 @@ def test_several_threads_find_the_same_digest(tmp_path: Path, size: int) -> None
     data = os.urandom(size)
     source, _ = pair(tmp_path, data)
     asked: list[int] = []
-    assert transfer.read_together(source, label="test:copy", before_block=lambda: asked.append(threading.get_ident())) == plain(data)
+    assert transfer.read_parallel(source, label="test:copy", before_block=lambda: asked.append(threading.get_ident())) == plain(data)
     assert len(asked) == -(-size // limits.BLOCK_BYTES)
     assert (threading.get_ident() in asked) == (0 < size < 8 * MIB)
 
@@ -115,7 +115,7 @@ def test_several_threads_stop_where_one_may_not_go_on(tmp_path: Path) -> None:
         raise Busy("test")
 
     with pytest.raises(Busy):
-        transfer.read_together(source, label="test:copy", before_block=before_block)
+        transfer.read_parallel(source, label="test:copy", before_block=before_block)
     assert len(asked) <= 3
 
 
@@ -129,7 +129,7 @@ def test_several_threads_at_a_file_that_shrinks(tmp_path: Path) -> None:
         with lock:  # Nobody reads before it is done.
             os.ftruncate(source, 9 * MIB)
 
-    result = transfer.read_together(source, label="test:copy", before_block=shrink)
+    result = transfer.read_parallel(source, label="test:copy", before_block=shrink)
     assert result == plain(data[: 9 * MIB])
 
 
@@ -148,7 +148,7 @@ def test_a_source_that_shrinks_is_reported_with_the_size_that_was_read(tmp_path:
 def test_errors_of_the_disk_are_raised(tmp_path: Path, act: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = pair(tmp_path, b"data")
     monkeypatch.setattr(disk, "_fault", f"test:copy:{act}={fault}@*")
-    copied: Callable[[], transfer.Digested] = lambda: transfer.copy(source, target, label="test:copy")  # noqa: E731
+    copied: Callable[[], transfer.ContentDigests] = lambda: transfer.copy(source, target, label="test:copy")  # noqa: E731
     with pytest.raises(OSError, match="injected"):
         copied()
 

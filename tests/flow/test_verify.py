@@ -10,7 +10,7 @@ from ckptfs import disk
 from ckptfs.catalog import settling
 from ckptfs.errors import Busy
 from ckptfs.flow.seal import Seal
-from ckptfs.flow.verify import Checked, verify
+from ckptfs.flow.verify import CheckResult, verify
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import duplicate, transfer
 
@@ -25,10 +25,10 @@ def node(tmp_path: Path) -> Node:
 def twice(node: Node, data: bytes = b"data" * 1000) -> int:
     """A sealed content with a copy in RAM and one on NVMe."""
     content = node.make(b"file", data)
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
     row = settling.get_content(node.db, content)
     assert row is not None
-    duplicate.make(node.db, node.places, row, Tier.RAM, Tier.NVME)
+    duplicate.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
     return content
 
 
@@ -36,7 +36,7 @@ def test_good_copies_are_good_and_freshly_verified(node: Node) -> None:
     content = twice(node)
     with node.db.transaction():
         node.db.run("UPDATE copy SET verified_ns = 1")
-    assert verify(node.db, node.places, content) == [Checked(Tier.RAM, True), Checked(Tier.NVME, True)]
+    assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM, True), CheckResult(Tier.NVME, True)]
     assert all(copy.verified_ns > 1 for copy in settling.list_copies(node.db, content))
 
 
@@ -45,7 +45,7 @@ def test_a_bad_copy_is_remade_from_the_good_one(node: Node, tier: Tier) -> None:
     content = twice(node, os.urandom(9 * MIB))
     good = node.data(content)
     node.spoil(content, tier)
-    (bad,) = [found for found in verify(node.db, node.places, content) if not found.ok]
+    (bad,) = [found for found in verify(node.db, node.tiers, content) if not found.ok]
     assert bad.tier is tier and bad.repaired and "block 1" in bad.problem
     assert node.copies(content) == GOOD_BOTH and node.data(content, tier) == good
 
@@ -53,17 +53,17 @@ def test_a_bad_copy_is_remade_from_the_good_one(node: Node, tier: Tier) -> None:
 @pytest.mark.parametrize("harm", ["shorter", "gone"])
 def test_a_file_that_is_short_or_gone_is_remade(node: Node, harm: str) -> None:
     content = twice(node)
-    path = node.places[Tier.NVME].root / "contents" / f"{content:016x}"
+    path = node.tiers[Tier.NVME].root / "contents" / f"{content:016x}"
     os.truncate(path, 10) if harm == "shorter" else path.unlink()
-    assert verify(node.db, node.places, content)[1].repaired
+    assert verify(node.db, node.tiers, content)[1].repaired
     assert node.copies(content) == GOOD_BOTH and node.data(content, Tier.NVME) == b"data" * 1000
 
 
 def test_the_last_copy_is_quarantined_and_kept(node: Node) -> None:
     content = node.make(b"file", b"data")
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
     node.spoil(content, Tier.RAM)
-    (found,) = verify(node.db, node.places, content)
+    (found,) = verify(node.db, node.tiers, content)
     assert not found.ok and not found.repaired
     assert node.copies(content) == {Tier.RAM: CopyState.QUARANTINED} and node.files(Tier.RAM) == {content}
     assert node.state(content) is ContentState.LOST
@@ -71,34 +71,34 @@ def test_the_last_copy_is_quarantined_and_kept(node: Node) -> None:
 
 def test_what_the_pfs_shows_is_not_lost(node: Node) -> None:
     content = node.make(b"file", b"data")
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
     node.publish(content)
     node.spoil(content, Tier.RAM)
-    assert not verify(node.db, node.places, content)[0].ok
+    assert not verify(node.db, node.tiers, content)[0].ok
     assert node.state(content) is ContentState.SEALED, "the next open fetches it"
 
 
 def test_a_copy_that_came_right_again_counts_again(node: Node) -> None:
     content = node.make(b"file", b"data")
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
     node.spoil(content, Tier.RAM)
-    verify(node.db, node.places, content)
+    verify(node.db, node.tiers, content)
     assert node.state(content) is ContentState.LOST
     node.spoil(content, Tier.RAM)
-    assert verify(node.db, node.places, content) == [Checked(Tier.RAM, True)]
+    assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM, True)]
     assert node.state(content) is ContentState.SEALED and node.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
 def test_what_is_not_sealed_is_not_judged(node: Node) -> None:
-    assert verify(node.db, node.places, node.make(b"file", b"data")) == []
-    assert verify(node.db, node.places, 4711) == []
+    assert verify(node.db, node.tiers, node.make(b"file", b"data")) == []
+    assert verify(node.db, node.tiers, 4711) == []
 
 
 def test_a_tier_that_does_not_answer_is_no_proof(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = twice(node)
     monkeypatch.setattr(disk, "_fault", "verify:read=EIO@*")
     with pytest.raises(OSError, match="injected"):
-        verify(node.db, node.places, content)
+        verify(node.db, node.tiers, content)
     assert node.copies(content) == GOOD_BOTH
 
 
@@ -108,12 +108,12 @@ def test_a_writer_meanwhile_ends_it_without_a_verdict(node: Node, monkeypatch: p
 
     def read(fd: int, **named: object) -> object:
         node.reopen(content, Tier.RAM)
-        (node.places[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"new")
+        (node.tiers[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"new")
         return whole(fd, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(transfer, "read", read)
     with pytest.raises(Busy):
-        verify(node.db, node.places, content)
+        verify(node.db, node.tiers, content)
     assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 

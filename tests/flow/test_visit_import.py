@@ -11,7 +11,7 @@ from pfs_world import ROOT, World, wants
 
 from ckptfs import disk, limits
 from ckptfs.catalog import journal, namespace, report
-from ckptfs.flow.visit import Visit
+from ckptfs.flow.visit import Scan
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_our_own_names_are_hidden(world: World) -> None:
 def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
     """P5, P6: it goes once it is nobody's any more; of what lives people are told. A node that is at it is left alone."""
     monkeypatch.setattr(limits, "PARKED_KEPT_S", -1.0 if old else 3600.0)
-    monkeypatch.setattr(Visit, "_is_gone", lambda _, inode: inode == 0x77)
+    monkeypatch.setattr(Scan, "_is_gone", lambda _, inode: inode == 0x77)
     for number in (0x77, 0x78):
         (world.pfs / f".ckptfs.parked.{number:x}").write_bytes(b"renamed")
     world.look()
@@ -80,7 +80,7 @@ def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: py
 
 def test_what_cannot_be_swept_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PARKED_KEPT_S", -1.0)
-    monkeypatch.setattr(Visit, "_is_gone", lambda *_: True)
+    monkeypatch.setattr(Scan, "_is_gone", lambda *_: True)
     left = world.pfs / ".ckptfs.parked.77"
     left.write_bytes(b"renamed")
     monkeypatch.setattr(disk, "_fault", "visit:parked=EIO@*")
@@ -141,7 +141,7 @@ def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pyte
     monkeypatch.setattr(compare.visits, "import_transaction", counted)
     world.look(again=False)
     assert len(world.names()) == count
-    assert compare.IMPORTED_TOGETHER * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / compare.IMPORTED_TOGETHER
+    assert compare.IMPORT_BATCH * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / compare.IMPORT_BATCH
 
 
 def test_a_first_visit_tells_nobody_and_a_later_one_tells_of_each_new_name(world: World) -> None:

@@ -38,7 +38,7 @@ def write_here(world: World, path: str) -> int:
     with world.db.transaction():
         content = contents.insert_content(world.db, world.inode(path), Tier.RAM)
         handles.insert(world.db, world.inode(path), content, is_writer=True, backing_id=0)
-    os.close(world.places[Tier.RAM].create(content))
+    os.close(world.tiers[Tier.RAM].create(content))
     return content
 
 
@@ -165,19 +165,19 @@ def test_a_vanished_directory_with_something_newer_in_it_stays(world: World) -> 
 
 def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listing is older than the transaction that uses it: what write-back did in between is not a stranger's work."""
-    real = pfs_listing.listing
+    real = pfs_listing.list_entries
 
     def late(fd: int, *, root: bool, foreign: Callable[[bytes], None]) -> object:
-        seen = list(real(fd, root=root, foreign=foreign))
+        seen = list(real(fd, is_root=root, on_external=foreign))
         (world.pfs / "published").write_bytes(b"by write-back")
         (world.pfs / "file").write_bytes(b"by write-back too")
-        found = pfs_listing.look(fd, b"published")
+        found = pfs_listing.stat_entry(fd, b"published")
         with world.db.transaction():
             one = namespace.create(world.db, ROOT, b"published", stat.S_IFREG | 0o644, uid=0, gid=0).id
             world.db.run("DELETE FROM journal")
             world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"published", one)
             world.db.run("INSERT INTO published VALUES (?,1,1,?,?,?,NULL,NULL,0)", one, found.size, found.mtime_ns, found.ino)
-            changed = pfs_listing.look(fd, b"file")
+            changed = pfs_listing.stat_entry(fd, b"file")
             world.db.run(
                 "UPDATE published SET size = ?, mtime_ns = ?, digest = x'00' WHERE inode = ?",
                 changed.size,
@@ -190,7 +190,7 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
 
     (world.pfs / "link").symlink_to("a")
     world.look()
-    monkeypatch.setattr(compare.pfs_listing, "listing", late)
+    monkeypatch.setattr(compare.pfs_listing, "list_entries", late)
     world.look()
     assert world.names() == {"file", "d", "published"}, "published is kept although the listing lacks it; link is not imported again"
     assert world.published("file", "digest") == b"\0", "what write-back said of the file was not overwritten"
@@ -233,7 +233,7 @@ def test_refresh_comes_by_the_timer(world: World) -> None:
     world.visit.step()
     assert "new" not in world.names()
     world.db.run("UPDATE inode SET visited_ns = 1, birth_ns = 1 WHERE id = 1")
-    world.visit._not_before_s = 0.0
+    world.visit._next_refresh_s = 0.0
     world.visit.step()
     assert "new" in world.names()
 

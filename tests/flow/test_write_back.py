@@ -11,10 +11,10 @@ from write_back_world import Mount, intercepted
 from ckptfs import disk
 from ckptfs.catalog import adoption, namespace, pfs_view, renaming, report, settling
 from ckptfs.errors import ConfigError, TierUnavailable
-from ckptfs.flow.drop import Drop
+from ckptfs.flow.drop import Reclaim
 from ckptfs.flow.write_back import apply
 from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_exchange_where_the_pfs_cannot(mount: Mount, monkeypatch: pytest.MonkeyP
 
 def test_holes_stay_holes(mount: Mount) -> None:
     content = mount.put(b"sparse", b"", closed=False)
-    path = mount.places[Tier.RAM].root / "contents" / f"{content:016x}"
+    path = mount.tiers[Tier.RAM].root / "contents" / f"{content:016x}"
     with open(path, "r+b") as file:
         file.truncate(64 * 1024 * 1024)
         file.seek(32 * 1024 * 1024)
@@ -305,7 +305,7 @@ def test_a_large_open_file_waits_for_its_turn(mount: Mount) -> None:
     """A copy after each fsync of a file that takes long to copy would leave no time for the others."""
     content = mount.put(b"traj.trr", b"frame 1", closed=False)
     flow = mount.write_back()
-    flow._pauses.took(content, 1000.0)
+    flow._pacing.record_duration(content, 1000.0)
     mount.synced(content)
     mount.settle(flow)
     due_s = flow.next_due_s()
@@ -377,7 +377,7 @@ def test_a_bad_copy_is_quarantined_and_another_one_used(mount: Mount, caplog: py
     content = mount.put(b"file", b"x" * 10_000)
     with mount.db.transaction():
         mount.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'nvme', 1, 1)", content)
-    (mount.places[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(b"x" * 10_000)
+    (mount.tiers[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(b"x" * 10_000)
     mount.spoil(content, Tier.RAM)
     mount.settle()
     assert (mount.pfs / "file").read_bytes() == b"x" * 10_000
@@ -402,7 +402,7 @@ def test_a_file_that_is_overwritten_just_before_its_turn_is_not_called_lost(moun
     def overwritten(label: str) -> None:
         if label == "write_back:create" and mount.state(former) is ContentState.SEALED:
             mount.put(b"file", b"latter")
-            Drop(mount.db, mount.places, mount.config, mount.told).step()
+            Reclaim(mount.db, mount.tiers, mount.config, mount.told).step()
             assert mount.state(former) is None
 
     flow = mount.write_back()
@@ -415,12 +415,12 @@ def test_a_file_that_is_overwritten_just_before_its_turn_is_not_called_lost(moun
 def test_bytes_in_a_tier_that_was_left_out_are_waited_for_with_words(mount: Mount) -> None:
     mount.put(b"before", b"here")
     content = mount.put(b"file", b"there", tier=Tier.NVME)
-    nvme = mount.places[Tier.NVME]
-    mount.places = Places({tier: place for tier, place in mount.places.items() if tier is not Tier.NVME}, mount.config.ram_high)
+    nvme = mount.tiers[Tier.NVME]
+    mount.tiers = Tiers({tier: place for tier, place in mount.tiers.items() if tier is not Tier.NVME}, mount.config.ram_high)
     with pytest.raises(TierUnavailable, match=r"write-back of file .* lie in nvme, which is not there"):
         mount.settle()
     assert set(mount.on_pfs()) == {b"before"} and mount.state(content) is ContentState.SEALED
-    mount.places = Places(dict(mount.places) | {Tier.NVME: nvme}, mount.config.ram_high)
+    mount.tiers = Tiers(dict(mount.tiers) | {Tier.NVME: nvme}, mount.config.ram_high)
     mount.settle()
     mount.exact()
 

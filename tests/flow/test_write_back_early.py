@@ -114,7 +114,7 @@ def test_a_seal_that_does_not_come_is_waited_for_once(mount: Mount, monkeypatch:
 
 def test_a_copy_that_is_gone_is_no_trouble_of_the_pfs(mount: Mount) -> None:
     content = mount.put(b"large", os.urandom(LARGE))
-    mount.places[Tier.RAM].remove(content)
+    mount.tiers[Tier.RAM].remove(content)
     in_vain(mount, lambda: None)
 
 

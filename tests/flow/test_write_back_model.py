@@ -45,7 +45,7 @@ class World:
 
     def close(self) -> None:
         self.mount.db.close()
-        self.mount.places.close()
+        self.mount.tiers.close()
         shutil.rmtree(self.root)
 
     def do(self, step: tuple) -> None:  # type: ignore[type-arg]

@@ -13,7 +13,7 @@ from write_back_world import Mount, intercepted
 from ckptfs.catalog import journal, report
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import WriteBack, refusals, stage
-from ckptfs.flow.write_back.refusals import OF_ONE_FILE, Aside
+from ckptfs.flow.write_back.refusals import SINGLE_FILE_ERRNOS, DeferredFiles
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def troubles(mount: Mount) -> list[dict[str, str]]:
     return [json.loads(text) for _, text, _ in report.list_reports(mount.db, "trouble:")]
 
 
-@pytest.mark.parametrize("code", sorted(OF_ONE_FILE))
+@pytest.mark.parametrize("code", sorted(SINGLE_FILE_ERRNOS))
 def test_one_owner_s_refusal_holds_up_nobody_else(
     mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,15 +146,15 @@ def test_a_pfs_that_refuses_everything_is_waited_for(mount: Mount, monkeypatch: 
 def test_each_refusal_waits_longer_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(refusals.time, "monotonic", lambda: now[0])
-    aside, waits = Aside(lambda key, value: None), []
+    aside, waits = DeferredFiles(lambda key, value: None), []
     for _ in range(12):
-        assert aside.put(7, "f", OSError(errno.EDQUOT, "over the quota")) and aside.holds(7)
-        due_s = aside.due_s()
+        assert aside.defer(7, "f", OSError(errno.EDQUOT, "over the quota")) and aside.is_deferred(7)
+        due_s = aside.next_due_s()
         assert due_s is not None
         waits.append(due_s)
         now[0] += due_s
-        aside.after = 5
-        aside.begin()
-        assert not aside.holds(7) and aside.after == 0
+        aside.after_seq = 5
+        aside.start_batch()
+        assert not aside.is_deferred(7) and aside.after_seq == 0
     assert waits == sorted(waits) and waits[0] == refusals.RETRY_FIRST_S and waits[-1] == refusals.RETRY_LAST_S
-    assert not aside.put(7, "f", OSError(errno.EIO, "broken")) and not aside.put(7, "f", OSError(errno.ENOSPC, "full"))
+    assert not aside.defer(7, "f", OSError(errno.EIO, "broken")) and not aside.defer(7, "f", OSError(errno.ENOSPC, "full"))

@@ -95,7 +95,7 @@ def test_a_file_that_has_other_bytes_by_then(mount: Mount, change: str) -> None:
     }[change]  # fmt: skip
     content = mount.put(b"large", data, closed=False)
     if change == "with holes":
-        os.truncate(mount.places[Tier.RAM].root / "contents" / f"{content:016x}", SIZE)
+        os.truncate(mount.tiers[Tier.RAM].root / "contents" / f"{content:016x}", SIZE)
     mount.close(content, SIZE if change == "with holes" else len(data))
     settled(mount)
 

@@ -46,7 +46,7 @@ def test_a_thread_acts_as_somebody_and_is_itself_again(tmp_path: Path) -> None:
         os.close(os.open("theirs", os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=directory))
         with pytest.raises(PermissionError):
             os.mkdir("closed/inside", dir_fd=directory)
-        with acting.as_ourselves():
+        with acting.as_process_user():
             os.mkdir("closed/ours", dir_fd=directory)
     os.close(directory)
     found = (tmp_path / "theirs").stat()

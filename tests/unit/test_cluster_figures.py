@@ -21,7 +21,7 @@ from ckptfs.catalog.store import Get, Put
 from ckptfs.clique import membership
 from ckptfs.clique.keys import Identity
 from ckptfs.clique.peers import PeerFailed, PeerStats
-from ckptfs.flow.replicate.queues import Load
+from ckptfs.flow.replicate.queues import PeerLoad
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
 
@@ -81,7 +81,7 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     peers.insert_peer_copy(node.db, PeerCopy(gone, 2, row.generation, row.digest))
     node.db.run("UPDATE content SET peer = 1 WHERE id = ?", dead)
     transport = TransportFigures(
-        lambda: [Load("node2", 3, 3000, 1, 1000)],
+        lambda: [PeerLoad("node2", 3, 3000, 1, 1000)],
         lambda: {
             "node2": {"rtt_s": 0.002, "bytes_per_s": 5e8, "failed": 0.0},
             "node3": {"rtt_s": None, "bytes_per_s": None, "failed": 1.0},
@@ -96,7 +96,7 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     assert [(one.node, one.waiting_files, one.sending_bytes, one.doubtful) for one in found.links] == [
         ("node2", 3, 1000, False), ("node3", 0, 0, True),
     ]  # fmt: skip
-    status = QueryService(node.config, node.db, node.places, figures).GetStatus(pb.StatusRequest(), None)
+    status = QueryService(node.config, node.db, node.tiers, figures).GetStatus(pb.StatusRequest(), None)
     assert [(one.where, one.who, one.reason, one.count) for one in status.refused] == [
         ("peers", "node2", "malformed", 3), ("peers", "unknown", "malformed", 1), ("peers", "unknown", "stranger", 4),
     ]  # fmt: skip

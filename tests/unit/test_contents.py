@@ -151,25 +151,31 @@ def test_the_way_of_a_writer(
     db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, shared: bool, way: write.Way
 ) -> None:
     held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
-    assert write.way(held, truncate=truncate, shared=shared) is way
+    assert write.choose_write_target(held, truncate=truncate, shared=shared) is way
 
 
 @pytest.mark.parametrize(
     ("state", "tiers", "published", "way"),
     [
-        (None, (), False, read.Way.EMPTY),
-        (None, (), True, read.Way.FETCH),
-        (ContentState.OPEN, (Tier.RAM,), False, read.Way.HERE),
-        (ContentState.SEALED, (Tier.NVME,), True, read.Way.HERE),
-        (ContentState.SEALED, (), True, read.Way.FETCH),
-        (ContentState.CLOSED, (), True, read.Way.LOST),
-        (ContentState.LOST, (), False, read.Way.LOST),
+        (None, (), False, read.ReadSource.EMPTY),
+        (None, (), True, read.ReadSource.FETCH),
+        (ContentState.OPEN, (Tier.RAM,), False, read.ReadSource.HERE),
+        (ContentState.SEALED, (Tier.NVME,), True, read.ReadSource.HERE),
+        (ContentState.SEALED, (), True, read.ReadSource.FETCH),
+        (ContentState.CLOSED, (), True, read.ReadSource.LOST),
+        (ContentState.LOST, (), False, read.ReadSource.LOST),
     ],
 )
-def test_the_way_of_a_reader(db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: read.Way) -> None:
+def test_the_way_of_a_reader(
+    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: read.ReadSource
+) -> None:
     held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
-    assert read.way(held) is way
+    assert read.choose_read_source(held) is way
 
 
 def test_files_of_one_series_are_of_one_kind() -> None:
-    assert write.kind_of(b"step_0001.pt") == write.kind_of(b"step_0120.pt") != write.kind_of(b"optimizer_0001.pt")
+    assert (
+        write.get_series_pattern(b"step_0001.pt")
+        == write.get_series_pattern(b"step_0120.pt")
+        != write.get_series_pattern(b"optimizer_0001.pt")
+    )

@@ -89,7 +89,7 @@ def test_a_tier_that_is_gone_is_down(served: Served, monkeypatch: pytest.MonkeyP
     def gone() -> None:
         raise TierUnavailable("gone")
 
-    monkeypatch.setattr(served.node.places[Tier.NVME], "room", gone)
+    monkeypatch.setattr(served.node.tiers[Tier.NVME], "room", gone)
     found = served.client.get_status()
     assert {tier.name: tier.health for tier in found.tiers}["nvme"] == "down" and found.health == "degraded"
 
@@ -103,7 +103,7 @@ def test_status_and_ls_do_not_touch_the_pfs(served: Served, monkeypatch: pytest.
         raise AssertionError("the PFS was touched")
 
     for name in ("room", "open", "stat"):
-        monkeypatch.setattr(served.node.places[Tier.PFS], name, hang)
+        monkeypatch.setattr(served.node.tiers[Tier.PFS], name, hang)
     inode = served.node.inode(served.node.make(b"a", b"x"))
     assert served.client.get_status().pfs and served.client.list_records([inode])[0].known
     assert not touched.is_set()

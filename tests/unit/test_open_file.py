@@ -25,10 +25,10 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
     """A write that a thread still has in hand is there after the move."""
     node = Node(tmp_path)
     content = node.make(b"file", b"." * 8, closed=False)
-    ram = node.places[Tier.RAM]
+    ram = node.tiers[Tier.RAM]
     file = OpenFile(node.inode(content), content, ram, ram.open(content, os.O_RDWR), is_writable=True)
     operations = FileHandlers()
-    operations.context = cast(Any, SimpleNamespace(db=node.db, tiers=node.places, wake_channel=QUIET))
+    operations.context = cast(Any, SimpleNamespace(db=node.db, tiers=node.tiers, wake_channel=QUIET))
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(fd: int) -> None:
@@ -73,7 +73,7 @@ def test_another_descriptor_takes_the_number_of_the_former(tmp_path: Path) -> No
 def test_open_files_on_a_pfs_that_hangs_are_waited_for_once(tmp_path: Path) -> None:
     """P8: a mount process with many of them starts in bounded time."""
     node = Node(tmp_path)
-    files = OpenFileTable(node.db, node.places, None, QUIET)
+    files = OpenFileTable(node.db, node.tiers, None, QUIET)
     hangs = threading.Event()
 
     async def scenario() -> None:

@@ -19,7 +19,7 @@ from ckptfs.catalog import contents, handles, settling, wants
 from ckptfs.errors import ContentLost, TimedOut
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, DataPath
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.place import TierStorage
 
 
 class Opener:
@@ -28,11 +28,11 @@ class Opener:
     def __init__(self, root: Path) -> None:
         self.node = Node(root)
         bell = cast(Any, SimpleNamespace(notify=lambda message: None))
-        self.files = OpenFileTable(self.node.db, self.node.places, None, bell)
+        self.files = OpenFileTable(self.node.db, self.node.tiers, None, bell)
         self.context = cast(
             Any,
             SimpleNamespace(
-                db=self.node.db, tiers=self.node.places, open_files=self.files, wake_channel=bell, data_path=DataPath.BUFFERED, shared_namespace=None
+                db=self.node.db, tiers=self.node.tiers, open_files=self.files, wake_channel=bell, data_path=DataPath.BUFFERED, shared_namespace=None
             ),
         )  # fmt: skip
         self.content = self.node.make(b"file", b"sealed")
@@ -40,7 +40,7 @@ class Opener:
         self.seal()
 
     def seal(self) -> None:
-        Seal(self.node.db, self.node.places, self.node.config, self.node.told).step()
+        Seal(self.node.db, self.node.tiers, self.node.config, self.node.told).step()
 
     async def open(self, number: int, *, writer: bool) -> int:
         request = Request(number, False, False)
@@ -49,16 +49,16 @@ class Opener:
 
 def refuse_writers(monkeypatch: pytest.MonkeyPatch, meanwhile: Any = None) -> None:
     """Somebody else has a lease on every file, and does not give it up."""
-    taken = Place.open
+    taken = TierStorage.open
 
-    def leased(place: Place, content: int, flags: int = os.O_RDONLY) -> int:
+    def leased(place: TierStorage, content: int, flags: int = os.O_RDONLY) -> int:
         if flags & os.O_RDWR:
             if meanwhile is not None:
                 meanwhile()
             raise BlockingIOError
         return taken(place, content, flags)
 
-    monkeypatch.setattr(Place, "open", leased)
+    monkeypatch.setattr(TierStorage, "open", leased)
     monkeypatch.setattr(limits, "LEASE_WAIT_S", 0.0)
 
 

@@ -23,7 +23,9 @@ class World:
         self.removed: list[int] = []
         self.operations = OrphanHandlers()
         self.operations.context = SimpleNamespace(  # type: ignore[assignment]
-            db=self.db, open_files=SimpleNamespace(delete_ram_files=self.removed.extend), wake_channel=SimpleNamespace(notify=lambda _: True)
+            db=self.db,
+            open_files=SimpleNamespace(delete_ram_files=self.removed.extend),
+            wake_channel=SimpleNamespace(notify=lambda _: True),
         )
 
     def file(self, name: bytes) -> tuple[int, int]:

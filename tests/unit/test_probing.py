@@ -46,7 +46,7 @@ def watch(node: Node, scenario: Callable[[list[int]], Awaitable[None]]) -> list[
     """Run the watch over the PFS while `scenario` plays; how often the lanes were told that it is well again."""
     assert node.config.pfs is not None
     recovered: list[int] = []
-    watching = TierMonitor(node.db, node.places[Tier.PFS], node.config.pfs, lambda: recovered.append(1))
+    watching = TierMonitor(node.db, node.tiers[Tier.PFS], node.config.pfs, lambda: recovered.append(1))
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -114,14 +114,14 @@ def test_silence_is_said_while_it_lasts(node: Node, monkeypatch: pytest.MonkeyPa
 
 def test_the_pfs_is_identified_and_another_one_is_not_taken_for_it(node: Node) -> None:
     """An unmounted PFS looks like an empty directory: nobody may think that all files there were deleted."""
-    place = node.places[Tier.PFS]
-    probing.check_or_adopt_uuid(node.db, place)
-    assert settling.get_tier_uuid(node.db, Tier.PFS) == place.uuid
-    probing.check_or_adopt_uuid(node.db, place)
-    shutil.rmtree(place.root)
+    storage = node.tiers[Tier.PFS]
+    probing.check_or_adopt_uuid(node.db, storage)
+    assert settling.get_tier_uuid(node.db, Tier.PFS) == storage.uuid
+    probing.check_or_adopt_uuid(node.db, storage)
+    shutil.rmtree(storage.root)
     with pytest.raises(TierUnavailable, match="not the directory"):
-        probing.check_or_adopt_uuid(node.db, place)
-    assert not place.root.exists(), "nothing may be made there"
+        probing.check_or_adopt_uuid(node.db, storage)
+    assert not storage.root.exists(), "nothing may be made there"
     assert node.config.pfs is not None
 
     async def scenario(_: list[int]) -> None:

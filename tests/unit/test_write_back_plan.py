@@ -10,7 +10,7 @@ from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_view import Fingerprint, PfsEntry, PfsView, PublishedRow
-from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Kind, Planner
+from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Planner, SourceKind
 from ckptfs.model import ROOT, Content, ContentState, Inode
 
 FILE, DIRECTORY = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755
@@ -31,36 +31,36 @@ class Facts:
         self.pausing = False
         self.shows: dict[int, PublishedRow] = {}
 
-    def inode(self, inode: int) -> Inode | None:
+    def get_inode(self, inode: int) -> Inode | None:
         if inode in self.gone:
             return None
         return Inode(inode, FILE, 0, 0, 0, 1, 0, 0, 0, 0, None, inode, 1, 0, True)
 
-    def content(self, content: int) -> Content | None:
+    def get_content(self, content: int) -> Content | None:
         return Content(content, content, 1, self.states.get(content, ContentState.SEALED), self.sizes.get(content, 1), b"d", b"d", 1)
 
-    def published(self, inode: int) -> PublishedRow | None:
+    def get_published(self, inode: int) -> PublishedRow | None:
         return self.shows.get(inode)
 
-    def repeated(self, row: JournalRow) -> bool:
+    def is_repeated(self, row: JournalRow) -> bool:
         return row.seq in self.repeats
 
-    def overdue(self, row: JournalRow, content: Content) -> bool:
+    def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         return self.late
 
-    def early(self, content: Content) -> bool:
+    def can_copy_early(self, content: Content) -> bool:
         return self.earliness
 
-    def unstable(self, content: Content) -> bool:
+    def is_unstable(self, content: Content) -> bool:
         return self.changing
 
-    def paused(self, content: Content) -> bool:
+    def is_paused(self, content: Content) -> bool:
         return self.pausing
 
-    def unfit(self, inode: int) -> bool:
+    def is_unfit(self, inode: int) -> bool:
         return False
 
-    def set_aside(self, inode: int) -> bool:
+    def is_deferred(self, inode: int) -> bool:
         return inode in self.refused
 
 
@@ -93,98 +93,98 @@ def rename(seq: int, inode: int, name: bytes, new: bytes, mode: int = FILE) -> J
 
 def test_a_file_appears_with_its_content_under_the_name_it_then_has(planner: Planner) -> None:
     for row in (make(1, 7, b"tmp"), rename(2, 7, b"tmp", b"final"), content(3, 7)):
-        assert planner.take(row)
-    assert acts(planner) == [("put", 7, b"final")] and planner.last == 3
+        assert planner.plan_row(row)
+    assert acts(planner) == [("put", 7, b"final")] and planner.last_seq == 3
 
 
 def test_made_and_removed_is_nothing(planner: Planner, facts: Facts) -> None:
     facts.states[7] = ContentState.DOOMED
     for row in (make(1, 7, b"lock"), content(2, 7), JournalRow(3, "unlink", 7, ROOT, b"lock", mode=FILE)):
-        assert planner.take(row)
-    assert acts(planner) == [] and planner.view.pending_entries == {(ROOT, b"lock"): None} and planner.last == 3
+        assert planner.plan_row(row)
+    assert acts(planner) == [] and planner.view.pending_entries == {(ROOT, b"lock"): None} and planner.last_seq == 3
 
 
 def test_a_content_without_its_seal_stops_the_batch(planner: Planner, facts: Facts) -> None:
     facts.states[7] = ContentState.CLOSED
-    assert planner.take(make(1, 7, b"a"))
-    assert not planner.take(content(2, 7)) and planner.waiting is not None and planner.last == 1
+    assert planner.plan_row(make(1, 7, b"a"))
+    assert not planner.plan_row(content(2, 7)) and planner.waiting_for is not None and planner.last_seq == 1
 
 
 def test_a_large_one_goes_before_its_seal_and_alone(planner: Planner, facts: Facts) -> None:
     """P6: what comes after it waits."""
     facts.states[7], facts.sizes[7], facts.earliness = ContentState.CLOSED, BATCH_BYTES_MAX, True
-    assert [planner.take(row) for row in (make(1, 7, b"a"), content(2, 7), content(3, 8))] == [True, True, False]
-    assert [put.kind for put in planner.puts.values()] == [Kind.EARLY] and planner.waiting is None and planner.last == 2
+    assert [planner.plan_row(row) for row in (make(1, 7, b"a"), content(2, 7), content(3, 8))] == [True, True, False]
+    assert [put.kind for put in planner.puts.values()] == [SourceKind.EARLY] and planner.waiting_for is None and planner.last_seq == 2
 
 
 @pytest.mark.parametrize("why", ["small", "in vain before", "set aside", "others could go at once"])
 def test_what_does_not_go_before_its_seal(planner: Planner, facts: Facts, why: str) -> None:
     facts.states[7], facts.sizes[7], facts.earliness = ContentState.CLOSED, BATCH_BYTES_MAX - (why == "small"), why != "in vain before"
     facts.refused = {7} if why == "set aside" else set()
-    assert planner.take(make(1, 7, b"a"))
+    assert planner.plan_row(make(1, 7, b"a"))
     if why == "others could go at once":
-        assert planner.take(make(2, 6, b"d", DIRECTORY))
-    assert not planner.take(content(3, 7)) and planner.waiting is not None and planner.last < 3
+        assert planner.plan_row(make(2, 6, b"d", DIRECTORY))
+    assert not planner.plan_row(content(3, 7)) and planner.waiting_for is not None and planner.last_seq < 3
 
 
 def test_one_that_waits_too_long_is_published_as_it_is_and_comes_again(planner: Planner, facts: Facts) -> None:
     facts.states[7], facts.late = ContentState.CLOSED, True
-    assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7))
-    assert [put.kind for put in planner.puts.values()] == [Kind.STABLE] and planner.again == [(7, 7)]
+    assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7))
+    assert [put.kind for put in planner.puts.values()] == [SourceKind.STABLE] and planner.requeued == [(7, 7)]
 
 
 def test_one_that_changes_all_the_time_only_comes_again(planner: Planner, facts: Facts) -> None:
     facts.states[7], facts.late, facts.changing = ContentState.CLOSED, True, True
-    assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7))
-    assert acts(planner) == [] and planner.again == [(7, 7)]
+    assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7))
+    assert acts(planner) == [] and planner.requeued == [(7, 7)]
 
 
 @pytest.mark.parametrize("state", [ContentState.OPEN, ContentState.DOOMED, ContentState.LOST])
 def test_what_cannot_be_published_is_passed_over(planner: Planner, facts: Facts, state: ContentState) -> None:
     facts.states[7] = state
-    assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7)) and acts(planner) == []
+    assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7)) and acts(planner) == []
 
 
 def test_an_fsync_that_comes_too_soon_is_passed_over(planner: Planner, facts: Facts) -> None:
     facts.states[7], facts.pausing = ContentState.OPEN, True
-    assert planner.take(make(1, 7, b"a")) and planner.take(JournalRow(2, "synced", 7, content=7)) and acts(planner) == []
+    assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(JournalRow(2, "synced", 7, content=7)) and acts(planner) == []
 
 
 def test_a_later_close_of_the_same_content_counts(planner: Planner, facts: Facts) -> None:
     facts.repeats = {2}
     for row in (make(1, 7, b"a"), content(2, 7), make(3, 8, b"b"), content(4, 8), content(5, 7)):
-        assert planner.take(row)
+        assert planner.plan_row(row)
     assert acts(planner) == [("put", 8, b"b"), ("put", 7, b"a")]
 
 
 def test_what_is_there_already_is_not_written_again(planner: Planner, facts: Facts) -> None:
     facts.shows[7] = PublishedRow(7, 1, True, 1, 1, 99, b"d", b"d")
     planner.view.set_entry(ROOT, b"a", PfsEntry(7, Fingerprint(99, 1, 1)))
-    assert planner.take(content(1, 7)) and acts(planner) == []
+    assert planner.plan_row(content(1, 7)) and acts(planner) == []
 
 
 def test_an_open_file_over_a_published_one_leaves_it(planner: Planner, facts: Facts) -> None:
     """P5."""
     facts.states[8] = ContentState.OPEN
     for row in (make(1, 7, b"final"), content(2, 7), make(3, 8, b"tmp"), rename(4, 8, b"tmp", b"final"), content(5, 8)):
-        assert planner.take(row)
+        assert planner.plan_row(row)
     assert acts(planner) == [("put", 7, b"final")]
     assert planner.view.get_pending(ROOT, b"final") == 8
-    assert planner.take(JournalRow(6, "unlink", 8, ROOT, b"final", mode=FILE))
+    assert planner.plan_row(JournalRow(6, "unlink", 8, ROOT, b"final", mode=FILE))
     assert acts(planner)[1:] == [("unlink", 7, b"final")]
 
 
 def test_a_moved_directory_is_a_batch_of_its_own(planner: Planner) -> None:
     planner.view.set_entry(ROOT, b"d", PfsEntry(5, Fingerprint(50)))
-    assert planner.take(make(1, 7, b"a")) and planner.take(content(2, 7))
-    assert not planner.take(rename(3, 5, b"d", b"e", DIRECTORY))
-    assert planner.last == 2
+    assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7))
+    assert not planner.plan_row(rename(3, 5, b"d", b"e", DIRECTORY))
+    assert planner.last_seq == 2
 
 
 def test_what_lies_in_a_directory_of_this_batch_begins_the_next_one(planner: Planner) -> None:
-    assert planner.take(make(1, 5, b"d", DIRECTORY))
-    assert planner.take(make(2, 7, b"inside", parent=5))
-    assert not planner.take(content(3, 7))
+    assert planner.plan_row(make(1, 5, b"d", DIRECTORY))
+    assert planner.plan_row(make(2, 7, b"inside", parent=5))
+    assert not planner.plan_row(content(3, 7))
 
 
 def test_second_names_are_links_to_what_the_batch_makes(planner: Planner) -> None:
@@ -194,14 +194,14 @@ def test_second_names_are_links_to_what_the_batch_makes(planner: Planner) -> Non
         content(3, 7),
         JournalRow(4, "link", 7, ROOT, b"c", mode=FILE),
     ):
-        assert planner.take(row)
+        assert planner.plan_row(row)
     assert acts(planner) == [("put", 7, b"a"), ("link", 7, b"b"), ("link", 7, b"c")]
     assert len({action.fingerprint for action in planner.actions}) == 1
 
 
 def test_batches_are_bounded(planner: Planner, facts: Facts) -> None:
     taken = 0
-    while planner.take(make(2 * taken + 1, 10 + taken, b"%d" % taken)) and planner.take(content(2 * taken + 2, 10 + taken)):
+    while planner.plan_row(make(2 * taken + 1, 10 + taken, b"%d" % taken)) and planner.plan_row(content(2 * taken + 2, 10 + taken)):
         taken += 1
     assert taken == PUTS_MAX
 
@@ -209,5 +209,5 @@ def test_batches_are_bounded(planner: Planner, facts: Facts) -> None:
 def test_a_large_file_waits_for_the_small_ones_before_it_and_goes_alone(planner: Planner, facts: Facts) -> None:
     facts.sizes[8] = limits.GIB
     for row in (make(1, 7, b"small"), content(2, 7), make(3, 8, b"large")):
-        assert planner.take(row)
-    assert not planner.take(content(4, 8))
+        assert planner.plan_row(row)
+    assert not planner.plan_row(content(4, 8))

@@ -23,31 +23,31 @@ from ckptfs.clique.surroundings import Cluster
 from ckptfs.config import Config
 from ckptfs.digest import hash_content
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoSpace, posix_error
-from ckptfs.flow.fetch.alone import Alone, Elsewhere
-from ckptfs.flow.fetch.by_blocks import ByBlocks
-from ckptfs.flow.fetch.from_peers import FromPeers, NoneLeft
-from ckptfs.flow.fetch.left import Left
-from ckptfs.flow.fetch.patience import Patience
-from ckptfs.flow.fetch.telling import Telling
+from ckptfs.flow.fetch.alone import FetchedElsewhere, PfsSingleFlight
+from ckptfs.flow.fetch.by_blocks import BlockwiseCopy
+from ckptfs.flow.fetch.from_peers import NoCopyLeft, PeerFetcher
+from ckptfs.flow.fetch.left import SalvageWait
+from ckptfs.flow.fetch.patience import RetryPolicy
+from ckptfs.flow.fetch.telling import FetchProgress
 from ckptfs.model import Content, ContentState, Notifier, Tier
 from ckptfs.tiers import arrival, pfs_open, transfer
-from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.place import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
-transfer.labels("fetch")
+transfer.declare_labels("fetch")
 disk.declare_labels("fetch:check:read")
 disk.declare_labels("fetch:reserved", "fetch:fsync", "fetch:directory", "fetch:arrived", "fetch:answered")
 
-MOVED_ON = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
+CHANGED_ERRNOS = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
 """What opening a file says when the PFS shows something else than the catalog knows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tries:
+class Attempt:
     """Of one want: how often it was tried, since when, and when it is tried again."""
 
-    count: int
+    tries: int
     since_s: float
     next_s: float
 
@@ -55,204 +55,208 @@ class Tries:
 class Fetch:
     """Brings one file a step. Steps may overlap: a file that one of them has in hand is left alone by the others."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, around: Cluster | None = None) -> None:
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
         """`around`: the other nodes; None on a node that is alone."""
-        self._peers = None if around is None else FromPeers(db, places, around)
-        self._alone = None if around is None else Alone(db, around)
-        self._patience = None if around is None else Patience(db, around)
-        self._left = None if around is None or config.pfs is None else Left(db, around, notify)
-        self._store = None if around is None else around.store
+        self._peers = None if cluster is None else PeerFetcher(db, tiers, cluster)
+        self._pfs_single_flight = None if cluster is None else PfsSingleFlight(db, cluster)
+        self._retry_policy = None if cluster is None else RetryPolicy(db, cluster)
+        self._salvage_wait = None if cluster is None or config.pfs is None else SalvageWait(db, cluster, notify)
+        self._store = None if cluster is None else cluster.store
         self._db = db
-        self._places = places
+        self._tiers = tiers
         self._config = config
         self._notify = notify
         self._lock = threading.Lock()
-        self._in_hand: set[int] = set()
-        self._again: dict[int, Tries] = {}
+        self._active_inodes: set[int] = set()
+        self._attempts: dict[int, Attempt] = {}
 
     def step(self) -> bool:
         """Answer one want. True: there may be more at once."""
-        if self._patience is not None:
-            self._patience.follow()
-        want = self._take()
-        if want is None:
+        if self._retry_policy is not None:
+            self._retry_policy.record_view()
+        request = self._take_request()
+        if request is None:
             return False
         try:
-            self._answer(want)
+            self._answer(request)
         finally:
             with self._lock:
-                self._in_hand.discard(want.inode)
+                self._active_inodes.discard(request.inode)
         return True
 
     def next_due_s(self) -> float | None:
         """Until the first want that has to wait for something is tried again."""
         with self._lock:
-            times = [tries.next_s for tries in self._again.values()]
+            times = [tries.next_s for tries in self._attempts.values()]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def prepare(self) -> None:
         """Once, before the first step: forget what a former mover did not finish."""
         fetching.delete_filling_pfs_copies(self._db)
-        arrival.forget_all(self._places[Tier.RAM].root)
+        arrival.delete_all(self._tiers[Tier.RAM].root)
 
-    def _take(self) -> wants.MoverRequest | None:
+    def _take_request(self) -> wants.MoverRequest | None:
         """The next want that nobody has in hand; its file is ours until the end of the step."""
-        wanted = wants.list_open(self._db, wants.FETCH)
+        requests = wants.list_open(self._db, wants.FETCH)
         now_s = time.monotonic()
-        if self._left is not None:
-            self._left.keep({want.id for want in wanted})
+        if self._salvage_wait is not None:
+            self._salvage_wait.forget_others({want.id for want in requests})
         with self._lock:
-            self._again = {want.id: self._again[want.id] for want in wanted if want.id in self._again}
-            for want in wanted:
-                if want.inode not in self._in_hand and (want.id not in self._again or self._again[want.id].next_s <= now_s):
-                    self._in_hand.add(want.inode)
+            self._attempts = {want.id: self._attempts[want.id] for want in requests if want.id in self._attempts}
+            for want in requests:
+                if want.inode not in self._active_inodes and (want.id not in self._attempts or self._attempts[want.id].next_s <= now_s):
+                    self._active_inodes.add(want.inode)
                     return want
         return None
 
     # --- answering ------------------------------------------------------------------------------------------------------
 
-    def _answer(self, want: wants.MoverRequest) -> None:
+    def _answer(self, request: wants.MoverRequest) -> None:
         try:
-            result = self._fetch(want)
-        except Elsewhere:
-            self._soon(want)
-        except (Busy, NoneLeft) as reason:
-            if self._later(want, reason):
+            result = self._fetch(request)
+        except FetchedElsewhere:
+            self._retry_soon(request)
+        except (Busy, NoCopyLeft) as reason:
+            if self._retry_later(request, reason):
                 return
             level = logging.WARNING if isinstance(reason, Busy) else logging.ERROR
-            level = logging.DEBUG if self._failed(want, errno.EIO) else level
-            log.log(level, "%s cannot be read: %s", self._name(want.inode), reason)
+            level = logging.DEBUG if self._fail_request(request, errno.EIO) else level
+            log.log(level, "%s cannot be read: %s", self._name(request.inode), reason)
         except DigestMismatch as failure:
-            level = logging.DEBUG if self._failed(want, errno.EIO) else logging.ERROR
-            log.log(level, "%s cannot be read: %s", self._name(want.inode), failure)
+            level = logging.DEBUG if self._fail_request(request, errno.EIO) else logging.ERROR
+            log.log(level, "%s cannot be read: %s", self._name(request.inode), failure)
         except (OSError, CkptfsError) as failure:
             code = failure.errno or errno.EIO
-            self._failed(want, code if code in {errno.ESTALE, errno.ENOSPC, errno.EACCES} else errno.EIO)
-            deleted = fetching.load_fetch_state(self._db, want.inode) is None
-            level = logging.DEBUG if deleted else logging.WARNING
-            log.log(level, "%s cannot be fetched: %s", self._name(want.inode), failure)
+            self._fail_request(request, code if code in {errno.ESTALE, errno.ENOSPC, errno.EACCES} else errno.EIO)
+            is_deleted = fetching.load_fetch_state(self._db, request.inode) is None
+            level = logging.DEBUG if is_deleted else logging.WARNING
+            log.log(level, "%s cannot be fetched: %s", self._name(request.inode), failure)
         except Exception:
-            self._failed(want, errno.EIO)
+            self._fail_request(request, errno.EIO)
             raise
         else:
-            disk.act("fetch:answered", wants.mark_done, self._db, want.id, result)
+            disk.act("fetch:answered", wants.mark_done, self._db, request.id, result)
             self._notify.notify_replies()
 
-    def _failed(self, want: wants.MoverRequest, code: int) -> bool:
+    def _fail_request(self, request: wants.MoverRequest, code: int) -> bool:
         """Whether the file is gone: what lost its last name since it was looked up the kernel looks up again, as ESTALE tells it to."""
-        gone = self._is_gone(want)
-        wants.mark_failed(self._db, want.id, errno.ESTALE if gone else code)
+        is_gone = self._is_gone(request)
+        wants.mark_failed(self._db, request.id, errno.ESTALE if is_gone else code)
         self._notify.notify_replies()
-        return gone
+        return is_gone
 
-    def _is_gone(self, want: wants.MoverRequest) -> bool:
-        return not contents.has_name(self._db, want.inode) or (self._peers is not None and self._peers.is_gone(want.inode))
+    def _is_gone(self, request: wants.MoverRequest) -> bool:
+        return not contents.has_name(self._db, request.inode) or (self._peers is not None and self._peers.is_gone(request.inode))
 
-    def _later(self, want: wants.MoverRequest, reason: Busy | NoneLeft) -> bool:
+    def _retry_later(self, request: wants.MoverRequest, reason: Busy | NoCopyLeft) -> bool:
         """Try this want again after a while, each time a longer one; False when that is of no use, as where another file has its name."""
-        if self._is_gone(want) and not handles.is_open(self._db, want.inode):
+        if self._is_gone(request) and not handles.is_open(self._db, request.inode):
             return False
         now_s = time.monotonic()
         with self._lock:
-            before = self._again.get(want.id, Tries(0, now_s, now_s))
-            pause_s = min(limits.RETRY_FIRST_S * 2**before.count / 2, limits.FETCH_PAUSE_MAX_S)
-            self._again[want.id] = Tries(before.count + 1, before.since_s, now_s + pause_s)
-        soon = isinstance(reason, Busy) and before.count + 1 < limits.FETCH_TRIES_MAX and not self._is_vain(now_s - before.since_s)
-        soon = (self._left is not None and self._left.may_come(want)) or soon
-        if not soon and not self._may_come(want, before.since_s, reason):
+            previous = self._attempts.get(request.id, Attempt(0, now_s, now_s))
+            pause_s = min(limits.RETRY_FIRST_S * 2**previous.tries / 2, limits.FETCH_PAUSE_MAX_S)
+            self._attempts[request.id] = Attempt(previous.tries + 1, previous.since_s, now_s + pause_s)
+        should_retry = (
+            isinstance(reason, Busy)
+            and previous.tries + 1 < limits.FETCH_TRIES_MAX
+            and not self._is_retry_pointless(now_s - previous.since_s)
+        )
+        should_retry = (self._salvage_wait is not None and self._salvage_wait.should_retry(request)) or should_retry
+        if not should_retry and not self._may_still_arrive(request, previous.since_s, reason):
             return False
-        wants.record_progress(self._db, want.id)
+        wants.record_progress(self._db, request.id)
         return True
 
-    def _is_vain(self, waited_s: float) -> bool:
+    def _is_retry_pointless(self, waited_s: float) -> bool:
         """An island asks the store, which takes its time not to answer, with each try; there is no more to hear from it."""
-        return self._patience is not None and not self._patience.in_touch() and waited_s >= limits.ETCD_WAIT_S
+        return self._retry_policy is not None and not self._retry_policy.is_connected() and waited_s >= limits.ETCD_WAIT_S
 
-    def _may_come(self, want: wants.MoverRequest, since_s: float, reason: Busy | NoneLeft) -> bool:
+    def _may_still_arrive(self, request: wants.MoverRequest, since_s: float, reason: Busy | NoCopyLeft) -> bool:
         cause = reason.__cause__
-        denied = isinstance(cause, PeerRefused) and cause.code == errno.ENOENT
-        return self._patience is not None and self._patience.lasts(want.inode, since_s, denied=denied)
+        is_denied = isinstance(cause, PeerRefused) and cause.code == errno.ENOENT
+        return self._retry_policy is not None and self._retry_policy.should_retry(request.inode, since_s, is_denied=is_denied)
 
-    def _soon(self, want: wants.MoverRequest) -> None:
+    def _retry_soon(self, request: wants.MoverRequest) -> None:
         """Another node is at it: that is no try of ours."""
-        wants.record_progress(self._db, want.id)
+        wants.record_progress(self._db, request.id)
         now_s = time.monotonic()
         with self._lock:
-            before = self._again.get(want.id, Tries(0, now_s, now_s))
-            self._again[want.id] = Tries(before.count, before.since_s, now_s + limits.FETCH_SHARED_LOOK_S)
+            previous = self._attempts.get(request.id, Attempt(0, now_s, now_s))
+            self._attempts[request.id] = Attempt(previous.tries, previous.since_s, now_s + limits.FETCH_SHARED_LOOK_S)
 
-    def _fetch(self, want: wants.MoverRequest) -> str:
+    def _fetch(self, request: wants.MoverRequest) -> str:
         """Do what is wanted; the result. Raises Busy when it has to wait for something."""
-        found = fetching.load_fetch_state(self._db, want.inode)
+        found = fetching.load_fetch_state(self._db, request.inode)
         if self._peers is not None and found is not None and not found.has_local_copy:
-            found = self._peers.look(want.inode, self._progress(want))
+            found = self._peers.refresh_file(request.inode, self._build_progress(request))
         if found is None:
             raise posix_error(errno.ESTALE)
-        if found.content is None and found.published is None and fetching.get_content_id(self._db, want.inode) is not None:
+        if found.content is None and found.published is None and fetching.get_content_id(self._db, request.inode) is not None:
             raise DigestMismatch("the cluster knows nothing of the content that the file should have")
         if found.has_local_copy or (found.content is None and found.published is None):
             return wants.FETCHED
-        if found.content is not None and self._from_peers(want, found.content, shown=_shown(found)):
+        if found.content is not None and self._from_peers(request, found.content, is_on_pfs=_is_shown_by_pfs(found)):
             return wants.FETCHED
-        if not _shown(found):
-            raise NoneLeft("no good copy is left, and the PFS does not show this generation of the file")
+        if not _is_shown_by_pfs(found):
+            raise NoCopyLeft("no good copy is left, and the PFS does not show this generation of the file")
         assert found.published is not None
-        with nullcontext() if self._alone is None else self._alone.reading(found):
-            return self._from_pfs(want, found)
+        with nullcontext() if self._pfs_single_flight is None else self._pfs_single_flight.hold_lock(found):
+            return self._from_pfs(request, found)
 
-    def _from_pfs(self, want: wants.MoverRequest, found: FetchState) -> str:
+    def _from_pfs(self, request: wants.MoverRequest, found: FetchState) -> str:
         assert found.published is not None
-        demanded = want.argument == wants.FOR_WRITING
-        tier = self._tier(found.published.size, demanded, strange=found.published.digest is None)
-        with disk.closing(self._open(found)) as source:
-            if tier is not None and self._finds_room(want, found, tier, source):
+        is_required = request.argument == wants.FOR_WRITING
+        tier = self._choose_tier(found.published.size, is_required, is_never_read=found.published.digest is None)
+        with disk.closing(self._open_on_pfs(found)) as source:
+            if tier is not None and self._try_fetch_to_tier(request, found, tier, source):
                 return wants.FETCHED
-            if demanded:
-                self._bring(want, found, Tier.PFS, source)
+            if is_required:
+                self._fetch_to_tier(request, found, Tier.PFS, source)
                 return wants.FETCHED
-            self._check_in_place(want, found, source)
+            self._check_in_place(request, found, source)
         return wants.DIRECT
 
-    def _finds_room(self, want: wants.MoverRequest, found: FetchState, tier: Tier, source: int) -> bool:
+    def _try_fetch_to_tier(self, request: wants.MoverRequest, found: FetchState, tier: Tier, source: int) -> bool:
         """Bring it; False: others have taken the room in that tier meanwhile."""
         try:
-            self._bring(want, found, tier, source)
+            self._fetch_to_tier(request, found, tier, source)
         except OSError as failure:
             if failure.errno != errno.ENOSPC or tier is Tier.PFS:
                 raise
-            log.info("%s finds no room in %s any more", self._name(want.inode), tier)
+            log.info("%s finds no room in %s any more", self._name(request.inode), tier)
             self._notify.wake_lanes()
             return False
         return True
 
-    def _from_peers(self, want: wants.MoverRequest, content: Content, *, shown: bool) -> bool:
+    def _from_peers(self, request: wants.MoverRequest, content: Content, *, is_on_pfs: bool) -> bool:
         """Bring a file from the nodes that have it; False when none of them gave it and the PFS may. Raises Busy to be tried again."""
         if self._peers is None or content.state is not ContentState.SEALED:
             return False
-        sources = self._peers.sources(content)
+        sources = self._peers.list_sources(content)
         if not sources:
             return False
-        tier = self._tier(content.size, want.argument == wants.FOR_WRITING or not shown)
+        tier = self._choose_tier(content.size, request.argument == wants.FOR_WRITING or not is_on_pfs)
         if tier is None:
             return False
         try:
-            self._peers.bring(content, sources, tier, self._progress(want))
+            self._peers.fetch(content, sources, tier, self._build_progress(request))
         except PeerFailed as failure:
-            if shown:
-                log.info("%s comes from the PFS: %s", self._name(want.inode), failure)
+            if is_on_pfs:
+                log.info("%s comes from the PFS: %s", self._name(request.inode), failure)
                 return False
             raise Busy(str(failure)) from failure
         return True
 
     # --- where to ---------------------------------------------------------------------------------------------------------
 
-    def _tier(self, size: int, demanded: bool, *, strange: bool = False) -> Tier | None:
+    def _choose_tier(self, size: int, is_required: bool, *, is_never_read: bool = False) -> Tier | None:
         """Where the file shall go; None: nowhere, the PFS's own will do. `demanded`: it must come here; `strange`: never read before."""
-        if demanded:
-            return self._places.choose(size)
-        generous = strange and size > limits.FETCH_WHOLE_BYTES
+        if is_required:
+            return self._tiers.choose_tier(size)
+        wants_spare_room = is_never_read and size > limits.FETCH_WHOLE_BYTES
         with suppress(NoSpace):
-            tier = self._places.choose(size * limits.FETCH_ROOM_RATIO if generous else size)
+            tier = self._tiers.choose_tier(size * limits.FETCH_ROOM_RATIO if wants_spare_room else size)
             if tier is not Tier.PFS:
                 return tier
         self._notify.wake_lanes()  # Let others make room for the next one.
@@ -260,31 +264,31 @@ class Fetch:
 
     # --- the file on the PFS -----------------------------------------------------------------------------------------------
 
-    def _open(self, found: FetchState) -> int:
+    def _open_on_pfs(self, found: FetchState) -> int:
         """The file on the PFS, in the state that the catalog knows. Where a stranger changed it, its directory is visited first."""
         assert self._config.pfs is not None and found.published is not None
-        self._find(found.inode)
+        self._refresh_pfs_path(found.inode)
         try:
-            fd = pfs_open.open_named(self._db, self._config.pfs, found.inode)
+            fd = pfs_open.open_unchecked(self._db, self._config.pfs, found.inode)
         except OSError as failure:
-            if failure.errno in MOVED_ON:
-                raise self._moved_on(found) from failure
+            if failure.errno in CHANGED_ERRNOS:
+                raise self._request_scan(found) from failure
             raise
         try:
-            if not pfs_open.same(fd, found.published):
-                raise self._moved_on(found)
+            if not pfs_open.matches_catalog(fd, found.published):
+                raise self._request_scan(found)
         except BaseException:
             os.close(fd)
             raise
         return fd
 
-    def _find(self, inode: int) -> None:
+    def _refresh_pfs_path(self, inode: int) -> None:
         """Where the PFS shows a file now: other nodes may have moved what is above it."""
         if self._store is not None:
             with suppress(CkptfsError):
                 truth.load_inodes(self._db, self._store, inode)
 
-    def _moved_on(self, found: FetchState) -> Busy:
+    def _request_scan(self, found: FetchState) -> Busy:
         """Have the directory compared; the want is tried again after it."""
         wants.insert_request(self._db, wants.SCAN, pfs_paths.get_parent(self._db, found.inode), wants.COMPARE_AGAIN)
         self._notify.wake_lanes()
@@ -292,87 +296,89 @@ class Fetch:
 
     # --- bringing it here ---------------------------------------------------------------------------------------------------
 
-    def _bring(self, want: wants.MoverRequest, found: FetchState, tier: Tier, source: int) -> None:
-        number = self._announce(found, tier)
-        place = self._places[tier]
+    def _fetch_to_tier(self, request: wants.MoverRequest, found: FetchState, tier: Tier, source: int) -> None:
+        content_id = self._insert_copy(found, tier)
+        storage = self._tiers[tier]
         try:
             disk.act("fetch:reserved", lambda: None)
-            place.remove(number)
-            what = self._copy(want, found, place, number, source)
-            self._compare(found, what.size, what.digest, source)
-            if not disk.act("fetch:arrived", fetching.record_fetched, self._db, found, what):
+            storage.remove(content_id)
+            fetched = self._copy_to_storage(request, found, storage, content_id, source)
+            self._verify_copy(found, fetched.size, fetched.digest, source)
+            if not disk.act("fetch:arrived", fetching.record_fetched, self._db, found, fetched):
                 raise Busy("the file changed while it was fetched")
         except BaseException:
             with suppress(OSError, CkptfsError):
-                place.remove(number)
-            fetching.delete_filling_copy(self._db, number, tier)
+                storage.remove(content_id)
+            fetching.delete_filling_copy(self._db, content_id, tier)
             raise
 
-    def _announce(self, found: FetchState, tier: Tier) -> int:
+    def _insert_copy(self, found: FetchState, tier: Tier) -> int:
         if found.content is None:
             return fetching.insert_reserved_copy(self._db, tier)
         if not settling.insert_filling_copy(self._db, found.content, tier):
             raise Busy("the file changed while it was fetched")
         return found.content.id
 
-    def _copy(self, want: wants.MoverRequest, found: FetchState, place: Place, number: int, source: int) -> FetchedContent:
-        with disk.closing(place.create(number)) as target:
-            size, digest, blocks = self._copied(want, found, place.tier, source, target)
-            if place.tier is not Tier.RAM:
+    def _copy_to_storage(
+        self, request: wants.MoverRequest, found: FetchState, storage: TierStorage, content_id: int, source: int
+    ) -> FetchedContent:
+        with disk.closing(storage.create(content_id)) as target:
+            size, digest, blocks = self._copy_bytes(request, found, storage.tier, source, target)
+            if storage.tier is not Tier.RAM:
                 disk.act("fetch:fsync", os.fsync, target)
-                disk.act("fetch:directory", place.persist_names)
+                disk.act("fetch:directory", storage.fsync_directory)
                 os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
-                if transfer.read(target, label="fetch:check", before_block=self._progress(want)) != (size, digest, blocks):
-                    raise DigestMismatch(f"what was written to {place.tier} reads back as something else")
-        return FetchedContent(number, place.tier, size, digest, blocks)
+                if transfer.read(target, label="fetch:check", before_block=self._build_progress(request)) != (size, digest, blocks):
+                    raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
+        return FetchedContent(content_id, storage.tier, size, digest, blocks)
 
-    def _copied(self, want: wants.MoverRequest, found: FetchState, tier: Tier, source: int, target: int) -> transfer.Digested:
+    def _copy_bytes(self, request: wants.MoverRequest, found: FetchState, tier: Tier, source: int, target: int) -> transfer.ContentDigests:
         """Copy the bytes, where their digests are known so that they can be read as they come; what was copied."""
-        telling, content = self._progress(want), found.content
-        if content is None or not _known_by_blocks(content):
-            return transfer.copy(source, target, label="fetch", before_block=telling)
+        progress, content = self._build_progress(request), found.content
+        if content is None or not _has_block_digests(content):
+            return transfer.copy(source, target, label="fetch", before_block=progress)
         assert content.digest is not None and content.block_digests is not None
         disk.act("fetch:truncate", os.ftruncate, target, content.size)
-        one = ByBlocks(content.size, content.block_digests)
-        with telling.published(content, tier, target, one.lacking) as blocks:
-            if os.fstat(source).st_size != content.size or not one.bring(source, target, blocks):
+        blockwise = BlockwiseCopy(content.size, content.block_digests)
+        with progress.publish_map(content, tier, target, blockwise.missing_blocks) as blocks:
+            if os.fstat(source).st_size != content.size or not blockwise.copy(source, target, blocks):
                 return 0, b"", b""
         return content.size, content.digest, content.block_digests
 
-    def _compare(self, found: FetchState, size: int, digest: bytes, source: int) -> None:
+    def _verify_copy(self, found: FetchState, size: int, digest: bytes, source: int) -> None:
         """What was read must be what the catalog knows, and the file must not have changed meanwhile."""
         assert found.published is not None
-        if not pfs_open.same(source, found.published):
-            raise self._moved_on(found)
+        if not pfs_open.matches_catalog(source, found.published):
+            raise self._request_scan(found)
         known = found.content.digest if found.content is not None else found.published.digest
         if size != found.published.size or (known is not None and digest != known):
             raise DigestMismatch("the file on the PFS does not have the digest that it was sealed with, and no other copy is left")
 
-    def _check_in_place(self, want: wants.MoverRequest, found: FetchState, source: int) -> None:
+    def _check_in_place(self, request: wants.MoverRequest, found: FetchState, source: int) -> None:
         """Read a file on the PFS where it lies, once, when its digest is known: it will be read there by others."""
         assert found.published is not None
         if found.published.digest is None or found.published.is_verified:
             return
-        size, digest, blocks = transfer.read(source, label="fetch:check", before_block=self._progress(want))
-        self._compare(found, size, digest, source)
+        size, digest, blocks = transfer.read(source, label="fetch:check", before_block=self._build_progress(request))
+        self._verify_copy(found, size, digest, source)
         if not fetching.record_pfs_verified(self._db, found, digest, blocks):
             raise Busy("the file changed while it was read")
 
-    def _progress(self, want: wants.MoverRequest) -> Telling:
-        return Telling(self._db, self._places, self._notify, want)
+    def _build_progress(self, request: wants.MoverRequest) -> FetchProgress:
+        return FetchProgress(self._db, self._tiers, self._notify, request)
 
     def _name(self, inode: int) -> str:
         return os.fsdecode(report.get_path(self._db, inode))
 
 
-def _known_by_blocks(content: Content) -> bool:
+def _has_block_digests(content: Content) -> bool:
     """Whether each block of it can be found right by itself. What is small is here at once anyway."""
     if content.size <= limits.BLOCK_BYTES or not content.block_digests or content.digest is None:
         return False
     return hash_content(content.block_digests, content.size) == content.digest
 
 
-def _shown(found: FetchState) -> bool:
+def _is_shown_by_pfs(found: FetchState) -> bool:
     """Whether the PFS shows exactly what the file is to be."""
     if found.published is None:
         return False

@@ -21,85 +21,85 @@ from ckptfs.errors import Busy, CkptfsError, StoreRefused, StoreUnreachable
 from ckptfs.model import Content, CopyState
 
 
-class Elsewhere(Busy):
+class FetchedElsewhere(Busy):
     """Another node reads it, or has read it: look again soon."""
 
 
-class Alone:
+class PfsSingleFlight:
     """Which of the nodes reads what. Several threads may ask at once."""
 
-    def __init__(self, db: Database, around: Cluster) -> None:
+    def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
-        self._around = around
-        self._since: dict[int, float] = {}
+        self._cluster = cluster
+        self._waiting_since_s: dict[int, float] = {}
         self._lock = threading.Lock()
         self._pause = threading.Event()
 
     @contextmanager
-    def reading(self, found: FetchState) -> Iterator[None]:
+    def hold_lock(self, found: FetchState) -> Iterator[None]:
         """While this node reads a file on the PFS. Raises Elsewhere when it had better wait for another one."""
         assert found.published is not None
-        claims, claim = self._around.claims, None
-        if claims is None or found.published.size < limits.FETCH_SHARED_BYTES_MIN:
+        locks, claim = self._cluster.claims, None
+        if locks is None or found.published.size < limits.FETCH_SHARED_BYTES_MIN:
             yield
             return
         try:
             with suppress(StoreUnreachable, StoreRefused):
-                claim = claims.try_acquire(_claim_of(found))
-                if claim is None and self._patient(found):
-                    raise Elsewhere("another node reads it from the PFS just now")
-                if claim is not None and self._has_come(found):
-                    raise Elsewhere("another node has read it from the PFS")
-            self._forget(found)
+                claim = locks.try_acquire(_get_lock_name(found))
+                if claim is None and self._should_wait(found):
+                    raise FetchedElsewhere("another node reads it from the PFS just now")
+                if claim is not None and self._has_copy_elsewhere(found):
+                    raise FetchedElsewhere("another node has read it from the PFS")
+            self._stop_waiting(found)
             yield
-            self._tell(found)
+            self._announce(found)
         finally:
             if claim is not None:
                 with suppress(CkptfsError):
-                    claims.release(claim)
+                    locks.release(claim)
 
-    def _patient(self, found: FetchState) -> bool:
+    def _should_wait(self, found: FetchState) -> bool:
         """Whether to go on waiting for the other one."""
         assert found.published is not None
         with self._lock:
-            since = self._since.setdefault(found.inode, time.monotonic())
-        return time.monotonic() - since < limits.FETCH_SHARED_WAIT_S + found.published.size / limits.FETCH_SHARED_BYTES_PER_S
+            waiting_since_s = self._waiting_since_s.setdefault(found.inode, time.monotonic())
+        return time.monotonic() - waiting_since_s < limits.FETCH_SHARED_WAIT_S + found.published.size / limits.FETCH_SHARED_BYTES_PER_S
 
-    def _forget(self, found: FetchState) -> None:
+    def _stop_waiting(self, found: FetchState) -> None:
         with self._lock:
-            self._since.pop(found.inode, None)
+            self._waiting_since_s.pop(found.inode, None)
 
-    def _has_come(self, found: FetchState) -> bool:
+    def _has_copy_elsewhere(self, found: FetchState) -> bool:
         """Whether somebody has it of whom was nothing known when we set out for the PFS."""
         if found.content is None:
-            truth.load_inodes(self._db, self._around.store, found.inode)
+            truth.load_inodes(self._db, self._cluster.store, found.inode)
             return fetching.get_content_id(self._db, found.inode) is not None
-        before = set(peers.list_holders(self._db, found.content))
-        holders.refresh(self._db, self._around.store, [found.content.id], self._around.node_number)
-        now = settling.get_content(self._db, found.content.id) or found.content
-        return bool(self._around.list_live([node for node in peers.list_holders(self._db, now) if node not in before]))
+        known_holders = set(peers.list_holders(self._db, found.content))
+        holders.refresh(self._db, self._cluster.store, [found.content.id], self._cluster.node_number)
+        content = settling.get_content(self._db, found.content.id) or found.content
+        return bool(self._cluster.list_live([node for node in peers.list_holders(self._db, content) if node not in known_holders]))
 
-    def _tell(self, found: FetchState) -> None:
+    def _announce(self, found: FetchState) -> None:
         """The others shall know of the copy before they may read the PFS themselves."""
         number = fetching.get_content_id(self._db, found.inode)
         content = None if number is None else settling.get_content(self._db, number)
-        if content is None or not self._is_here(content):
+        if content is None or not self._has_local_copy(content):
             return
         if found.content is None:
-            self._told_by_the_mount(found.inode)
+            self._wait_published(found.inode)
             return
         with suppress(StoreUnreachable, StoreRefused):
-            holders.announce(self._around.store, self._around.node_number, [(content, True)])
+            holders.announce(self._cluster.store, self._cluster.node_number, [(content, True)])
 
-    def _is_here(self, content: Content) -> bool:
+    def _has_local_copy(self, content: Content) -> bool:
         return any(copy.state is CopyState.GOOD for copy in settling.list_copies(self._db, content.id))
 
-    def _told_by_the_mount(self, inode: int) -> None:
+    def _wait_published(self, inode: int) -> None:
         """A file that had no content before: that it has one now is told like every change of a file, in a moment."""
         end_s = time.monotonic() + limits.TOLD_WAIT_S
         while not holding.was_in_store(self._db, inode) and time.monotonic() < end_s:
             self._pause.wait(limits.TOLD_LOOK_S)
 
 
-def _claim_of(found: FetchState) -> str:
+def _get_lock_name(found: FetchState) -> str:
     return f"fetch/file/{found.inode:016x}" if found.content is None else f"fetch/{found.content.id:016x}"

@@ -23,37 +23,37 @@ from ckptfs.clique.membership import Node
 from ckptfs.clique.peers import ContentManifest, PeerFailed
 from ckptfs.clique.surroundings import Cluster
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
-from ckptfs.flow.fetch.telling import Telling
+from ckptfs.flow.fetch.telling import FetchProgress
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import aside, older, removal, transfer
-from ckptfs.tiers.place import Place, Places
+from ckptfs.tiers.place import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
-transfer.labels("gather:check")
+transfer.declare_labels("gather:check")
 disk.declare_labels("gather:reserved", "gather:write", "gather:fsync", "gather:directory", "gather:arrived")
 
-Progress = Callable[[], None]
+OnProgress = Callable[[], None]
 
 
-class NoneLeft(DigestMismatch):
+class NoCopyLeft(DigestMismatch):
     """No node that lives has the file, and the PFS does not show it."""
 
 
-class FromPeers:
+class PeerFetcher:
     """Brings contents from other nodes. Several threads may do so at once, of different files."""
 
-    def __init__(self, db: Database, places: Places, around: Cluster) -> None:
+    def __init__(self, db: Database, tiers: Tiers, cluster: Cluster) -> None:
         self._db = db
-        self._places = places
-        self._around = around
+        self._tiers = tiers
+        self._cluster = cluster
 
-    def look(self, inode: int, progress: Progress) -> FetchState | None:
+    def refresh_file(self, inode: int, progress: OnProgress) -> FetchState | None:
         """The file as it is known now that the store and its writer were asked. Raises Busy while its writer has not sealed it."""
         number = fetching.get_content_id(self._db, inode)
         if number is None:
             return fetching.load_fetch_state(self._db, inode)
-        shared = self._refresh(number)
+        shared = self._refresh_locations(number)
         settling.mark_found(self._db, number)
         found = fetching.load_fetch_state(self._db, inode)
         if (
@@ -67,25 +67,25 @@ class FromPeers:
         progress()
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
-        writer = None if shared.is_lost else self._around.view().by_number.get(shared.writer)
+        writer = None if shared.is_lost else self._cluster.view().by_number.get(shared.writer)
         # While its writer lives a file is what was closed there, and nothing older. Who writes in place may be half way through.
-        heard = shared.state
-        is_open = heard is not None and heard.is_open
-        since = 0 if writer is None or heard is None else heard.generation - is_open
-        if is_open and self._have_fsynced(found.content, shared, since):
+        remote_state = shared.state
+        is_open = remote_state is not None and remote_state.is_open
+        generation_min = 0 if writer is None or remote_state is None else remote_state.generation - is_open
+        if is_open and self._record_fsynced(found.content, shared, generation_min):
             return fetching.load_fetch_state(self._db, inode)
-        if writer is not None and self._have_sealed(found.content, writer):
+        if writer is not None and self._request_seal(found.content, writer):
             return fetching.load_fetch_state(self._db, inode)
-        if is_open or not self._have_fsynced(found.content, shared, since):
+        if is_open or not self._record_fsynced(found.content, shared, generation_min):
             if shared.is_lost:
-                raise NoneLeft("the node that wrote the file has lost it, and no other one has a copy")
+                raise NoCopyLeft("the node that wrote the file has lost it, and no other one has a copy")
             raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
         return fetching.load_fetch_state(self._db, inode)
 
-    def _refresh(self, number: int) -> ContentLocations | None:
+    def _refresh_locations(self, number: int) -> ContentLocations | None:
         """Ask the store who has it. An island goes by what it knows."""
         try:
-            return holders.refresh(self._db, self._around.store, [number], self._around.node_number)[number]
+            return holders.refresh(self._db, self._cluster.store, [number], self._cluster.node_number)[number]
         except (StoreUnreachable, StoreRefused) as failure:
             log.debug("the holders of content %d cannot be asked for: %s", number, failure)
             return None
@@ -95,165 +95,171 @@ class FromPeers:
         if not holding.was_in_store(self._db, inode):
             return False
         try:
-            file = holders.load_files(self._around.store, [inode]).get(inode)
+            file = holders.load_files(self._cluster.store, [inode]).get(inode)
         except (StoreUnreachable, StoreRefused):
             return False
         return file is None or not file.value.get("nlink", 1)
 
-    def _have_sealed(self, content: Content, writer: Node) -> bool:
+    def _request_seal(self, content: Content, writer: Node) -> bool:
         """Have the writer seal what is closed there, or tell what an open file holds now. False: it does not answer."""
         try:
-            record = self._around.peers.request_seal(writer, content.id, limits.SEAL_ASKED_S)
+            manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_ASKED_S)
         except PeerFailed as failure:
             log.debug("%s wrote content %d and has not sealed it: %s", writer.name, content.id, failure)
             return False
-        if record is None or record.generation - content.generation > limits.GENERATIONS_AHEAD_MAX:
+        if manifest is None or manifest.generation - content.generation > limits.GENERATIONS_AHEAD_MAX:
             return False
-        return self._heard_of(record, writer)
+        return self._record_manifest(manifest, writer)
 
-    def _have_fsynced(self, content: Content, shared: ContentLocations, since: int) -> bool:
+    def _record_fsynced(self, content: Content, shared: ContentLocations, generation_min: int) -> bool:
         """The last state of a file that was verified before its writer died, here or on a node that lives, from the generation `since`
         on. False: there is none.
         """
-        for copy in sorted((one for one in shared.copies if one.generation >= since), key=lambda one: -one.generation):
-            if copy.node == self._around.node_number and self._have_older(content, copy):
+        for copy in sorted((one for one in shared.copies if one.generation >= generation_min), key=lambda one: -one.generation):
+            if copy.node == self._cluster.node_number and self._record_local_stale(content, copy):
                 return True
-            for node in self._around.list_live([copy.node]):
+            for node in self._cluster.list_live([copy.node]):
                 try:
-                    record = self._around.peers.get_manifest(node, content.id, copy.digest)
+                    manifest = self._cluster.peers.get_manifest(node, content.id, copy.digest)
                 except PeerFailed as failure:
                     log.debug("%s does not tell of content %d: %s", node.name, content.id, failure)
                     continue
                 with self._db.transaction():
                     peers.insert_peer_copy(self._db, copy)
-                    return holding.restore_verified(self._db, content, replace(_heard(record), generation=copy.generation), None)
+                    return holding.restore_verified(
+                        self._db, content, replace(_build_remote_state(manifest), generation=copy.generation), None
+                    )
         return False
 
-    def _have_older(self, content: Content, copy: PeerCopy) -> bool:
+    def _record_local_stale(self, content: Content, copy: PeerCopy) -> bool:
         """The same, from what lies here."""
-        found = older.find(self._db, self._places, content.id, copy.digest)
+        found = older.find_stale(self._db, self._tiers, content.id, copy.digest)
         if found is None:
             return False
         os.close(found.fd)
         state = RemoteState(content.id, content.inode, copy.generation, found.size, copy.digest, found.blocks)
-        return holding.restore_verified(self._db, content, state, found.place.tier)
+        return holding.restore_verified(self._db, content, state, found.storage.tier)
 
-    def _heard_of(self, record: ContentManifest, node: Node) -> bool:
+    def _record_manifest(self, manifest: ContentManifest, node: Node) -> bool:
         with self._db.transaction():
-            copy = peers.PeerCopy(record.content, node.number, record.generation, record.digest)
+            copy = peers.PeerCopy(manifest.content, node.number, manifest.generation, manifest.digest)
             peers.insert_peer_copy(self._db, copy)
-            return holding.record_remote(self._db, _heard(record))
+            return holding.record_remote(self._db, _build_remote_state(manifest))
 
     # --- bringing it here --------------------------------------------------------------------------------------------
 
-    def sources(self, content: Content) -> list[Node]:
+    def list_sources(self, content: Content) -> list[Node]:
         """The living nodes that are known to have exactly this generation, the fastest first."""
-        nodes = self._around.list_live(peers.list_holders(self._db, content))
+        nodes = self._cluster.list_live(peers.list_holders(self._db, content))
         by_name = {node.name: node for node in nodes}
-        return [by_name[node.name] for node in self._around.peers.rank(nodes)]
+        return [by_name[node.name] for node in self._cluster.peers.rank(nodes)]
 
-    def bring(self, content: Content, sources: list[Node], tier: Tier, telling: Telling) -> None:
+    def fetch(self, content: Content, sources: list[Node], tier: Tier, progress: FetchProgress) -> None:
         """Make a good copy in `tier`. Raises PeerFailed when no source gave it, Busy when it has moved on, OSError from the tier."""
-        record = self._record(content, sources)
-        older = self._older(content, tier)
+        manifest = self._load_manifest(content, sources)
+        stale_fd = self._open_stale(content, tier)
         try:
-            place = self._places[tier]
-            former = self._reserve(content, place)
+            storage = self._tiers[tier]
+            stash_id = self._insert_copy(content, storage)
             try:
                 disk.act("gather:reserved", lambda: None)
-                self._fill(content, record, sources, place, older, telling)
-                if not disk.act("gather:arrived", holding.record_fetched_copy, self._db, content, tier, record.blocks):
+                self._fill(content, manifest, sources, storage, stale_fd, progress)
+                if not disk.act("gather:arrived", holding.record_fetched_copy, self._db, content, tier, manifest.blocks):
                     raise Busy("the file changed while it was fetched")
             except BaseException:
                 # A peer may have sent the same content meanwhile: then the row and the file are those of its copy, and stay.
                 fetching.delete_filling_copy(self._db, content.id, tier)
                 with suppress(OSError, CkptfsError):
-                    aside.put_back(self._db, place, former)
-                    removal.remove_forgotten(self._db, place, content.id)
+                    aside.restore_stashed(self._db, storage, stash_id)
+                    removal.remove_unrecorded(self._db, storage, content.id)
                 raise
-            aside.forget(self._db, place, former)
+            aside.drop_stashed(self._db, storage, stash_id)
         finally:
-            if older >= 0:
-                os.close(older)
+            if stale_fd >= 0:
+                os.close(stale_fd)
         if tier is not Tier.RAM:
             self._db.persist()
 
-    def _reserve(self, content: Content, place: Place) -> int | None:
+    def _insert_copy(self, content: Content, storage: TierStorage) -> int | None:
         """Announce the copy, and take away the file of a former one: in one transaction, since a peer may send the same content. What may
         be all that is left of the file is put aside, under the id that is given.
         """
         with self._db.transaction():
-            kept = aside.put(self._db, place, content.id)
-            if not settling.insert_filling_copy(self._db, content, place.tier):
+            stash_id = aside.stash(self._db, storage, content.id)
+            if not settling.insert_filling_copy(self._db, content, storage.tier):
                 raise Busy("the file changed while it was fetched")
-            former = place.detach(content.id)
-        if former >= 0:
-            os.close(former)
-        return kept
+            old_fd = storage.detach(content.id)
+        if old_fd >= 0:
+            os.close(old_fd)
+        return stash_id
 
-    def _record(self, content: Content, sources: list[Node]) -> ContentManifest:
+    def _load_manifest(self, content: Content, sources: list[Node]) -> ContentManifest:
         """The blocks' digests: from here, or from the first source that gives those of which the content's is made."""
         assert content.digest is not None
         if content.block_digests is not None and digest.hash_content(content.block_digests, content.size) == content.digest:
             return ContentManifest(content.id, content.inode, content.generation, content.size, content.digest, content.block_digests)
         failure = PeerFailed("no node that has the file can be reached")
         # One that does not answer is left soon while there are others.
-        hasty = [(node, limits.PEER_PATIENCE_S) for node in sources if len(sources) > 1]
-        for node, timeout_s in [*hasty, *((node, limits.PEER_STALL_S) for node in sources)]:
+        quick_attempts = [(node, limits.PEER_PATIENCE_S) for node in sources if len(sources) > 1]
+        for node, timeout_s in [*quick_attempts, *((node, limits.PEER_STALL_S) for node in sources)]:
             try:
-                record = self._around.peers.get_manifest(node, content.id, content.digest, timeout_s=timeout_s)
+                manifest = self._cluster.peers.get_manifest(node, content.id, content.digest, timeout_s=timeout_s)
             except PeerFailed as refusal:
                 failure = refusal
                 continue
-            if record.size == content.size and digest.hash_content(record.blocks, record.size) == content.digest:
-                return record
+            if manifest.size == content.size and digest.hash_content(manifest.blocks, manifest.size) == content.digest:
+                return manifest
             failure = PeerFailed(f"{node.name} tells of other blocks than those of this content")
         raise failure
 
-    def _older(self, content: Content, tier: Tier) -> int:
+    def _open_stale(self, content: Content, tier: Tier) -> int:
         """A descriptor of a former generation that lies in `tier`, or of a bad copy, whose good blocks may serve; -1 without one."""
         states = {copy.tier: copy.state for copy in settling.list_copies(self._db, content.id)}
         if states.get(tier) in (CopyState.STALE, CopyState.QUARANTINED):
             with suppress(FileNotFoundError):
-                return self._places[tier].open(content.id)
+                return self._tiers[tier].open(content.id)
         return -1
 
-    def _fill(self, content: Content, record: ContentManifest, sources: list[Node], place: Place, older: int, telling: Telling) -> None:
-        with disk.closing(_created(place, record.content)) as target:
-            os.ftruncate(target, record.size)
-            lacking = _Lacking(record)
-            if older >= 0:
-                lacking.take_from(older, target)
-            if lacking.numbers:
-                with telling.published(content, place.tier, target, lacking.numbers) as blocks:
-                    self._around.peers.fetch(sources, record, lacking.numbers, target, blocks.came, blocks.asked)
-            if place.tier is not Tier.RAM:
+    def _fill(
+        self, content: Content, manifest: ContentManifest, sources: list[Node], storage: TierStorage, stale_fd: int, progress: FetchProgress
+    ) -> None:
+        with disk.closing(_create_file(storage, manifest.content)) as target:
+            os.ftruncate(target, manifest.size)
+            missing = _MissingBlocks(manifest)
+            if stale_fd >= 0:
+                missing.copy_from(stale_fd, target)
+            if missing.numbers:
+                with progress.publish_map(content, storage.tier, target, missing.numbers) as blocks:
+                    self._cluster.peers.fetch(sources, manifest, missing.numbers, target, blocks.mark_present, blocks.list_awaited)
+            if storage.tier is not Tier.RAM:
                 disk.act("gather:fsync", os.fsync, target)
-                disk.act("gather:directory", place.persist_names)
+                disk.act("gather:directory", storage.fsync_directory)
                 os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
-                found = transfer.read(target, label="gather:check", before_block=telling)
-                if found != (record.size, record.digest, record.blocks):
-                    raise DigestMismatch(f"what was written to {place.tier} reads back as something else")
+                found = transfer.read(target, label="gather:check", before_block=progress)
+                if found != (manifest.size, manifest.digest, manifest.blocks):
+                    raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
 
 
-class _Lacking:
+class _MissingBlocks:
     """The blocks that are not in the file yet. Holes need not come."""
 
-    def __init__(self, record: ContentManifest) -> None:
-        self._digests = digest.split_digests(record.blocks)
+    def __init__(self, manifest: ContentManifest) -> None:
+        self._digests = digest.split_digests(manifest.blocks)
         self.numbers = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
-    def take_from(self, source: int, target: int) -> None:
+    def copy_from(self, source: int, target: int) -> None:
         """Copy the blocks that are the same in a former generation."""
         blocks = transfer.read(source, label="gather:older")[2]
-        former = digest.split_digests(blocks)
-        left = []
+        stale_digests = digest.split_digests(blocks)
+        remaining = []
         for number in self.numbers:
-            if not (number < len(former) and former[number] == self._digests[number] and self._copied(source, target, number)):
-                left.append(number)
-        self.numbers = left
+            if not (
+                number < len(stale_digests) and stale_digests[number] == self._digests[number] and self._copy_block(source, target, number)
+            ):
+                remaining.append(number)
+        self.numbers = remaining
 
-    def _copied(self, source: int, target: int, number: int) -> bool:
+    def _copy_block(self, source: int, target: int, number: int) -> bool:
         data = os.pread(source, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)
         if digest.hash_block(data) != self._digests[number]:
             return False
@@ -261,12 +267,12 @@ class _Lacking:
         return True
 
 
-def _heard(record: ContentManifest) -> RemoteState:
-    return RemoteState(record.content, record.inode, record.generation, record.size, record.digest, record.blocks)
+def _build_remote_state(manifest: ContentManifest) -> RemoteState:
+    return RemoteState(manifest.content, manifest.inode, manifest.generation, manifest.size, manifest.digest, manifest.blocks)
 
 
-def _created(place: Place, content: int) -> int:
+def _create_file(storage: TierStorage, content: int) -> int:
     try:
-        return place.create(content)
+        return storage.create(content)
     except FileExistsError as failure:
         raise Busy("a peer sends the file just now") from failure

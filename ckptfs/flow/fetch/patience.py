@@ -18,35 +18,35 @@ from ckptfs.clique.surroundings import Cluster
 from ckptfs.errors import CkptfsError, StoreRefused, StoreUnreachable
 
 
-class Patience:
+class RetryPolicy:
     """One for all fetches of a node; any thread."""
 
-    def __init__(self, db: Database, around: Cluster) -> None:
+    def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
-        self._around = around
-        self._world = (around.view(), time.monotonic())
+        self._cluster = cluster
+        self._view_since = (cluster.view(), time.monotonic())
 
-    def follow(self) -> None:
+    def record_view(self) -> None:
         """Note when the world changes. Called before each fetch."""
-        world = self._around.view()
-        if world is not self._world[0]:
-            self._world = world, time.monotonic()
+        view = self._cluster.view()
+        if view is not self._view_since[0]:
+            self._view_since = view, time.monotonic()
 
-    def in_touch(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether this node is no island."""
-        return bool(self._around.lease())
+        return bool(self._cluster.lease())
 
-    def lasts(self, inode: int, since_s: float, *, denied: bool) -> bool:
+    def should_retry(self, inode: int, since_s: float, *, is_denied: bool) -> bool:
         """Whether a file that was first tried at `since_s` is to be tried again. `denied`: those who were asked say that they have it not.
 
         An island has nobody to ask, and does not wait. When it fell back, what it holds now is taken over, with what the PFS shows of it.
         """
         number = fetching.get_content_id(self._db, inode)
-        if number is None or not self.in_touch():
+        if number is None or not self.is_connected():
             return False
         try:
-            file = holders.load_files(self._around.store, [inode]).get(inode)
-            shared = holders.load(self._around.store, [number])[number]
+            file = holders.load_files(self._cluster.store, [inode]).get(inode)
+            shared = holders.load(self._cluster.store, [number])[number]
         except (StoreUnreachable, StoreRefused):
             return False
         if file is None:
@@ -54,26 +54,26 @@ class Patience:
         waited_s = time.monotonic() - since_s
         if file.content != number:
             with suppress(CkptfsError):
-                truth.load_inodes(self._db, self._around.store, inode)
-            return waited_s < limits.FETCH_PATIENCE_S + _decided_s()
-        if not denied and self._is_with_the_living(shared):
+                truth.load_inodes(self._db, self._cluster.store, inode)
+            return waited_s < limits.FETCH_PATIENCE_S + _get_salvage_wait_s()
+        if not is_denied and self._is_on_live_node(shared):
             return waited_s < limits.FETCH_PATIENCE_S
-        return self._may_fall_back() and waited_s < limits.FETCH_PATIENCE_S + _decided_s()
+        return self._may_be_salvaged() and waited_s < limits.FETCH_PATIENCE_S + _get_salvage_wait_s()
 
-    def _is_with_the_living(self, shared: ContentLocations) -> bool:
+    def _is_on_live_node(self, shared: ContentLocations) -> bool:
         """Whether another node lives that wrote what the file holds, or said that it has it."""
-        heard, world = shared.state, self._world[0]
-        if heard is None:
+        remote_state, view = shared.state, self._view_since[0]
+        if remote_state is None:
             return False
-        living = [copy.node for copy in shared.copies if copy.generation == heard.generation]
+        candidates = [copy.node for copy in shared.copies if copy.generation == remote_state.generation]
         if not shared.is_lost and shared.writer is not None:
-            living.append(shared.writer)
-        return any(node in world and node != self._around.node_number for node in living)
+            candidates.append(shared.writer)
+        return any(node in view and node != self._cluster.node_number for node in candidates)
 
-    def _may_fall_back(self) -> bool:
+    def _may_be_salvaged(self) -> bool:
         """Whether the world changed so short a time ago that others may not have decided yet what is left of the file."""
-        return self._around.factor > 1 and time.monotonic() - self._world[1] < _decided_s()
+        return self._cluster.factor > 1 and time.monotonic() - self._view_since[1] < _get_salvage_wait_s()
 
 
-def _decided_s() -> float:
+def _get_salvage_wait_s() -> float:
     return limits.FALL_BACK_RIVALS_S + limits.FALL_BACK_LOOK_S + limits.FALL_BACK_MARGIN_S

@@ -15,134 +15,136 @@ from ckptfs.catalog.database import Database
 from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
 from ckptfs.errors import CkptfsError, NoSpace
 from ckptfs.tiers import transfer
-from ckptfs.tiers.place import Place
+from ckptfs.tiers.place import TierStorage
 
-transfer.labels("hold")
+transfer.declare_labels("hold")
 disk.declare_labels("hold:create", "hold:allocate")
 
 
-class Arriving:
+class IncomingCopy:
     """A reception between its first offer and its end. Used by one thread at a time."""
 
-    def __init__(self, place: Place, number: int, fd: int, offer: Offer) -> None:
-        self.place = place
-        self.number = number
+    def __init__(self, storage: TierStorage, reserved_id: int, fd: int, offer: Offer) -> None:
+        self.storage = storage
+        self.reserved_id = reserved_id
         self.fd = fd
         self.offer = offer
-        self.lacking: list[int] = []
-        self.done = False
+        self.missing_blocks: list[int] = []
+        self.is_complete = False
         """All of it was here before: there is nothing to receive, and nothing to make of it."""
-        self.fresh = True
+        self.is_unsearched = True
         """Nothing was looked for on this node yet."""
-        self.begun = False
+        self.has_received = False
         """A peer has sent some of it."""
         self.idle_s = time.monotonic()
         self._present: dict[int, bytes] = {}
-        self._doubtful: set[int] = set()
-        self._allocated = 0
-        self._sources: list[tuple[Place, int, dict[bytes, int]]] = []
+        self._unverified: set[int] = set()
+        self._allocated_bytes = 0
+        self._sources: list[tuple[TierStorage, int, dict[bytes, int]]] = []
 
     @classmethod
-    def begin(cls, db: Database, place: Place, offer: Offer) -> "Arriving":
+    def create(cls, db: Database, storage: TierStorage, offer: Offer) -> "IncomingCopy":
         """A new file for an offer. Raises NoRoom."""
-        number = fetching.insert_reserved_copy(db, place.tier)
+        reserved_id = fetching.insert_reserved_copy(db, storage.tier)
         try:
-            place.remove(number)
-            return cls(place, number, disk.act("hold:create", place.create, number), offer)
+            storage.remove(reserved_id)
+            return cls(storage, reserved_id, disk.act("hold:create", storage.create, reserved_id), offer)
         except BaseException:
-            _tidy(db, place, number)
+            _delete_reserved(db, storage, reserved_id)
             raise
 
     @classmethod
-    def whole(cls, offer: Offer, place: Place, fd: int) -> "Arriving":
+    def from_local_copy(cls, offer: Offer, storage: TierStorage, fd: int) -> "IncomingCopy":
         """What is here already."""
-        arriving = cls(place, 0, fd, offer)
-        arriving.done = True
-        return arriving
+        incoming = cls(storage, 0, fd, offer)
+        incoming.is_complete = True
+        return incoming
 
-    def aim(self, offer: Offer) -> None:
+    def set_offer(self, offer: Offer) -> None:
         """From now on `offer` is what shall come; `lacking` is what it takes."""
         self.offer = offer
-        if self.done:
+        if self.is_complete:
             return
         digests = digest.split_digests(offer.blocks)
-        self._stretch(offer.size, digests)
+        self._allocate(offer.size, digests)
         self._present = {number: known for number, known in self._present.items() if number < len(digests)}
-        buffer = _Buffer()
-        for number in sorted(self._doubtful):
+        buffer = _BlockBuffer()
+        for number in sorted(self._unverified):
             if (
                 number < len(digests)
                 and digests[number] != UNKNOWN_BLOCK
                 and digest.hash_block(buffer.read(self.fd, number)) == digests[number]
             ):
                 self._present[number] = digests[number]
-        self._doubtful = set()
-        if self.fresh:
+        self._unverified = set()
+        if self.is_unsearched:
             # A hole reads as zeros, and need not come.
             self._present |= {number: known for number, known in enumerate(digests) if known == digest.ZERO_BLOCK}
-        self._find_lacking(digests)
+        self._find_missing(digests)
 
-    def _find_lacking(self, digests: list[bytes]) -> None:
-        self.lacking = [number for number, wanted in enumerate(digests) if wanted != UNKNOWN_BLOCK and self._present.get(number) != wanted]
+    def _find_missing(self, digests: list[bytes]) -> None:
+        self.missing_blocks = [
+            number for number, wanted in enumerate(digests) if wanted != UNKNOWN_BLOCK and self._present.get(number) != wanted
+        ]
 
-    def _stretch(self, size: int, digests: list[bytes]) -> None:
+    def _allocate(self, size: int, digests: list[bytes]) -> None:
         """The file's length, and room for all that is no hole."""
         os.ftruncate(self.fd, size)
         try:
-            for start, end in _runs(digests):
-                first, last = max(start * limits.BLOCK_BYTES, self._allocated), min(end * limits.BLOCK_BYTES, size)
+            for start, end in _find_data_runs(digests):
+                first, last = max(start * limits.BLOCK_BYTES, self._allocated_bytes), min(end * limits.BLOCK_BYTES, size)
                 if first < last:
                     disk.act("hold:allocate", os.posix_fallocate, self.fd, first, last - first)
         except OSError as failure:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise NoSpace(f"{self.place.tier} is full") from failure
-        self._allocated = size
+            raise NoSpace(f"{self.storage.tier} is full") from failure
+        self._allocated_bytes = size
 
-    def know(self, place: Place, content: int, joined: bytes | None) -> None:
+    def add_source(self, storage: TierStorage, content: int, block_digests: bytes | None) -> None:
         """A file here that may have blocks of this one. `joined`: its digests; None: they are found out now."""
-        if joined is None:
-            joined = _read_digests(place, content)
-        self._sources.append((place, content, {known: number for number, known in enumerate(digest.split_digests(joined))}))
+        if block_digests is None:
+            block_digests = _read_digests(storage, content)
+        self._sources.append((storage, content, {known: number for number, known in enumerate(digest.split_digests(block_digests))}))
 
-    def take_from_here(self) -> None:
+    def copy_local_blocks(self) -> None:
         """Copy what blocks those files have in common with what is lacking."""
         digests = digest.split_digests(self.offer.blocks)
-        buffer = _Buffer()
-        for place, content, index in self._sources:
-            wanted = [number for number in self.lacking if digests[number] in index]
+        buffer = _BlockBuffer()
+        for storage, content, index in self._sources:
+            wanted = [number for number in self.missing_blocks if digests[number] in index]
             if wanted:
-                with contextlib.suppress(FileNotFoundError), disk.closing(place.open(content)) as fd:
+                with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(content)) as fd:
                     for number in wanted:
-                        self._take_block(buffer.read(fd, index[digests[number]]), number, digests[number])
-                self._find_lacking(digests)
+                        self._copy_block(buffer.read(fd, index[digests[number]]), number, digests[number])
+                self._find_missing(digests)
 
-    def _take_block(self, data: memoryview, here: int, wanted: bytes) -> None:
+    def _copy_block(self, data: memoryview, number: int, wanted: bytes) -> None:
         """Put a block of another file in place, if it is what it is said to be."""
         if digest.hash_block(data) == wanted:
-            disk.write_all("hold:write", self.fd, data, here * limits.BLOCK_BYTES)
-            self._present[here] = wanted
+            disk.write_all("hold:write", self.fd, data, number * limits.BLOCK_BYTES)
+            self._present[number] = wanted
 
-    def came(self) -> None:
+    def mark_received(self) -> None:
         """All that was lacking is in place, and right."""
         digests = digest.split_digests(self.offer.blocks)
-        for number in self.lacking:
+        for number in self.missing_blocks:
             self._present[number] = digests[number]
-        self.begun |= bool(self.lacking)
-        self.lacking = []
+        self.has_received |= bool(self.missing_blocks)
+        self.missing_blocks = []
 
-    def doubt(self) -> None:
+    def mark_unverified(self) -> None:
         """Of what was lacking some may have come."""
-        self.begun = True
-        self._doubtful = set(self.lacking)
-        for number in self.lacking:
+        self.has_received = True
+        self._unverified = set(self.missing_blocks)
+        for number in self.missing_blocks:
             self._present.pop(number, None)
-        self.lacking = []
+        self.missing_blocks = []
 
-    def right(self) -> bool:
+    def has_whole_offer(self) -> bool:
         """Whether every block of the offer is in place, and the file as long as it says."""
-        present = all(self._present.get(number) == wanted for number, wanted in enumerate(digest.split_digests(self.offer.blocks)))
-        return present and os.fstat(self.fd).st_size == self.offer.size
+        has_all_blocks = all(self._present.get(number) == wanted for number, wanted in enumerate(digest.split_digests(self.offer.blocks)))
+        return has_all_blocks and os.fstat(self.fd).st_size == self.offer.size
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -150,20 +152,20 @@ class Arriving:
         if fd >= 0:
             os.close(fd)
 
-    def give_up(self, db: Database) -> None:
+    def discard(self, db: Database) -> None:
         """Throw away what came."""
         self.close()
-        if self.number:
-            _tidy(db, self.place, self.number)
+        if self.reserved_id:
+            _delete_reserved(db, self.storage, self.reserved_id)
 
 
-def _tidy(db: Database, place: Place, number: int) -> None:
+def _delete_reserved(db: Database, storage: TierStorage, reserved_id: int) -> None:
     with contextlib.suppress(OSError, CkptfsError):
-        place.remove(number)
-    fetching.delete_filling_copy(db, number, place.tier)
+        storage.remove(reserved_id)
+    fetching.delete_filling_copy(db, reserved_id, storage.tier)
 
 
-class _Buffer:
+class _BlockBuffer:
     """One block's room, used over and over: fresh memory for each would cost more than the reading."""
 
     def __init__(self) -> None:
@@ -177,17 +179,17 @@ class _Buffer:
         return self._bytes[:count]
 
 
-def _read_digests(place: Place, content: int) -> bytes:
+def _read_digests(storage: TierStorage, content: int) -> bytes:
     """The digests of a file's blocks; none of a file that is gone."""
     try:
-        fd = place.open(content)
+        fd = storage.open(content)
     except FileNotFoundError:
         return b""
     with disk.closing(fd):
         return transfer.read(fd, label="hold")[2]
 
 
-def _runs(digests: list[bytes]) -> list[tuple[int, int]]:
+def _find_data_runs(digests: list[bytes]) -> list[tuple[int, int]]:
     """(first, end) of the blocks that are no holes, joined where they touch."""
     runs: list[tuple[int, int]] = []
     for number, wanted in enumerate(digests):

@@ -13,31 +13,31 @@ from ckptfs.clique.surroundings import Cluster
 from ckptfs.errors import Busy, StoreRefused, StoreUnreachable
 
 
-class Believed:
+class OfferValidator:
     """Any thread."""
 
-    def __init__(self, db: Database, around: Cluster) -> None:
+    def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
-        self._around = around
+        self._cluster = cluster
 
-    def demand(self, offer: Offer) -> None:
+    def validate(self, offer: Offer) -> None:
         """Raises Busy when nobody who may says that the content holds what is offered. An early offer changes nothing yet, and passes."""
-        if offer.is_early or self._is(identity.get_origin_node(offer.content), offer.sender) or self._is_known(offer):
+        if offer.is_early or self._is_node(identity.get_origin_node(offer.content), offer.sender) or self._is_known(offer):
             return
         try:
-            shared = holders.load(self._around.store, [offer.content])[offer.content]
+            shared = holders.load(self._cluster.store, [offer.content])[offer.content]
         except (StoreUnreachable, StoreRefused):
             return
-        heard = shared.state
-        if self._is(shared.writer, offer.sender) or (
-            heard is not None and (heard.generation, heard.digest) == (offer.generation, offer.digest)
+        remote_state = shared.state
+        if self._is_node(shared.writer, offer.sender) or (
+            remote_state is not None and (remote_state.generation, remote_state.digest) == (offer.generation, offer.digest)
         ):
             return
         if offer.digest is None or not shared.list_holders_of(offer.generation, offer.digest):
             raise Busy("the store does not say that this content holds what is offered")
 
-    def _is(self, number: int | None, name: str) -> bool:
-        node = None if number is None else self._around.view().by_number.get(number)
+    def _is_node(self, number: int | None, name: str) -> bool:
+        node = None if number is None else self._cluster.view().by_number.get(number)
         return node is not None and node.name == name
 
     def _is_known(self, offer: Offer) -> bool:

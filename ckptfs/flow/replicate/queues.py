@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PeerLoad:
     """What one peer is still to get: what waits for it, and what is on its way."""
 
     node: str
@@ -28,73 +28,73 @@ class Load:
 
 
 Job = tuple[Content, Tier]
-Act = Callable[[Node, Sequence[Job]], bool]
-Ended = Callable[[Node, bool], None]
+SendBatch = Callable[[Node, Sequence[Job]], bool]
+OnBatchEnd = Callable[[Node, bool], None]
 
 
-class _Queue:
+class _PeerQueue:
     """What one peer shall get, in order."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.waiting: deque[Job] = deque()
-        self.filled = False
+        self.may_have_more = False
         """Whether there was so much that there may be more in the catalog."""
         self.sending: dict[int, int] = {}
         self.threads = 0
 
 
-class Queues:
+class PeerQueues:
     """Safe to use from several threads. `act` runs in the peers' own threads and must not raise; `ended` hears what it said."""
 
-    def __init__(self, act: Act, ended: Ended) -> None:
-        self._act = act
-        self._ended = ended
+    def __init__(self, send: SendBatch, on_batch_end: OnBatchEnd) -> None:
+        self._send = send
+        self._on_batch_end = on_batch_end
         self._lock = threading.Lock()
-        self._queues: dict[int, _Queue] = {}
-        self._on_way: dict[int, dict[int, int]] = {}
-        self._closed = False
+        self._queues: dict[int, _PeerQueue] = {}
+        self._in_flight: dict[int, dict[int, int]] = {}
+        self._is_closed = False
 
     def put(self, node: Node, content: Content, tier: Tier) -> bool:
         """Queue a content for a peer. False when it is queued for it already, or the queue is full."""
         with self._lock:
-            queue = self._queues.setdefault(node.number, _Queue(node))
+            queue = self._queues.setdefault(node.number, _PeerQueue(node))
             queue.node = node
-            if self._closed or node.number in self._on_way.get(content.id, {}) or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
+            if self._is_closed or node.number in self._in_flight.get(content.id, {}) or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
                 return False
             queue.waiting.append((content, tier))
-            queue.filled |= len(queue.waiting) > limits.PEER_QUEUE_MAX // 4
-            self._on_way.setdefault(content.id, {})[node.number] = content.size
+            queue.may_have_more |= len(queue.waiting) > limits.PEER_QUEUE_MAX // 4
+            self._in_flight.setdefault(content.id, {})[node.number] = content.size
             if queue.threads < limits.PEER_SENDS_MAX and queue.threads < len(queue.waiting) + len(queue.sending):
                 queue.threads += 1
-                threading.Thread(target=self._work, args=(queue,), name=f"replicate {node.name}", daemon=True).start()
+                threading.Thread(target=self._run, args=(queue,), name=f"replicate {node.name}", daemon=True).start()
             return True
 
-    def nodes_of(self, content: int) -> set[int]:
+    def list_nodes_for(self, content: int) -> set[int]:
         """For whom this content is queued, or on its way to."""
         with self._lock:
-            return set(self._on_way.get(content, ()))
+            return set(self._in_flight.get(content, ()))
 
-    def low(self, node: Node) -> bool:
+    def take_refill_request(self, node: Node) -> bool:
         """Whether this peer has little left to do although there may be more. True once, until it has more again."""
         with self._lock:
             queue = self._queues.get(node.number)
-            if queue is None or self._closed or not queue.filled or len(queue.waiting) > limits.PEER_QUEUE_MAX // 4:
+            if queue is None or self._is_closed or not queue.may_have_more or len(queue.waiting) > limits.PEER_QUEUE_MAX // 4:
                 return False
-            queue.filled = False
+            queue.may_have_more = False
             return True
 
-    def load(self) -> tuple[int, int]:
+    def count_in_flight(self) -> tuple[int, int]:
         """(contents, bytes) that are queued or on their way, once for each peer."""
         with self._lock:
-            sizes = [size for nodes in self._on_way.values() for size in nodes.values()]
+            sizes = [size for nodes in self._in_flight.values() for size in nodes.values()]
         return len(sizes), sum(sizes)
 
-    def loads(self) -> list[Load]:
+    def list_loads(self) -> list[PeerLoad]:
         """The same by peer, of those that there was ever something for."""
         with self._lock:
             return [
-                Load(
+                PeerLoad(
                     queue.node.name, len(queue.waiting), sum(content.size for content, _ in queue.waiting),
                     len(queue.sending), sum(queue.sending.values()),
                 )
@@ -104,33 +104,33 @@ class Queues:
     def close(self) -> None:
         """Nothing more is begun."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             for queue in self._queues.values():
                 queue.waiting.clear()
 
-    def _work(self, queue: _Queue) -> None:
+    def _run(self, queue: _PeerQueue) -> None:
         """Until the queue is empty: threads are cheap, and one that waits for ever would hold a database connection."""
-        while jobs := self._next(queue):
-            well = False
+        while jobs := self._take_next(queue):
+            is_ok = False
             try:
-                well = self._act(queue.node, jobs)
+                is_ok = self._send(queue.node, jobs)
             except Exception:
                 first = jobs[0][0].id
                 log.exception("sending %d contents from %d on to %s failed in a way that nobody foresaw", len(jobs), first, queue.node.name)
             finally:
-                self._forget(queue, jobs)
-                self._ended(queue.node, well)
+                self._record_sent(queue, jobs)
+                self._on_batch_end(queue.node, is_ok)
 
-    def _forget(self, queue: _Queue, jobs: Sequence[Job]) -> None:
+    def _record_sent(self, queue: _PeerQueue, jobs: Sequence[Job]) -> None:
         with self._lock:
             for content, _ in jobs:
                 queue.sending.pop(content.id, None)
-                nodes = self._on_way.get(content.id, {})
+                nodes = self._in_flight.get(content.id, {})
                 nodes.pop(queue.node.number, None)
                 if not nodes:
-                    self._on_way.pop(content.id, None)
+                    self._in_flight.pop(content.id, None)
 
-    def _next(self, queue: _Queue) -> list[Job]:
+    def _take_next(self, queue: _PeerQueue) -> list[Job]:
         """The next content, or as many small ones as travel together; empty, and the thread ends, where there is none."""
         with self._lock:
             jobs: list[Job] = []

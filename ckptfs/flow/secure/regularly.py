@@ -15,9 +15,9 @@ from ckptfs import limits
 from ckptfs.catalog import peers, settling, wants
 from ckptfs.catalog.database import Database
 from ckptfs.clique.surroundings import Cluster
-from ckptfs.flow.secure.spreading import Spreading
+from ckptfs.flow.secure.spreading import SnapshotReplicator
 from ckptfs.model import Content, Tier
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -25,37 +25,37 @@ PAUSE_RATIO = 10
 
 
 @dataclass(slots=True)
-class _Open:
+class _TrackedFile:
     """An open file: its (size, mtime) when it was copied last, when a change of it is copied, and when an fsync may be."""
 
-    copied: tuple[int, int] | None
-    change_s: float
-    fsync_s: float
+    copied_state: tuple[int, int] | None
+    change_due_s: float
+    fsync_due_s: float
 
 
-class Regularly:
+class PeriodicReplication:
     """Looks through the open files, and copies those that are due, one after the other."""
 
-    def __init__(self, db: Database, places: Places, around: Cluster) -> None:
+    def __init__(self, db: Database, tiers: Tiers, cluster: Cluster) -> None:
         self._db = db
-        self._places = places
-        self._around = around
-        self._spreading = Spreading(db, places, around)
-        self._open: dict[int, _Open] = {}
+        self._tiers = tiers
+        self._cluster = cluster
+        self._replicator = SnapshotReplicator(db, tiers, cluster)
+        self._tracked: dict[int, _TrackedFile] = {}
 
     def step(self) -> bool:
         """Never more to do at once."""
-        if len(self._around.view()) < 2 or self._around.factor < 2:
-            self._open = {}
+        if len(self._cluster.view()) < 2 or self._cluster.factor < 2:
+            self._tracked = {}
             return False
-        written = peers.list_being_written(self._db, limits.OPEN_FILES_MAX)
+        open_contents = peers.list_being_written(self._db, limits.OPEN_FILES_MAX)
         fsynced = {want.inode: want for want in wants.list_open(self._db, wants.REPLICATE_LATER)}
         now_s = time.monotonic()
-        known, self._open = self._open, {}
-        for content, tier in written:
-            self._open[content.id] = known.get(content.id) or self._begun(content, tier, now_s)
-        for content, tier in written:
-            self._look(self._open[content.id], content, tier, fsynced.pop(content.inode, None))
+        known, self._tracked = self._tracked, {}
+        for content, tier in open_contents:
+            self._tracked[content.id] = known.get(content.id) or self._start_tracking(content, tier, now_s)
+        for content, tier in open_contents:
+            self._replicate_if_due(self._tracked[content.id], content, tier, fsynced.pop(content.inode, None))
         for want in fsynced.values():
             wants.mark_done(self._db, want.id)  # It was closed: its seal does the rest.
         return False
@@ -64,35 +64,37 @@ class Regularly:
         """Soon while somebody writes; now and then else, because nobody tells of an open."""
         return limits.OPEN_LOOK_S if settling.count_writers(self._db) else limits.OPEN_IDLE_S
 
-    def _begun(self, content: Content, tier: Tier, now_s: float) -> _Open:
+    def _start_tracking(self, content: Content, tier: Tier, now_s: float) -> _TrackedFile:
         """What was verified after it was changed last had its copies made when it was sealed."""
-        mark = self._mark(content, tier)
+        state = self._get_file_state(content, tier)
         verified_ns = next((copy.verified_ns for copy in settling.list_copies(self._db, content.id) if copy.tier is tier), 0)
-        unchanged = mark is not None and mark[1] < verified_ns
-        return _Open(mark if unchanged else None, now_s + limits.OPEN_COPIED_S, now_s + limits.OPEN_FSYNCED_S)
+        is_unchanged = state is not None and state[1] < verified_ns
+        return _TrackedFile(state if is_unchanged else None, now_s + limits.OPEN_COPIED_S, now_s + limits.OPEN_FSYNCED_S)
 
-    def _look(self, known: _Open, content: Content, tier: Tier, fsynced: wants.MoverRequest | None) -> None:
-        now_s, mark = time.monotonic(), self._mark(content, tier)
-        if mark is None or mark == known.copied or not mark[0]:
+    def _replicate_if_due(self, tracked: _TrackedFile, content: Content, tier: Tier, fsynced: wants.MoverRequest | None) -> None:
+        now_s, state = time.monotonic(), self._get_file_state(content, tier)
+        if state is None or state == tracked.copied_state or not state[0]:
             if fsynced is not None:
                 wants.mark_done(self._db, fsynced.id)
             return
-        ripe = fsynced is not None and now_s >= known.fsync_s and time.time_ns() - fsynced.at_ns >= int(limits.OPEN_FSYNCED_S * 1e9)
-        if not ripe and now_s < known.change_s:
+        is_fsync_due = (
+            fsynced is not None and now_s >= tracked.fsync_due_s and time.time_ns() - fsynced.at_ns >= int(limits.OPEN_FSYNCED_S * 1e9)
+        )
+        if not is_fsync_due and now_s < tracked.change_due_s:
             return
         if fsynced is not None:
             wants.mark_done(self._db, fsynced.id)  # First: what is fsynced from here on is wanted anew.
-        if self._spreading.copied(content.id):
-            known.copied = mark
+        if self._replicator.replicate(content.id):
+            tracked.copied_state = state
         else:
             log.debug("too few nodes take content %d as it is now; again in a while", content.id)
             if fsynced is not None:
                 wants.insert_request(self._db, wants.REPLICATE_LATER, content.inode, wait_s=limits.WANT_KEPT_S)
         end_s = time.monotonic()
         pause_s = PAUSE_RATIO * (end_s - now_s)
-        known.change_s = end_s + max(limits.OPEN_COPIED_S, pause_s)
-        known.fsync_s = end_s + max(limits.OPEN_FSYNCED_S, pause_s)
+        tracked.change_due_s = end_s + max(limits.OPEN_COPIED_S, pause_s)
+        tracked.fsync_due_s = end_s + max(limits.OPEN_FSYNCED_S, pause_s)
 
-    def _mark(self, content: Content, tier: Tier) -> tuple[int, int] | None:
-        found = self._places[tier].stat(content.id) if tier in self._places else None
+    def _get_file_state(self, content: Content, tier: Tier) -> tuple[int, int] | None:
+        found = self._tiers[tier].stat(content.id) if tier in self._tiers else None
         return None if found is None else (found.st_size, found.st_mtime_ns)

@@ -20,7 +20,7 @@ from ckptfs.clique.shelf import Offer
 from ckptfs.clique.surroundings import Cluster
 from ckptfs.model import Content, CopyState, Tier
 from ckptfs.tiers import transfer
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.place import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -29,55 +29,57 @@ disk.declare_labels("secure:read", "secure:counted")
 TRIES_MAX = 5
 
 
-class Spreading:
+class SnapshotReplicator:
     """Sends states of open files. Several threads may do so at once, of different files."""
 
-    def __init__(self, db: Database, places: Places, around: Cluster) -> None:
+    def __init__(self, db: Database, tiers: Tiers, cluster: Cluster) -> None:
         self._db = db
-        self._places = places
-        self._around = around
+        self._tiers = tiers
+        self._cluster = cluster
 
-    def copied(self, number: int) -> bool:
+    def replicate(self, number: int) -> bool:
         """Whether what the file holds now is on enough other nodes."""
         for _ in range(TRIES_MAX):
             try:
-                return self._once(number)
+                return self._replicate_once(number)
             except PeerCorrupt:
                 continue  # Somebody wrote to it while it was read.
             except FileNotFoundError:
                 return False  # It moved to another tier.
         return False
 
-    def _once(self, number: int) -> bool:
-        place = next((copy.tier for copy in settling.list_copies(self._db, number) if copy.state is CopyState.GOOD), None)
-        if place is None or place is Tier.PFS or place not in self._places:
+    def _replicate_once(self, number: int) -> bool:
+        tier = next((copy.tier for copy in settling.list_copies(self._db, number) if copy.state is CopyState.GOOD), None)
+        if tier is None or tier is Tier.PFS or tier not in self._tiers:
             return False
-        with disk.closing(self._places[place].open(number)) as fd:
+        with disk.closing(self._tiers[tier].open(number)) as fd:
             # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
-            seen = self._snapshot(number, fd)
+            snapshot = self._take_snapshot(number, fd)
             size, whole, blocks = transfer.read(fd, label="secure")
-            if seen is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
+            if snapshot is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
                 return False
-            return self._spread(seen, Offer(number, seen.inode, seen.generation, size, whole, blocks), fd)
+            return self._send_until_enough(snapshot, Offer(number, snapshot.inode, snapshot.generation, size, whole, blocks), fd)
 
-    def _snapshot(self, number: int, fd: int) -> Content | None:
+    def _take_snapshot(self, number: int, fd: int) -> Content | None:
         """A number for what the file holds now, with its size and times, by which others know it should it be the last."""
         status = os.fstat(fd)
         with self._db.transaction():
-            seen = peers.record_open_snapshot(self._db, number)
-            if seen is not None and contents.is_current(self._db, seen.inode, number):
-                contents.record_written(self._db, seen.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
-        return seen
+            snapshot = peers.record_open_snapshot(self._db, number)
+            if snapshot is not None and contents.is_current(self._db, snapshot.inode, number):
+                contents.record_written(self._db, snapshot.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+        return snapshot
 
-    def _spread(self, seen: Content, offer: Offer, fd: int) -> bool:
+    def _send_until_enough(self, snapshot: Content, offer: Offer, fd: int) -> bool:
         """Send a state of an open file until enough nodes have it. False: there are too few that take it."""
-        around, world = self._around, self._around.view()
-        has: set[int] = {around.node_number}
+        cluster, view = self._cluster, self._cluster.view()
+        holding_nodes: set[int] = {cluster.node_number}
         failed: set[int] = set()
-        while wanted := placement.choose_new_holders(_without(world, failed), has, around.node_number, around.factor, around.jump):
-            node = wanted[0]
+        while targets := placement.choose_new_holders(
+            _build_view_without(view, failed), holding_nodes, cluster.node_number, cluster.factor, cluster.jump
+        ):
+            node = targets[0]
             try:
-                if not around.peers.send(node, offer, fd).is_verified:
+                if not cluster.peers.send(node, offer, fd).is_verified:
                     failed.add(node.number)
                     continue
             except PeerCorrupt:
@@ -89,9 +91,9 @@ class Spreading:
             assert offer.digest is not None
             copy = PeerCopy(offer.content, node.number, offer.generation, offer.digest)
             disk.act("secure:counted", peers.insert_peer_copy, self._db, copy)
-            has.add(node.number)
-        return peers.has_enough_domains(self._db, sorted(has))
+            holding_nodes.add(node.number)
+        return peers.has_enough_domains(self._db, sorted(holding_nodes))
 
 
-def _without(world: ClusterView, nodes: set[int]) -> ClusterView:
-    return ClusterView(tuple(node for node in world.nodes if node.number not in nodes)) if nodes else world
+def _build_view_without(view: ClusterView, nodes: set[int]) -> ClusterView:
+    return ClusterView(tuple(node for node in view.nodes if node.number not in nodes)) if nodes else view

@@ -25,16 +25,16 @@ from ckptfs.clique.surroundings import Cluster
 from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable, TierUnavailable
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
-from ckptfs.flow.write_back.known import Known
-from ckptfs.flow.write_back.pauses import Pauses
-from ckptfs.flow.write_back.plan import KEYS_PER_ROW, Kind, Planner, Put
+from ckptfs.flow.write_back.known import CatalogFacts
+from ckptfs.flow.write_back.pauses import CopyPacing
+from ckptfs.flow.write_back.plan import KEYS_PER_ROW, PlannedFile, Planner, SourceKind
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
-from ckptfs.flow.write_back.refusals import Aside, unavailable
-from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, resolved
-from ckptfs.flow.write_back.together import Together
+from ckptfs.flow.write_back.refusals import DeferredFiles, build_unavailable_error
+from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
+from ckptfs.flow.write_back.together import ClusterWriteBack
 from ckptfs.model import ROOT, Level, Notifier, Tier
-from ckptfs.tiers.pfs_tree import Names, NotThere, PfsTree
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
+from ckptfs.tiers.place import Tiers
 
 __all__ = ["WriteBack"]
 
@@ -42,43 +42,45 @@ log = logging.getLogger(__name__)
 
 disk.declare_labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times")
 
-ROWS_TOGETHER = 512
-TIMES_TOGETHER = 64
+BATCH_ROWS = 512
+TIMES_BATCH = 64
 PLANS_MAX = 8
-WAITING_DUE_S = 0.25
+WAITING_POLL_S = 0.25
 # In a cluster it mostly waits for what the store is just being told.
-TOLD_DUE_S = 0.05
+PUBLISHED_POLL_S = 0.05
 # An open file that took t seconds to copy after an fsync is copied again at most every so many times t.
 PAUSE_RATIO = 4.0
 PROGRESS_EVERY_S = 0.25
 
-_ASTRAY = {errno.ENOENT, errno.ESTALE}
+_STALE_PATH_ERRNOS = {errno.ENOENT, errno.ESTALE}
 
 
 class WriteBack:
     """The one lane that changes the PFS under ordinary names."""
 
-    def __init__(self, db: Database, places: Places, config: Config, notify: Notifier, around: Cluster | None = None) -> None:
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
         """`around`: the other nodes, which write to the same PFS; None on a node that is alone."""
         self._db = db
-        self._places = places
+        self._tiers = tiers
         self._config = config
         self._notify = notify
         self._tree = None if config.pfs is None else PfsTree(config.pfs)
         self._instance = adoption.get_instance_id(db)
-        self._together = None if around is None or self._tree is None else Together(db, around, self._instance, self._tree)
-        self._pauses = Pauses(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
-        self._aside = Aside(lambda key, value: settling.set_report(db, key, value))
-        self._facts = Known(db, self._pauses, self._aside)
-        self._look_again_s = WAITING_DUE_S if self._together is None else TOLD_DUE_S
+        self._cluster_write_back = (
+            None if cluster is None or self._tree is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
+        )
+        self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
+        self._deferred = DeferredFiles(lambda key, value: settling.set_report(db, key, value))
+        self._facts = CatalogFacts(db, self._pacing, self._deferred)
+        self._poll_s = WAITING_POLL_S if self._cluster_write_back is None else PUBLISHED_POLL_S
         self._fence: int | None = None
-        self._waiting = False
-        self._begun = False
-        self._astray = False
-        self._missing: Names | None = None
-        self._gone: Names | None = None
+        self._is_waiting = False
+        self._has_checked = False
+        self._has_retried_walk = False
+        self._missing_directory: DirectoryPath | None = None
+        self._gone_directory: DirectoryPath | None = None
         self._reported_s = 0.0
-        self._reporting = False
+        self._is_reporting = False
 
     def prepare(self) -> None:
         """Once, before the mover is ready: what was made while there was no PFS is told to the journal. Asks nothing of the PFS."""
@@ -91,83 +93,89 @@ class WriteBack:
             return False
         tree = self._tree
         try:
-            more = self._step(tree)
-            self._astray, self._missing, self._gone = False, None, None
+            more = self._write_batch(tree)
+            self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
             return more
-        except NotThere as missing:
-            if self._together is not None and missing.names != self._gone:
-                self._gone = self._together.gone(missing.names)
-                self._waiting = self._gone is None
-                return not self._waiting
-            if missing.names == self._missing:
-                raise unavailable(missing, str(missing.filename)) from missing
-            self._missing = missing.names
-            self._make_again(missing)
+        except DirectoryMissing as missing:
+            if self._cluster_write_back is not None and missing.names != self._gone_directory:
+                self._gone_directory = self._cluster_write_back.confirm_gone(missing.names)
+                self._is_waiting = self._gone_directory is None
+                return not self._is_waiting
+            if missing.names == self._missing_directory:
+                raise build_unavailable_error(missing, str(missing.filename)) from missing
+            self._missing_directory = missing.names
+            self._recreate_directory(missing)
             return True
         except NotLoaded as more:
-            assert self._together is not None
-            self._together.read_also(more.inode)
+            assert self._cluster_write_back is not None
+            self._cluster_write_back.load_also(more.inode)
             return True
         except (Busy, StoreUnreachable) as reason:
             log.debug("write-back waits: %s", reason)
-            self._waiting = True
+            self._is_waiting = True
             return False
         except OSError as failure:
-            tree.forget()
-            if failure.errno in _ASTRAY and not self._astray:
-                self._astray = True  # A directory that we had open may have been removed: walk there again, and see.
+            tree.clear_cache()
+            if failure.errno in _STALE_PATH_ERRNOS and not self._has_retried_walk:
+                self._has_retried_walk = True  # A directory that we had open may have been removed: walk there again, and see.
                 return True
-            raise unavailable(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
+            raise build_unavailable_error(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
 
     def next_due_s(self) -> float | None:
         """Until a content that is not sealed yet, or an open file that had to wait for its turn, is looked at again."""
         waits = [
-            self._pauses.due_s() if self._pauses.deferred else None,
-            self._look_again_s if self._waiting else None,
-            self._aside.due_s(),
-            None if self._together is None else self._together.due_s(),
+            self._pacing.next_due_s() if self._pacing.deferred else None,
+            self._poll_s if self._is_waiting else None,
+            self._deferred.next_due_s(),
+            None if self._cluster_write_back is None else self._cluster_write_back.next_due_s(),
         ]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def retry_now(self) -> None:
         """Somebody drains: whatever was put off is tried now."""
         self._fence = None
-        self._pauses.over()
-        self._aside.over()
+        self._pacing.retry_now()
+        self._deferred.retry_now()
 
     # --- one batch ------------------------------------------------------------------------------------------------------
 
-    def _step(self, tree: PfsTree) -> bool:
-        for inode, content in self._pauses.resumed():
+    def _write_batch(self, tree: PfsTree) -> bool:
+        for inode, content in self._pacing.take_due():
             with self._db.transaction():
                 journal.append(self._db, "synced", inode, content=content)
-        if self._begun and not pfs_batch.has_work(self._db):
-            self._waiting = False
-            return self._together is not None and self._together.find_left_out()
-        if self._together is not None:
+        if self._has_checked and not pfs_batch.has_work(self._db):
+            self._is_waiting = False
+            return self._cluster_write_back is not None and self._cluster_write_back.requeue_left_out()
+        if self._cluster_write_back is not None:
             epoch.require_rebuilt(self._db)
-        tree.check(self._adopted())
-        self._begun = True
+        tree.reopen_root(self._adopt_pfs())
+        self._has_checked = True
         found = pfs_batch.find_batch(self._db)
         if found is not None and found[0]:
-            self._finish_former(tree, found[1])
+            self._finish_previous(tree, found[1])
             return True
-        self._aside.begin()
-        after = self._aside.after
-        rows = journal.list_oldest(self._db, ROWS_TOGETHER, after) if self._together is None else self._together.rows(after)
+        self._deferred.start_batch()
+        after = self._deferred.after_seq
+        rows = (
+            journal.list_oldest(self._db, BATCH_ROWS, after)
+            if self._cluster_write_back is None
+            else self._cluster_write_back.list_rows(after)
+        )
         if not rows:
-            self._waiting = self._together is not None and bool(journal.list_oldest(self._db, 1, after))
-            self._aside.ended()
-            self._stager(tree).clear([])
-            return (not self._waiting and self._together is not None and self._together.find_left_out()) or self._set_times(tree)
-        return self._write_back(tree, rows)
+            self._is_waiting = self._cluster_write_back is not None and bool(journal.list_oldest(self._db, 1, after))
+            self._deferred.finish_journal()
+            self._stager(tree).remove_leftovers([])
+            return (
+                not self._is_waiting and self._cluster_write_back is not None and self._cluster_write_back.requeue_left_out()
+            ) or self._set_times(tree)
+        return self._write_rows(tree, rows)
 
-    def _adopted(self) -> str | None:
+    def _adopt_pfs(self) -> str | None:
         """The uuid of our PFS, None where we may not leave one; at the first meeting all that exists is told to the journal."""
         uuid = settling.get_tier_uuid(self._db, Tier.PFS)
         if uuid is None:
             try:
-                uuid = self._places[Tier.PFS].uuid
+                uuid = self._tiers[Tier.PFS].uuid
                 settling.set_tier_uuid(self._db, Tier.PFS, uuid)
             except (PermissionError, TierUnavailable):
                 log.debug("%s goes without a work area of ours", self._config.pfs)
@@ -175,24 +183,24 @@ class WriteBack:
             log.info("the PFS at %s is new to this catalog; everything is written back to it", self._config.pfs)
         return uuid
 
-    def _write_back(self, tree: PfsTree, rows: list[JournalRow]) -> bool:
+    def _write_rows(self, tree: PfsTree, rows: list[JournalRow]) -> bool:
         """Plan, stage and apply. What moves on meanwhile is planned anew."""
         for _ in range(PLANS_MAX):
             planner = self._plan(rows)
-            self._waiting = planner.waiting is not None
+            self._is_waiting = planner.waiting_for is not None
             if isinstance(planner, SharedPlanner):
-                self._wait_for(planner)
-            if planner.last == 0 and not planner.actions:
+                self._wait_for_missing(planner)
+            if planner.last_seq == 0 and not planner.actions:
                 return False
             try:
                 batch = self._stage(tree, planner)
             except Busy as reason:
                 log.debug("planned anew: %s", reason)
-                if self._together is not None:
+                if self._cluster_write_back is not None:
                     return True
                 continue
             self._apply(tree, batch)
-            self._aside.after = max(self._aside.after, batch.last_seq)
+            self._deferred.after_seq = max(self._deferred.after_seq, batch.last_seq)
             self._fence = None if self._fence is not None and batch.last_seq >= self._fence else self._fence
             return True
         return True
@@ -202,27 +210,27 @@ class WriteBack:
             return f".ckptfs.{self._instance}.{key:x}".encode()
 
         planner = Planner(PfsView(self._db), self._facts, temporary)
-        if self._together is not None:
-            planner = self._together.planner(self._facts, temporary)
+        if self._cluster_write_back is not None:
+            planner = self._cluster_write_back.build_planner(self._facts, temporary)
         with self._db.read_transaction():
             for row in rows:
-                if self._fence is not None and row.seq >= self._fence and planner.last:
+                if self._fence is not None and row.seq >= self._fence and planner.last_seq:
                     break
-                if not planner.take(row):
+                if not planner.plan_row(row):
                     break
         return planner
 
     def _stage(self, tree: PfsTree, planner: Planner) -> PfsBatch:
         """Make the temporary files, and write the batch down."""
-        batch = PfsBatch(planner.last, [action for action in planner.actions if action.key in planner.puts])
+        batch = PfsBatch(planner.last_seq, [action for action in planner.actions if action.key in planner.puts])
         stager = self._stager(tree)
-        stager.clear(batch.actions)
+        stager.remove_leftovers(batch.actions)
         if batch.actions:
             with self._db.transaction():
                 pfs_batch.set_batch(self._db, batch, ready=False)
             disk.act("write_back:begun", lambda: None)
         try:
-            staged = self._put_all(stager, planner)
+            staged = self._stage_files(stager, planner)
             self._sync(stager, planner)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -232,16 +240,16 @@ class WriteBack:
             raise
         finally:
             stager.close()
-            self._no_progress()
-        batch = resolved(planner, staged)
-        batch.after_seq = self._aside.after
+            self._clear_progress()
+        batch = build_batch(planner, staged)
+        batch.after_seq = self._deferred.after_seq
         if batch.actions:
             with self._db.transaction():
                 pfs_batch.set_batch(self._db, batch, ready=True)
             disk.act("write_back:written_down", lambda: None)
-        if self._together is not None:
+        if self._cluster_write_back is not None:
             with self._or_give_up(tree, batch):
-                self._together.announce(batch)
+                self._cluster_write_back.publish_intents(batch)
         return batch
 
     @contextlib.contextmanager
@@ -259,41 +267,41 @@ class WriteBack:
             pfs_batch.delete_batch(self._db)
 
     def _stager(self, tree: PfsTree) -> Stager:
-        return Stager(self._db, self._places, tree, self._progress)
+        return Stager(self._db, self._tiers, tree, self._progress)
 
-    def _put_all(self, stager: Stager, planner: Planner) -> dict[int, Staged]:
+    def _stage_files(self, stager: Stager, planner: Planner) -> dict[int, Staged]:
         staged: dict[int, Staged] = {}
         for action in planner.actions:
-            put = planner.puts.get(action.key)
-            if put is None:
+            planned = planner.puts.get(action.key)
+            if planned is None:
                 continue
             began_s = time.monotonic()
             try:
-                staged[action.key] = stager.put(action, put)
-                if put.kind is Kind.STABLE and put.content is not None:
-                    self._pauses.took(put.content.id, time.monotonic() - began_s)
+                staged[action.key] = stager.stage(action, planned)
+                if planned.kind is SourceKind.STABLE and planned.content is not None:
+                    self._pacing.record_duration(planned.content.id, time.monotonic() - began_s)
             except Unfit:
-                log.warning("%s: the PFS cannot hold such a file; it is left out there", self._path(put.inode))
-                self._facts.refused.add(put.inode)
+                log.warning("%s: the PFS cannot hold such a file; it is left out there", self._path(planned.inode))
+                self._facts.unfit_inodes.add(planned.inode)
                 raise Busy("the PFS cannot hold this") from None
             except Unsealed:
-                assert put.content is not None
-                self._facts.in_vain = (put.content.id, put.content.change)
+                assert planned.content is not None
+                self._facts.last_unsealed = (planned.content.id, planned.content.change)
                 raise
             except Unstable as reason:
-                log.info("%s: %s; it is written back when it is fsynced again or closed", self._path(put.inode), reason)
-                assert put.content is not None
-                self._facts.changing.add((put.content.id, put.content.change))
+                log.info("%s: %s; it is written back when it is fsynced again or closed", self._path(planned.inode), reason)
+                assert planned.content is not None
+                self._facts.unstable_contents.add((planned.content.id, planned.content.change))
                 raise
-            except NotThere:
+            except DirectoryMissing:
                 raise
             except OSError as failure:
                 # What comes before this one is written back all the same.
-                first = min(planner.puts) == action.key and planner.actions[0] is action
+                is_first = min(planner.puts) == action.key and planner.actions[0] is action
                 self._fence = action.key // KEYS_PER_ROW
-                if not first:
+                if not is_first:
                     raise Busy(str(failure)) from failure
-                raise self._refused(put, failure) from failure
+                raise self._defer_file(planned, failure) from failure
         return staged
 
     def _sync(self, stager: Stager, planner: Planner) -> None:
@@ -305,46 +313,48 @@ class WriteBack:
             if len(keys) > 1:
                 self._fence = keys[len(keys) // 2] // KEYS_PER_ROW
                 raise Busy(str(failure)) from failure
-            raise self._refused(planner.puts[keys[0]], failure) from failure
+            raise self._defer_file(planner.puts[keys[0]], failure) from failure
 
-    def _refused(self, put: Put, failure: OSError) -> Busy | OSError:
+    def _defer_file(self, planned: PlannedFile, failure: OSError) -> Busy | OSError:
         """What to raise for it: where it concerns this file alone, that is set aside and the others go on."""
-        path = self._path(put.inode)
-        if put.content is None or not self._aside.put(put.inode, path, failure):
+        path = self._path(planned.inode)
+        if planned.content is None or not self._deferred.defer(planned.inode, path, failure):
             return OSError(failure.errno, failure.strerror, path)
         self._fence = None
         return Busy(f"{path} is set aside")
 
-    def _finish_former(self, tree: PfsTree, batch: PfsBatch) -> None:
+    def _finish_previous(self, tree: PfsTree, batch: PfsBatch) -> None:
         """What was written down is done; in a cluster if the other nodes still count on us for it."""
-        former = batch if self._together is None else self._together.stands(batch)
-        if former is None:
+        resumed = batch if self._cluster_write_back is None else self._cluster_write_back.resume(batch)
+        if resumed is None:
             self._give_up(tree, batch)
         else:
-            self._apply(tree, former)
+            self._apply(tree, resumed)
 
-    def _wait_for(self, planner: SharedPlanner) -> None:
-        self._waiting = self._waiting or planner.blocked
-        if planner.missing is not None and self._together is not None:
-            self._together.fetch(planner.missing)
-            self._waiting = True
+    def _wait_for_missing(self, planner: SharedPlanner) -> None:
+        self._is_waiting = self._is_waiting or planner.is_blocked
+        if planner.missing_inode is not None and self._cluster_write_back is not None:
+            self._cluster_write_back.fetch(planner.missing_inode)
+            self._is_waiting = True
             self._notify.wake_lanes()
 
     def _apply(self, tree: PfsTree, batch: PfsBatch) -> None:
         """Make the batch true, and tell the catalog."""
-        demand = (lambda: None) if self._together is None else self._together.demand_life
-        applier = Applier(self._db, tree, batch, demand, shared=self._together is not None, gone=self._gone)
+        require_lease = (lambda: None) if self._cluster_write_back is None else self._cluster_write_back.require_lease
+        applier = Applier(
+            self._db, tree, batch, require_lease, is_shared=self._cluster_write_back is not None, gone_directory=self._gone_directory
+        )
         try:
             found = applier.run() if batch.actions else {}
         except OSError as failure:
-            if applier.current is not None and not isinstance(failure, NotThere):
-                raise OSError(failure.errno, failure.strerror, self._path(applier.current.inode)) from failure
+            if applier.current_action is not None and not isinstance(failure, DirectoryMissing):
+                raise OSError(failure.errno, failure.strerror, self._path(applier.current_action.inode)) from failure
             raise
         for inode in pfs_batch.list_unfinished(batch, found):
             log.warning("%s is not on the PFS any more; it is written back again if its bytes are here", self._path(inode))
-        if self._together is not None:
+        if self._cluster_write_back is not None:
             with self._or_give_up(tree, batch):
-                self._together.settle(batch, found)
+                self._cluster_write_back.complete_intents(batch, found)
         else:
             with self._db.transaction():
                 pfs_batch.record_batch_done(self._db, batch, found)
@@ -354,11 +364,11 @@ class WriteBack:
 
     # --- around it ------------------------------------------------------------------------------------------------------
 
-    def _make_again(self, missing: NotThere) -> None:
+    def _recreate_directory(self, missing: DirectoryMissing) -> None:
         """A stranger removed a directory into which we have to write: it is made again, with all that is ours in it."""
         inode = pfs_view.find_inode(self._db, missing.names)
         if inode is None or inode == ROOT:
-            raise unavailable(missing, str(missing.filename)) from missing
+            raise build_unavailable_error(missing, str(missing.filename)) from missing
         log.warning("the directory %s is gone from the PFS; it is made again", missing.filename)
         with self._db.transaction():
             if not adoption.insert_rows_for_tree(self._db, inode):
@@ -366,9 +376,9 @@ class WriteBack:
 
     def _set_times(self, tree: PfsTree) -> bool:
         """Nothing else is to be done: directories get the times that they have in the mount."""
-        directories = pfs_batch.list_stale_times(self._db, TIMES_TOGETHER)
-        if self._together is not None and directories:
-            self._together.look_for(directories)
+        directories = pfs_batch.list_stale_times(self._db, TIMES_BATCH)
+        if self._cluster_write_back is not None and directories:
+            self._cluster_write_back.load_directories(directories)
         view = PfsView(self._db)
         for number in directories:
             path = view.get_path(number)
@@ -376,7 +386,7 @@ class WriteBack:
                 inode = get(self._db, number)
                 if path is None:
                     continue
-                fd = tree.directory(path)
+                fd = tree.get_directory(path)
                 disk.act("write_back:times", set_directory_times, fd, inode)
         pfs_batch.delete_stale_times(self._db, directories)
         return bool(directories)
@@ -384,13 +394,13 @@ class WriteBack:
     def _progress(self, inode: int, copied: int, size: int) -> None:
         now = time.monotonic()
         if now - self._reported_s >= PROGRESS_EVERY_S:
-            self._reported_s, self._reporting = now, True
+            self._reported_s, self._is_reporting = now, True
             value = {"inode": inode, "path": self._path(inode), "copied_bytes": copied, "size_bytes": size}
             settling.set_report(self._db, "write_back", value)
 
-    def _no_progress(self) -> None:
-        if self._reporting:
-            self._reporting = False
+    def _clear_progress(self) -> None:
+        if self._is_reporting:
+            self._is_reporting = False
             settling.set_report(self._db, "write_back", None)
 
     def _path(self, inode: int) -> str:

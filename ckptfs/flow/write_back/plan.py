@@ -26,7 +26,7 @@ BATCH_BYTES_MAX = 64 * limits.MIB
 KEYS_PER_ROW = 1 << 20
 
 
-class Kind(Enum):
+class SourceKind(Enum):
     """What a 'put' makes: an inode as the catalog has it, a sealed content, one whose seal is still to come, or a stable state of an open
     file.
     """
@@ -38,10 +38,10 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class PlannedFile:
     """What is to be made under a temporary name: what `inode` is, with the bytes of `content`. `mode` counts where its row is gone."""
 
-    kind: Kind
+    kind: SourceKind
     inode: int
     content: Content | None
     mode: int
@@ -50,34 +50,34 @@ class Put:
 class Facts(Protocol):
     """What planning asks of the catalog."""
 
-    def inode(self, inode: int) -> Inode | None:
+    def get_inode(self, inode: int) -> Inode | None:
         """The row of an inode."""
 
-    def content(self, content: int) -> Content | None:
+    def get_content(self, content: int) -> Content | None:
         """The row of a content."""
 
-    def published(self, inode: int) -> PublishedRow | None:
+    def get_published(self, inode: int) -> PublishedRow | None:
         """What the PFS shows of a file's bytes."""
 
-    def repeated(self, row: JournalRow) -> bool:
+    def is_repeated(self, row: JournalRow) -> bool:
         """Whether a later row makes this one needless."""
 
-    def overdue(self, row: JournalRow, content: Content) -> bool:
+    def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         """Whether a CLOSED content kept write-back waiting for its seal too long."""
 
-    def early(self, content: Content) -> bool:
+    def can_copy_early(self, content: Content) -> bool:
         """Whether a CLOSED content may be copied while its digest is still being computed."""
 
-    def unstable(self, content: Content) -> bool:
+    def is_unstable(self, content: Content) -> bool:
         """Whether the content changed all the time when it was to be read while open."""
 
-    def paused(self, content: Content) -> bool:
+    def is_paused(self, content: Content) -> bool:
         """Whether an open file was copied so recently, and that took so long, that this fsync of it has to wait for its turn."""
 
-    def unfit(self, inode: int) -> bool:
+    def is_unfit(self, inode: int) -> bool:
         """Whether the PFS refused to have such a thing as this inode."""
 
-    def set_aside(self, inode: int) -> bool:
+    def is_deferred(self, inode: int) -> bool:
         """Whether the bytes of this file are refused for now: its rows stay in the journal."""
 
 
@@ -91,39 +91,44 @@ class Planner:
         """`temporary` names a temporary file after an action's key."""
         self.view = view
         self.actions: list[PfsAction] = []
-        self.puts: dict[int, Put] = {}
-        self.again: list[tuple[int, int]] = []
-        self.kept: list[int] = []
-        self.renewed: list[PublishedRow] = []
-        self.last = 0
-        self.waiting: Content | None = None
+        self.puts: dict[int, PlannedFile] = {}
+        self.requeued: list[tuple[int, int]] = []
+        self.kept_seqs: list[int] = []
+        self.renewed_rows: list[PublishedRow] = []
+        self.last_seq = 0
+        self.waiting_for: Content | None = None
         self._facts = facts
         self._temporary = temporary
         self._key = 0
-        self._made: set[int] = set()
-        self._restamped: set[int] = set()
+        self._made_directories: set[int] = set()
+        self._with_set_attributes: set[int] = set()
         self._rewritten: set[int] = set()
-        self._bytes = 0
-        self._closed = False
+        self._planned_bytes = 0
+        self._is_full = False
 
-    def take(self, row: JournalRow) -> bool:
+    def plan_row(self, row: JournalRow) -> bool:
         """Plan one row. False: it has to wait for another batch, and nothing was planned of it."""
-        if self._closed or len(self.actions) >= self.actions_max or len(self.puts) >= self.puts_max or self._bytes >= BATCH_BYTES_MAX:
+        if (
+            self._is_full
+            or len(self.actions) >= self.actions_max
+            or len(self.puts) >= self.puts_max
+            or self._planned_bytes >= BATCH_BYTES_MAX
+        ):
             return False
         self._key = row.seq * KEYS_PER_ROW
-        taken = self._act(row)
-        if taken:
-            self.last = row.seq
-        return taken
+        is_planned = self._plan_row(row)
+        if is_planned:
+            self.last_seq = row.seq
+        return is_planned
 
-    def look_again(self) -> None:
+    def observe_kept_names(self) -> None:
         """What got its times under a name that went afterwards is looked at under one that it kept: else it seems changed by a stranger."""
-        for inode in self._restamped:
+        for inode in self._with_set_attributes:
             for name in self.view.list_names(inode)[-1:]:
-                if (shown := self.view.get_entry(*name)) is not None and self._spot(name) is not None:
+                if (shown := self.view.get_entry(*name)) is not None and self._find_location(name) is not None:
                     self.view.set_entry(*name, shown)
 
-    def _act(self, row: JournalRow) -> bool:
+    def _plan_row(self, row: JournalRow) -> bool:
         return {
             "make": self._make, "link": self._link, "unlink": self._remove, "rmdir": self._remove, "rename": self._rename,
             "exchange": self._exchange, "attributes": self._attributes, "content": self._content, "synced": self._synced,
@@ -131,7 +136,7 @@ class Planner:
 
     # --- pieces ---------------------------------------------------------------------------------------------------------
 
-    def _spot(self, name: PfsName) -> PfsLocation | None:
+    def _find_location(self, name: PfsName) -> PfsLocation | None:
         path = self.view.get_path(name[0])
         return None if path is None else PfsLocation(name[0], name[1], path)
 
@@ -139,102 +144,104 @@ class Planner:
         self._key += 1
         return self._key
 
-    def _mark(self, name: PfsName) -> Fingerprint | None:
+    def _find_fingerprint(self, name: PfsName) -> Fingerprint | None:
         """What is there before, to be recognised. A file whose times this batch sets is recognised by its number alone."""
         shown = self.view.get_entry(*name)
         if shown is None:
             return None
-        return Fingerprint(shown.fingerprint.ino) if shown.inode in self._restamped else shown.fingerprint
+        return Fingerprint(shown.fingerprint.ino) if shown.inode in self._with_set_attributes else shown.fingerprint
 
-    def _put(self, put: Put, name: PfsName, spot: PfsLocation) -> Fingerprint:
+    def _plan_file(self, planned: PlannedFile, name: PfsName, spot: PfsLocation) -> Fingerprint:
         """Plan that `name` shows what `put` makes; how it is recognised then."""
         key = self._next_key()
         mark = Fingerprint(-key)
         self.actions.append(
-            PfsAction("put", key, put.inode, spot, mark, replaced_fingerprint=self._mark(name), temporary=self._temporary(key))
+            PfsAction(
+                "put", key, planned.inode, spot, mark, replaced_fingerprint=self._find_fingerprint(name), temporary=self._temporary(key)
+            )
         )
-        self.puts[key] = put
-        self._rewritten.add(put.inode)
-        self._bytes += put.content.size if put.content is not None else 0
+        self.puts[key] = planned
+        self._rewritten.add(planned.inode)
+        self._planned_bytes += planned.content.size if planned.content is not None else 0
         self.view.delete_pending(*name)
-        self.view.set_entry(*name, PfsEntry(put.inode, mark))
+        self.view.set_entry(*name, PfsEntry(planned.inode, mark))
         return mark
 
-    def _also(self, inode: int, source: PfsName, target: PfsName, mark: Fingerprint) -> None:
+    def _plan_link(self, inode: int, source: PfsName, target: PfsName, mark: Fingerprint) -> None:
         """Plan that `target` names what `source` names."""
-        at, to = self._spot(source), self._spot(target)
+        at, to = self._find_location(source), self._find_location(target)
         assert at is not None and to is not None
         key = self._next_key()
-        self.actions.append(PfsAction("link", key, inode, at, mark, to, self._mark(target), self._temporary(key)))
+        self.actions.append(PfsAction("link", key, inode, at, mark, to, self._find_fingerprint(target), self._temporary(key)))
         self.view.delete_pending(*target)
         self.view.set_entry(*target, PfsEntry(inode, mark))
 
-    def _take_away(self, name: PfsName, spot: PfsLocation, act: str = "unlink") -> None:
+    def _plan_removal(self, name: PfsName, spot: PfsLocation, act: str = "unlink") -> None:
         shown = self.view.get_entry(*name)
         assert shown is not None
-        self.actions.append(PfsAction(act, self._next_key(), shown.inode, spot, self._mark(name) or Fingerprint()))
+        self.actions.append(PfsAction(act, self._next_key(), shown.inode, spot, self._find_fingerprint(name) or Fingerprint()))
         self.view.delete_entry(*name)
 
-    def _dress(self, inode: int, name: PfsName) -> None:
+    def _plan_attributes(self, inode: int, name: PfsName) -> None:
         """Plan that what is shown under `name` gets the attributes of `inode`."""
-        shown, spot = self.view.get_entry(*name), self._spot(name)
+        shown, spot = self.view.get_entry(*name), self._find_location(name)
         assert shown is not None and spot is not None
         self.actions.append(PfsAction("attributes", self._next_key(), inode, spot, Fingerprint(shown.fingerprint.ino)))
-        self._restamped.add(inode)
+        self._with_set_attributes.add(inode)
         self.view.set_entry(*name, shown)
 
     # --- what the rows mean ---------------------------------------------------------------------------------------------
 
     def _make(self, row: JournalRow) -> bool:
         name = _name(row)
-        inode = self._facts.inode(row.inode)
-        spot = self._spot(name)
-        if spot is None or self._facts.unfit(row.inode) or not _can_be_made(row, inode):
+        inode = self._facts.get_inode(row.inode)
+        spot = self._find_location(name)
+        if spot is None or self._facts.is_unfit(row.inode) or not _can_be_made(row, inode):
             self.view.set_pending(*name, row.inode)
             return True
-        if row.parent in self._made:
+        if row.parent in self._made_directories:
             return False
-        self._put(Put(Kind.INODE, row.inode, None, row.mode), name, spot)
+        self._plan_file(PlannedFile(SourceKind.INODE, row.inode, None, row.mode), name, spot)
         if stat.S_ISDIR(row.mode):
-            self._made.add(row.inode)
+            self._made_directories.add(row.inode)
         return True
 
     def _link(self, row: JournalRow) -> bool:
         name = _name(row)
-        shown = [source for source in self.view.list_names(row.inode) if self._spot(source) is not None]
-        if not shown or self._spot(name) is None:
+        shown = [source for source in self.view.list_names(row.inode) if self._find_location(source) is not None]
+        if not shown or self._find_location(name) is None:
             self.view.set_pending(*name, row.inode)
             return True
         if name not in shown:
             source = self.view.get_entry(*shown[0])
             assert source is not None
-            self._also(row.inode, shown[0], name, source.fingerprint)
+            self._plan_link(row.inode, shown[0], name, source.fingerprint)
         return True
 
     def _remove(self, row: JournalRow) -> bool:
         """Take a name away; what a file that did not appear yet has covered goes with it."""
         name = _name(row)
-        covered = self.view.get_pending(*name) is not None
+        has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
-        spot, shown = self._spot(name), self.view.get_entry(*name)
-        if shown is None or not (covered or shown.inode == row.inode):
+        spot, shown = self._find_location(name), self.view.get_entry(*name)
+        if shown is None or not (has_pending or shown.inode == row.inode):
             return True
         if spot is None:
             self.view.delete_entry(*name)
         else:
-            self._take_away(name, spot, "unlink" if covered else row.op)
+            self._plan_removal(name, spot, "unlink" if has_pending else row.op)
         return True
 
     def _rename(self, row: JournalRow) -> bool:
         name, new = _name(row), _new_name(row)
-        shown, at, to = self.view.get_entry(*name), self._spot(name), self._spot(new)
+        shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
         if shown is None or shown.inode != row.inode or self.view.get_pending(*name) is not None:
             self._rename_pending(row, name, new, at)
             return True
         if stat.S_ISDIR(row.mode):
             if self.actions:
                 return False
-            self._closed = True
+            self._is_full = True
         self.view.delete_pending(*new)
         if at is None or to is None:
             self.view.delete_entry(*name)
@@ -242,7 +249,16 @@ class Planner:
             return True
         key = self._next_key()
         self.actions.append(
-            PfsAction("move", key, row.inode, at, self._mark(name) or Fingerprint(), to, self._mark(new), self._temporary(key))
+            PfsAction(
+                "move",
+                key,
+                row.inode,
+                at,
+                self._find_fingerprint(name) or Fingerprint(),
+                to,
+                self._find_fingerprint(new),
+                self._temporary(key),
+            )
         )
         self.view.delete_entry(*name)
         self.view.set_entry(*new, shown)
@@ -250,10 +266,10 @@ class Planner:
 
     def _rename_pending(self, row: JournalRow, name: PfsName, new: PfsName, at: PfsLocation | None) -> None:
         """Rename what the PFS does not show yet. What it covered under its old name goes, as it has gone in the mount."""
-        covered = self.view.get_pending(*name) is not None
+        has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
-        if covered and self.view.get_entry(*name) is not None and at is not None:
-            self._take_away(name, at)
+        if has_pending and self.view.get_entry(*name) is not None and at is not None:
+            self._plan_removal(name, at)
         self.view.set_pending(*new, row.inode)
 
     def _exchange(self, row: JournalRow) -> bool:
@@ -261,13 +277,13 @@ class Planner:
         if self.actions:
             return False
         name, new = _name(row), _new_name(row)
-        at, to = self._spot(name), self._spot(new)
+        at, to = self._find_location(name), self._find_location(new)
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
         one_pending, other_pending = self.view.get_pending(*name), self.view.get_pending(*new)
         self.view.delete_pending(*name)
         self.view.delete_pending(*new)
         if at is not None and to is not None:
-            self._closed = True
+            self._is_full = True
             if one_pending is None and other_pending is None and one is not None and other is not None:
                 key = self._next_key()
                 self.actions.append(PfsAction("exchange", key, one.inode, at, one.fingerprint, to, other.fingerprint, self._temporary(key)))
@@ -286,85 +302,98 @@ class Planner:
         """One half of an exchange whose other half the PFS does not show."""
         if shown is not None:
             key = self._next_key()
-            self.actions.append(PfsAction("move", key, shown.inode, at, shown.fingerprint, to, self._mark(new), self._temporary(key)))
+            self.actions.append(
+                PfsAction("move", key, shown.inode, at, shown.fingerprint, to, self._find_fingerprint(new), self._temporary(key))
+            )
             self.view.delete_entry(*name)
             self.view.set_entry(*new, shown)
 
     def _attributes(self, row: JournalRow) -> bool:
-        if self._facts.repeated(row) or self._facts.inode(row.inode) is None:
+        if self._facts.is_repeated(row) or self._facts.get_inode(row.inode) is None:
             return True
         if row.inode == ROOT:
             self.actions.append(PfsAction("attributes", self._next_key(), ROOT, PfsLocation(ROOT, b".", ()), Fingerprint()))
             return True
-        name = next((name for name in self.view.list_names(row.inode) if self._spot(name) is not None), None)
+        name = next((name for name in self.view.list_names(row.inode) if self._find_location(name) is not None), None)
         if name is None:
             return True
-        self._dress(row.inode, name)
+        self._plan_attributes(row.inode, name)
         return True
 
     def _content(self, row: JournalRow) -> bool:
-        content = self._facts.content(row.content or 0)
-        if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.repeated(row):
+        content = self._facts.get_content(row.content or 0)
+        if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.is_repeated(row):
             return True
         if content.state is ContentState.SEALED:
-            return self._publish(row, content, Kind.SEALED)
-        if not self._facts.overdue(row, content):
+            return self._publish(row, content, SourceKind.SEALED)
+        if not self._facts.is_seal_overdue(row, content):
             # Nothing that could have been done at once waits for a seal: a large content begins a batch, and is alone in it.
-            if content.size >= BATCH_BYTES_MAX and not self.actions and not self._facts.set_aside(row.inode) and self._facts.early(content):
-                self._closed = True
-                return self._publish(row, content, Kind.EARLY)
-            self.waiting = content
+            if (
+                content.size >= BATCH_BYTES_MAX
+                and not self.actions
+                and not self._facts.is_deferred(row.inode)
+                and self._facts.can_copy_early(content)
+            ):
+                self._is_full = True
+                return self._publish(row, content, SourceKind.EARLY)
+            self.waiting_for = content
             return False
         # Somebody still has it mapped for writing: its seal will come, and with it another turn at the journal's end.
-        published = self._facts.published(row.inode)
+        published = self._facts.get_published(row.inode)
         shown = published is not None and published.generation == content.generation
-        if not shown and not self._facts.unstable(content) and not self._publish(row, content, Kind.STABLE):
+        if not shown and not self._facts.is_unstable(content) and not self._publish(row, content, SourceKind.STABLE):
             return False
-        if row.seq not in self.kept:
-            self.again.append((row.inode, content.id))
+        if row.seq not in self.kept_seqs:
+            self.requeued.append((row.inode, content.id))
         return True
 
     def _synced(self, row: JournalRow) -> bool:
-        content = self._facts.content(row.content or 0)
-        if content is None or content.state is not ContentState.OPEN or self._facts.repeated(row):
+        content = self._facts.get_content(row.content or 0)
+        if content is None or content.state is not ContentState.OPEN or self._facts.is_repeated(row):
             return True
-        if self._facts.unstable(content) or self._facts.paused(content):
+        if self._facts.is_unstable(content) or self._facts.is_paused(content):
             return True
-        return self._publish(row, content, Kind.STABLE)
+        return self._publish(row, content, SourceKind.STABLE)
 
-    def _publish(self, row: JournalRow, content: Content, kind: Kind) -> bool:
+    def _publish(self, row: JournalRow, content: Content, kind: SourceKind) -> bool:
         """Plan that all names of a file show this content."""
-        inode = self._facts.inode(row.inode)
-        shown = [name for name in self.view.list_names(row.inode) if self._spot(name) is not None]
-        waiting = [name for name in self.view.list_pending_names(row.inode) if self._spot(name) is not None]
+        inode = self._facts.get_inode(row.inode)
+        shown = [name for name in self.view.list_names(row.inode) if self._find_location(name) is not None]
+        waiting = [name for name in self.view.list_pending_names(row.inode) if self._find_location(name) is not None]
         if inode is None or inode.nlink == 0 or not shown + waiting:
             return True
-        if any(parent in self._made for parent, _ in shown + waiting):
+        if any(parent in self._made_directories for parent, _ in shown + waiting):
             return False
         first, *others = shown + waiting
-        published = self._facts.published(row.inode)
-        if kind is Kind.SEALED and shown and published is not None and _is_shown(published, content) and row.inode not in self._rewritten:
+        published = self._facts.get_published(row.inode)
+        if (
+            kind is SourceKind.SEALED
+            and shown
+            and published is not None
+            and _is_on_pfs(published, content)
+            and row.inode not in self._rewritten
+        ):
             kept = self.view.get_entry(*first)
             assert kept is not None
             mark, others = kept.fingerprint, [name for name in others if name in waiting]
             if published.generation != content.generation:
-                self.renewed.append(replace(published, generation=content.generation))
-                self._dress(row.inode, first)
+                self.renewed_rows.append(replace(published, generation=content.generation))
+                self._plan_attributes(row.inode, first)
         else:
-            if self._facts.set_aside(row.inode):
-                self.kept.append(row.seq)
+            if self._facts.is_deferred(row.inode):
+                self.kept_seqs.append(row.seq)
                 return True
-            if self.puts and self._bytes + content.size > BATCH_BYTES_MAX:
+            if self.puts and self._planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
-            spot = self._spot(first)
+            spot = self._find_location(first)
             assert spot is not None
-            mark = self._put(Put(kind, row.inode, content, row.mode), first, spot)
+            mark = self._plan_file(PlannedFile(kind, row.inode, content, row.mode), first, spot)
         for name in others:
-            self._also(row.inode, first, name, mark)
+            self._plan_link(row.inode, first, name, mark)
         return True
 
 
-def _is_shown(published: PublishedRow, content: Content) -> bool:
+def _is_on_pfs(published: PublishedRow, content: Content) -> bool:
     """Whether the PFS shows exactly these bytes, of this or of an earlier generation."""
     return published.is_complete and content.digest is not None and (published.size, published.digest) == (content.size, content.digest)
 

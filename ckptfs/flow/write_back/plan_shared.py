@@ -17,7 +17,7 @@ from ckptfs.catalog.pfs_batch import PfsAction
 from ckptfs.catalog.pfs_view import PfsName, PfsView
 from ckptfs.catalog.sharing.kinds import PFS_STATE, SharedKey
 from ckptfs.catalog.sharing.truth import StoreSnapshot, list_row_names
-from ckptfs.flow.write_back.plan import Facts, Kind, Planner, Put
+from ckptfs.flow.write_back.plan import Facts, PlannedFile, Planner, SourceKind
 from ckptfs.model import ROOT, ContentState
 
 PUTS_MAX = 24
@@ -25,7 +25,7 @@ ACTIONS_MAX = 24
 """One transaction of the store announces a batch, and compares four keys for an action."""
 
 
-PARKED = b".ckptfs.parked."
+PARKED_PREFIX = b".ckptfs.parked."
 """How names begin under which a thing waits until its own name is free."""
 
 
@@ -44,94 +44,98 @@ class SharedPlanner(Planner):
         view: PfsView,
         facts: Facts,
         temporary: Callable[[int], bytes],
-        truth: StoreSnapshot,
-        here: int,
+        snapshot: StoreSnapshot,
+        own_number: int,
         lost: Container[int] = (),
     ) -> None:
         """`lost`: contents that nobody has."""
         super().__init__(view, facts, temporary)
         self._db = db
-        self._truth = truth
-        self._here = here
+        self._snapshot = snapshot
+        self._own_number = own_number
         self._lost = lost
-        self._agreeing: set[int] = set()
-        self.blocked = False
-        self.missing: int | None = None
+        self._aligning: set[int] = set()
+        self.is_blocked = False
+        self.missing_inode: int | None = None
 
-    def _act(self, row: JournalRow) -> bool:
-        act = {
+    def _plan_row(self, row: JournalRow) -> bool:
+        plan = {
             "make": self._shared_make, "link": self._shared_link, "unlink": self._shared_remove, "rmdir": self._shared_remove,
             "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
             "content": self._shared_content, "synced": self._shared_content,
         }[row.op]  # fmt: skip
         names = {*list_row_names(row), *self.view.list_names(row.inode)}
-        if self._truth.has_intent(row.inode) or any(self._truth.get_intent(name) for name in names):
-            self.blocked = True
+        if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
+            self.is_blocked = True
             return False
         for name in {*list_row_names(row), *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
-        return act(row) and all(self._sweep(row, name) for name in list_row_names(row))
+        return plan(row) and all(self._remove_gone(row, name) for name in list_row_names(row))
 
     def _forget_pending(self, row: JournalRow, name: PfsName) -> None:
         """What was to appear here may have appeared through another node, or be called something else now."""
         inode, shown = self.view.get_pending(*name), self.view.get_entry(*name)
         if inode is None:
             return
-        if (shown is not None and shown.inode == inode) or (self._truth.get_child(name) != inode and not self._is_on(inode, row)):
+        if (shown is not None and shown.inode == inode) or (
+            self._snapshot.get_child(name) != inode and not self._has_later_row(inode, row)
+        ):
             self.view.delete_pending(*name)
 
-    def _is_on(self, inode: int, row: JournalRow) -> bool:
+    def _has_later_row(self, inode: int, row: JournalRow) -> bool:
         return inode == row.inode or journal.has_later_row(self._db, inode, row.seq)
 
-    def _sweep(self, row: JournalRow, name: PfsName) -> bool:
+    def _remove_gone(self, row: JournalRow, name: PfsName) -> bool:
         """What is gone and still shown under a name, which nobody else has now, goes: who took its place was gone before it came here."""
         shown = self.view.get_entry(*name)
-        if shown is None or self._truth.is_alive(shown.inode) or self._truth.get_child(name) is not None:
+        if shown is None or self._snapshot.is_alive(shown.inode) or self._snapshot.get_child(name) is not None:
             return True
-        return journal.has_later_row(self._db, shown.inode, row.seq) or self._agree(shown.inode)
+        return journal.has_later_row(self._db, shown.inode, row.seq) or self._align(shown.inode)
 
     # --- what rows mean -----------------------------------------------------------------------------------------------
 
     def _shared_make(self, row: JournalRow) -> bool:
         name = list_row_names(row)[0]
-        if self._shows(name, row.inode) or not (self._truth.is_alive(row.inode) or journal.is_unlinked_later(self._db, row, name)):
+        if self._shows(name, row.inode) or not (self._snapshot.is_alive(row.inode) or journal.is_unlinked_later(self._db, row, name)):
             return True
-        if not self._holds(row, name) or self.view.list_names(row.inode):
-            return self._agree(row.inode)
-        return self._ensure(name[0]) and self._vacate(name, row.inode) and self._make(row)
+        if not self._has_name(row, name) or self.view.list_names(row.inode):
+            return self._align(row.inode)
+        return self._ensure_directory(name[0]) and self._vacate(name, row.inode) and self._make(row)
 
     def _shared_link(self, row: JournalRow) -> bool:
         name = list_row_names(row)[0]
         if self._shows(name, row.inode):
             return True
-        if not self._holds(row, name):
-            return self._agree(row.inode)
-        return self._ensure(name[0]) and self._vacate(name, row.inode) and self._link(row)
+        if not self._has_name(row, name):
+            return self._align(row.inode)
+        return self._ensure_directory(name[0]) and self._vacate(name, row.inode) and self._link(row)
 
     def _shared_remove(self, row: JournalRow) -> bool:
         name = list_row_names(row)[0]
         shown = self.view.get_entry(*name)
-        if self._truth.get_child(name) == (row.inode if shown is None else shown.inode) and not journal.is_named_later(self._db, row, name):
+        if self._snapshot.get_child(name) == (row.inode if shown is None else shown.inode) and not journal.is_named_later(
+            self._db, row, name
+        ):
             self.view.delete_pending(*name)
             return True
-        if shown is not None and shown.inode != row.inode and self._truth.is_alive(shown.inode):
+        if shown is not None and shown.inode != row.inode and self._snapshot.is_alive(shown.inode):
             self.view.delete_pending(*name)
-            return self._agree(shown.inode)
-        only = self._shows(name, row.inode) and self.view.list_names(row.inode) == [name]
-        if only and self._truth.is_alive(row.inode):
+            return self._align(shown.inode)
+        is_only_name = self._shows(name, row.inode) and self.view.list_names(row.inode) == [name]
+        if is_only_name and self._snapshot.is_alive(row.inode):
             self.view.delete_pending(*name)
-            return self._agree(row.inode)
-        return self._clear(row.inode) and self._remove(row) if row.op == "rmdir" else self._remove(row)
+            return self._align(row.inode)
+        return self._empty_directory(row.inode) and self._remove(row) if row.op == "rmdir" else self._remove(row)
 
     def _shared_rename(self, row: JournalRow) -> bool:
         name, new = list_row_names(row)
         if self._shows(new, row.inode) and not self._shows(name, row.inode):
             self.view.delete_pending(*name)
             return True
-        if not self._holds(row, new):
+        if not self._has_name(row, new):
             self.view.delete_pending(*name)
-            return self._agree(row.inode)
-        if not self._ensure(new[0]) or not self._vacate(new, row.inode):
+            return self._align(row.inode)
+        if not self._ensure_directory(new[0]) or not self._vacate(new, row.inode):
             return False
         if self._shows(name, row.inode) and self.view.get_path(name[0]) is not None:
             self.view.delete_pending(*name)
@@ -141,119 +145,132 @@ class SharedPlanner(Planner):
             self.view.delete_pending(*new)
             self.view.set_pending(*new, row.inode)
             return True
-        return self._agree(row.inode)
+        return self._align(row.inode)
 
     def _shared_exchange(self, row: JournalRow) -> bool:
         name, new = list_row_names(row)
-        other = self._truth.get_child(name)
+        other = self._snapshot.get_child(name)
         if self._shows(new, row.inode):
-            return other is None or self._agree(other)
+            return other is None or self._align(other)
         one, two = self.view.get_entry(*name), self.view.get_entry(*new)
-        if other is not None and self._truth.get_child(new) == row.inode and one and two and (one.inode, two.inode) == (row.inode, other):
+        if (
+            other is not None
+            and self._snapshot.get_child(new) == row.inode
+            and one
+            and two
+            and (one.inode, two.inode) == (row.inode, other)
+        ):
             return self._exchange(row)
-        return all(self._agree(inode) for inode in (row.inode, other) if inode is not None)
+        return all(self._align(inode) for inode in (row.inode, other) if inode is not None)
 
     def _shared_attributes(self, row: JournalRow) -> bool:
-        return not self._truth.is_alive(row.inode) or self._attributes(row)
+        return not self._snapshot.is_alive(row.inode) or self._attributes(row)
 
     def _shared_content(self, row: JournalRow) -> bool:
         """A content is published by the node that wrote it, or that took over from it; under the names that the file has by then."""
-        content, truth = row.content or 0, self._truth
+        content, snapshot = row.content or 0, self._snapshot
         if (
-            not truth.is_alive(row.inode)
-            or truth.get_content_id(row.inode) != content
-            or truth.get_writer(content) not in {0, self._here, row.origin}
+            not snapshot.is_alive(row.inode)
+            or snapshot.get_content_id(row.inode) != content
+            or snapshot.get_writer(content) not in {0, self._own_number, row.origin}
         ):
             return True
-        known = self._facts.content(content)
+        known = self._facts.get_content(content)
         if known is not None and known.is_remote and known.state is not ContentState.SEALED:
             return True  # Nobody has what a dead node had not sealed.
         if known is not None and known.is_remote and not journal.has_local_copy(self._db, content):
             if content in self._lost:
                 return True
-            self.missing = row.inode
+            self.missing_inode = row.inode
             return False
         for name in self.view.list_pending_names(row.inode):
-            if not self._holds(row, name):
+            if not self._has_name(row, name):
                 self.view.delete_pending(*name)
         names = [*self.view.list_names(row.inode), *self.view.list_pending_names(row.inode)]
-        for name in truth.list_names(row.inode):
+        for name in snapshot.list_names(row.inode):
             if name not in names and not (names and journal.is_named_later(self._db, row, name)):
                 self.view.set_pending(*name, row.inode)
                 names.append(name)
-        if not all(self._ensure(parent) and self._vacate((parent, name), row.inode) for parent, name in names):
+        if not all(self._ensure_directory(parent) and self._vacate((parent, name), row.inode) for parent, name in names):
             return False
         return self._content(row) if row.op == "content" else self._synced(row)
 
     # --- agreeing -----------------------------------------------------------------------------------------------------
 
-    def _agree(self, inode: int) -> bool:
+    def _align(self, inode: int) -> bool:
         """Plan that the PFS shows an inode under the names that it has. False: not yet."""
-        self._truth.require_loaded(inode)
-        if inode in self._agreeing or self._truth.has_intent(inode):
-            self.blocked = True
+        self._snapshot.require_loaded(inode)
+        if inode in self._aligning or self._snapshot.has_intent(inode):
+            self.is_blocked = True
             return False
-        self._agreeing.add(inode)
+        self._aligning.add(inode)
         try:
-            return self._bring(inode) and self._take_stale(inode)
+            return self._show_names(inode) and self._remove_stale_names(inode)
         finally:
-            self._agreeing.discard(inode)
+            self._aligning.discard(inode)
 
-    def _bring(self, inode: int) -> bool:
+    def _show_names(self, inode: int) -> bool:
         """Show it where it has to be: what is shown elsewhere moves there, what is nowhere is made if that needs no bytes."""
-        true = self._truth.list_names(inode) if self._truth.is_alive(inode) else []
+        shared_names = self._snapshot.list_names(inode) if self._snapshot.is_alive(inode) else []
         shown = self.view.list_names(inode)
-        if any(self._truth.get_intent(name) for name in {*true, *shown}):
-            self.blocked = True
+        if any(self._snapshot.get_intent(name) for name in {*shared_names, *shown}):
+            self.is_blocked = True
             return False
-        for name in [name for name in true if name not in shown]:
-            if not self._ensure(name[0]) or not self._vacate(name, inode):
+        for name in [name for name in shared_names if name not in shown]:
+            if not self._ensure_directory(name[0]) or not self._vacate(name, inode):
                 return False
-            known = self._facts.inode(inode)
-            stale = next((other for other in self.view.list_names(inode) if other not in true), None)
+            known = self._facts.get_inode(inode)
+            stale = next((other for other in self.view.list_names(inode) if other not in shared_names), None)
             if stale is not None and not self._move(inode, stale, name):
                 return False
             if not self.view.list_names(inode) and known is not None and not (known.is_file and known.content is not None):
-                spot = self._spot(name)
+                spot = self._find_location(name)
                 assert spot is not None
-                self._put(Put(Kind.INODE, inode, None, known.mode), name, spot)
+                self._plan_file(PlannedFile(SourceKind.INODE, inode, None, known.mode), name, spot)
                 if known.is_directory:
-                    self._made.add(inode)
-            elif (others := [other for other in self.view.list_names(inode) if self._spot(other)]) and name not in others:
+                    self._made_directories.add(inode)
+            elif (others := [other for other in self.view.list_names(inode) if self._find_location(other)]) and name not in others:
                 source = self.view.get_entry(*others[0])
                 assert source is not None
-                self._also(inode, others[0], name, source.fingerprint)
+                self._plan_link(inode, others[0], name, source.fingerprint)
         return True
 
-    def _take_stale(self, inode: int) -> bool:
+    def _remove_stale_names(self, inode: int) -> bool:
         """Take away what it is not called any more, if it is shown as what it is called, or gone."""
-        true = self._truth.list_names(inode) if self._truth.is_alive(inode) else []
+        shared_names = self._snapshot.list_names(inode) if self._snapshot.is_alive(inode) else []
         shown = self.view.list_names(inode)
-        if true and not any(name in true for name in shown):
+        if shared_names and not any(name in shared_names for name in shown):
             return True  # Who gave it its name will come and move it.
-        if not true and shown and not self._clear(inode):
+        if not shared_names and shown and not self._empty_directory(inode):
             return False
         for name in shown:
-            if name in true:
+            if name in shared_names:
                 continue
-            spot = self._spot(name)
+            spot = self._find_location(name)
             if spot is None:
                 self.view.delete_entry(*name)
                 continue
-            self._take_away(name, spot, "rmdir" if self._is_directory(inode) else "unlink")
+            self._plan_removal(name, spot, "rmdir" if self._is_directory(inode) else "unlink")
         return True
 
     def _move(self, inode: int, name: PfsName, new: PfsName) -> bool:
-        shown, at, to = self.view.get_entry(*name), self._spot(name), self._spot(new)
+        shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
         if shown is None or at is None or to is None:
-            self.blocked = True
+            self.is_blocked = True
             return False
         if self._is_directory(inode):
             if self.actions:
                 return False
             self._closed = True
         action = PfsAction(
-            "move", self._next_key(), inode, at, self._mark(name) or shown.fingerprint, to, self._mark(new), self._temporary(self._key)
+            "move",
+            self._next_key(),
+            inode,
+            at,
+            self._find_fingerprint(name) or shown.fingerprint,
+            to,
+            self._find_fingerprint(new),
+            self._temporary(self._key),
         )
         self.actions.append(action)
         self.view.delete_pending(*new)
@@ -266,56 +283,56 @@ class SharedPlanner(Planner):
         and cannot be replaced by it goes.
         """
         shown = self.view.get_entry(*name)
-        if self._truth.get_intent(name):
-            self.blocked = True
+        if self._snapshot.get_intent(name):
+            self.is_blocked = True
             return False
-        if shown is None or shown.inode == inode or name in self._truth.list_names(shown.inode):
+        if shown is None or shown.inode == inode or name in self._snapshot.list_names(shown.inode):
             return True
-        if not self._truth.is_alive(shown.inode):
+        if not self._snapshot.is_alive(shown.inode):
             kinds = self._is_directory(shown.inode), self._is_directory(inode)
-            if kinds == (False, False) or (kinds == (True, True) and not self._truth.list_pfs_names_in(shown.inode)):
+            if kinds == (False, False) or (kinds == (True, True) and not self._snapshot.list_pfs_names_in(shown.inode)):
                 return True
-        if shown.inode in self._agreeing:
-            return self._move(shown.inode, name, (name[0], PARKED + b"%x" % shown.inode))  # They change places in a ring.
-        if not self._agree(shown.inode):
+        if shown.inode in self._aligning:
+            return self._move(shown.inode, name, (name[0], PARKED_PREFIX + b"%x" % shown.inode))  # They change places in a ring.
+        if not self._align(shown.inode):
             return False
         now = self.view.get_entry(*name)
         if now is not None and now.inode == shown.inode:
-            self.blocked = True
+            self.is_blocked = True
             return False
         return True
 
-    def _clear(self, directory: int) -> bool:
+    def _empty_directory(self, directory: int) -> bool:
         """What is still shown in a directory that goes leaves it first, with a batch of its own."""
-        left = []
-        for name in self._truth.list_pfs_names_in(directory):
-            if self._truth.get_intent(name):
-                self.blocked = True
+        remaining = []
+        for name in self._snapshot.list_pfs_names_in(directory):
+            if self._snapshot.get_intent(name):
+                self.is_blocked = True
                 return False
             shown = self.view.get_entry(*name)
             if shown is not None:
-                left.append(shown.inode)
-        if left and not any(action.location.parent == directory for action in self.actions):
-            for inode in left:
-                if not self._agree(inode):
+                remaining.append(shown.inode)
+        if remaining and not any(action.location.parent == directory for action in self.actions):
+            for inode in remaining:
+                if not self._align(inode):
                     return False
-            self.blocked = not self.actions
-        return not left
+            self.is_blocked = not self.actions
+        return not remaining
 
-    def _ensure(self, directory: int) -> bool:
+    def _ensure_directory(self, directory: int) -> bool:
         """Whether the PFS shows a directory, as far as that is so before this batch; if it does not it will after it."""
-        if directory in self._made:
+        if directory in self._made_directories:
             return False
-        if self.view.get_path(directory) is not None or not self._truth.is_alive(directory) or directory == ROOT:
+        if self.view.get_path(directory) is not None or not self._snapshot.is_alive(directory) or directory == ROOT:
             return True
-        names = self._truth.list_names(directory)
+        names = self._snapshot.list_names(directory)
         if not names:
-            self.blocked = True
+            self.is_blocked = True
             return False
-        if not self._ensure(names[0][0]):
+        if not self._ensure_directory(names[0][0]):
             return False
-        self._agree(directory)
-        self.blocked = self.blocked or not self.actions
+        self._align(directory)
+        self.is_blocked = self.is_blocked or not self.actions
         return False
 
     # --- pieces -------------------------------------------------------------------------------------------------------
@@ -324,14 +341,14 @@ class SharedPlanner(Planner):
         shown = self.view.get_entry(*name)
         return shown is not None and shown.inode == inode
 
-    def _holds(self, row: JournalRow, name: PfsName) -> bool:
+    def _has_name(self, row: JournalRow, name: PfsName) -> bool:
         """Whether a name that this row gives is one that the inode has, or had until a later row of this journal."""
-        child, shown = self._truth.get_child(name), self.view.get_entry(*name)
+        child, shown = self._snapshot.get_child(name), self.view.get_entry(*name)
         if child == row.inode:
             return True
         return journal.is_unlinked_later(self._db, row, name) and (shown is None or shown.inode != child)
 
     def _is_directory(self, inode: int) -> bool:
-        known = self._facts.inode(inode)
-        seen = (self._truth.get_value(SharedKey(PFS_STATE, inode)) or {}).get("seen")
+        known = self._facts.get_inode(inode)
+        seen = (self._snapshot.get_value(SharedKey(PFS_STATE, inode)) or {}).get("seen")
         return known.is_directory if known is not None else seen is not None and stat.S_ISDIR(seen[1])

@@ -19,10 +19,10 @@ from ckptfs.tiers import health
 
 log = logging.getLogger(__name__)
 
-OF_ONE_FILE = {errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
+SINGLE_FILE_ERRNOS = {errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
 FILES_MAX = 1024
 """When so many are refused it is the PFS that refuses, and write-back waits for it as a whole."""
-NAMED_MAX = 10
+LOGGED_MAX = 10
 RETRY_FIRST_S = 1.0
 RETRY_LAST_S = 120.0
 TROUBLE = "trouble:files set aside"
@@ -40,7 +40,7 @@ _REMEDIES = {
 }
 
 
-def unavailable(failure: OSError, path: str) -> CkptfsError:
+def build_unavailable_error(failure: OSError, path: str) -> CkptfsError:
     """What a failing PFS is called for people: which path, what happened, what helps."""
     sentence = f"write-back of {path} to the PFS failed: {failure.strerror or failure}"
     error = TierUnavailable(sentence, remedy=_REMEDIES.get(failure.errno or 0, ""))
@@ -49,7 +49,7 @@ def unavailable(failure: OSError, path: str) -> CkptfsError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refused:
+class _DeferredFile:
     """A file that is set aside."""
 
     until_s: float
@@ -59,67 +59,67 @@ class _Refused:
     remedy: str
 
 
-class Aside:
+class DeferredFiles:
     """The files that are set aside. `after`: up to this row the journal holds nothing but rows of such files."""
 
     def __init__(self, report: Callable[[str, Mapping[str, Any] | None], None]) -> None:
         """`report(key, value)` tells people."""
-        self.after = 0
+        self.after_seq = 0
         self._report = report
-        self._refused: dict[int, _Refused] = {}
+        self._files: dict[int, _DeferredFile] = {}
         self._delays_s: dict[int, float] = {}
-        self._hurried = False
+        self._retries_all = False
 
-    def put(self, inode: int, path: str, failure: OSError) -> bool:
+    def defer(self, inode: int, path: str, failure: OSError) -> bool:
         """Set a file aside for what the PFS said of it. False: that concerns more than this file, or there are too many."""
-        if failure.errno not in OF_ONE_FILE or len(self._refused) >= FILES_MAX:
+        if failure.errno not in SINGLE_FILE_ERRNOS or len(self._files) >= FILES_MAX:
             return False
         before_s = self._delays_s.pop(inode, 0.0)
         delay_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
         what, remedy = health.describe(failure), _REMEDIES.get(failure.errno or 0, "")
-        self._refused[inode] = _Refused(time.monotonic() + delay_s, delay_s, path, what, remedy)
-        level = logging.WARNING if not before_s and len(self._refused) <= NAMED_MAX else logging.DEBUG
+        self._files[inode] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy)
+        level = logging.WARNING if not before_s and len(self._files) <= LOGGED_MAX else logging.DEBUG
         log.log(level, "%s is not written back for now: %s (%s); everything else is", path, what, remedy)
-        self._tell()
+        self._report_deferred()
         return True
 
-    def holds(self, inode: int) -> bool:
+    def is_deferred(self, inode: int) -> bool:
         """Whether this file is set aside now. Once it is, until the journal is begun anew: its rows keep their order."""
-        return inode in self._refused
+        return inode in self._files
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         """Call it before each batch: when some files' time has come, the journal is begun anew, without holding them."""
-        hurried, self._hurried = self._hurried, False
+        retries_all, self._retries_all = self._retries_all, False
         now = time.monotonic()
-        due = [inode for inode, one in self._refused.items() if hurried or one.until_s <= now]
+        due = [inode for inode, one in self._files.items() if retries_all or one.until_s <= now]
         for inode in due:
-            self._delays_s[inode] = self._refused.pop(inode).delay_s
+            self._delays_s[inode] = self._files.pop(inode).delay_s
         if due:
-            self.after = 0
+            self.after_seq = 0
 
-    def ended(self) -> None:
+    def finish_journal(self) -> None:
         """The journal was gone through to its end: whatever was tried again and is not set aside anew is well, or gone."""
         if self._delays_s:
             self._delays_s.clear()
-            self._tell()
+            self._report_deferred()
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until the first one's time has come."""
-        if not self._refused:
+        if not self._files:
             return None
-        return max(0.0, min(one.until_s for one in self._refused.values()) - time.monotonic())
+        return max(0.0, min(one.until_s for one in self._files.values()) - time.monotonic())
 
-    def over(self) -> None:
+    def retry_now(self) -> None:
         """Somebody drains: all of them are tried now. May be called from another thread."""
-        self._hurried = True
+        self._retries_all = True
 
-    def _tell(self) -> None:
-        self._report(TROUBLE, _described(self._refused.values()))
+    def _report_deferred(self) -> None:
+        self._report(TROUBLE, _describe(self._files.values()))
 
 
-def _described(refused: Iterable[_Refused]) -> dict[str, str] | None:
+def _describe(deferred: Iterable[_DeferredFile]) -> dict[str, str] | None:
     """The first of them, and how many more there are."""
-    every = sorted(refused, key=lambda one: os.fsencode(one.path))
+    every = sorted(deferred, key=lambda one: os.fsencode(one.path))
     if not every:
         return None
     more = f", nor are {len(every) - 1} other files" if len(every) > 1 else ""

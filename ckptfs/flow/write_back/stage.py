@@ -23,15 +23,15 @@ from ckptfs.catalog.namespace import get
 from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
 from ckptfs.catalog.pfs_view import Fingerprint, PublishedRow
 from ckptfs.errors import Busy
-from ckptfs.flow.write_back.plan import Kind, Planner, Put
+from ckptfs.flow.write_back.plan import PlannedFile, Planner, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
 from ckptfs.tiers import acting, pfs_attributes, transfer
-from ckptfs.tiers.pfs_tree import PfsTree, look, sync_all
-from ckptfs.tiers.place import Places
+from ckptfs.tiers.pfs_tree import PfsTree, find_stat, sync_filesystem
+from ckptfs.tiers.place import Tiers
 
 log = logging.getLogger(__name__)
 
-transfer.labels("write_back")
+transfer.declare_labels("write_back")
 
 disk.declare_labels(
     "write_back:source", "write_back:create", "write_back:resume", "write_back:make", "write_back:fsync", "write_back:syncfs",
@@ -62,29 +62,29 @@ class Staged:
 
     mark: Fingerprint
     published: PublishedRow | None = None
-    merged: bool = False
+    is_merged: bool = False
 
 
 class Stager:
     """Makes the temporary files of one plan."""
 
-    def __init__(self, db: Database, places: Places, tree: PfsTree, progress: Callable[[int, int, int], None]) -> None:
+    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, progress: Callable[[int, int, int], None]) -> None:
         """`progress(inode, copied bytes, size in bytes)` is told of every block."""
         self._db = db
-        self._places = places
+        self._tiers = tiers
         self._tree = tree
         self._progress = progress
         self._open: list[tuple[int, PfsAction, int]] = []
 
-    def put(self, action: PfsAction, put: Put) -> Staged:
+    def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy when the content moved on, Unstable, Unfit, and OSError."""
-        wanted = self._wanted(put)
-        return acting.attempt(lambda: self._put(action, put, wanted), lambda: self._owners(wanted, action.location))
+        wanted = self._load_inode(planned)
+        return acting.retry_as_owner(lambda: self._stage(action, planned, wanted), lambda: self._list_owners(wanted, action.location))
 
     def sync(self) -> None:
         """Everything that was made is there to stay, and as long as it should be (F3)."""
         if len(self._open) >= SYNC_TOGETHER:
-            disk.act("write_back:syncfs", sync_all, self._open[0][0])
+            disk.act("write_back:syncfs", sync_filesystem, self._open[0][0])
         for fd, action, size in self._open:
             if len(self._open) < SYNC_TOGETHER:
                 disk.fsync("write_back:fsync", fd)
@@ -108,7 +108,7 @@ class Stager:
                 if action.temporary and spot is not None:
                     self._remove(spot, action.temporary)
 
-    def clear(self, planned: Iterable[PfsAction]) -> None:
+    def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
         """Remove what a mover that died had begun and is not `planned` again, and forget its batch unless there is another one now."""
         found = pfs_batch.find_batch(self._db)
         if found is None:
@@ -121,104 +121,106 @@ class Stager:
 
     # --- one temporary file ---------------------------------------------------------------------------------------------
 
-    def _put(self, action: PfsAction, put: Put, wanted: Inode) -> Staged:
-        directory = self._tree.directory(action.location.path)
-        begun = self._begun(directory, action, put, wanted)
+    def _stage(self, action: PfsAction, planned: PlannedFile, wanted: Inode) -> Staged:
+        directory = self._tree.get_directory(action.location.path)
+        resumed_fd = self._open_resumable(directory, action, planned, wanted)
         if stat.S_ISDIR(wanted.mode):
-            there = look(directory, action.location.name)
+            there = find_stat(directory, action.location.name)
             shown = pfs_view.PfsView(self._db).get_entry(action.location.parent, action.location.name)
             # One that is known as another inode is ours, and this batch takes it away first.
-            if there is not None and stat.S_ISDIR(there.st_mode) and (shown is None or shown.inode == put.inode):
-                return Staged(Fingerprint(there.st_ino), merged=True)
+            if there is not None and stat.S_ISDIR(there.st_mode) and (shown is None or shown.inode == planned.inode):
+                return Staged(Fingerprint(there.st_ino), is_merged=True)
         try:
             if stat.S_ISREG(wanted.mode):
-                return self._file(directory, action, put, wanted, begun)
-            return self._other(directory, action.temporary, wanted)
+                return self._stage_file(directory, action, planned, wanted, resumed_fd)
+            return self._stage_special(directory, action.temporary, wanted)
         except BaseException:
             with contextlib.suppress(OSError):
                 self._remove(action.location, action.temporary)
             raise
 
-    def _begun(self, directory: int, action: PfsAction, put: Put, wanted: Inode) -> int | None:
+    def _open_resumable(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
         """A descriptor of what a mover that died had made of a large file; anything else under the temporary name is removed."""
-        there = look(directory, action.temporary)
+        there = find_stat(directory, action.temporary)
         if there is None:
             return None
         # Anybody but these may still have it open for writing.
         owners = {os.geteuid(), wanted.uid, os.fstat(directory).st_uid}
-        ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
-        if ours and put.content is not None and there.st_size >= limits.BLOCK_BYTES:
+        is_ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
+        if is_ours and planned.content is not None and there.st_size >= limits.BLOCK_BYTES:
             return disk.open_file("write_back:resume", action.temporary, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory)
         self._remove(action.location, action.temporary)
         return None
 
-    def _file(self, directory: int, action: PfsAction, put: Put, wanted: Inode, begun: int | None) -> Staged:
+    def _stage_file(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode, resumed_fd: int | None) -> Staged:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        fd = disk.open_file("write_back:create", action.temporary, flags, 0o600, dir_fd=directory) if begun is None else begun
+        fd = disk.open_file("write_back:create", action.temporary, flags, 0o600, dir_fd=directory) if resumed_fd is None else resumed_fd
         try:
-            if begun is None:
+            if resumed_fd is None:
                 _check_owner(fd)
-            size, whole, blocks = self._fill(fd, put)
-            pfs_attributes.apply(directory, action.temporary, wanted, pfs_view.get_xattrs(self._db, put.inode), fresh=begun is None)
+            size, whole, blocks = self._fill(fd, planned)
+            pfs_attributes.apply_attributes(
+                directory, action.temporary, wanted, pfs_view.get_xattrs(self._db, planned.inode), is_new=resumed_fd is None
+            )
             found = os.fstat(fd)
         except BaseException:
             os.close(fd)
             raise
         self._open.append((fd, action, size))
-        generation = wanted.generation if put.content is None else put.content.generation
-        complete = put.kind is not Kind.STABLE
+        generation = wanted.generation if planned.content is None else planned.content.generation
+        complete = planned.kind is not SourceKind.STABLE
         mark = Fingerprint(found.st_ino, size, found.st_mtime_ns)
-        return Staged(mark, PublishedRow(put.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks))
+        return Staged(mark, PublishedRow(planned.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks))
 
-    def _other(self, directory: int, name: bytes, wanted: Inode) -> Staged:
+    def _stage_special(self, directory: int, name: bytes, wanted: Inode) -> Staged:
         try:
-            disk.act("write_back:make", _make, directory, name, wanted)
+            disk.act("write_back:make", _make_special, directory, name, wanted)
         except OSError as failure:
-            special = not (stat.S_ISDIR(wanted.mode) or stat.S_ISLNK(wanted.mode))
-            if special and failure.errno in _NO_SUCH_KIND and not acting.is_root():
+            is_special = not (stat.S_ISDIR(wanted.mode) or stat.S_ISLNK(wanted.mode))
+            if is_special and failure.errno in _NO_SUCH_KIND and not acting.is_root():
                 raise Unfit from failure
-            if special and failure.errno in _NO_SUCH_KIND - {errno.EPERM}:
+            if is_special and failure.errno in _NO_SUCH_KIND - {errno.EPERM}:
                 raise Unfit from failure
             raise
-        made = look(directory, name)
+        made = find_stat(directory, name)
         assert made is not None
         if acting.is_root() and made.st_uid != os.geteuid():
-            raise acting.Squashed(errno.EPERM, os.strerror(errno.EPERM))
-        pfs_attributes.apply(directory, name, wanted, pfs_view.get_xattrs(self._db, wanted.id), fresh=True)
+            raise acting.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
+        pfs_attributes.apply_attributes(directory, name, wanted, pfs_view.get_xattrs(self._db, wanted.id), is_new=True)
         return Staged(Fingerprint(made.st_ino))
 
-    def _fill(self, fd: int, put: Put) -> transfer.Digested:
+    def _fill(self, fd: int, planned: PlannedFile) -> transfer.ContentDigests:
         """Write the bytes; (size, digest, blocks' digests)."""
-        if put.content is None:
+        if planned.content is None:
             return (0, *digest.RunningDigest().finish())
-        if put.kind is Kind.STABLE:
-            return self._fill_stable(fd, put.content)
-        if put.kind is Kind.EARLY:
-            return self._fill_early(fd, put.content)
-        return self._fill_sealed(fd, put.content)
+        if planned.kind is SourceKind.STABLE:
+            return self._fill_stable(fd, planned.content)
+        if planned.kind is SourceKind.EARLY:
+            return self._fill_early(fd, planned.content)
+        return self._fill_sealed(fd, planned.content)
 
-    def _fill_sealed(self, fd: int, content: Content) -> transfer.Digested:
+    def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; those that have not are quarantined."""
         refusal: OSError | None = None
         for copy in settling.list_copies(self._db, content.id):
-            if copy.state is not CopyState.GOOD or copy.tier not in self._places:
+            if copy.state is not CopyState.GOOD or copy.tier not in self._tiers:
                 continue
             try:
                 copied = self._copy(fd, content, copy.tier)
             except _BadCopy as failure:
-                self._stay(content)
+                self._require_unchanged(content)
                 refusal = failure.__cause__ if isinstance(failure.__cause__, OSError) else None
                 continue
             if (copied[0], copied[1]) == (content.size, content.digest):
                 return copied
-            self._stay(content)
+            self._require_unchanged(content)
             settling.set_copy_state(self._db, content.id, copy.tier, CopyState.QUARANTINED)
             log.error("the copy of %s in %s does not have its digest; another one is used", self._path(content.inode), copy.tier)
         if not settling.is_unchanged(self._db, content):
             raise Busy("the content was deleted or opened for writing")  # No wonder that it cannot be read.
         if refusal is not None:
             raise refusal
-        beyond = [copy.tier for copy in settling.list_copies(self._db, content.id) if copy.tier not in self._places]
+        beyond = [copy.tier for copy in settling.list_copies(self._db, content.id) if copy.tier not in self._tiers]
         if beyond:
             raise OSError(errno.ENODEV, f"its bytes lie in {beyond[0]}, which is not there now")
         if not settling.mark_lost(self._db, content):
@@ -226,10 +228,10 @@ class Stager:
         log.error("%s is lost: no copy of what was sealed is left on this node", self._path(content.inode))
         raise Busy("no copy of the content is left")
 
-    def _fill_early(self, fd: int, content: Content) -> transfer.Digested:
+    def _fill_early(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy what the seal lane reads for its digest at the same time, and wait for that."""
         tiers = [
-            copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places
+            copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers
         ]
         if not tiers:
             raise Unsealed("it has no copy that can be read")
@@ -246,22 +248,22 @@ class Stager:
             raise Unsealed("it was sealed as something else, deleted or opened for writing")
         return copied
 
-    def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.Digested:
+    def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.ContentDigests:
         """Copy from one tier. Raises _BadCopy when that does not give the bytes, Busy when the content was opened, OSError of the PFS."""
         try:
             source = self._source(tier, content)
         except OSError as failure:
             raise _BadCopy from failure
         try:
-            return transfer.copy(source, fd, label="write_back", before_block=self._hook(content))
+            return transfer.copy(source, fd, label="write_back", before_block=self._build_block_hook(content))
         finally:
             os.close(source)
 
     def _source(self, tier: Tier, content: Content) -> int:
-        with acting.as_ourselves():  # The tiers are closed to everybody else.
-            return disk.act("write_back:source", self._places[tier].open, content.id)
+        with acting.as_process_user():  # The tiers are closed to everybody else.
+            return disk.act("write_back:source", self._tiers[tier].open, content.id)
 
-    def _hook(self, content: Content) -> Callable[[], None]:
+    def _build_block_hook(self, content: Content) -> Callable[[], None]:
         """What happens before each block: people see progress, and a reopened file ends it."""
         blocks = 0
 
@@ -270,11 +272,11 @@ class Stager:
             blocks += 1
             if blocks % 4 == 0:
                 self._progress(content.inode, min(blocks * limits.BLOCK_BYTES, content.size), content.size)
-                self._stay(content)
+                self._require_unchanged(content)
 
         return before_block
 
-    def _stay(self, content: Content) -> None:
+    def _require_unchanged(self, content: Content) -> None:
         """Raise Busy when the content is not the one any more that was planned. The bytes of a doomed one stay as they were sealed."""
         now = settling.get_content(self._db, content.id)
         if now is None or now.change == content.change:
@@ -282,13 +284,13 @@ class Stager:
         if now.state is not ContentState.DOOMED or content.state is not ContentState.SEALED:
             raise Busy("the content was opened for writing, or deleted before its seal")
 
-    def _fill_stable(self, fd: int, content: Content) -> transfer.Digested:
+    def _fill_stable(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy a state of an open file that it was really in, at one moment.
 
         Read twice and found equal, every byte had its value in the moment between the two readings.
         """
         copies = [
-            copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._places
+            copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers
         ]
         if not copies:
             raise Unstable("the open file has no copy that can be read")
@@ -297,7 +299,7 @@ class Stager:
             source = self._source(copies[0], content)
             try:
                 copied = transfer.copy(source, fd, label="write_back")
-                if _again(source, copied[0])[:2] == copied[:2]:
+                if _digest_prefix(source, copied[0])[:2] == copied[:2]:
                     return copied
             finally:
                 os.close(source)
@@ -305,27 +307,27 @@ class Stager:
 
     # --- who and what ---------------------------------------------------------------------------------------------------
 
-    def _wanted(self, put: Put) -> Inode:
+    def _load_inode(self, planned: PlannedFile) -> Inode:
         """The inode as it is now; of a directory that is gone again, what the journal says."""
         try:
-            return get(self._db, put.inode)
+            return get(self._db, planned.inode)
         except FileNotFoundError:
-            if not stat.S_ISDIR(put.mode):
+            if not stat.S_ISDIR(planned.mode):
                 raise Busy("the inode is gone") from None
-            return Inode(put.inode, put.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
+            return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
-    def _owners(self, wanted: Inode, spot: PfsLocation) -> list[acting.Owner]:
-        above = os.fstat(self._tree.directory(spot.path))
+    def _list_owners(self, wanted: Inode, spot: PfsLocation) -> list[acting.Owner]:
+        above = os.fstat(self._tree.get_directory(spot.path))
         return [(wanted.uid, wanted.gid), (above.st_uid, above.st_gid)]
 
     def _remove(self, spot: PfsLocation, name: bytes) -> None:
         """Remove a temporary file, symlink, or empty directory."""
         with contextlib.suppress(FileNotFoundError):
-            directory = self._tree.directory(spot.path)
+            directory = self._tree.get_directory(spot.path)
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)
             call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
             above = os.fstat(directory)
-            acting.attempt(
+            acting.retry_as_owner(
                 lambda: disk.act("write_back:discard", call, name, dir_fd=directory),
                 lambda: [(found.st_uid, found.st_gid), (above.st_uid, above.st_gid)],
             )
@@ -334,38 +336,38 @@ class Stager:
         return os.fsdecode(report.get_path(self._db, inode))
 
 
-def resolved(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
+def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
     """The batch as it will be written down: what was made has its number on the PFS."""
 
-    def real(mark: Fingerprint) -> Fingerprint:
+    def resolve(mark: Fingerprint) -> Fingerprint:
         return staged[-mark.ino].mark if mark.ino < 0 else mark
 
     restamped = {action.inode for action in planner.actions if action.act == "attributes"}
 
-    def before(mark: Fingerprint) -> Fingerprint:
+    def resolve_replaced(mark: Fingerprint) -> Fingerprint:
         """What this batch made and gave other times since is recognised by its number alone."""
-        return Fingerprint(real(mark).ino) if mark.ino < 0 and planner.puts[-mark.ino].inode in restamped else real(mark)
+        return Fingerprint(resolve(mark).ino) if mark.ino < 0 and planner.puts[-mark.ino].inode in restamped else resolve(mark)
 
-    planner.look_again()
-    planner.view.replace_fingerprints(real)
-    batch = pfs_batch.build_batch(planner.view, planner.last)
+    planner.observe_kept_names()
+    planner.view.replace_fingerprints(resolve)
+    batch = pfs_batch.build_batch(planner.view, planner.last_seq)
     batch.actions = [
         PfsAction(
             one.act,
             one.key,
             one.inode,
             one.location,
-            real(one.fingerprint),
+            resolve(one.fingerprint),
             one.new_location,
-            None if one.replaced_fingerprint is None else before(one.replaced_fingerprint),
+            None if one.replaced_fingerprint is None else resolve_replaced(one.replaced_fingerprint),
             one.temporary,
         )
         for one in planner.actions
     ]
-    batch.requeued = planner.again
-    batch.kept_seqs = planner.kept
-    batch.published_rows = planner.renewed + [one.published for one in staged.values() if one.published is not None]
-    batch.merged_directories = [planner.puts[key].inode for key, one in staged.items() if one.merged]
+    batch.requeued = planner.requeued
+    batch.kept_seqs = planner.kept_seqs
+    batch.published_rows = planner.renewed_rows + [one.published for one in staged.values() if one.published is not None]
+    batch.merged_directories = [planner.puts[key].inode for key, one in staged.items() if one.is_merged]
     return batch
 
 
@@ -373,7 +375,7 @@ class _BadCopy(Exception):
     """A tier does not give a copy that it should have."""
 
 
-def _again(source: int, size: int) -> transfer.Digested:
+def _digest_prefix(source: int, size: int) -> transfer.ContentDigests:
     """The digest of the first `size` bytes of a file that may be longer by now."""
     running = digest.RunningDigest()
     buffer = memoryview(bytearray(transfer.PIECE_BYTES))
@@ -389,10 +391,10 @@ def _again(source: int, size: int) -> transfer.Digested:
 def _check_owner(fd: int) -> None:
     """Root whose files belong to somebody else is no root there: the file has to be made by its owner."""
     if acting.is_root() and os.fstat(fd).st_uid != os.geteuid():
-        raise acting.Squashed(errno.EPERM, os.strerror(errno.EPERM))
+        raise acting.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
 
 
-def _make(directory: int, name: bytes, wanted: Inode) -> None:
+def _make_special(directory: int, name: bytes, wanted: Inode) -> None:
     if stat.S_ISDIR(wanted.mode):
         os.mkdir(name, 0o700, dir_fd=directory)
     elif stat.S_ISLNK(wanted.mode):

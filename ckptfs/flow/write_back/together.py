@@ -25,169 +25,169 @@ from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.plan import Facts
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.model import ROOT
-from ckptfs.tiers.pfs_tree import Names, NotThere, PfsTree, look
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, find_stat
 
 log = logging.getLogger(__name__)
 
 disk.declare_labels("together:announced", "together:settled")
 
-ROWS_TOGETHER = 32
+BATCH_ROWS = 32
 
 
-class Together:
+class ClusterWriteBack:
     """What write-back does about the other nodes."""
 
-    def __init__(self, db: Database, around: Cluster, instance: str, tree: PfsTree) -> None:
+    def __init__(self, db: Database, cluster: Cluster, instance: str, tree: PfsTree) -> None:
         self._db = db
-        self._around = around
+        self._cluster = cluster
         self._instance = instance
         self._tree = tree
-        self._truth = StoreSnapshot(db, around.store)
-        self._asked: dict[int, int] = {}
-        self._also: set[int] = set()
-        self._lost: set[int] = set()
+        self._snapshot = StoreSnapshot(db, cluster.store)
+        self._fetch_requests: dict[int, int] = {}
+        self._extra_inodes: set[int] = set()
+        self._lost_contents: set[int] = set()
         self._lease = 0
-        self._island_ns = alone.get_reintegrated_ns(db)
-        self._returned()
+        self._reintegrated_ns = alone.get_reintegrated_ns(db)
+        self._restart_search()
 
     # --- before a batch -----------------------------------------------------------------------------------------------
 
-    def rows(self, after: int) -> list[JournalRow]:
+    def list_rows(self, after: int) -> list[JournalRow]:
         """The next rows that the other nodes know of, and that no other node has taken over. Raises Unreachable."""
-        rows = list_published_rows(self._db, self._instance, journal.list_oldest(self._db, ROWS_TOGETHER, after))
+        rows = list_published_rows(self._db, self._instance, journal.list_oldest(self._db, BATCH_ROWS, after))
         if not rows:
             return rows
-        self._begin_to_live()
-        self._learn(rows)
-        if self._decide_for_the_dead():
-            self._learn(rows)
-        taken = [row for row in rows if self._truth.get_value(build_row_key(self._db, self._instance, row)) is None]
+        self._take_lease()
+        self._load(rows)
+        if self._resolve_dead_intents():
+            self._load(rows)
+        taken = [row for row in rows if self._snapshot.get_value(build_row_key(self._db, self._instance, row)) is None]
         if taken:
             log.info("%d changes of this node were written back by another one", len(taken))
             journal.delete_rows(self._db, taken)
-            self._returned()
-        self._expect(PfsView(self._db))
+            self._restart_search()
+        self._set_expected_inodes(PfsView(self._db))
         return [row for row in rows if row not in taken]
 
-    def _returned(self) -> None:
-        self._look_s = time.monotonic()
-        self._look_until_s = self._look_s + limits.LEFT_OUT_S
+    def _restart_search(self) -> None:
+        self._next_search_s = time.monotonic()
+        self._search_until_s = self._next_search_s + limits.LEFT_OUT_S
 
-    def find_left_out(self) -> bool:
+    def requeue_left_out(self) -> bool:
         """Begin again with what the others, which have taken this node's rows, had no bytes of or took for lost, and with what an island
         had to take back; whether there is any.
         """
-        returned_ns = alone.get_reintegrated_ns(self._db)
-        if self._island_ns != returned_ns:
-            self._island_ns = returned_ns
-            self._returned()
+        reintegrated_ns = alone.get_reintegrated_ns(self._db)
+        if self._reintegrated_ns != reintegrated_ns:
+            self._reintegrated_ns = reintegrated_ns
+            self._restart_search()
         now_s = time.monotonic()
-        if not self._look_s <= now_s < self._look_until_s:
+        if not self._next_search_s <= now_s < self._search_until_s:
             return False
-        self._look_s = now_s + limits.LEFT_OUT_LOOK_S
+        self._next_search_s = now_s + limits.LEFT_OUT_LOOK_S
         return journal.insert_missing(self._db, limits.CHANGE_ROWS_MAX) > 0
 
-    def due_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """Until the next look for that, which waits until the journal is done."""
-        return max(limits.WANT_LOOK_S, self._look_s - time.monotonic()) if self._look_s < self._look_until_s else None
+        return max(limits.WANT_LOOK_S, self._next_search_s - time.monotonic()) if self._next_search_s < self._search_until_s else None
 
-    def _learn(self, rows: list[JournalRow]) -> None:
-        self._truth = StoreSnapshot(self._db, self._around.store)
-        self._truth.load(self._instance, rows, self._also)
+    def _load(self, rows: list[JournalRow]) -> None:
+        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot.load(self._instance, rows, self._extra_inodes)
 
-    def read_also(self, inode: int) -> None:
+    def load_also(self, inode: int) -> None:
         """What a plan turned out to need is read for the next one, too."""
-        self._also.add(inode)
+        self._extra_inodes.add(inode)
 
-    def planner(self, facts: Facts, temporary: Callable[[int], bytes]) -> SharedPlanner:
+    def build_planner(self, facts: Facts, temporary: Callable[[int], bytes]) -> SharedPlanner:
         """A planner on what is true now."""
-        return SharedPlanner(self._db, PfsView(self._db), facts, temporary, self._truth, self._around.node_number, self._lost)
+        return SharedPlanner(self._db, PfsView(self._db), facts, temporary, self._snapshot, self._cluster.node_number, self._lost_contents)
 
     def fetch(self, inode: int) -> None:
         """Have the bytes of a file brought here, which a dead node wrote. What nobody gives is left out on the PFS."""
-        want = wants.get(self._db, self._asked[inode]) if inode in self._asked else None
-        if want is not None and want.state == wants.FAILED:
-            self._lost.add(fetching.get_content_id(self._db, inode) or 0)
+        request = wants.get(self._db, self._fetch_requests[inode]) if inode in self._fetch_requests else None
+        if request is not None and request.state == wants.FAILED:
+            self._lost_contents.add(fetching.get_content_id(self._db, inode) or 0)
             log.warning("%s cannot be written back: no node that lives has what was written", os.fsdecode(report.get_path(self._db, inode)))
-        elif want is None or want.state != wants.OPEN:
-            self._asked = {inode: wants.insert_request(self._db, wants.FETCH, inode, wants.FOR_WRITING)}
+        elif request is None or request.state != wants.OPEN:
+            self._fetch_requests = {inode: wants.insert_request(self._db, wants.FETCH, inode, wants.FOR_WRITING)}
 
-    def look_for(self, directories: list[int]) -> None:
+    def load_directories(self, directories: list[int]) -> None:
         """Learn where these are now. Raises Unreachable."""
-        self._truth = StoreSnapshot(self._db, self._around.store)
-        self._truth.load(self._instance, inodes=directories)
-        self._expect(PfsView(self._db))
+        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot.load(self._instance, inodes=directories)
+        self._set_expected_inodes(PfsView(self._db))
 
-    def gone(self, names: Names) -> Names | None:
+    def confirm_gone(self, names: DirectoryPath) -> DirectoryPath | None:
         """The same names if the PFS shows this directory no more although it is said to. None: somebody moves it just now, or has moved it,
         and it is to be planned anew in a while.
         """
         try:
-            before = self._way(names)
-            self._tree.forget()
-            self._tree.directory(names)
-        except NotThere:
+            before = self._load_path_revisions(names)
+            self._tree.clear_cache()
+            self._tree.get_directory(names)
+        except DirectoryMissing:
             with contextlib.suppress(Busy, StoreUnreachable):
-                return names if self._way(names) == before else None
+                return names if self._load_path_revisions(names) == before else None
         except (OSError, Busy, StoreUnreachable) as reason:
             log.debug("%s is not where it was: %s", os.fsdecode(b"/".join(names)), reason)
         return None
 
-    def _way(self, names: Names) -> dict[SharedKey, int]:
+    def _load_path_revisions(self, names: DirectoryPath) -> dict[SharedKey, int]:
         """The revisions of all that says that the PFS shows a directory here; nothing if nobody says so. Raises Busy while another node
         changes any of it, and Unreachable.
         """
         inode = pfs_view.find_inode(self._db, names)
         if inode is None:
             return {}
-        self.look_for([inode])
-        others = [(key, number) for key, number in self._truth.list_intents() if number != self._around.node_number]
-        self._decide(others)
+        self.load_directories([inode])
+        others = [(key, number) for key, number in self._snapshot.list_intents() if number != self._cluster.node_number]
+        self._resolve_intents(others)
         if others or PfsView(self._db).get_path(inode) != names:
             raise Busy("another node moves what is there")
-        return {key: self._truth.get_revision(key) for key in self._truth.store_values if key.kind in {PFS_NAME, PFS_STATE}}
+        return {key: self._snapshot.get_revision(key) for key in self._snapshot.store_values if key.kind in {PFS_NAME, PFS_STATE}}
 
-    def _expect(self, view: PfsView) -> None:
+    def _set_expected_inodes(self, view: PfsView) -> None:
         """Directories are recognised by their numbers: names may have been exchanged since they were read. None is kept open from one
         batch to the next: another node may have removed it and made a new one.
         """
-        self._tree.forget()
-        numbers: dict[tuple[bytes, ...], int] = {}
-        for key in self._truth.store_values:
+        self._tree.clear_cache()
+        inodes: dict[tuple[bytes, ...], int] = {}
+        for key in self._snapshot.store_values:
             number = None if key.kind != PFS_NAME or key.number == ROOT else pfs_paths.find_pfs_inode(self._db, key.number)
             path = None if number is None else view.get_path(key.number)
             if path and number is not None:
-                numbers[path] = number
-        self._tree.expect(numbers)
+                inodes[path] = number
+        self._tree.set_expected_inodes(inodes)
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
-    def announce(self, batch: PfsBatch) -> None:
+    def publish_intents(self, batch: PfsBatch) -> None:
         """Raises Busy when it has to be planned anew, Unreachable when nobody knows whether it was announced."""
         if batch.expected_entries or batch.published_rows:
-            intentions.publish_intents(self._db, self._around.store, self._truth, batch, self._instance)
+            intentions.publish_intents(self._db, self._cluster.store, self._snapshot, batch, self._instance)
         disk.act("together:announced", lambda: None)
 
-    def stands(self, batch: PfsBatch) -> PfsBatch | None:
+    def resume(self, batch: PfsBatch) -> PfsBatch | None:
         """A batch of an earlier life, or that was interrupted, where its names lie now; None when it is not ours to finish any more."""
-        self._begin_to_live()
-        standing = intentions.find_intents(self._around.store, batch, self._around.node_number, self._instance)
-        if standing is None:
+        self._take_lease()
+        intents = intentions.find_intents(self._cluster.store, batch, self._cluster.node_number, self._instance)
+        if intents is None:
             return None
-        self._truth = StoreSnapshot(self._db, self._around.store)
-        self._truth.load(self._instance, inodes={spot.parent for spot in _spots(batch)})
+        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot.load(self._instance, inodes={spot.parent for spot in _list_locations(batch)})
         with self._db.transaction():
-            for key, one in standing.items():
+            for key, one in intents.items():
                 seen.set_cached(self._db, key, one)
         view = PfsView(self._db)
-        self._expect(view)
-        return _relocated(view, batch)
+        self._set_expected_inodes(view)
+        return _relocate_batch(view, batch)
 
-    def settle(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
+    def complete_intents(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
         """The PFS shows it. Raises Busy when this node was taken for dead meanwhile, Unreachable."""
-        changed = intentions.complete_intents(self._db, self._around.store, batch, found, self._truth)
+        changed = intentions.complete_intents(self._db, self._cluster.store, batch, found, self._snapshot)
         disk.act("together:settled", lambda: None)
-        self._also = set()
+        self._extra_inodes = set()
         if changed:
             with self._db.transaction():
                 for inode in changed:
@@ -195,60 +195,60 @@ class Together:
 
     # --- living -------------------------------------------------------------------------------------------------------
 
-    def _begin_to_live(self) -> None:
+    def _take_lease(self) -> None:
         """What is read from now on holds as long as this lease does. Raises Busy without one."""
-        self._lease = self._around.lease()
+        self._lease = self._cluster.lease()
         if not self._lease:
             raise Busy("this node has no lease just now")
 
-    def demand_life(self) -> None:
+    def require_lease(self) -> None:
         """Raises Busy when the others may have taken this node for dead since what it is about to do was found to be its own: it may have
         stood still for a while, and they have settled it.
         """
-        if self._around.lease() != self._lease:
+        if self._cluster.lease() != self._lease:
             raise Busy("this node may have been taken for dead")
 
     # --- those who are gone -------------------------------------------------------------------------------------------
 
-    def _decide_for_the_dead(self) -> bool:
+    def _resolve_dead_intents(self) -> bool:
         """Settle intentions of nodes that do not live, or of a former catalog of this one; whether there were any."""
-        return self._decide(self._truth.list_intents())
+        return self._resolve_intents(self._snapshot.list_intents())
 
-    def _decide(self, intended: list[tuple[SharedKey, int]]) -> bool:
+    def _resolve_intents(self, intended: list[tuple[SharedKey, int]]) -> bool:
         if not intended:
             return False
-        alive = membership.list_live(self._around.store, sorted({number for _, number in intended} - {self._around.node_number}))
-        gone = [key for key, number in intended if number not in alive]
+        live = membership.list_live(self._cluster.store, sorted({number for _, number in intended} - {self._cluster.node_number}))
+        gone = [key for key, number in intended if number not in live]
         for key in gone:
-            found = self._number_at((key.number, key.name)) if key.kind == PFS_NAME else None
-            intentions.resolve_abandoned_intent(self._around.store, key, self._truth.store_values[key].value, found)
+            found = self._find_pfs_inode((key.number, key.name)) if key.kind == PFS_NAME else None
+            intentions.resolve_abandoned_intent(self._cluster.store, key, self._snapshot.store_values[key].value, found)
         return bool(gone)
 
-    def _number_at(self, name: PfsName) -> int | None:
+    def _find_pfs_inode(self, name: PfsName) -> int | None:
         """st_ino of what the PFS shows under a name."""
         path = PfsView(self._db).get_path(name[0])
         if path is None:
             return None
         try:
-            found = look(self._tree.directory(path), name[1])
-        except NotThere:
+            found = find_stat(self._tree.get_directory(path), name[1])
+        except DirectoryMissing:
             return None
         return None if found is None else found.st_ino
 
 
-def _spots(batch: PfsBatch) -> list[PfsLocation]:
+def _list_locations(batch: PfsBatch) -> list[PfsLocation]:
     spots = [spot for action in batch.actions for spot in (action.location, action.new_location) if spot is not None]
     return spots + [show.location for show in batch.expected_entries]
 
 
-def _relocated(view: PfsView, batch: PfsBatch) -> PfsBatch:
+def _relocate_batch(view: PfsView, batch: PfsBatch) -> PfsBatch:
     """The same batch with the paths that its directories have now; what nobody knows any more keeps its path."""
 
     def now(spot: PfsLocation) -> PfsLocation:
         path = view.get_path(spot.parent)
         return spot if path is None else PfsLocation(spot.parent, spot.name, path)
 
-    actions = [_moved(action, now) for action in batch.actions]
+    actions = [_relocate_action(action, now) for action in batch.actions]
     return replace(
         batch,
         actions=actions,
@@ -256,5 +256,5 @@ def _relocated(view: PfsView, batch: PfsBatch) -> PfsBatch:
     )
 
 
-def _moved(action: PfsAction, now: Callable[[PfsLocation], PfsLocation]) -> PfsAction:
+def _relocate_action(action: PfsAction, now: Callable[[PfsLocation], PfsLocation]) -> PfsAction:
     return replace(action, location=now(action.location), new_location=None if action.new_location is None else now(action.new_location))
