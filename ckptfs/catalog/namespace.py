@@ -42,7 +42,7 @@ __all__ = [
 RESERVED_NAME = b".ckptfs"
 RESERVED_PREFIX = b".ckptfs."
 
-_SELECT_INODE = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
+_SELECT = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
 _SELECT_CHILD = f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?"
 _SELECT_LOOKUP = (
     f"SELECT directory.mode, directory.complete, {INODE_COLUMNS_JOINED} FROM inode directory"
@@ -56,7 +56,7 @@ _INSERT_INODE = (
 
 def get(db: Database, inode: int) -> Inode:
     """The inode with this id. Raises ENOENT."""
-    row = db.row(_SELECT_INODE, inode)
+    row = db.row(_SELECT, inode)
     if row is None:
         raise posix_error(errno.ENOENT)
     return build_inode(row)

@@ -17,7 +17,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord, PublishedState
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
 
-_CONTENT_COLUMNS = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change, k.peer"
+CONTENT_COLUMNS = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change, k.peer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SealResult:
     block_digests: bytes
 
 
-def _build_content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
+def build_content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
     return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))
 
 
@@ -42,8 +42,8 @@ def _build_content(row: tuple[int, int, int, int, int, bytes | None, bytes | Non
 
 def get_content(db: Database, content: int) -> Content | None:
     """The row of a content."""
-    row = db.row(f"SELECT {_CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)
-    return None if row is None else _build_content(row)
+    row = db.row(f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)
+    return None if row is None else build_content(row)
 
 
 def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
@@ -77,11 +77,11 @@ def is_unchanged(db: Database, seen: Content) -> bool:
 def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[Content, Tier]]:
     """Contents that await their seal, from the one after `after` on in the order of their ids, with the one of `tiers` that has it."""
     rows = db.rows(
-        f"SELECT {_CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
+        f"SELECT {CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
         " WHERE k.state = 1 AND k.peer = 0 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
-    return [(_build_content(row[:-1]), Tier(row[-1])) for row in rows]
+    return [(build_content(row[:-1]), Tier(row[-1])) for row in rows]
 
 
 def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]:
@@ -205,13 +205,13 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -
     for peers comes first, then what was not used for long. What somebody copies just now is left out.
     """
     rows = db.rows(
-        f"SELECT {_CONTENT_COLUMNS} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
+        f"SELECT {CONTENT_COLUMNS} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
         " AND k.inode NOT IN (SELECT inode FROM handle)"
         " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
         f" AND {'' if elsewhere else 'NOT '}{_IS_SAFE_ELSEWHERE} ORDER BY k.peer DESC, c.used_ns, k.id LIMIT ?",
         tier, at_most,
     )  # fmt: skip
-    return [_build_content(row) for row in rows]
+    return [build_content(row) for row in rows]
 
 
 def count_only_copies(db: Database, tier: Tier) -> int:
@@ -294,10 +294,10 @@ def list_copies_in_tier(db: Database, tier: Tier) -> dict[int, tuple[CopyState, 
 def list_without_copy(db: Database) -> list[Content]:
     """Contents of this node's own that should have bytes and have no good copy in any tier."""
     rows = db.rows(
-        f"SELECT {_CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.peer = 0"
+        f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.peer = 0"
         " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     )
-    return [_build_content(row) for row in rows]
+    return [build_content(row) for row in rows]
 
 
 def is_shown(db: Database, seen: Content) -> bool:

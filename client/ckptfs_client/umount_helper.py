@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from ckptfs import limits
 from ckptfs_client.failures import ClientError
+from ckptfs_client.mount_helper import FAILED, USAGE
 from ckptfs_client.mounts import find, is_running
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
     from ckptfs_client.client import Client
 
-USAGE, FAILED = 1, 32
+
 DRAIN_POLL_S = 0.1
 STATUS_WAIT_S = 1.0
 GRACE_S = limits.STOP_WAIT_S

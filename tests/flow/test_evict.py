@@ -260,7 +260,7 @@ def test_short_memory_takes_from_ram_what_is_safe(node: Node, monkeypatch: pytes
     for content in contents[:2]:
         node.publish(content)
     roomy = node.tiers[Tier.RAM].get_capacity()
-    monkeypatch.setattr(node.tiers[Tier.RAM], "room", lambda: Capacity(roomy.total, 0, roomy.used))
+    monkeypatch.setattr(node.tiers[Tier.RAM], "get_capacity", lambda: Capacity(roomy.total, 0, roomy.used))
     evict(node).step()
     assert node.files(Tier.RAM) == set(contents[1:]), "as much as gives some headroom, and no more"
     assert node.files(Tier.NVME) == set()

@@ -73,7 +73,7 @@ def test_a_byte_that_changed_under_the_same_size_and_mtime_is_found(
 def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.bring("d/file")
     lose_copies(world, "d/file")
-    monkeypatch.setattr(world.tiers, "choose", lambda expected_bytes=0: Tier.PFS)
+    monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.PFS)
     world.db.run("UPDATE published SET checked_ns = 0")
     assert world.bring("d/file").result == wants.DIRECT
     assert int(str(world.published("d/file", "checked_ns"))) > 0
@@ -83,7 +83,7 @@ def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: Wor
 
 
 def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.tiers, "choose", lambda expected_bytes=0: Tier.PFS)
+    monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.PFS)
     assert world.bring("d/file", wants.FOR_WRITING).result == wants.FETCHED
     assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
 
@@ -91,7 +91,7 @@ def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World
 def test_a_large_file_of_a_stranger_s_is_read_in_place_where_room_is_scarce(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FETCH_WHOLE_BYTES", MIB)
     asked: list[int] = []
-    monkeypatch.setattr(world.tiers, "choose", lambda expected_bytes=0: asked.append(expected_bytes) or Tier.PFS)
+    monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: asked.append(expected_bytes) or Tier.PFS)
     assert world.bring("d/file").result == wants.DIRECT
     assert asked == [limits.FETCH_ROOM_RATIO * (5 * MIB + 7)]
 
@@ -252,7 +252,7 @@ def test_an_error_of_the_disk_below_nvme(tmp_path: Path, label: str, monkeypatch
     world = World(tmp_path, nvme=tmp_path / "nvme")
     (world.pfs / "file").write_bytes(b"data" * 1000)
     world.look(again=False)
-    monkeypatch.setattr(world.tiers, "choose", lambda expected_bytes=0: Tier.NVME)
+    monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.NVME)
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
     monkeypatch.setattr(disk, "_calls", disk.Counter())
     assert world.bring("file").state == wants.FAILED

@@ -89,7 +89,7 @@ def test_a_tier_that_is_gone_is_down(served: Served, monkeypatch: pytest.MonkeyP
     def gone() -> None:
         raise TierUnavailable("gone")
 
-    monkeypatch.setattr(served.node.tiers[Tier.NVME], "room", gone)
+    monkeypatch.setattr(served.node.tiers[Tier.NVME], "get_capacity", gone)
     found = served.client.get_status()
     assert {tier.name: tier.health for tier in found.tiers}["nvme"] == "down" and found.health == "degraded"
 
