@@ -83,7 +83,7 @@ environment() {
 }
 
 # shim PYTHON: the C file that lets pyfuse3 use kernel passthrough, compiled for that python's libfuse.
-shim() { "$1" -m ckptfs_daemon.shim_build >/dev/null || fail "the C shim could not be compiled; its messages are above"; }
+shim() { "$1" -m ckptfs_daemon.fuse.shim_build >/dev/null || fail "the C shim could not be compiled; its messages are above"; }
 
 setup() {
   # shellcheck disable=SC2086

@@ -22,7 +22,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests", "daemon", "client", ".")]
 
 from ckptfs_client.client import Client, open_client  # noqa: E402 - found by the line above
-from ckptfs_client.lab import namespaces, network  # noqa: E402
+from ckptfs_client.lab import network  # noqa: E402
 from ckptfs_client.mounts import find  # noqa: E402
 from cluster_lab import ClusterUnderTest, NodeUnderTest  # noqa: E402
 from daemon_under_test import ENVIRONMENT  # noqa: E402
@@ -141,7 +141,7 @@ def held(*nodes: NodeUnderTest) -> Iterator[None]:
 def sent_bytes(node: NodeUnderTest) -> int:
     """What has left this node over its card."""
     place = network.get_namespace_path(node._node.plan, node.name)
-    lines = namespaces.run_in_namespace(place, lambda: Path("/proc/thread-self/net/dev").read_text()).splitlines()
+    lines = network.run_in_namespace(place, lambda: Path("/proc/thread-self/net/dev").read_text()).splitlines()
     return int(next(line for line in lines if line.strip().startswith(network.CARD)).split(":")[1].split()[8])
 
 

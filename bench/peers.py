@@ -22,12 +22,11 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests", "daemon", "client", ".")]
 
-from ckptfs_daemon.peer_client import PeerClient  # noqa: E402 - found by the line above
-from ckptfs_daemon.peer_server import PeerServer  # noqa: E402
-
 from ckptfs import digest, limits  # noqa: E402
-from ckptfs.clique import keys  # noqa: E402
-from ckptfs.clique.shelf import Offer  # noqa: E402
+from ckptfs.clique import certificates  # noqa: E402
+from ckptfs.clique.peer_api import Offer  # noqa: E402
+from ckptfs.peers.grpc_server import PeerServer  # noqa: E402
+from ckptfs.peers.peer_client import PeerClient  # noqa: E402 - found by the line above
 
 CLUSTER = "bench"
 CONTENT = 1 << limits.ID_COUNTER_BITS
@@ -45,9 +44,9 @@ def serve(directory: Path, keyring: Path | None) -> None:
     from ckptfs.catalog import identity
     from ckptfs.catalog.database import Database
     from ckptfs.clique import membership
-    from ckptfs.clique.surroundings import Cluster
-    from ckptfs.flow.hold import Host
-    from ckptfs.tiers.place import Tiers
+    from ckptfs.clique.cluster import Cluster
+    from ckptfs.flow.host import Host
+    from ckptfs.tiers.storage import Tiers
 
     node = Node(directory)
     db = Database(node.root / "state" / "catalog.db", journalled=False, clustered=True)
@@ -58,7 +57,7 @@ def serve(directory: Path, keyring: Path | None) -> None:
     )
     nobody: Any = None
     hold = Host(db, tiers, 0.9, node.told, Cluster(2, 2, 1, nobody, nobody, lambda: world))
-    server = PeerServer(hold, "127.0.0.1:0", CLUSTER, keys.load(keyring / "node2") if keyring else None)
+    server = PeerServer(hold, "127.0.0.1:0", CLUSTER, certificates.load(keyring / "node2") if keyring else None)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_raw_server, args=(raw, directory), daemon=True).start()
     print(server.port, raw.getsockname()[1], flush=True)
@@ -217,10 +216,10 @@ def measure(once: Callable[..., tuple[float, float]], *, size: int, rounds: int,
     try:
         keyring = root / "keys" if secure else None
         if keyring:
-            keys.init(keyring, CLUSTER)
+            certificates.init(keyring, CLUSTER)
             for name in ("node1", "node2"):
-                keys.issue(keyring, name)
-        peers = PeerClient("node1", CLUSTER, keys.load(keyring / "node1") if keyring else None, bulk=bulk)
+                certificates.issue(keyring, name)
+        peers = PeerClient("node1", CLUSTER, certificates.load(keyring / "node1") if keyring else None, bulk=bulk)
         source = Source(root, size)
         pairs = []
         for number in range(rounds + 1):

@@ -53,7 +53,7 @@ environment() {
   find "$tree" \( -name '*.egg-info' -o -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +
   pip install -q --progress-bar off --no-build-isolation "$tree"
   pip install -q --no-build-isolation --no-deps --force-reinstall "$tree"
-  (cd / && "$HOME_OF_ALL/bin/python" -m ckptfs_daemon.shim_build > /dev/null)
+  (cd / && "$HOME_OF_ALL/bin/python" -m ckptfs_daemon.fuse.shim_build > /dev/null)
   if [ -n "$DESTDIR" ]; then # What was built below DESTDIR will run without it.
     grep -lI -- "$DESTDIR" "$HOME_OF_ALL"/bin/* "$HOME_OF_ALL/pyvenv.cfg" | xargs -r sed -i --follow-symlinks "s|$DESTDIR||g"
   fi

@@ -16,24 +16,33 @@ from local_node import Node as LocalNode
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import digest, limits
-from ckptfs.catalog import contents, holding, identity, report, settling, wants
+from ckptfs.catalog import contents, copies, identity, mover_requests, remote_contents, summary
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.holding import RemoteState
-from ckptfs.catalog.store import Put
+from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique import membership
+from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import ClusterView
-from ckptfs.clique.peers import ContentManifest, PeerAddress, PeerCorrupt, PeerFailed, PeerRefused, PeerStats, SendResult
-from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
-from ckptfs.clique.surroundings import Cluster
+from ckptfs.clique.peer_api import (
+    UNKNOWN_BLOCK,
+    ContentManifest,
+    Offer,
+    PeerAddress,
+    PeerCorrupt,
+    PeerFailed,
+    PeerRefused,
+    PeerStats,
+    SendResult,
+)
 from ckptfs.errors import CkptfsError, StoreUnreachable
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.fetch import Fetch
-from ckptfs.flow.hold import Host
+from ckptfs.flow.host import Host
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.seal import Seal
-from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ROOT, ContentState, Level, Tier
-from ckptfs.tiers.place import Tiers
+from ckptfs.store.kv import Put
+from ckptfs.tiers.storage import Tiers
 
 MIB = limits.MIB
 
@@ -73,7 +82,7 @@ class Node(LocalNode):
 
     def rewrite(self, content: int, change: Callable[[bytearray], None]) -> None:
         """Open a content for writing in place, change it, close and seal it."""
-        tier = settling.list_copies(self.db, content)[0].tier
+        tier = copies.list_copies(self.db, content)[0].tier
         with self.db.transaction():
             contents.mark_open(self.db, self.inode(content), content, tier)
         data = bytearray(self.data(content, tier))
@@ -93,7 +102,7 @@ class Node(LocalNode):
 
     def publish_shared(self, content: int) -> None:
         """What `ckptfs.catalog.sharing` does for a content and its file."""
-        row = settling.get_content(self.db, content)
+        row = contents.get_content(self.db, content)
         assert row is not None
         value = {
             "node": self.number, "inode": row.inode, "generation": row.generation, "state": int(row.state), "size": row.size,
@@ -106,7 +115,7 @@ class Node(LocalNode):
             if other is not self and name is not None:
                 other.learn(row.inode, name, content, row.size)
                 heard = RemoteState(content, row.inode, row.generation, row.size, row.digest, is_open=row.state is ContentState.OPEN)
-                holding.record_remote(other.db, heard)
+                remote_contents.record_remote(other.db, heard)
 
     def learn(self, inode: int, name: bytes, content: int, size: int) -> None:
         """A file that another node made."""
@@ -305,7 +314,7 @@ def early(data: bytes, content: int, inode: int, stable: int) -> Offer:
 
 def offer_of(node: Node, content: int) -> Offer:
     """What `node` would offer of a sealed content of its own."""
-    row = settling.get_content(node.db, content)
+    row = contents.get_content(node.db, content)
     assert row is not None and row.state is ContentState.SEALED and row.digest is not None
     return Offer(content, row.inode, row.generation, row.size, row.digest, row.block_digests or b"")
 
@@ -330,24 +339,24 @@ def until(condition: Callable[[], object], step: Callable[[], object] = lambda: 
 
 def level(node: Node, content: int) -> Level:
     """The level of the file that holds a content, as `node` knows it."""
-    return report.get_level(node.db, node.inode(content))
+    return summary.get_level(node.db, node.inode(content))
 
 
 def fetch_of(node: Node) -> Fetch:
     return Fetch(node.db, node.tiers, node.config, node.told, cluster_of(node))
 
 
-def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None) -> wants.MoverRequest:
+def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None) -> mover_requests.MoverRequest:
     """Have a file fetched; the answered want."""
     flow = flow or fetch_of(node)
-    want = wants.insert_request(node.db, wants.FETCH, inode, argument)
+    want = mover_requests.insert_request(node.db, mover_requests.FETCH, inode, argument)
 
     def answered() -> bool:
-        row = wants.get(node.db, want)
-        return row is None or row.state != wants.OPEN
+        row = mover_requests.get(node.db, want)
+        return row is None or row.state != mover_requests.OPEN
 
     until(answered, flow.step)
-    row = wants.get(node.db, want)
+    row = mover_requests.get(node.db, want)
     assert row is not None
     return row
 

@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 from ckptfs_client.client import Client, open_client
-from ckptfs_client.failures import ClientError
-from ckptfs_client.lab import namespaces, network, nodes, processes
+from ckptfs_client.errors import ClientError
+from ckptfs_client.lab import network, nodes
 from ckptfs_client.lab.laboratory import Laboratory
-from ckptfs_client.lab.plan import ETCD, LabNode
+from ckptfs_client.lab.layout import ETCD, LabNode
+from ckptfs_client.lab.nodes import list_processes, list_processes_named, spawn
 from ckptfs_client.mounts import find
 from daemon_under_test import COMPLAINT, ENVIRONMENT, deadline, environment, eventually
 
@@ -78,7 +79,7 @@ class NodeUnderTest:
         """SIGTERM, as a service manager does; returns when its daemon has drained and ended."""
         os.kill(self.pid("supervisor"), signal.SIGTERM)
         there = network.get_namespace_path(self._node.plan, self.name)
-        eventually(lambda: not processes.list_processes_named(there, nodes.DAEMON), WAIT_S, f"the daemon of {self.name} ends")
+        eventually(lambda: not list_processes_named(there, nodes.DAEMON), WAIT_S, f"the daemon of {self.name} ends")
 
     def stand_still(self) -> None:
         """Nothing runs on it."""
@@ -111,11 +112,11 @@ class NodeUnderTest:
                 list(map(str, command)), capture_output=True, text=True, check=False, env=environment(), **{"timeout": WAIT_S, **options}
             )
 
-        return namespaces.run_in_namespace(there, act)
+        return network.run_in_namespace(there, act)
 
     def begin(self, command: Sequence[str], log: Path) -> None:
         """A program on this node, which nobody waits for."""
-        processes.spawn(network.get_namespace_path(self._node.plan, self.name), command, log)
+        spawn(network.get_namespace_path(self._node.plan, self.name), command, log)
 
     def end_programs(self, word: str) -> None:
         """kill -9 of the programs on it whose command line holds that word."""
@@ -126,7 +127,7 @@ class NodeUnderTest:
 
     def pids(self) -> list[int]:
         """The processes on it."""
-        return processes.list_processes(network.get_namespace_path(self._node.plan, self.name))
+        return list_processes(network.get_namespace_path(self._node.plan, self.name))
 
     def command(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run `ckptfs ARGUMENTS`."""
@@ -144,7 +145,7 @@ class NodeUnderTest:
 
     def abort(self) -> None:
         """System calls that hang in its mount return with an error."""
-        namespaces.abort_mount(self.path)
+        network.abort_mount(self.path)
 
     @property
     def log(self) -> str:
@@ -185,7 +186,7 @@ class ClusterUnderTest:
         self._signal_etcd(signal.SIGCONT)
 
     def _signal_etcd(self, number: signal.Signals) -> None:
-        for pid in processes.list_processes_named(network.get_namespace_path(self.laboratory.load_plan(), network.BRIDGE), ETCD):
+        for pid in list_processes_named(network.get_namespace_path(self.laboratory.load_plan(), network.BRIDGE), ETCD):
             os.kill(pid, number)
 
     @property

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import trio
 from ckptfs_client.client import Client
 from ckptfs_client.mounts import Mount
-from ckptfs_daemon import control
+from ckptfs_daemon.control import server
 from daemon_under_test import eventually
 from local_node import Node
 
@@ -40,7 +40,7 @@ class Served:
     def start(self) -> None:
         async def serve() -> None:
             with self._scope:
-                await control.serve(SimpleNamespace(config=self.node.config), self.node.db, self.node.tiers, self.lanes)
+                await server.serve(SimpleNamespace(config=self.node.config), self.node.db, self.node.tiers, self.lanes)
 
         self._scope = trio.CancelScope()
         self._token: trio.lowlevel.TrioToken | None = None

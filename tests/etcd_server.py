@@ -16,10 +16,10 @@ import grpc
 import pytest
 from daemon_under_test import eventually
 
-from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import Get
 from ckptfs.errors import StoreUnreachable
 from ckptfs.protocol import etcd_pb2 as pb
+from ckptfs.store.etcd import EtcdStore
+from ckptfs.store.kv import Get
 
 STARTS_MAX = 5
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from clique_world import LocalCluster, Node, cluster_of, level, replicate_of, until
 
-from ckptfs.catalog import contents, namespace, renaming, settling, wants
-from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SharedKey
-from ckptfs.catalog.store import Delete, Put
-from ckptfs.clique import holders
-from ckptfs.flow.drop import Reclaim
-from ckptfs.flow.fall_back import Salvage
+from ckptfs.catalog import contents, mover_requests, namespace
+from ckptfs.clique import locations
+from ckptfs.coherence import keys
+from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.reconcile import Reconcile
-from ckptfs.flow.tell import AnnounceCopies
+from ckptfs.flow.salvage import Salvage
 from ckptfs.model import ROOT, Level, Tier
+from ckptfs.store.kv import Delete, Put
 
 OLD, NEW = b"old" * 3000, b"newer" * 4000
 
@@ -26,13 +26,13 @@ def publish(node: Node) -> None:
     told = [SharedKey(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
     told += [SharedKey(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0 OR former_ns > 0")]
     for key in told:
-        value = kinds.encode_value(kinds.get_value(node.db, key))
-        node.cluster.store.commit([], [Delete(kinds.encode_key(key)) if value is None else Put(kinds.encode_key(key), value)])
+        value = keys.encode_value(keys.get_value(node.db, key))
+        node.cluster.store.commit([], [Delete(keys.encode_key(key)) if value is None else Put(keys.encode_key(key), value)])
 
 
 def hear(node: Node, *contents_: int) -> None:
     """The node learns what the store says of these contents, and tells of what it has."""
-    holders.refresh(node.db, node.store, contents_, node.number)
+    locations.refresh(node.db, node.store, contents_, node.number)
     AnnounceCopies(node.db, cluster_of(node)).step()
 
 
@@ -62,7 +62,7 @@ def overwrite(node: Node, content: int, how: str) -> int:
     else:
         newer = node.make(b"file.tmp", NEW)
         with node.db.transaction():
-            replaced = renaming.rename(node.db, ROOT, b"file.tmp", ROOT, b"file")
+            replaced = namespace.rename(node.db, ROOT, b"file.tmp", ROOT, b"file")
             assert replaced is not None and namespace.delete_forgotten(node.db, [replaced.id]) == {replaced.id: []}
         node.cluster.store.commit([], [Delete(b"i/%016x" % replaced.id)])
     node.seal()
@@ -112,10 +112,10 @@ def opens(node: Node, inode: int) -> int | None:
     """Somebody opens a file for reading, on a node that has a PFS; the content that the file shows then."""
     node.config = replace(node.config, pfs=node.root / "pfs")
     fetch, back = Fetch(node.db, node.tiers, node.config, node.told, cluster_of(node)), fall_back_of(node)
-    want = wants.insert_request(node.db, wants.FETCH, inode)
-    until(lambda: not wants.is_open(node.db, want), lambda: (fetch.step(), back.step()))
-    found = wants.get(node.db, want)
-    assert found is not None and found.result == wants.FETCHED
+    want = mover_requests.insert_request(node.db, mover_requests.FETCH, inode)
+    until(lambda: not mover_requests.is_open(node.db, want), lambda: (fetch.step(), back.step()))
+    found = mover_requests.get(node.db, want)
+    assert found is not None and found.result == mover_requests.FETCHED
     return node.shown(inode)
 
 
@@ -126,8 +126,8 @@ def decide(node: Node) -> None:
             pass
 
 
-def file_of(cluster: LocalCluster, inode: int) -> holders.SharedFile:
-    return holders.load_files(cluster.store, [inode])[inode]
+def file_of(cluster: LocalCluster, inode: int) -> locations.SharedFile:
+    return locations.load_files(cluster.store, [inode])[inode]
 
 
 def shown(cluster: LocalCluster, inode: int) -> tuple[int, int, int, int]:
@@ -139,5 +139,5 @@ def shown(cluster: LocalCluster, inode: int) -> tuple[int, int, int, int]:
 def held(node: Node, inode: int) -> bytes:
     """What this node has of what the file holds."""
     content = file_of(node.cluster, inode).content
-    assert content is not None and settling.get_content(node.db, content) is not None
+    assert content is not None and contents.get_content(node.db, content) is not None
     return node.data(content)

@@ -9,12 +9,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ckptfs.catalog import contents, database, namespace, settling
+from ckptfs.catalog import contents, copies, database, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
-from ckptfs.tiers.place import Tiers, TierStorage
 from ckptfs.tiers.space import Capacity
+from ckptfs.tiers.storage import Tiers, TierStorage
 
 MIB = 1024 * 1024
 
@@ -95,11 +95,11 @@ class Node:
         return found
 
     def state(self, content: int) -> ContentState | None:
-        found = settling.get_content(self.db, content)
+        found = contents.get_content(self.db, content)
         return None if found is None else found.state
 
     def copies(self, content: int) -> dict[Tier, CopyState]:
-        return {copy.tier: copy.state for copy in settling.list_copies(self.db, content)}
+        return {copy.tier: copy.state for copy in copies.list_copies(self.db, content)}
 
     def data(self, content: int, tier: Tier = Tier.RAM) -> bytes:
         fd = self.tiers[tier].open(content)
@@ -111,7 +111,7 @@ class Node:
 
     def publish(self, content: int) -> None:
         """What write-back would have done."""
-        row = settling.get_content(self.db, content)
+        row = contents.get_content(self.db, content)
         assert row is not None
         with self.db.transaction():
             self.db.run(

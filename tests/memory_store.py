@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.catalog.store import ENDLESS, Compare, CompareTarget, Delete, Event, Get, Item, Operation, Outcome, Put, WatchEvents
 from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable
+from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Event, Get, Item, Operation, Outcome, Put, WatchEvents
 
 WAIT_S = limits.ETCD_WAIT_S
 

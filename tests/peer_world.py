@@ -7,16 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfs_daemon.peer_client import PeerClient
-from ckptfs_daemon.peer_server import PeerServer
-
 from ckptfs import digest, limits
-from ckptfs.clique import keys
-from ckptfs.clique.keys import Identity
-from ckptfs.clique.peers import ContentManifest
-from ckptfs.clique.revoked import RevocationList
-from ckptfs.clique.shelf import UNKNOWN_BLOCK, CopyNotFound, Offer, OpenCopy, Reception
+from ckptfs.clique import certificates
+from ckptfs.clique.certificates import Identity, RevocationList
+from ckptfs.clique.peer_api import UNKNOWN_BLOCK, ContentManifest, CopyNotFound, Offer, OpenCopy, Reception
 from ckptfs.errors import Busy, NoSpace
+from ckptfs.peers.grpc_server import PeerServer
+from ckptfs.peers.peer_client import PeerClient
 
 CLUSTER = "moon"
 WIDTH = digest.BLOCK_DIGEST_BYTES
@@ -139,12 +136,12 @@ class Keyring:
     """Identities of a cluster, made as they are asked for."""
 
     def __init__(self, directory: Path, cluster: str = CLUSTER) -> None:
-        keys.init(directory, cluster)
+        certificates.init(directory, cluster)
         self.directory = directory
 
     def __call__(self, node: str) -> Identity:
         target = self.directory / node
-        return keys.load(target if target.exists() else keys.issue(self.directory, node))
+        return certificates.load(target if target.exists() else certificates.issue(self.directory, node))
 
 
 class PeerNode:

@@ -14,14 +14,14 @@ from pathlib import Path
 import catalog_names
 
 from ckptfs import disk, limits
-from ckptfs.catalog import database, settling, visits, wants
+from ckptfs.catalog import copies, database, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
-from ckptfs.flow.visit import Scan
+from ckptfs.flow.scan import Scan
 from ckptfs.model import ROOT, Tier
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers.storage import Tiers
 
 
 @dataclass
@@ -65,22 +65,24 @@ class World:
         self.visit.prepare()
         self.fetch.prepare()
 
-    def look(self, path: str = "", *, again: bool = True, tree: bool = False) -> wants.MoverRequest:
+    def look(self, path: str = "", *, again: bool = True, tree: bool = False) -> mover_requests.MoverRequest:
         """Have a directory visited; the answered want."""
-        want = wants.insert_request(self.db, wants.SCAN, self.inode(path), wants.TREE if tree else wants.COMPARE_AGAIN if again else "")
+        want = mover_requests.insert_request(
+            self.db, mover_requests.SCAN, self.inode(path), mover_requests.TREE if tree else mover_requests.COMPARE_AGAIN if again else ""
+        )
         return self.run(self.visit, want)
 
-    def bring(self, path: str, argument: str = "") -> wants.MoverRequest:
+    def bring(self, path: str, argument: str = "") -> mover_requests.MoverRequest:
         """Have a file fetched; the answered want."""
-        return self.run(self.fetch, wants.insert_request(self.db, wants.FETCH, self.inode(path), argument))
+        return self.run(self.fetch, mover_requests.insert_request(self.db, mover_requests.FETCH, self.inode(path), argument))
 
-    def run(self, flow: Scan | Fetch, want: int) -> wants.MoverRequest:
+    def run(self, flow: Scan | Fetch, want: int) -> mover_requests.MoverRequest:
         """Steps until a want is answered."""
         pause, end = threading.Event(), time.monotonic() + 60
         while time.monotonic() < end:
-            row = wants.get(self.db, want)
+            row = mover_requests.get(self.db, want)
             assert row is not None, "nobody answered in time"
-            if row.state != wants.OPEN:
+            if row.state != mover_requests.OPEN:
                 return row
             try:
                 self.visit.step()
@@ -146,7 +148,7 @@ class World:
 def bytes_here(world: World, path: str) -> tuple[Tier, bytes]:
     """What a tier holds of a file."""
     content = int(str(world.column(path, "content")))
-    (copy,) = settling.list_copies(world.db, content)
+    (copy,) = copies.list_copies(world.db, content)
     assert copy.state == 1 and copy.verified_ns > 0
     with os.fdopen(world.tiers[copy.tier].open(content), "rb") as file:
         return copy.tier, file.read()
@@ -155,8 +157,8 @@ def bytes_here(world: World, path: str) -> tuple[Tier, bytes]:
 def lose_copies(world: World, path: str) -> None:
     """As eviction does."""
     content = int(str(world.column(path, "content")))
-    for copy in settling.list_copies(world.db, content):
-        settling.delete_copy(world.db, content, copy.tier)
+    for copy in copies.list_copies(world.db, content):
+        copies.delete_copy(world.db, content, copy.tier)
         world.tiers[copy.tier].remove(content)
 
 
@@ -171,4 +173,4 @@ def corrupt(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-__all__ = ["ROOT", "Told", "World", "bytes_here", "corrupt", "lose_copies", "visits", "wants"]
+__all__ = ["ROOT", "Told", "World", "bytes_here", "corrupt", "lose_copies"]

@@ -16,17 +16,18 @@ from unittest import mock
 
 import trio
 import trio.testing
-from ckptfs_daemon.sharing import SharedNamespace
+from ckptfs_daemon.mount.shared_namespace import SharedNamespace
 from memory_store import MemoryEtcd, MemoryStore
 
-from ckptfs.catalog import attributes, database, directories, identity, namespace, renaming
+from ckptfs.catalog import database, identity, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import INODE, NAME
-from ckptfs.catalog.sharing.touching import DirtyKeyTracker
-from ckptfs.catalog.store import Compare, Get, Operation, Outcome
+from ckptfs.catalog.inodes import get, set_attributes
+from ckptfs.coherence import keys
+from ckptfs.coherence.key_state import DirtyKeyTracker
+from ckptfs.coherence.keys import INODE, NAME
 from ckptfs.errors import StoreUnreachable
 from ckptfs.model import ROOT, Inode
+from ckptfs.store.kv import Compare, Get, Operation, Outcome
 
 T = TypeVar("T")
 Tree = dict[bytes, tuple[int, int, int, int]]
@@ -157,12 +158,12 @@ class Node:
         await self.lookup(parent, name)
         await self.sharing.refresh_name(new_parent, new_name)
         names = [(parent, name), (new_parent, new_name)]
-        return await self._agreed(lambda db: renaming.rename(db, parent, name, new_parent, new_name, flags), names)
+        return await self._agreed(lambda db: namespace.rename(db, parent, name, new_parent, new_name, flags), names)
 
     async def set(self, path: str, **fields: Any) -> Inode:
         parent, name = await self.parent(path)
         inode = (await self.lookup(parent, name)).id
-        return await self._agreed(lambda db: attributes.set_attributes(db, inode, **fields), (), [inode])
+        return await self._agreed(lambda db: set_attributes(db, inode, **fields), (), [inode])
 
     async def grow(self, path: str, size: int, mtime_ns: int) -> None:
         """What a writer's close tells."""
@@ -177,7 +178,7 @@ class Node:
     async def names(self, path: str = "") -> list[bytes]:
         inode = (await self.stat(path)).id if path else ROOT
         await self.sharing.refresh_directory(inode)
-        return sorted(entry.name for entry, _ in directories.iterate_entries(self.db, inode))
+        return sorted(entry.name for entry, _ in namespace.iterate_entries(self.db, inode))
 
     async def _agreed(self, change: Callable[[Database], T], names: Sequence[tuple[int, bytes]], inodes: Sequence[int] = ()) -> T:
         async def act() -> T:
@@ -198,24 +199,24 @@ class Node:
         while todo:
             path, directory = todo.pop()
             await self.sharing.refresh_directory(directory)
-            for entry, _ in list(directories.iterate_entries(self.db, directory)):
+            for entry, _ in list(namespace.iterate_entries(self.db, directory)):
                 await self.sharing.refresh_inode(entry.child)
-                inode = namespace.get(self.db, entry.child)
+                inode = get(self.db, entry.child)
                 found[path + b"/" + entry.name] = (inode.id, inode.mode, inode.nlink, 0 if inode.is_directory else inode.size)
                 if inode.is_directory:
                     todo.append((path + b"/" + entry.name, inode.id))
         return found
 
 
-def stored(etcd: MemoryEtcd) -> dict[kinds.SharedKey, kinds.Value]:
+def stored(etcd: MemoryEtcd) -> dict[keys.SharedKey, keys.Value]:
     """Every shared value of the store."""
     found = {}
     for item in MemoryStore(etcd).read([Get(b"", b"\0")]).results[0]:
-        if item.key.split(b"/")[0].decode() not in kinds.KINDS:
+        if item.key.split(b"/")[0].decode() not in keys.KINDS:
             continue
-        value = kinds.decode_value(item.value)
+        value = keys.decode_value(item.value)
         assert value is not None
-        found[kinds.decode_key(item.key)] = value
+        found[keys.decode_key(item.key)] = value
     return found
 
 

@@ -22,16 +22,24 @@ from shared_catalogs import Node as Station
 from shared_catalogs import Slow
 
 from ckptfs import limits
-from ckptfs.catalog import belonging, contents, settling
-from ckptfs.catalog.etcd.wire import EtcdCodec
-from ckptfs.catalog.store import Compare, Delete, Get, Item, Operation, Outcome, Put
-from ckptfs.clique import holders
-from ckptfs.clique.joining import register
-from ckptfs.clique.membership import NODES_END, NODES_PREFIX, Node, decode_node, encode_node, load_nodes, node_key
+from ckptfs.catalog import contents, identity
+from ckptfs.clique import locations
+from ckptfs.clique.membership import (
+    NODES_END,
+    NODES_PREFIX,
+    MemberTable,
+    Node,
+    NodeLease,
+    decode_node,
+    encode_node,
+    load_nodes,
+    node_key,
+    register,
+)
 from ckptfs.clique.placement import choose_peers
-from ckptfs.clique.presence import NodeLease
-from ckptfs.clique.roster import MemberTable
 from ckptfs.model import ROOT, Tier
+from ckptfs.store.etcd import EtcdCodec
+from ckptfs.store.kv import Compare, Delete, Get, Item, Operation, Outcome, Put
 
 WHOLE = 3
 WAY_S = 0.001
@@ -106,7 +114,7 @@ class Whole(Station):
 
     def __init__(self, place: Path, etcd: MemoryEtcd, name: str, number: int, dice: random.Random) -> None:
         super().__init__(place / name, number, Metered(etcd, dice))
-        catalog = belonging.get_catalog_id(self.db)
+        catalog = identity.get_catalog_id(self.db)
         assert register(self.store, name, catalog, number) == number
         self.node = node(self.number, name)
         self.node_lease = NodeLease(self.store, self.node, catalog, trio.current_time)
@@ -164,10 +172,10 @@ class Whole(Station):
 
     def hold(self, other: "Whole", content: int) -> None:
         """A copy came from another node."""
-        found, bill = settling.get_content(other.db, content), self.store.bill
+        found, bill = contents.get_content(other.db, content), self.store.bill
         assert found is not None
         now, bill.purpose = bill.purpose, "copies"
-        holders.announce(self.store, self.number, [(found, True)])
+        locations.announce(self.store, self.number, [(found, True)])
         bill.purpose = now
 
 

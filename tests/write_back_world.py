@@ -12,7 +12,7 @@ import catalog_names
 from local_node import Node
 
 from ckptfs import disk
-from ckptfs.catalog import attributes, contents, namespace, renaming, report, settling
+from ckptfs.catalog import contents, inodes, namespace
 from ckptfs.digest import RunningDigest
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import ROOT, ContentState, Tier
@@ -92,14 +92,14 @@ class Mount(Node):
             self.seal(content)
 
     def seal(self, content: int) -> None:
-        row = settling.get_content(self.db, content)
+        row = contents.get_content(self.db, content)
         assert row is not None
         tier = next(iter(self.copies(content)))
         running = RunningDigest()
         running.update(self.data(content, tier))
         whole, blocks = running.finish()
         with self.db.transaction():
-            settling.mark_sealed(self.db, [settling.SealResult(content, row.inode, row.change, tier, running.size, whole, blocks)])
+            contents.mark_sealed(self.db, [contents.SealResult(content, row.inode, row.change, tier, running.size, whole, blocks)])
 
     def synced(self, content: int) -> None:
         """fsync while open."""
@@ -113,7 +113,7 @@ class Mount(Node):
 
     def rename(self, old: bytes, new: bytes, flags: int = 0) -> None:
         with self.db.transaction():
-            replaced = renaming.rename(self.db, *self.at(old), *self.at(new), flags)
+            replaced = namespace.rename(self.db, *self.at(old), *self.at(new), flags)
             self._reap(None if replaced is None else replaced.id)
 
     def unlink(self, path: bytes) -> None:
@@ -126,19 +126,19 @@ class Mount(Node):
 
     def chmod(self, path: bytes, mode: int) -> None:
         with self.db.transaction():
-            attributes.set_attributes(self.db, self.number(path), mode=mode)
+            inodes.set_attributes(self.db, self.number(path), mode=mode)
 
     def chown(self, path: bytes, uid: int) -> None:
         with self.db.transaction():
-            attributes.set_attributes(self.db, self.number(path), uid=uid)
+            inodes.set_attributes(self.db, self.number(path), uid=uid)
 
     def utime(self, path: bytes, mtime_ns: int) -> None:
         with self.db.transaction():
-            attributes.set_attributes(self.db, self.number(path), atime_ns=mtime_ns, mtime_ns=mtime_ns)
+            inodes.set_attributes(self.db, self.number(path), atime_ns=mtime_ns, mtime_ns=mtime_ns)
 
     def setxattr(self, path: bytes, name: bytes, value: bytes) -> None:
         with self.db.transaction():
-            attributes.set_xattr(self.db, self.number(path), name, value)
+            inodes.set_xattr(self.db, self.number(path), name, value)
 
     def _reap(self, inode: int | None) -> None:
         if inode is not None:
@@ -154,7 +154,7 @@ class Mount(Node):
         while todo:
             parent, path = todo.pop()
             for name, child in self.db.rows("SELECT name, child FROM entry WHERE parent = ?", parent):
-                inode = namespace.get(self.db, child)
+                inode = inodes.get(self.db, child)
                 here = path + b"/" + name if path else bytes(name)
                 if inode.is_directory:
                     found[here] = ("directory", stat.S_IMODE(inode.mode))
@@ -209,7 +209,7 @@ class Mount(Node):
             assert (found.st_size, found.st_mtime_ns, found.st_ino) == (size, mtime_ns, pfs_inode)
 
     def _path(self, parent: int, name: bytes) -> bytes:
-        above = report.get_path(self.db, parent)
+        above = namespace.get_path(self.db, parent)
         return above + b"/" + name if above else name
 
 

@@ -21,16 +21,12 @@ from shared_catalogs import Node, running, settled, stored, stored_tree
 from write_back_world import Killed, Tree, intercepted, pfs_tree
 
 from ckptfs import limits
-from ckptfs.catalog import belonging, contents, holding, namespace, peers, renaming, settling
-from ckptfs.catalog.holding import RemoteState
-from ckptfs.catalog.sharing.kinds import INODE
-from ckptfs.catalog.store import Put
+from ckptfs.catalog import contents, identity, namespace, peer_copies, remote_contents
+from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique import membership
-from ckptfs.clique.claims import ClusterLocks
-from ckptfs.clique.joining import NodeBinding, name_key
-from ckptfs.clique.membership import ClusterView
-from ckptfs.clique.presence import NodeLease
-from ckptfs.clique.surroundings import Cluster
+from ckptfs.clique.cluster import Cluster, ClusterLocks
+from ckptfs.clique.membership import ClusterView, NodeBinding, NodeLease, name_key
+from ckptfs.coherence.keys import INODE
 from ckptfs.config import Config
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError
@@ -38,7 +34,8 @@ from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.limits import MIB
 from ckptfs.model import ContentState, Tier
-from ckptfs.tiers.place import Tiers
+from ckptfs.store.kv import Put
+from ckptfs.tiers.storage import Tiers
 
 DEPTH_MAX = 3
 
@@ -55,7 +52,7 @@ class Writer(Node):
         self.told = Told()
         self.bytes: dict[int, bytes] = {}
         self.member = membership.Node(number, f"n{number}", f"n{number}:7420", number, f"n{number}")
-        catalog = belonging.get_catalog_id(self.db)
+        catalog = identity.get_catalog_id(self.db)
         self.store.commit([], [Put(name_key(self.member.name), NodeBinding(number, catalog).encode())])
         self.clock_s = 0.0
         self.presence = NodeLease(self.store, self.member, catalog, lambda: self.clock_s)
@@ -87,10 +84,10 @@ class Writer(Node):
         """What replication does: a verified copy of another node's content."""
         with os.fdopen(self.tiers[Tier.RAM].create(content), "wb") as file:
             file.write(other.bytes[content])
-        row = settling.get_content(other.db, content)
+        row = contents.get_content(other.db, content)
         assert row is not None
         with self.db.transaction():
-            holding.record_remote(self.db, RemoteState(content, row.inode, row.generation, row.size, row.digest, row.block_digests))
+            remote_contents.record_remote(self.db, RemoteState(content, row.inode, row.generation, row.size, row.digest, row.block_digests))
             self.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'ram', 1, 1)", content)
 
     def revive(self) -> None:
@@ -116,15 +113,15 @@ class Writer(Node):
         with self.db.transaction():
             contents.mark_closed(self.db, inode, content, len(data), 5, 5)
         await self.sharing.wait_published()
-        row = settling.get_content(self.db, content)
+        row = contents.get_content(self.db, content)
         if row is not None and row.state is ContentState.CLOSED:
             with self.db.transaction():
-                settling.mark_sealed(self.db, [settling.SealResult(content, inode, row.change, Tier.RAM, len(data), whole, blocks)])
+                contents.mark_sealed(self.db, [contents.SealResult(content, inode, row.change, Tier.RAM, len(data), whole, blocks)])
         await self.sharing.wait_published()
         return content
 
     async def exchange(self, path: str, new: str) -> None:
-        await self.rename(path, new, renaming.EXCHANGE)
+        await self.rename(path, new, namespace.EXCHANGE)
 
 
 class WriterCluster:
@@ -137,8 +134,8 @@ class WriterCluster:
         self.nodes = [Writer(root / f"n{number}", number, self.etcd, self.pfs) for number in range(1, count + 1)]
         for node in self.nodes:
             node.others = self.nodes
-            known = [peers.KnownNode(other.number, other.member.name, other.member.domain) for other in self.nodes]
-            peers.set_live_nodes(node.db, node.number, 2, known)
+            known = [peer_copies.KnownNode(other.number, other.member.name, other.member.domain) for other in self.nodes]
+            peer_copies.set_live_nodes(node.db, node.number, 2, known)
         self.dice = random.Random(seed)
         self.disturbing: Callable[[], Any] = self.step_somewhere
         self.disturbance = 0.0

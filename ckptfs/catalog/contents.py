@@ -5,16 +5,279 @@ Invariants: an inode's current content is `inode.content`; a content is OPEN whi
 may change, so that whoever read them meanwhile can tell; the generation grows whenever a writer opens what was closed. Every function
 joins the caller's transaction.
 If we die here: SQLite undoes the unfinished change. An OPEN content without a writer's handle was left by a crash: see `abandoned`.
+
+Owns `content.former_ns`: what a file held before, kept until what it holds now survives this node's death, too (P5, P9).
+
+A content that other nodes had verified becomes a former one when its file is written anew, or when another file takes its file's name: it
+belongs to that file then. It goes when what the file holds now lies on other nodes, or whole on the PFS. Until then `c/` says that it is
+one, and its holders keep it. Of a content that is changed in place its holders keep the generation that they had (catalog/holding.py), and
+`content.before_generation` says of which the file's time is known. Without a cluster there is none of this. Functions that change
+something join the caller's transaction.
+If we die here: SQLite undoes the unfinished change.
 """
 
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs.catalog import former, identity, journal
+from ckptfs import lifecycle
+from ckptfs.catalog import copies, identity, journal, peer_copies
+from ckptfs.catalog.copies import CONTENT_COLUMNS
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.rows import INODE_COLUMNS_JOINED, build_inode
-from ckptfs.model import ContentState, Inode, Tier
+from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
+from ckptfs.lifecycle import FileRecord, PublishedState
+from ckptfs.model import Content, ContentState, Inode, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class SealResult:
+    """A content whose bytes were read under a lease: what the catalog shall say of it, if `change` is still the same."""
+
+    content: int
+    inode: int
+    change: int
+    tier: Tier
+    size: int
+    digest: bytes
+    block_digests: bytes
+
+
+def get_content(db: Database, content: int) -> Content | None:
+    """The row of a content."""
+    row = db.row(f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)
+    return None if row is None else copies.build_content(row)
+
+
+def get_file_record(db: Database, content: int) -> FileRecord:
+    """All that decides what may happen to a content, as one snapshot."""
+    with db.read_transaction():
+        known = get_content(db, content)
+        if known is None:
+            return FileRecord(None)
+        shown = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", known.inode)
+        handles = db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", known.inode, content)
+        published = None if shown is None else PublishedState(shown[0], bool(shown[1]), shown[2])
+        return FileRecord(known, copies.list_copies(db, content), published, handles, peer_copies.load_clique_copies(db, known))
+
+
+def is_unchanged(db: Database, seen: Content) -> bool:
+    """Whether the content is still in the state and at the change that the caller saw."""
+    return db.row("SELECT state, change FROM content WHERE id = ?", seen.id) == (seen.state, seen.change)
+
+
+def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[Content, Tier]]:
+    """Contents that await their seal, from the one after `after` on in the order of their ids, with the one of `tiers` that has it."""
+    rows = db.rows(
+        f"SELECT {CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
+        " WHERE k.state = 1 AND k.peer = 0 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
+        after, json.dumps(list(tiers)), at_most,
+    )  # fmt: skip
+    return [(copies.build_content(row[:-1]), Tier(row[-1])) for row in rows]
+
+
+def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]:
+    """Make these contents SEALED, those that nobody opened for writing meanwhile; which they were.
+
+    What the same file held before goes: its successor is whole now (P5).
+    """
+    now = time.time_ns()
+    done = []
+    for result in results:
+        if not db.run(
+            "UPDATE content SET state = 2, size = ?, digest = ?, blocks = ?, lacking = ? WHERE id = ? AND state = 1 AND change = ?",
+            result.size, result.digest, result.block_digests, db.is_clustered, result.content, result.change,
+        ):  # fmt: skip
+            continue
+        db.run("UPDATE copy SET verified_ns = ? WHERE content = ? AND tier = ?", now, result.content, result.tier)
+        db.run(
+            "UPDATE inode SET size = ? WHERE id = ? AND content = ? AND size <> ?", result.size, result.inode, result.content, result.size
+        )
+        mark_previous_doomed(db, result.inode, result.content)
+        done.append(result)
+    return done
+
+
+def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
+    """Doom what `inode` held before its sealed content `newer`, except what somebody still has open. How many went."""
+    return db.run(
+        "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4) AND former_ns IS NULL"
+        " AND generation < (SELECT generation FROM content WHERE id = ?2)"
+        " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
+        " AND NOT EXISTS (SELECT 1 FROM inode WHERE inode.content = content.id)",
+        inode, successor,
+    )  # fmt: skip
+
+
+def count_writers(db: Database) -> int:
+    """How many handles are open for writing."""
+    return int(db.value("SELECT count(*) FROM handle WHERE writer = 1"))
+
+
+def get_largest_recent_size(db: Database, at_most: int) -> int:
+    """The size of the largest of the `of` contents that were begun last: what may well come next."""
+    return int(db.value("SELECT coalesce(max(size), 0) FROM (SELECT size FROM content WHERE peer = 0 ORDER BY id DESC LIMIT ?)", at_most))
+
+
+def list_without_copy(db: Database) -> list[Content]:
+    """Contents of this node's own that should have bytes and have no good copy in any tier."""
+    rows = db.rows(
+        f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.peer = 0"
+        " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    )
+    return [copies.build_content(row) for row in rows]
+
+
+def is_shown(db: Database, seen: Content) -> bool:
+    """Whether a file shows this content now; if not, an earlier or later one of the same file does."""
+    return db.value("SELECT 1 FROM inode WHERE id = ? AND content = ?", seen.inode, seen.id) is not None
+
+
+def is_fsynced_on_pfs(db: Database, content: Content) -> bool:
+    """Whether the PFS shows a content that was closed and not sealed yet, as it was fsynced before: of that generation and size."""
+    query = "SELECT 1 FROM published WHERE inode = ? AND generation = ? AND size = ?"
+    return content.state is ContentState.CLOSED and db.value(query, content.inode, content.generation, content.size) is not None
+
+
+def restore_previous(db: Database, lost: Content) -> str:
+    """Let the file show what is left of it, in place of `lost`: its former generation here, or what the PFS shows. Which, in words.
+
+    The newer of both: the PFS may already show what was fsynced of the lost one. Empty, and nothing changed, when nothing is left.
+    """
+    with db.transaction():
+        older = db.row(
+            "SELECT id, size, generation FROM content k WHERE inode = ? AND generation < ? AND state = 2"
+            " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY generation DESC LIMIT 1",
+            lost.inode, lost.generation,
+        )  # fmt: skip
+        shown = db.row("SELECT size, mtime_ns, generation FROM published WHERE inode = ?", lost.inode)
+        if older is not None and (shown is None or shown[2] <= older[2]):
+            db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", older[0], older[1], lost.inode)
+            what = "its former generation"
+        elif shown is not None:
+            db.run("UPDATE inode SET content = NULL, size = ?, mtime_ns = ? WHERE id = ?", shown[0], shown[1], lost.inode)
+            # It may be what was fsynced of the file that was open: from now on that is the whole of it.
+            db.run("UPDATE published SET complete = 1 WHERE inode = ?", lost.inode)
+            if older is not None:
+                set_state(db, older[0], ContentState.DOOMED)
+            what = "what is on the PFS"
+        else:
+            return ""
+        set_state(db, lost.id, ContentState.DOOMED)
+        return what
+
+
+def mark_lost(db: Database, seen: Content) -> bool:
+    """Make a content of this node's own LOST when no good copy of it is left in any tier or on a peer and the PFS does not show it; whether
+    it is.
+    """
+    with db.transaction():
+        found = get_file_record(db, seen.id)
+        if not is_unchanged(db, seen) or any(map(lifecycle.is_good, found.copies)) or lifecycle.is_on_pfs(found):
+            return False
+        if seen.is_remote or peer_copies.list_holders(db, seen):
+            return False
+        set_state(db, seen.id, ContentState.LOST)
+        return True
+
+
+def mark_found(db: Database, content: int) -> None:
+    """A content of this node's own that is LOST is sealed again when a node that lives turns out to have exactly that."""
+    with db.transaction():
+        db.run(
+            "UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND peer = 0"
+            f" AND EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})",
+            content,
+        )  # fmt: skip
+
+
+def set_state(db: Database, content: int, state: ContentState) -> None:
+    """A content's fate was decided: LOST or DOOMED."""
+    with db.transaction():
+        db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ?", state, content)
+
+
+_HAS_HOLDERS = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})"
+
+CAN_DELETE = "(former_ns IS NULL OR (peer = 0 AND former_ns > 0))"
+"""SQL about a row of `content` whose file is gone: nobody has to ask the store whether another file held it before."""
+
+
+def mark_superseded(db: Database, inode: int) -> None:
+    """What this file holds is about to be the former content of it."""
+    if db.is_clustered and peer_copies.get_replication_factor(db) > 1:
+        db.run(
+            "UPDATE content SET former_ns = (SELECT mtime_ns FROM inode WHERE id = ?1)"
+            " WHERE id = (SELECT content FROM inode WHERE id = ?1) AND state = 2 AND former_ns IS NULL"
+            f" AND (before_generation IS NOT NULL OR {_HAS_HOLDERS})",
+            inode,
+        )
+
+
+def record_replicated_generation(db: Database, content: int) -> None:
+    """A content is about to be changed in place: what other nodes have of it is what is left of it until they have the next generation."""
+    if db.is_clustered and peer_copies.get_replication_factor(db) > 1:
+        db.run(
+            "UPDATE content SET before_generation = generation,"
+            " before_ns = (SELECT mtime_ns FROM inode WHERE inode.id = content.inode)"
+            f" WHERE id = ? AND state = 2 AND (peer = 1 OR {_HAS_HOLDERS})",
+            content,
+        )
+
+
+def mark_awaiting_store_check(db: Database, inode: int) -> None:
+    """Another node took this file's last name away: what lies here of it may be what another file held before. The store knows."""
+    db.run(
+        "UPDATE content SET former_ns = 0 WHERE inode = ? AND former_ns IS NULL"
+        f" AND (peer = 1 OR (state = 2 AND (before_generation IS NOT NULL OR {_HAS_HOLDERS})))",
+        inode,
+    )
+
+
+def list_awaiting_store_check(db: Database, at_most: int) -> list[Content]:
+    """Contents of this node's own that are kept only until the store was asked whether another file held them before."""
+    numbers = db.rows("SELECT id FROM content WHERE peer = 0 AND former_ns = 0 AND state = 2 ORDER BY id LIMIT ?", at_most)
+    return [found for (number,) in numbers if (found := get_content(db, number)) is not None]
+
+
+def is_awaiting_store_check(db: Database, content: int) -> bool:
+    """Whether a content is one of those."""
+    return db.value("SELECT 1 FROM content WHERE id = ? AND peer = 0 AND former_ns = 0", content) is not None
+
+
+def move_to_successor(db: Database, replaced: Inode, successor: Inode) -> None:
+    """The last name of one file becomes another one's: what the first holds is the former content of the other. What another node wrote
+    of it that one keeps, and whoever has a copy, as soon as this node has told them.
+    """
+    if not db.is_clustered or replaced.nlink != 1 or not (replaced.is_file and successor.is_file) or successor.content is None:
+        return
+    if db.value(f"SELECT 1 FROM content WHERE id = ? AND state = 2 AND {_HAS_HOLDERS}", successor.content) is not None:
+        return  # It survives already.
+    mark_superseded(db, replaced.id)
+    if peer_copies.get_replication_factor(db) > 1:
+        db.run(
+            "UPDATE content SET former_ns = max(1, ?1) WHERE id = ?2 AND peer = 1 AND state = 2 AND coalesce(former_ns, 0) = 0",
+            replaced.mtime_ns, replaced.content,
+        )  # fmt: skip
+    db.run("UPDATE content SET inode = ? WHERE inode = ? AND former_ns > 0", successor.id, replaced.id)
+
+
+def expire_previous(db: Database, current: Content) -> None:
+    """Doom what the file of `now` held before, when it holds that and it survives."""
+    if db.value("SELECT 1 FROM content WHERE inode = ? AND former_ns IS NOT NULL", current.inode) is None:
+        return
+    with db.transaction():
+        record = get_file_record(db, current.id)
+        if is_shown(db, current) and (lifecycle.is_on_clique(record) or lifecycle.is_on_pfs(record)):
+            expired = db.rows(
+                "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id <> ? AND former_ns IS NOT NULL AND state <> 3"
+                " RETURNING id, peer",
+                current.inode, current.id,
+            )  # fmt: skip
+            for content, peer in expired:
+                if peer:
+                    peer_copies.insert_unneeded_copy(db, content, identity.get_origin_node(content))
+
 
 _UPDATE_SIZE_AND_TIMES = (
     "UPDATE inode SET size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, coalesce(?2, 0)) END,"
@@ -70,7 +333,7 @@ def insert_content(db: Database, inode: int, tier: Tier, *, reserved_content: in
     `changed_ns`: the file's bytes changed then. Not given, its times stay.
     """
     now = time.time_ns()
-    former.mark_superseded(db, inode)
+    mark_superseded(db, inode)
     if reserved_content is None:
         content = db.insert(
             "INSERT INTO content (id, inode, generation, state, change) SELECT ?, id, generation + 1, 0, 1 FROM inode WHERE id = ?",
@@ -100,7 +363,7 @@ def mark_open(db: Database, inode: int, content: int, tier: Tier) -> None:
 
     Whoever wrote it before, from now on it is this node's own.
     """
-    former.record_replicated_generation(db, content)
+    record_replicated_generation(db, content)
     # More than what any node has shown of the file: what is reopened may be a former state of it, because the last one was lost.
     db.run(
         "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, peer = 0,"
@@ -178,7 +441,7 @@ def mark_all_doomed(db: Database, inode: int) -> list[int]:
     """No name and no handle leads to `inode` any more: its contents go. The ids of these contents. What may be what another file held
     before stays until the store was asked.
     """
-    rows = db.rows(f"SELECT id FROM content WHERE inode = ? AND state <> 3 AND {former.CAN_DELETE}", inode)
+    rows = db.rows(f"SELECT id FROM content WHERE inode = ? AND state <> 3 AND {CAN_DELETE}", inode)
     contents = [row[0] for row in rows]
     for content in contents:
         mark_doomed(db, content)

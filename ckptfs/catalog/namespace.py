@@ -6,21 +6,73 @@ was not imported yet. With `blind` a new name does not wait for that: it is made
 Invariants: a directory's nlink is 2 plus its subdirectories; an inode with nlink 0 has no entry and waits for `reap`; `parent` of a
 directory is where its entry is.
 If we die here: the transaction was committed or it was not.
+
+Owns reading directories: what they hold, in the order of their cookies, and whether they hold anything.
+
+A cookie belongs to an entry for as long as its name stays: a name that exists all the while that somebody reads the directory is
+found exactly once, whatever comes and goes beside it.
+Reads only: if we die here, nothing is lost.
+
+Owns rename(2) in the catalog: plain, NOREPLACE and EXCHANGE.
+
+A name that is replaced or exchanged keeps its cookie, and a name that changes within its directory takes its cookie along: who reads the
+directory meanwhile finds every name that was there all the time exactly once.
+If we die here: the transaction was committed or it was not.
 """
 
+import contextlib
 import errno
 import sqlite3
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ckptfs import limits
-from ckptfs.catalog import former, identity, journal
+from ckptfs.catalog import contents, identity, inodes, journal
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.directories import NotImported, require_empty
-from ckptfs.catalog.rows import INODE_COLUMNS, INODE_COLUMNS_JOINED, build_inode
-from ckptfs.errors import posix_error
-from ckptfs.model import ROOT, ContentState, Inode
+from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode, get
+from ckptfs.errors import CkptfsError, posix_error
+from ckptfs.model import ROOT, ContentState, Entry, Inode
+
+_SELECT_ENTRIES = (
+    f"SELECT entry.cookie, entry.name, {INODE_COLUMNS_JOINED} FROM entry INDEXED BY entry_order JOIN inode ON inode.id = entry.child"
+    " WHERE entry.parent=? AND entry.cookie>? ORDER BY entry.cookie"
+)
+
+
+class NotImported(CkptfsError):
+    """The answer stands on the PFS: `directory` lies there and was not imported yet. Ask for a visit, then try again."""
+
+    def __init__(self, directory: int) -> None:
+        super().__init__(f"directory {directory} was not imported from the PFS yet")
+        self.directory = directory
+
+
+def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tuple[Entry, Inode]]:
+    """The entries whose cookies are greater than `after`, with their inodes, in order. Stop early as you like; do not await in between."""
+    with contextlib.closing(db.connection.execute(_SELECT_ENTRIES, (directory, after))) as rows:
+        for row in rows:
+            inode = build_inode(row[2:])
+            yield Entry(row[0], directory, row[1], inode.id), inode
+
+
+def require_empty(db: Database, directory: int, *, is_imported: bool) -> None:
+    """Raise ENOTEMPTY when `directory` holds anything, Unvisited when that cannot be known yet."""
+    if db.row("SELECT 1 FROM entry WHERE parent=? LIMIT 1", directory) is not None:
+        raise posix_error(errno.ENOTEMPTY)
+    if not is_imported:
+        raise NotImported(directory)
+
+
+def is_inside(db: Database, directory: int, ancestor: int) -> bool:
+    """Whether `directory` is `ancestor` or lies somewhere below it."""
+    found = db.row(
+        "WITH RECURSIVE up(id) AS (SELECT ? UNION SELECT inode.parent FROM inode JOIN up ON inode.id = up.id WHERE inode.parent > 0)"
+        " SELECT 1 FROM up WHERE id=? LIMIT 1",
+        directory, ancestor,
+    )  # fmt: skip
+    return found is not None
+
 
 __all__ = [
     "NotImported",
@@ -37,29 +89,19 @@ __all__ = [
     "rmdir",
     "unlink",
 ]  # fmt: skip
-
-
 RESERVED_NAME = b".ckptfs"
 RESERVED_PREFIX = b".ckptfs."
-
-_SELECT = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
 _SELECT_CHILD = f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?"
+
 _SELECT_LOOKUP = (
     f"SELECT directory.mode, directory.complete, {INODE_COLUMNS_JOINED} FROM inode directory"
     " LEFT JOIN entry ON entry.parent = directory.id AND entry.name = ?2 LEFT JOIN inode ON inode.id = entry.child WHERE directory.id = ?1"
 )
+
 _INSERT_INODE = (
     "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent)"
     " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)"
 )
-
-
-def get(db: Database, inode: int) -> Inode:
-    """The inode with this id. Raises ENOENT."""
-    row = db.row(_SELECT, inode)
-    if row is None:
-        raise posix_error(errno.ENOENT)
-    return build_inode(row)
 
 
 def find_child(db: Database, parent: int, name: bytes) -> Inode | None:
@@ -129,7 +171,7 @@ def create(
 def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported: bool = False) -> Inode:
     """Give a file another name. Raises EPERM for directories, EMLINK, EEXIST."""
     now = time.time_ns()
-    row = get(db, inode)
+    row = inodes.get(db, inode)
     _, _, is_imported, parent_links = _get_directory(db, parent, name)
     if find_child(db, parent, name) is not None:
         raise posix_error(errno.EEXIST)
@@ -145,7 +187,7 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
     db.run("UPDATE inode SET nlink=nlink+1, ctime_ns=? WHERE id=?", now, inode)
     _record_directory_change(db, parent, now)
     journal.append(db, "link", inode, parent=parent, name=name)
-    return get(db, inode)
+    return inodes.get(db, inode)
 
 
 def unlink(db: Database, parent: int, name: bytes) -> Inode:
@@ -158,7 +200,7 @@ def unlink(db: Database, parent: int, name: bytes) -> Inode:
     decrement_nlink(db, inode, now)
     _record_directory_change(db, parent, now)
     journal.append(db, "unlink", inode.id, parent=parent, name=name)
-    return get(db, inode.id)
+    return inodes.get(db, inode.id)
 
 
 def rmdir(db: Database, parent: int, name: bytes) -> Inode:
@@ -172,7 +214,7 @@ def rmdir(db: Database, parent: int, name: bytes) -> Inode:
     decrement_nlink(db, inode, now)
     _record_directory_change(db, parent, now, -1)
     journal.append(db, "rmdir", inode.id, parent=parent, name=name)
-    return get(db, inode.id)
+    return inodes.get(db, inode.id)
 
 
 def decrement_nlink(db: Database, inode: Inode, now: int) -> None:
@@ -194,16 +236,13 @@ def delete_forgotten(db: Database, inodes: Iterable[int]) -> dict[int, list[int]
 
 def _delete_inode(db: Database, inode: int) -> list[int]:
     # What other nodes had may be what another file held before: then the store is asked before it goes.
-    known = f"inode=? AND {former.CAN_DELETE}"
+    known = f"inode=? AND {contents.CAN_DELETE}"
     doomed = [row[0] for row in db.rows(f"SELECT id FROM content WHERE {known}", inode)]
     if doomed:
         db.run(f"UPDATE content SET state=? WHERE {known}", ContentState.DOOMED, inode)
     db.run("DELETE FROM xattr WHERE inode=?", inode)
     db.run("DELETE FROM inode WHERE id=?", inode)
     return doomed
-
-
-# --- the parts that rename shares -------------------------------------------------------------------------------------
 
 
 def _get_directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, int]:
@@ -232,3 +271,139 @@ def _delete_entry(db: Database, parent: int, name: bytes) -> None:
 def _record_directory_change(db: Database, directory: int, now: int, links: int = 0) -> None:
     """The entries of `directory` changed; it has `links` more subdirectories."""
     db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, links, directory)
+
+
+NOREPLACE = 1
+EXCHANGE = 2
+
+
+def rename(
+    db: Database, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, *, allow_unimported: bool = False
+) -> Inode | None:
+    """Rename as renameat2(2) does; the inode that was replaced, as it is now, if there was one."""
+    if flags not in (0, NOREPLACE, EXCHANGE):
+        raise posix_error(errno.EINVAL)
+    source = lookup(db, parent, name)
+    require_allowed_name(new_parent, new_name)
+    target = find_child(db, new_parent, check_name_length(new_name))
+    if target is None:
+        _require_target_directory(db, new_parent, flags, allow_unimported=allow_unimported)
+    elif flags == NOREPLACE:
+        raise posix_error(errno.EEXIST)
+    if target is not None and source.id == target.id:
+        return None
+    _require_no_loop(db, parent, new_parent, source, target, flags)
+    if flags == EXCHANGE:
+        assert target is not None
+        _exchange_entries(db, parent, name, source, new_parent, new_name, target)
+        return None
+    if target is not None:
+        _require_replaceable(db, source, target)
+    _move_entry(db, parent, name, source, new_parent, new_name, target)
+    return None if target is None else get(db, target.id)
+
+
+def _require_target_directory(db: Database, new_parent: int, flags: int, *, allow_unimported: bool) -> None:
+    """There must be a living directory in which a name can be new."""
+    directory = get(db, new_parent)
+    if not directory.is_directory:
+        raise posix_error(errno.ENOTDIR)
+    if not directory.is_imported and (flags == EXCHANGE or not allow_unimported):
+        raise NotImported(new_parent)
+    if flags == EXCHANGE or directory.nlink == 0:
+        raise posix_error(errno.ENOENT)
+
+
+def _require_no_loop(db: Database, parent: int, new_parent: int, source: Inode, target: Inode | None, flags: int) -> None:
+    """No directory may come to lie inside itself, or take the place of one that it lies in."""
+    if parent == new_parent:
+        return
+    if source.is_directory and is_inside(db, new_parent, source.id):
+        raise posix_error(errno.EINVAL)
+    if target is not None and target.is_directory and is_inside(db, parent, target.id):
+        raise posix_error(errno.EINVAL if flags == EXCHANGE else errno.ENOTEMPTY)
+
+
+def _require_replaceable(db: Database, source: Inode, target: Inode) -> None:
+    """A directory replaces an empty directory, anything else anything else."""
+    if source.is_directory and not target.is_directory:
+        raise posix_error(errno.ENOTDIR)
+    if target.is_directory and not source.is_directory:
+        raise posix_error(errno.EISDIR)
+    if target.is_directory:
+        require_empty(db, target.id, is_imported=target.is_imported)
+
+
+def _move_entry(db: Database, parent: int, name: bytes, source: Inode, new_parent: int, new_name: bytes, target: Inode | None) -> None:
+    now = time.time_ns()
+    if target is not None:
+        contents.move_to_successor(db, target, source)
+        db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
+        db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", source.id, new_parent, new_name)
+        decrement_nlink(db, target, now)
+    elif parent == new_parent:
+        db.run("UPDATE entry SET name=? WHERE parent=? AND name=?", new_name, parent, name)
+    else:
+        db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
+        db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", new_parent, new_name, source.id)
+    moved = 1 if source.is_directory else 0
+    replaced = 1 if target is not None and target.is_directory else 0
+    _record_parent_changes(db, now, parent, -moved, new_parent, moved - replaced)
+    _set_parent(db, now, source, new_parent)
+    journal.append(db, "rename", source.id, parent=parent, name=name, new_parent=new_parent, new_name=new_name)
+
+
+def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new_parent: int, new_name: bytes, target: Inode) -> None:
+    now = time.time_ns()
+    db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", target.id, parent, name)
+    db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", source.id, new_parent, new_name)
+    more = int(target.is_directory) - int(source.is_directory)
+    _record_parent_changes(db, now, parent, more, new_parent, -more)
+    _set_parent(db, now, source, new_parent)
+    _set_parent(db, now, target, parent)
+    journal.append(db, "exchange", source.id, parent=parent, name=name, new_parent=new_parent, new_name=new_name)
+
+
+def _record_parent_changes(db: Database, now: int, parent: int, links: int, new_parent: int, new_links: int) -> None:
+    """Both directories changed, and have so many more subdirectories."""
+    db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, links, parent)
+    if new_links or parent != new_parent:
+        db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, new_links, new_parent)
+
+
+def _set_parent(db: Database, now: int, inode: Inode, directory: int) -> None:
+    """What was renamed lies in `directory` now."""
+    db.run("UPDATE inode SET ctime_ns=?, parent=? WHERE id=?", now, directory if inode.is_directory else 0, inode.id)
+
+
+def get_path(db: Database, inode: int) -> bytes:
+    """A path of `inode` below the mount, for messages: of several names the oldest; b"?" while it has none."""
+    names: list[bytes] = []
+    length = 0
+    while inode != ROOT:
+        row = db.row("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie LIMIT 1", inode)
+        if row is None or length > limits.PATH_BYTES_MAX:
+            return b"?"
+        inode = row[0]
+        names.append(row[1])
+        length += len(row[1]) + 1
+    return b"/".join(reversed(names))
+
+
+def list_inodes_below(db: Database, inode: int) -> set[int]:
+    """The inodes at and below `inode`, as they now are."""
+    found: set[int] = set()
+    todo = [inode]
+    with db.read_transaction():
+        while todo:
+            current = todo.pop()
+            if current not in found:
+                found.add(current)
+                todo.extend(row[0] for row in db.rows("SELECT child FROM entry WHERE parent = ?", current))
+    return found
+
+
+def list_files_below(db: Database, inode: int) -> list[int]:
+    """The regular files among them, in the order of their ids."""
+    modes = ((found, db.value("SELECT mode FROM inode WHERE id = ?", found)) for found in sorted(list_inodes_below(db, inode)))
+    return [found for found, mode in modes if mode is not None and stat.S_ISREG(mode)]

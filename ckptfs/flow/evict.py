@@ -11,14 +11,15 @@ import os
 import time
 
 from ckptfs import disk, lifecycle, limits
-from ckptfs.catalog import holding, report, settling
+from ckptfs.catalog import copies, namespace, remote_contents, summary
+from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged, mark_lost
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, Notifier, Tier
-from ckptfs.tiers import duplicate, health, ram_limit, removal, space
-from ckptfs.tiers.place import Tiers, TierStorage
+from ckptfs.tiers import health, local_copies, space
 from ckptfs.tiers.space import Capacity
+from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Evict:
 
     def next_due_s(self) -> float | None:
         """Until the room is looked at again: soon while it shrinks, now and then while somebody writes, else for what was put off."""
-        if not settling.count_writers(self._db) and not self._stuck:
+        if not count_writers(self._db) and not self._stuck:
             self._poll_s, self._last_free = POLL_FIRST_S, -1
             return min((max(0.0, self._idle_until_s[tier] - time.monotonic()) for tier in self._deferred), default=None)
         free = self._tiers[Tier.RAM].get_capacity().free
@@ -114,7 +115,7 @@ class Evict:
     def _get_desired_bytes(self, capacity: Capacity) -> int:
         """Bytes in RAM without which the next content would fit: a checkpoint comes again at nearly the same size."""
         high, low = self._watermarks[Tier.RAM]
-        return space.get_excess_bytes_for(capacity, settling.get_largest_recent_size(self._db, RECENT_CONTENTS), high, low)
+        return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, RECENT_CONTENTS), high, low)
 
     def _clear_pressure(self, tier: Tier) -> None:
         self._evicting.discard(tier)
@@ -124,16 +125,16 @@ class Evict:
 
     def _drop_stale(self, storage: TierStorage) -> int:
         """Drop former generations of other nodes' contents; how many went."""
-        stale = holding.list_stale(self._db, storage.tier, time.time_ns(), BATCH_CONTENTS)
+        stale = remote_contents.list_stale(self._db, storage.tier, time.time_ns(), BATCH_CONTENTS)
         for number in stale:
-            settling.delete_copy(self._db, number, storage.tier)
-            removal.remove_unrecorded(self._db, storage, number)
+            copies.delete_copy(self._db, number, storage.tier)
+            local_copies.remove_unrecorded(self._db, storage, number)
         return len(stale)
 
     def _drop_evictable(self, storage: TierStorage, excess: int) -> int:
         """Drop copies of contents that are whole elsewhere, up to `excess` bytes; how many went."""
         gone = []
-        for content in settling.list_evictable(self._db, storage.tier, elsewhere=True, at_most=BATCH_CONTENTS):
+        for content in copies.list_evictable(self._db, storage.tier, elsewhere=True, at_most=BATCH_CONTENTS):
             if excess <= 0:
                 break
             gone.append(content)
@@ -143,9 +144,9 @@ class Evict:
     def _drop(self, storage: TierStorage, contents: list[Content]) -> int:
         """Drop these copies, after a last look in the transaction that forgets them: somebody may have opened one."""
         with self._db.transaction():
-            gone = [content for content in contents if lifecycle.can_drop(settling.get_file_record(self._db, content.id), storage.tier)]
+            gone = [content for content in contents if lifecycle.can_drop(get_file_record(self._db, content.id), storage.tier)]
             for content in gone:
-                settling.delete_copy(self._db, content.id, storage.tier)
+                copies.delete_copy(self._db, content.id, storage.tier)
         disk.act("evict:forgotten", lambda: None)
         self._remove(storage, gone)
         if gone:
@@ -160,7 +161,7 @@ class Evict:
         try:
             with self._db.transaction():
                 for content in gone:
-                    if not settling.has_copy(self._db, content.id, storage.tier):
+                    if not copies.has_copy(self._db, content.id, storage.tier):
                         detached.append(storage.detach(content.id))
         finally:
             for fd in detached:
@@ -175,23 +176,23 @@ class Evict:
         if nvme is None or time.monotonic() < self._demote_at_s:
             return False
         capacity = nvme.get_capacity()
-        candidates = settling.list_evictable(self._db, Tier.RAM, elsewhere=False, at_most=BATCH_CONTENTS)
+        candidates = copies.list_evictable(self._db, Tier.RAM, elsewhere=False, at_most=BATCH_CONTENTS)
         fitting = next((content for content in candidates if space.fits(capacity, content.size, NVME_HIGH)), None)
         return fitting is not None and self._demote(fitting)
 
     def _demote(self, content: Content) -> bool:
         try:
-            duplicate.copy_to_tier(self._db, self._tiers, content, Tier.RAM, Tier.NVME)
+            local_copies.copy_to_tier(self._db, self._tiers, content, Tier.RAM, Tier.NVME)
         except Busy as reason:
             log.debug("%s is not moved to nvme now: %s", self._name(content), reason)
             return True
         except (OSError, DigestMismatch) as failure:
-            if isinstance(failure, OSError) and not settling.is_unchanged(self._db, content):
+            if isinstance(failure, OSError) and not is_unchanged(self._db, content):
                 return True  # It was deleted while we reached for it.
             self._demote_wait_s = min(max(2 * self._demote_wait_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
             self._demote_at_s = time.monotonic() + self._demote_wait_s
             self._report_trouble(content, failure)
-            if settling.mark_lost(self._db, content):
+            if mark_lost(self._db, content):
                 log.error("%s is lost: its only copy is not what was sealed; it gives EIO", self._name(content))
             return False
         self._clear_trouble()
@@ -201,30 +202,30 @@ class Evict:
     def _report_trouble(self, content: Content, failure: OSError | DigestMismatch) -> None:
         reason = health.describe(failure) if isinstance(failure, OSError) else str(failure)
         value = {"what": f"cannot be moved from ram to nvme: {reason}", "path": self._name(content), "remedy": health.remedy(failure.errno)}
-        settling.set_report(self._db, TROUBLE, value)
+        summary.set_report(self._db, TROUBLE, value)
         log.warning("%s %s; again in %.1f s", value["path"], value["what"], self._demote_wait_s)
 
     def _clear_trouble(self) -> None:
         """What hindered a move is over, or there is nothing to move any more."""
         if self._demote_wait_s:
-            settling.set_report(self._db, TROUBLE, None)
+            summary.set_report(self._db, TROUBLE, None)
             self._demote_wait_s = 0.0
 
     def _name(self, content: Content) -> str:
-        return os.fsdecode(report.get_path(self._db, content.inode))
+        return os.fsdecode(namespace.get_path(self._db, content.inode))
 
     # --- the limit of the tmpfs --------------------------------------------------------------------------------------
 
     def _raise_limit(self) -> None:
         """Enlarge the RAM tier while somebody writes and it is nearly full, as far as the configuration and the memory allow."""
         root = self._tiers[Tier.RAM].root
-        if os.geteuid() != 0 or not os.path.ismount(root) or not settling.count_writers(self._db):
+        if os.geteuid() != 0 or not os.path.ismount(root) or not count_writers(self._db):
             return
-        total, used = ram_limit.get_filesystem_size(root)
-        memory, available = ram_limit.get_memory()
-        larger = ram_limit.choose_ram_size(total, used, configured=self._config.ram_bytes, available=available, memory=memory)
+        total, used = space.get_filesystem_size(root)
+        memory, available = space.get_memory()
+        larger = space.choose_ram_size(total, used, configured=self._config.ram_bytes, available=available, memory=memory)
         if larger > total:
-            ram_limit.resize_ram(root, larger)
+            space.resize_ram(root, larger)
             log.info("the RAM tier was enlarged from %d to %d MiB", total // limits.MIB, larger // limits.MIB)
 
 

@@ -14,23 +14,23 @@ import time
 from dataclasses import replace
 
 from ckptfs import disk, limits
-from ckptfs.catalog import epoch, former, holding, identity, peers, settling
+from ckptfs.catalog import contents, copies, identity, peer_copies, remote_contents
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import falling_back
-from ckptfs.clique import holders, placement
-from ckptfs.clique.holders import ContentLocations, SharedFile
+from ckptfs.clique import locations, placement
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.locations import ContentLocations, SharedFile
 from ckptfs.clique.membership import ClusterView, Node
-from ckptfs.clique.peers import PeerFailed, PeerRefused
-from ckptfs.clique.surroundings import Cluster
+from ckptfs.clique.peer_api import PeerFailed, PeerRefused
+from ckptfs.coherence import salvage_records, store_loss
 from ckptfs.model import Content, ContentState, Notifier, Tier
-from ckptfs.tiers import removal
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers import local_copies
+from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 
 disk.declare_labels("reconcile:forgotten", "reconcile:released")
 
-BATCH_CONTENTS = holders.LOAD_CONTENTS_MAX // 2
+BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
 LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 
 
@@ -60,7 +60,7 @@ class Reconcile:
     def step(self) -> bool:
         """Look at one batch. True: there is more. Raises Unreachable while the store is; then the same batch comes again."""
         self._check_lease()
-        if epoch.is_recently_lost(self._db):
+        if store_loss.is_recently_lost(self._db):
             # What the store does not say, other nodes may not have told it yet since it lost its data.
             self._sweep_s = time.monotonic() + limits.STORE_LOST_REST_S
             return False
@@ -71,13 +71,13 @@ class Reconcile:
         if self._reported_unneeded:
             reported = [self._reported_unneeded.pop() for _ in range(min(len(self._reported_unneeded), BATCH_CONTENTS))]
             found = [
-                content for number in reported if (content := settling.get_content(self._db, number)) is not None and content.is_remote
+                content for number in reported if (content := contents.get_content(self._db, number)) is not None and content.is_remote
             ]
             self._schedule_recheck(self._check_hosted(found, include_young=True), reported)
-            self._check_own(holding.list_own_of_same_files(self._db, reported, BATCH_CONTENTS))
+            self._check_own(remote_contents.list_own_of_same_files(self._db, reported, BATCH_CONTENTS))
             return bool(self._reported_unneeded)
         if marked := [
-            content for content in former.list_awaiting_store_check(self._db, limits.DOUBTED_MAX) if content.id not in self._checked
+            content for content in contents.list_awaiting_store_check(self._db, limits.DOUBTED_MAX) if content.id not in self._checked
         ][:BATCH_CONTENTS]:
             self._check_own(marked)
             self._checked |= {content.id for content in marked}  # What is not decided by that waits for a sweep.
@@ -109,13 +109,13 @@ class Reconcile:
 
     def _sweep(self) -> bool:
         if self._hosted_after is not None:
-            batch = holding.list_hosted(self._db, self._hosted_after, BATCH_CONTENTS)
+            batch = remote_contents.list_hosted(self._db, self._hosted_after, BATCH_CONTENTS)
             self._check_hosted(batch)
             self._hosted_after = batch[-1].id if batch else None
             self._own_after = self._own_after if batch else 0
             return True
         if self._own_after is not None:
-            own = holding.list_own(self._db, self._own_after, time.time_ns() - _to_ns(limits.RECONCILE_AGE_S), BATCH_CONTENTS)
+            own = remote_contents.list_own(self._db, self._own_after, time.time_ns() - _to_ns(limits.RECONCILE_AGE_S), BATCH_CONTENTS)
             self._check_own(own)
             self._own_after = own[-1].id if own else None
             if not own:
@@ -135,7 +135,7 @@ class Reconcile:
         replaced = self._list_replaced(batch, content_locations, files)
         for content in batch:
             shared = content_locations[content.id]
-            age_s = (time.time_ns() - holding.get_last_used_ns(self._db, content.id)) / 1e9
+            age_s = (time.time_ns() - remote_contents.get_last_used_ns(self._db, content.id)) / 1e9
             if not include_young and age_s < limits.RECONCILE_AGE_S:
                 continue
             if shared.state is None:
@@ -146,7 +146,7 @@ class Reconcile:
                 is_unneeded = content.inode not in files or content.id in replaced
             if is_unneeded:
                 if content.inode not in files and shared.writer not in self._cluster.view():
-                    holders.delete_content(self._cluster.store, content.id, shared)
+                    locations.delete_content(self._cluster.store, content.id, shared)
                 self._drop_content(content)
             elif age_s > limits.SPARE_KEPT_S and self._is_surplus(content, shared):
                 self._release_surplus(content, shared)
@@ -157,10 +157,10 @@ class Reconcile:
         generations by it.
         """
         cluster = self._cluster
-        content_locations = holders.refresh(self._db, cluster.store, [content.id for content in batch], cluster.node_number)
+        content_locations = locations.refresh(self._db, cluster.store, [content.id for content in batch], cluster.node_number)
         remote_states = {number: shared.state for number, shared in content_locations.items()}
         batch = [content if (known := remote_states[content.id]) is None else replace(content, inode=known.inode) for content in batch]
-        return batch, content_locations, holders.load_files(cluster.store, sorted({content.inode for content in batch}))
+        return batch, content_locations, locations.load_files(cluster.store, sorted({content.inode for content in batch}))
 
     def _list_replaced(
         self, batch: list[Content], content_locations: dict[int, ContentLocations], files: dict[int, SharedFile]
@@ -170,7 +170,7 @@ class Reconcile:
         """
         current_files = {content.id: files[content.inode] for content in batch if content.inode in files}
         successors = {number: file.content for number, file in current_files.items() if file.content not in (None, number)}
-        successor_locations = holders.load(self._cluster.store, sorted({now for now in successors.values() if now is not None}))
+        successor_locations = locations.load(self._cluster.store, sorted({now for now in successors.values() if now is not None}))
         return {
             number
             for number, now in successors.items()
@@ -189,7 +189,7 @@ class Reconcile:
     def _is_unknown_everywhere(self, content: Content, age_s: float) -> bool:
         """The store never heard of a content: its writer may be an island. Whether that one is gone, or has it no more."""
         home = self._cluster.view().by_number.get(identity.get_origin_node(content.id))
-        if epoch.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S:
+        if store_loss.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S:
             return False
         if home is None:
             return age_s > limits.UNTOLD_KEPT_S
@@ -234,24 +234,24 @@ class Reconcile:
         return (record.generation, record.digest) == (content.generation, content.digest)
 
     def _drop_content(self, content: Content) -> None:
-        holders.announce(self._cluster.store, self._cluster.node_number, [(content, False)])
-        if disk.act("reconcile:forgotten", holding.delete_unneeded, self._db, content, gone=True):
+        locations.announce(self._cluster.store, self._cluster.node_number, [(content, False)])
+        if disk.act("reconcile:forgotten", remote_contents.delete_unneeded, self._db, content, gone=True):
             self._dropped += 1
             self._notify.wake_lanes()
 
     def _release_surplus(self, content: Content, shared: ContentLocations) -> None:
         """Drop a copy that is one too many. The others' word for theirs must stand while ours is taken back: they may be at the same."""
-        mine = holders.build_copy_key(content.id, self._cluster.node_number)
-        if not holders.withdraw_copy(
+        mine = locations.build_copy_key(content.id, self._cluster.node_number)
+        if not locations.withdraw_copy(
             self._cluster.store, self._cluster.node_number, content.id, [item for item in shared.items if item.key != mine]
         ):
             return
-        if not disk.act("reconcile:released", holding.delete_unneeded, self._db, content, gone=False):
-            holding.mark_unannounced(self._db, content.id)
+        if not disk.act("reconcile:released", remote_contents.delete_unneeded, self._db, content, gone=False):
+            remote_contents.mark_unannounced(self._db, content.id)
             return
         for tier in LOCAL_TIERS:
             if tier in self._tiers:
-                removal.remove_unrecorded(self._db, self._tiers[tier], content.id)
+                local_copies.remove_unrecorded(self._db, self._tiers[tier], content.id)
 
     # --- this node's own ---------------------------------------------------------------------------------------------
 
@@ -260,19 +260,19 @@ class Reconcile:
         replaced = self._list_replaced(batch, content_locations, files)
         for content in batch:
             shared = content_locations[content.id]
-            if holding.is_own_unpublished(self._db, content.id):
+            if remote_contents.is_own_unpublished(self._db, content.id):
                 continue
             if shared.writer not in (None, self._cluster.node_number):
-                holding.mark_remote(self._db, content)  # Another node finished what this one had begun.
-            elif content.inode not in files and former.is_awaiting_store_check(self._db, content.id):
-                if holding.delete_unneeded(self._db, content, gone=True):
+                remote_contents.mark_remote(self._db, content)  # Another node finished what this one had begun.
+            elif content.inode not in files and contents.is_awaiting_store_check(self._db, content.id):
+                if remote_contents.delete_unneeded(self._db, content, gone=True):
                     self._dropped += 1
                     self._notify.wake_lanes()
-            elif shared.superseded_mtime_ns is None and not holding.was_in_store(self._db, content.inode):
+            elif shared.superseded_mtime_ns is None and not remote_contents.was_in_store(self._db, content.inode):
                 continue  # What the store does not know was not told yet.
             elif (file := files.get(content.inode)) is not None and (file.salvaged or {}).get("content") == content.id:
                 self._create_conflict_copy(content, file)
-            elif (content.inode not in files or content.id in replaced) and holding.delete_unneeded(self._db, content, gone=True):
+            elif (content.inode not in files or content.id in replaced) and remote_contents.delete_unneeded(self._db, content, gone=True):
                 self._dropped += 1
                 self._notify.wake_lanes()
             elif content.state is ContentState.SEALED:
@@ -282,10 +282,10 @@ class Reconcile:
         """Nodes that live and said once that they have a copy, and in the store say so no more: it went bad, or with its tier."""
         confirmed = {copy.node for copy in shared.copies if (copy.generation, copy.digest) == (content.generation, content.digest)}
         unconfirmed = [
-            node.number for node in self._cluster.list_live(peers.list_holders(self._db, content)) if node.number not in confirmed
+            node.number for node in self._cluster.list_live(peer_copies.list_holders(self._db, content)) if node.number not in confirmed
         ]
         if unconfirmed:
-            peers.delete_unconfirmed_copies(self._db, content, unconfirmed)
+            peer_copies.delete_unconfirmed_copies(self._db, content, unconfirmed)
             self._notify.wake_lanes()
 
     def _create_conflict_copy(self, content: Content, file: SharedFile) -> None:
@@ -294,7 +294,7 @@ class Reconcile:
         if file.active_salvage is not None or (file.content, file.value["generation"]) == (content.id, content.generation):
             return
         label = self._cluster.view().by_number[self._cluster.node_number].name
-        name = falling_back.insert_conflict_copy(self._db, content, {**file.value, "missed_mtime_ns": salvaged["mtime_ns"]}, label)
+        name = salvage_records.insert_conflict_copy(self._db, content, {**file.value, "missed_mtime_ns": salvaged["mtime_ns"]}, label)
         if name is not None:
             log.info("what others missed and wrote anew is beside it, as %s", os.fsdecode(name))
 
@@ -305,14 +305,14 @@ class Reconcile:
         for tier in LOCAL_TIERS:
             if tier not in self._tiers:
                 continue
-            for number in holding.list_stale(self._db, tier, before_ns, BATCH_CONTENTS):
-                settling.delete_copy(self._db, number, tier)
-                removal.remove_unrecorded(self._db, self._tiers[tier], number)
+            for number in remote_contents.list_stale(self._db, tier, before_ns, BATCH_CONTENTS):
+                copies.delete_copy(self._db, number, tier)
+                local_copies.remove_unrecorded(self._db, self._tiers[tier], number)
 
     def _drop_replaced(self) -> None:
         """What came after them may be elsewhere by now, or the file may be gone, or hold another content that is."""
         after = 0
-        while batch := holding.list_only_stale(self._db, after, BATCH_CONTENTS):
+        while batch := remote_contents.list_only_stale(self._db, after, BATCH_CONTENTS):
             after = batch[-1].id
             batch, content_locations, files = self._load_store_records(batch)
             replaced = self._list_replaced(batch, content_locations, files)

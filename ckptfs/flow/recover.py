@@ -9,12 +9,12 @@ import logging
 import os
 
 from ckptfs import disk, lifecycle
-from ckptfs.catalog import peers, report, settling
+from ckptfs.catalog import contents, copies, namespace, peer_copies
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
-from ckptfs.tiers import adoption, aside
-from ckptfs.tiers.place import Tiers, TierStorage
+from ckptfs.tiers import local_copies
+from ckptfs.tiers.storage import Tiers, TierStorage, adopt_tiers
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ class Recover:
 
     def step(self) -> bool:
         """All of it. Never more to do."""
-        disk.act("recover:adopt", adoption.adopt_tiers, self._db, self._tiers)
+        disk.act("recover:adopt", adopt_tiers, self._db, self._tiers)
         for tier in Tier:
             if tier not in self._tiers:
                 self._log_unreachable(tier)
             elif tier is not Tier.PFS:
                 self._check_tier(self._tiers[tier])
-        for content in settling.list_without_copy(self._db):
+        for content in contents.list_without_copy(self._db):
             self._decide_fate(content)
         return False
 
@@ -53,7 +53,7 @@ class Recover:
 
     def _log_unreachable(self, tier: Tier) -> None:
         """A tier that the configuration no longer names, or that was left out: what is there waits for it to come back."""
-        unreachable = len(settling.list_copies_in_tier(self._db, tier))
+        unreachable = len(copies.list_copies_in_tier(self._db, tier))
         if unreachable:
             log.warning("%d contents in %s cannot be reached: there is no such tier now", unreachable, tier)
 
@@ -66,17 +66,17 @@ class Recover:
             log.error("%s cannot be looked through (%s); what the catalog says of it is believed", storage.root, failure)
 
     def _remove_unfinished(self, storage: TierStorage) -> None:
-        for number, _ in settling.list_copies_in_state(self._db, CopyState.FILLING, storage.tier):
+        for number, _ in copies.list_copies_in_state(self._db, CopyState.FILLING, storage.tier):
             storage.remove(number)
-            disk.act("recover:filling", settling.delete_copy, self._db, number, storage.tier)
-        aside.restore_all_stashed(self._db, storage)
+            disk.act("recover:filling", copies.delete_copy, self._db, number, storage.tier)
+        local_copies.restore_all_stashed(self._db, storage)
 
     def _forget_missing(self, storage: TierStorage) -> None:
         """Forget copies whose file is gone; quarantine those that a power cut made shorter or longer than they were."""
         files = set(storage.contents())
-        for number, (copy, state, size) in settling.list_copies_in_tier(self._db, storage.tier).items():
+        for number, (copy, state, size) in copies.list_copies_in_tier(self._db, storage.tier).items():
             if number not in files and not storage.exists(number):
-                disk.act("recover:missing", settling.delete_copy, self._db, number, storage.tier)
+                disk.act("recover:missing", copies.delete_copy, self._db, number, storage.tier)
             elif copy is CopyState.GOOD and state in WITH_SIZE and self._has_wrong_size(storage, number, size):
                 disk.act("recover:missing", self._quarantine_wrong_size, storage, number)
 
@@ -87,10 +87,10 @@ class Recover:
     def _quarantine_wrong_size(self, storage: TierStorage, number: int) -> None:
         """The same look again, in a transaction: the mount may have opened the content for writing since the rows were read."""
         with self._db.transaction():
-            content = settling.get_content(self._db, number)
+            content = contents.get_content(self._db, number)
             if content is not None and content.state in WITH_SIZE and self._has_wrong_size(storage, number, content.size):
                 log.error("%s has not its %d bytes in %s: this copy does not count", self._name(content), content.size, storage.tier)
-                settling.set_copy_state(self._db, number, storage.tier, CopyState.QUARANTINED)
+                copies.set_copy_state(self._db, number, storage.tier, CopyState.QUARANTINED)
 
     # --- contents without a copy -------------------------------------------------------------------------------------
 
@@ -98,18 +98,18 @@ class Recover:
         """A content that no tier has: it is on the PFS, or an earlier state of the file takes its place, or it is lost."""
         disk.act("recover:fate", lambda: None)
         with self._db.transaction():
-            record = settling.get_file_record(self._db, content.id)
+            record = contents.get_file_record(self._db, content.id)
             if record.content != content or lifecycle.is_on_pfs(record) or any(map(lifecycle.is_good, record.copies)):
                 return
-            if content.state is ContentState.SEALED and peers.list_holders(self._db, content):
+            if content.state is ContentState.SEALED and peer_copies.list_holders(self._db, content):
                 return  # A peer has it: it comes back when somebody opens it, or when copies are repaired.
-            if not settling.is_shown(self._db, content):
-                settling.set_state(self._db, content.id, ContentState.DOOMED)
+            if not contents.is_shown(self._db, content):
+                contents.set_state(self._db, content.id, ContentState.DOOMED)
                 return
-            unfinished = content.state is ContentState.OPEN or settling.is_fsynced_on_pfs(self._db, content)
-            fallback = settling.restore_previous(self._db, content) if unfinished else ""
+            unfinished = content.state is ContentState.OPEN or contents.is_fsynced_on_pfs(self._db, content)
+            fallback = contents.restore_previous(self._db, content) if unfinished else ""
             if not fallback:
-                settling.set_state(self._db, content.id, ContentState.LOST)
+                contents.set_state(self._db, content.id, ContentState.LOST)
         self._notify.invalidate_inode(content.inode)
         if fallback:
             how = "still open" if content.state is ContentState.OPEN else "not sealed yet"
@@ -126,4 +126,4 @@ class Recover:
             log.log(level, "more files were lost; `ckptfs status` counts them")
 
     def _name(self, content: Content) -> str:
-        return os.fsdecode(report.get_path(self._db, content.inode))
+        return os.fsdecode(namespace.get_path(self._db, content.inode))

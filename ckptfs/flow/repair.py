@@ -12,13 +12,13 @@ import logging
 import time
 
 from ckptfs import limits
-from ckptfs.catalog import holding, peers, wants
+from ckptfs.catalog import mover_requests, peer_copies, remote_contents
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.peers import KnownNode
-from ckptfs.clique import holders, placement
-from ckptfs.clique.holders import ContentLocations
+from ckptfs.catalog.peer_copies import KnownNode
+from ckptfs.clique import locations, placement
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.locations import ContentLocations
 from ckptfs.clique.membership import ClusterView
-from ckptfs.clique.surroundings import Cluster
 from ckptfs.model import Content, Notifier
 
 log = logging.getLogger(__name__)
@@ -59,15 +59,15 @@ class Repair:
         current = {node.number: KnownNode(node.number, node.name, node.domain, node.incarnation) for node in view.nodes}
         factor = self._cluster.factor
         with self._db.transaction():
-            previous = peers.list_live_nodes(self._db)
-            if previous == current and factor == peers.get_replication_factor(self._db):
+            previous = peer_copies.list_live_nodes(self._db)
+            if previous == current and factor == peer_copies.get_replication_factor(self._db):
                 return
             died = [node for node in previous.values() if node.number not in current]
-            under_replicated = sum(peers.mark_node_copies_lost(self._db, node.number) for node in died)
-            under_replicated += sum(peers.delete_copies_of_node(self._db, number) for number in self._list_restarted(current))
-            if _can_place_more(previous, current, factor) or factor != peers.get_replication_factor(self._db):
-                under_replicated += peers.mark_all_under_replicated(self._db)
-            peers.set_live_nodes(self._db, self._cluster.node_number, factor, current.values())
+            under_replicated = sum(peer_copies.mark_node_copies_lost(self._db, node.number) for node in died)
+            under_replicated += sum(peer_copies.delete_copies_of_node(self._db, number) for number in self._list_restarted(current))
+            if _can_place_more(previous, current, factor) or factor != peer_copies.get_replication_factor(self._db):
+                under_replicated += peer_copies.mark_all_under_replicated(self._db)
+            peer_copies.set_live_nodes(self._db, self._cluster.node_number, factor, current.values())
         if died:
             self._after = 0
         if under_replicated:
@@ -76,7 +76,7 @@ class Repair:
 
     def _list_restarted(self, current: dict[int, KnownNode]) -> list[int]:
         """Nodes that live another life than the one in which they were last seen."""
-        known = {number: peers.find_incarnation(self._db, number) for number in current if number != self._cluster.node_number}
+        known = {number: peer_copies.find_incarnation(self._db, number) for number in current if number != self._cluster.node_number}
         return [number for number, incarnation in known.items() if incarnation not in (None, current[number].incarnation)]
 
     # --- what was lost here ------------------------------------------------------------------------------------------
@@ -86,25 +86,27 @@ class Repair:
         if time.monotonic() >= self._next_refetch_s:
             self._next_refetch_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
             self._refetch_after = 0
-        answers = [wants.get(self._db, want) for want in self._open_requests if not wants.is_open(self._db, want)]
+        answers = [mover_requests.get(self._db, want) for want in self._open_requests if not mover_requests.is_open(self._db, want)]
         if any(answer is not None and answer.error == errno.ENOSPC for answer in answers):
             self._refetch_after = None  # The next one would not fit either.
-        self._open_requests = [want for want in self._open_requests if wants.is_open(self._db, want)]
+        self._open_requests = [want for want in self._open_requests if mover_requests.is_open(self._db, want)]
         while self._refetch_after is not None and len(self._open_requests) < limits.REFILLS_MAX:
-            content = peers.find_rebuildable(self._db, self._refetch_after)
+            content = peer_copies.find_rebuildable(self._db, self._refetch_after)
             self._refetch_after = None if content is None else content.id
             if content is not None:
-                self._open_requests.append(wants.insert_request(self._db, wants.FETCH, content.inode, wait_s=limits.FETCH_STALL_S))
+                self._open_requests.append(
+                    mover_requests.insert_request(self._db, mover_requests.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
+                )
                 self._notify.wake_lanes()
 
     # --- what is held here -------------------------------------------------------------------------------------------
 
     def _check_hosted(self, view: ClusterView, after: int) -> bool:
         """Which contents of dead nodes are this one's to copy. Raises Unreachable; then the same batch comes again."""
-        batch = holding.list_hosted(self._db, after, holders.LOAD_CONTENTS_MAX)
-        content_locations = holders.refresh(self._db, self._cluster.store, [content.id for content in batch], self._cluster.node_number)
+        batch = remote_contents.list_hosted(self._db, after, locations.LOAD_CONTENTS_MAX)
+        content_locations = locations.refresh(self._db, self._cluster.store, [content.id for content in batch], self._cluster.node_number)
         to_copy = [content.id for content in batch if self._is_ours_to_copy(content, content_locations[content.id], view)]
-        if peers.mark_under_replicated(self._db, to_copy):
+        if peer_copies.mark_under_replicated(self._db, to_copy):
             self._marked_count += len(to_copy)
             self._notify.wake_lanes()
         self._after = batch[-1].id if batch else None

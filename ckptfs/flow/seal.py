@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs import disk, limits
-from ckptfs.catalog import report, settling
+from ckptfs.catalog import contents, copies, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy
 from ckptfs.model import Content, ContentState, Notifier, Tier
-from ckptfs.tiers import lease, transfer
-from ckptfs.tiers.place import Tiers, TierStorage
+from ckptfs.tiers import transfer
+from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class Seal:
         present = [tier for tier in self._tier_group if tier in self._tiers]
         # A step that fails leaves the next one to begin with the first content.
         after, self._after = self._after, 0
-        batch = settling.list_closed(self._db, present, after, BATCH_CONTENTS)
+        batch = contents.list_closed(self._db, present, after, BATCH_CONTENTS)
         now = time.monotonic()
-        seals: list[settling.SealResult] = []
+        seals: list[contents.SealResult] = []
         taken_bytes = 0
         for content, tier in batch:
             after = content.id
@@ -85,10 +85,10 @@ class Seal:
         """Until the first content that somebody still held open is tried again, or another look: a hint of what is closed may be lost."""
         if not self._retries:
             present = [tier for tier in self._tier_group if tier in self._tiers]
-            return POLL_S if settling.count_writers(self._db) or settling.list_closed(self._db, present, 0, 1) else None
+            return POLL_S if contents.count_writers(self._db) or contents.list_closed(self._db, present, 0, 1) else None
         return max(0.0, min(wait.until_s for wait in self._retries.values()) - time.monotonic())
 
-    def _try_seal(self, content: Content, tier: Tier) -> settling.SealResult | None:
+    def _try_seal(self, content: Content, tier: Tier) -> contents.SealResult | None:
         try:
             sealed = self._read(content, tier, self._tiers[tier])
         except Busy as reason:
@@ -101,27 +101,30 @@ class Seal:
         self._retries.pop(content.id, None)
         return sealed
 
-    def _read(self, content: Content, tier: Tier, storage: TierStorage) -> settling.SealResult:
-        with disk.closing(storage.open(content.id)) as fd, lease.hold_read_lease(fd, insist=self._requires_lease(content, tier)) as check:
+    def _read(self, content: Content, tier: Tier, storage: TierStorage) -> contents.SealResult:
+        with (
+            disk.closing(storage.open(content.id)) as fd,
+            transfer.hold_read_lease(fd, insist=self._requires_lease(content, tier)) as check,
+        ):
             size, digest, blocks = transfer.read_parallel(fd, label="seal", before_block=check)
             if tier is not Tier.RAM:
                 disk.act("seal:fdatasync", os.fdatasync, fd)
             check()
-        return settling.SealResult(content.id, content.inode, content.change, tier, size, digest, blocks)
+        return contents.SealResult(content.id, content.inode, content.change, tier, size, digest, blocks)
 
     def _requires_lease(self, content: Content, tier: Tier) -> bool:
         """A PFS may refuse every lease: what was refused for a while is then read without one, and its times compared."""
         wait = self._retries.get(content.id)
         return tier is not Tier.PFS or wait is None or wait.delay_s < LEASE_REFUSED_S
 
-    def _record_seals(self, seals: list[settling.SealResult]) -> None:
+    def _record_seals(self, seals: list[contents.SealResult]) -> None:
         if not seals:
             return
         on_disk = {one.tier for one in seals} - {Tier.RAM}
         for tier in on_disk:
             disk.act("seal:directory", self._tiers[tier].fsync_directory)
         with self._db.transaction():
-            done = settling.mark_sealed(self._db, seals)
+            done = contents.mark_sealed(self._db, seals)
             disk.act("seal:commit", lambda: None)
         if on_disk:
             disk.act("seal:persist", self._db.persist)
@@ -143,10 +146,10 @@ class Seal:
     def _record_missing_file(self, content: Content, tier: Tier) -> bool:
         """Forget a copy whose file is gone; whether that was the last one. The content may also have been reopened or deleted meanwhile."""
         with self._db.transaction():
-            if not settling.is_unchanged(self._db, content):
+            if not contents.is_unchanged(self._db, content):
                 return False
-            settling.delete_copy(self._db, content.id, tier)
-            return settling.mark_lost(self._db, content)
+            copies.delete_copy(self._db, content.id, tier)
+            return contents.mark_lost(self._db, content)
 
     def _defer(self, number: int) -> float:
         """Try this content again after a while, each time a longer one."""
@@ -162,8 +165,8 @@ class Seal:
                 del self._retries[number]
 
     def _get_state(self, number: int) -> ContentState | None:
-        found = settling.get_content(self._db, number)
+        found = contents.get_content(self._db, number)
         return None if found is None else found.state
 
     def _name(self, content: Content) -> str:
-        return os.fsdecode(report.get_path(self._db, content.inode))
+        return os.fsdecode(namespace.get_path(self._db, content.inode))

@@ -9,16 +9,15 @@ what nobody took. What a former catalog of this node left is taken in the same w
 import logging
 
 from ckptfs import disk, limits
-from ckptfs.catalog import adoption, journal, peers
+from ckptfs.catalog import journal, peer_copies
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import kinds, pfs_kinds
-from ckptfs.catalog.sharing.kinds import JOURNAL_ROW, SharedKey
-from ckptfs.catalog.store import Compare, CompareTarget, Delete, Get, Item, Operation, Put, prefix_end
 from ckptfs.clique import membership
-from ckptfs.clique.claims import ClusterLock
+from ckptfs.clique.cluster import Cluster, ClusterLock
 from ckptfs.clique.membership import ClusterView
-from ckptfs.clique.surroundings import Cluster
+from ckptfs.coherence import keys
+from ckptfs.coherence.keys import JOURNAL_ROW, SharedKey
 from ckptfs.model import Notifier
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, prefix_end
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class TakeOver:
         self._db = db
         self._notify = notify
         self._cluster = cluster
-        self._instance = adoption.get_instance_id(db)
+        self._instance = journal.get_instance_id(db)
         self._last_view: ClusterView | None = None
         self._nodes_left: list[int] = []
 
@@ -44,7 +43,7 @@ class TakeOver:
         view = self._cluster.view()
         if not self._nodes_left:
             self._last_view = view
-            known = set(peers.list_node_names(self._db)) | {self._cluster.node_number}
+            known = set(peer_copies.list_node_names(self._db)) | {self._cluster.node_number}
             self._nodes_left = sorted(number for number in known if number not in view.by_number or number == self._cluster.node_number)
         number = self._nodes_left[-1]
         if not self._take_from(number):
@@ -73,7 +72,7 @@ class TakeOver:
 
     def _list_rows(self, number: int, at_most: int) -> list[Item]:
         """What a node has to write back; of this one only what a former catalog left."""
-        start = kinds.encode_key(SharedKey(JOURNAL_ROW, number, b""))
+        start = keys.encode_key(SharedKey(JOURNAL_ROW, number, b""))
         if number != self._cluster.node_number:
             return list(self._cluster.store.read([Get(start, prefix_end(start), limit=at_most)]).results[0])
         own = start + self._instance.encode()
@@ -82,14 +81,14 @@ class TakeOver:
 
     def _append_rows(self, claim: ClusterLock, items: list[Item], number: int) -> bool:
         """Make them this node's. False: the node lives again, or another one has them."""
-        rows = [pfs_kinds.parse_row(kinds.decode_value(item.value) or {}, number) for item in items]
+        rows = [keys.parse_row(keys.decode_value(item.value) or {}, number) for item in items]
         with self._db.transaction():
             taken = journal.insert_taken_over(self._db, rows)
         disk.act("take_over:appended", lambda: None)
         changes: list[Operation] = []
         for row, item in zip(taken, items, strict=True):
-            key = SharedKey(JOURNAL_ROW, self._cluster.node_number, pfs_kinds.build_row_name(self._instance, row.seq))
-            changes += [Put(kinds.encode_key(key), kinds.encode_value(kinds.get_value(self._db, key)) or b""), Delete(item.key)]
+            key = SharedKey(JOURNAL_ROW, self._cluster.node_number, keys.build_row_name(self._instance, row.seq))
+            changes += [Put(keys.encode_key(key), keys.encode_value(keys.get_value(self._db, key)) or b""), Delete(item.key)]
         compares = [claim.build_guard(), *(Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in items)]
         if self._cluster.store.commit(compares, changes).succeeded:
             return True

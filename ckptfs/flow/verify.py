@@ -8,12 +8,13 @@ import os
 from dataclasses import dataclass
 
 from ckptfs import disk
-from ckptfs.catalog import report, settling
+from ckptfs.catalog import contents, namespace
+from ckptfs.catalog.copies import delete_copy, list_copies, set_copy_state
 from ckptfs.catalog.database import Database
 from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
-from ckptfs.tiers import duplicate, transfer
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers import local_copies, transfer
+from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -36,31 +37,31 @@ def verify(db: Database, tiers: Tiers, number: int) -> list[CheckResult]:
 
     Empty for a content that is not sealed: there is nothing to compare it with yet. Raises Busy when it is opened for writing meanwhile.
     """
-    content = settling.get_content(db, number)
+    content = contents.get_content(db, number)
     if content is None or content.state not in {ContentState.SEALED, ContentState.LOST}:
         return []
-    copies = [copy for copy in settling.list_copies(db, number) if copy.state is not CopyState.FILLING]
+    copies = [copy for copy in list_copies(db, number) if copy.state is not CopyState.FILLING]
     found = [_check_copy(db, tiers, content, copy) for copy in copies]
     good = [checked.tier for checked in found if checked.ok]
     if not good:
-        if found and content.state is ContentState.SEALED and settling.mark_lost(db, content):
+        if found and content.state is ContentState.SEALED and contents.mark_lost(db, content):
             log.error("%s is lost: no copy is what was sealed; it gives EIO", _name(db, content))
         return found
     if content.state is ContentState.LOST:
-        settling.set_state(db, number, ContentState.SEALED)
-        content = settling.get_content(db, number) or content
+        contents.set_state(db, number, ContentState.SEALED)
+        content = contents.get_content(db, number) or content
     return [checked if checked.ok else _repair_copy(db, tiers, content, good[0], checked) for checked in found]
 
 
 def _check_copy(db: Database, tiers: Tiers, content: Content, copy: Copy) -> CheckResult:
     problem = _find_problem(db, tiers, content, copy.tier)
-    if not settling.is_unchanged(db, content):
+    if not contents.is_unchanged(db, content):
         raise Busy("the file is opened for writing")
     if not problem:
-        settling.set_copy_state(db, content.id, copy.tier, CopyState.GOOD)
+        set_copy_state(db, content.id, copy.tier, CopyState.GOOD)
         return CheckResult(copy.tier, True)
     if copy.state is not CopyState.QUARANTINED:
-        settling.set_copy_state(db, content.id, copy.tier, CopyState.QUARANTINED)
+        set_copy_state(db, content.id, copy.tier, CopyState.QUARANTINED)
         disk.act("verify:quarantined", lambda: None)
         log.error("the copy of %s in %s is bad and does not count any more: %s", _name(db, content), copy.tier, problem)
     return CheckResult(copy.tier, False, problem)
@@ -70,7 +71,7 @@ def _find_problem(db: Database, tiers: Tiers, content: Content, tier: Tier) -> s
     """What is wrong with the copy in `tier`; empty when it is as it was sealed. A tier that fails to answer is no proof: OSError."""
 
     def check() -> None:
-        if not settling.is_unchanged(db, content):
+        if not contents.is_unchanged(db, content):
             raise Busy("the file is opened for writing")
 
     storage = tiers.get(tier)
@@ -101,10 +102,10 @@ def _describe_first_difference(expected: bytes, found: bytes) -> str:
 def _repair_copy(db: Database, tiers: Tiers, content: Content, source: Tier, bad: CheckResult) -> CheckResult:
     """Remake a bad copy from a good one. What cannot be remade now stays quarantined, and the answer says so."""
     if bad.tier not in tiers:
-        settling.delete_copy(db, content.id, bad.tier)
+        delete_copy(db, content.id, bad.tier)
         return bad
     try:
-        duplicate.copy_to_tier(db, tiers, content, source, bad.tier)
+        local_copies.copy_to_tier(db, tiers, content, source, bad.tier)
     except (OSError, Busy, DigestMismatch) as failure:
         log.warning("the copy of %s in %s could not be remade: %s", _name(db, content), bad.tier, failure)
         return bad
@@ -114,4 +115,4 @@ def _repair_copy(db: Database, tiers: Tiers, content: Content, source: Tier, bad
 
 
 def _name(db: Database, content: Content) -> str:
-    return os.fsdecode(report.get_path(db, content.inode))
+    return os.fsdecode(namespace.get_path(db, content.inode))

@@ -3,23 +3,206 @@
 Symlinks are never followed. Descriptors of directories are kept for a short while; whoever moves a directory calls `forget`. A directory
 that root may not search is searched as its owner.
 If we die here: the kernel closes the descriptors.
+
+Owns how directories of the PFS are read: walked down by descriptors, never by joined paths, and listed name by name.
+
+Nothing is written here. Every call may hang as long as the PFS does.
+Hidden: `.ckptfs` in the root (our work area) and everything that begins with `.ckptfs.` (names under which write-back prepares files).
+What is hidden by that and is not ours, or was left by a node that died, is told to whoever lists.
+If we die here: nothing was changed.
+
+Owns how a file on the PFS is found by its inode: walked down from the root by descriptors, and looked at before it is believed.
+
+If we die here: nothing was changed.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
+import re
+import stat
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from ckptfs import disk
-from ckptfs.errors import posix_error
-from ckptfs.tiers import acting, pfs_listing
+from ckptfs import disk, limits
+from ckptfs.catalog import copies, pfs_state
+from ckptfs.catalog.copies import PublishedFile
+from ckptfs.catalog.database import Database
+from ckptfs.errors import TierUnavailable, posix_error
+from ckptfs.lifecycle import is_same_file
+from ckptfs.model import PfsEntryStat, Tier
+from ckptfs.tiers import pfs_ownership
+
+disk.declare_labels("visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readlink", "visit:xattrs")
+WORK_DIRECTORY = b".ckptfs"
+HIDDEN_PREFIX = b".ckptfs."
+_TEMPORARY = re.compile(rb"\.ckptfs\.[0-9a-f]{8}\.[0-9a-f]+\Z")
+_PARKED = re.compile(rb"\.ckptfs\.parked\.([0-9a-f]{1,16})\Z")
+_IN_WORK_AREA = re.compile(rb"(tier-id(\.[0-9a-f]+)?|contents(-[0-9a-f]+)?)\Z")
+OUR_XATTRS = "user.ckptfs."
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_XATTRS = {errno.EOPNOTSUPP, errno.ENODATA, errno.EPERM, errno.EACCES, errno.ENOENT}
+
+
+def open_root(pfs: Path, expected_uuid: str | None) -> int:
+    """A descriptor of the PFS's root. Raises TierUnavailable when it is not the directory that the catalog knows by `expected_uuid`:
+    the mountpoint of a filesystem that is not mounted looks like an empty one, and must not be taken for it.
+    """
+    fd = disk.open_file("visit:root", os.fsencode(pfs), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if expected_uuid is not None and _read_tier_id(fd) != expected_uuid:
+            raise TierUnavailable(
+                f"{pfs} is not the directory that this catalog belongs to: {WORK_DIRECTORY.decode()}/tier-id is missing or another one",
+                remedy=f"mount the filesystem that belongs at {pfs}",
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_tier_id(root_fd: int) -> str:
+    try:
+        fd = os.open(WORK_DIRECTORY + b"/tier-id", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    with os.fdopen(fd, "rb") as file:
+        return file.read(64).decode("ascii", "replace").strip()
+
+
+def open_directory(root_fd: int, names: tuple[bytes, ...]) -> int:
+    """A new descriptor of the directory `names` below `root_fd`. Symlinks are not followed. Raises OSError."""
+    fd = os.open(b".", _DIRECTORY, dir_fd=root_fd)
+    for name in names:
+        try:
+            child_fd = _open_child(fd, name)
+        finally:
+            os.close(fd)
+        fd = child_fd
+    return fd
+
+
+def _open_child(parent_fd: int, name: bytes) -> int:
+    def owners() -> list[pfs_ownership.Owner]:
+        found = stat_entry(parent_fd, name)
+        return [(found.uid, found.gid), _get_owner(parent_fd)]
+
+    return pfs_ownership.retry_as_owner(lambda: disk.open_file("visit:walk", name, _DIRECTORY, dir_fd=parent_fd), owners)
+
+
+def _get_owner(fd: int) -> pfs_ownership.Owner:
+    found = os.fstat(fd)
+    return found.st_uid, found.st_gid
+
+
+def list_entries(directory_fd: int, *, is_root: bool, on_external: Callable[[bytes], None] = lambda name: None) -> Iterator[PfsEntryStat]:
+    """What the directory shows, in no order, without symlinks' targets and xattrs. A name that vanishes meanwhile is left out. `foreign`
+    is told of what is hidden and somebody else's.
+    """
+    with disk.act("visit:list", os.scandir, directory_fd) as entries:
+        for entry in entries:
+            name = os.fsencode(entry.name)
+            if is_root and name == WORK_DIRECTORY:
+                for external in _list_external_in_work_area(directory_fd):
+                    on_external(external)
+                continue
+            if name.startswith(HIDDEN_PREFIX):
+                if not _TEMPORARY.match(name) and (parse_parked_name(name) is None or _is_abandoned(directory_fd, name)):
+                    on_external(name)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                yield stat_entry(directory_fd, name)
+
+
+def parse_parked_name(name: bytes) -> int | None:
+    """The inode of what waits under this name until its own one is free; None: it is no such name."""
+    found = _PARKED.match(name)
+    return None if found is None else int(found[1], 16)
+
+
+def _is_abandoned(directory_fd: int, name: bytes) -> bool:
+    """Whether what waits there was left by a node that died: it got this name long ago."""
+    try:
+        return time.time_ns() - stat_entry(directory_fd, name).ctime_ns > limits.PARKED_KEPT_S * 1e9
+    except OSError:
+        return False
+
+
+def _list_external_in_work_area(root_fd: int) -> list[bytes]:
+    """What is in the place of our work area and not ours, as far as that can be seen."""
+    try:
+        with disk.closing(os.open(WORK_DIRECTORY, _DIRECTORY, dir_fd=root_fd)) as fd:
+            names = sorted(os.fsencode(name) for name in os.listdir(fd))
+    except NotADirectoryError:
+        return [WORK_DIRECTORY]
+    except OSError:
+        return []
+    return [WORK_DIRECTORY + b"/" + name for name in names if not _IN_WORK_AREA.match(name)]
+
+
+def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
+    """lstat of one name; as the directory's owner where root may not search it. Raises OSError."""
+
+    def call() -> os.stat_result:
+        return disk.act("visit:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
+
+    return _build_stat(name, pfs_ownership.retry_as_owner(call, lambda: [_get_owner(directory_fd)]))
+
+
+def stat_descriptor(fd: int, name: bytes = b"") -> PfsEntryStat:
+    """fstat of an open file or directory."""
+    return _build_stat(name, os.fstat(fd))
+
+
+def _build_stat(name: bytes, found: os.stat_result) -> PfsEntryStat:
+    return PfsEntryStat(
+        name, found.st_mode, found.st_uid, found.st_gid, found.st_rdev, found.st_nlink, found.st_size, found.st_ino,
+        found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns,
+    )  # fmt: skip
+
+
+def is_absent(directory_fd: int, name: bytes) -> bool:
+    """Whether there is certainly no such name now."""
+    try:
+        stat_entry(directory_fd, name)
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def load_details(directory_fd: int, entry: PfsEntryStat) -> PfsEntryStat:
+    """`seen` with its symlink's target and its xattrs of the namespace `user`. Raises FileNotFoundError when it is gone."""
+    path = b"/proc/self/fd/%d/%s" % (directory_fd, entry.name)
+
+    def link() -> bytes:
+        return bytes(disk.act("visit:readlink", os.readlink, entry.name, dir_fd=directory_fd))
+
+    def xattrs() -> tuple[tuple[bytes, bytes], ...]:
+        names = [name for name in disk.act("visit:xattrs", os.listxattr, path, follow_symlinks=False) if _is_user_xattr(name)]
+        return tuple((os.fsencode(name), os.getxattr(path, name, follow_symlinks=False)) for name in names)
+
+    if stat.S_ISLNK(entry.mode):
+        return replace(entry, target=pfs_ownership.retry_as_owner(link, lambda: [_get_owner(directory_fd)]))
+    if not (entry.is_file or entry.is_directory):
+        return entry
+    try:
+        return replace(entry, xattrs=pfs_ownership.retry_as_owner(xattrs, lambda: [(entry.uid, entry.gid), _get_owner(directory_fd)]))
+    except OSError as failure:
+        if failure.errno in _NO_XATTRS:
+            return entry
+        raise
+
+
+def _is_user_xattr(name: str) -> bool:
+    return name.startswith("user.") and not name.startswith(OUR_XATTRS)
+
 
 disk.declare_labels("pfs:walk", "pfs:exchange")
-
 CACHED_MAX = 128
 CACHED_S = 1.0
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,7 +233,7 @@ class PfsTree:
 
     def reopen_root(self, expected_uuid: str | None) -> None:
         """Open the root anew; call it before each batch. Raises TierUnavailable when it is not the directory that the catalog knows."""
-        fd = pfs_listing.open_root(self.root, expected_uuid)
+        fd = open_root(self.root, expected_uuid)
         if self._root_fd >= 0 and not os.path.sameopenfile(fd, self._root_fd):
             self.clear_cache()
         old, self._root_fd = self._root_fd, fd
@@ -87,12 +270,12 @@ class PfsTree:
     def _open(self, parent_fd: int, names: DirectoryPath, *, close_parent: bool) -> int:
         """A descriptor of the last of `names` in `above`, which is closed if it is our `own`."""
 
-        def owners() -> list[acting.Owner]:
+        def owners() -> list[pfs_ownership.Owner]:
             found = os.stat(names[-1], dir_fd=parent_fd, follow_symlinks=False)
             return [(found.st_uid, found.st_gid)]
 
         try:
-            return acting.retry_as_owner(lambda: disk.open_file("pfs:walk", names[-1], _DIRECTORY, dir_fd=parent_fd), owners)
+            return pfs_ownership.retry_as_owner(lambda: disk.open_file("pfs:walk", names[-1], _DIRECTORY, dir_fd=parent_fd), owners)
         except OSError as failure:
             if failure.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
                 raise DirectoryMissing(names) from failure
@@ -149,3 +332,57 @@ def sync_filesystem(fd: int) -> None:
     """syncfs(2): everything that was written to this filesystem is there to stay."""
     if _libc.syncfs(fd) != 0:
         raise posix_error(ctypes.get_errno())
+
+
+disk.declare_labels("pfs:open")
+
+
+def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of the file on the PFS that `inode` shows. May hang: call it in a worker thread.
+
+    Raises ESTALE when the PFS shows another file, or another state of it, than the catalog knows: ask for a visit of its directory.
+    """
+    known = copies.load_fetch_state(db, inode)
+    if known is None or known.published is None:
+        raise posix_error(errno.ESTALE)
+    fd = open_unchecked(db, pfs, inode, flags)
+    try:
+        if not matches_catalog(fd, known.published):
+            raise posix_error(errno.ESTALE, "the file on the PFS was changed by somebody else")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_unchecked(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of what the PFS shows now where `inode` was last known to be. Raises OSError and TierUnavailable."""
+    names = pfs_state.find_path(db, inode)
+    if not names:
+        raise posix_error(errno.ENOENT, "the PFS shows no such file")
+    root_fd = open_root(pfs, copies.get_tier_uuid(db, Tier.PFS))
+    try:
+        directory_fd = open_directory(root_fd, names[:-1])
+    finally:
+        os.close(root_fd)
+    try:
+        return _open_file(directory_fd, names[-1], flags)
+    finally:
+        os.close(directory_fd)
+
+
+def _open_file(directory_fd: int, name: bytes, flags: int) -> int:
+    """As the file's owner where root is refused. O_NONBLOCK: a fifo of a stranger's must not hold us."""
+
+    def owners() -> list[pfs_ownership.Owner]:
+        found, parent = stat_entry(directory_fd, name), stat_descriptor(directory_fd)
+        return [(found.uid, found.gid), (parent.uid, parent.gid)]
+
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK
+    return pfs_ownership.retry_as_owner(lambda: disk.open_file("pfs:open", name, flags, dir_fd=directory_fd), owners)
+
+
+def matches_catalog(fd: int, known: PublishedFile) -> bool:
+    """Whether an open file is in the state that the catalog knows."""
+    found = os.fstat(fd)
+    return is_same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))

@@ -4,21 +4,72 @@ Where both ends can share blocks (FICLONE) nothing is copied and the digest is r
 through one small buffer that stays in the processor's cache: the digest needs them there anyway, so copy_file_range would touch them twice.
 If we die here: the target holds a beginning of the source under a name that nobody believes yet; whoever copies into it again writes
 only what is not on its disk by then.
+
+Owns how a large file is written at the disk's pace: writing begins with its first block, and memory holds no more than a window of it.
+
+The kernel would gather gigabytes before it begins, and keep them afterwards: memory that the job's processes need, and that is slow to
+get (on a virtual machine 10 us for a page that the host has to find first: 1 GiB took 2.5 s, and takes 0.5 s within a window, measured
+here). The same few pages are used again and again instead. Errors of the disk are raised: fsync would not tell of them a second time.
+Where a filesystem knows none of this, nothing happens.
+If we die here: the kernel writes what it has.
+
+Owns the read lease: how the mover learns that nobody can be writing to a file of ours, and that nobody began to.
+
+The kernel refuses the lease while anybody has the file open for writing, also through a mapping that outlived its handle. A later
+opener for writing waits until we let go, which we do at the next block: `check` raises Busy then. SIGIO, which tells of that, must be
+ignored by the process (`ignore_signal`); its default is death. On a filesystem without leases the file's times are compared instead.
+If we die here: the kernel drops the lease with the descriptor.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptfs import digest, disk, limits
-from ckptfs.tiers.write_behind import WriteBehind
+from ckptfs.errors import Busy
+
+disk.declare_labels("behind:wait")
+_WAIT, _WRITE, _WAIT_AFTER = 1, 2, 4
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class WriteBehind:
+    """Follows one writer of one file, from `begin` on."""
+
+    def __init__(self, fd: int, begin: int = 0) -> None:
+        self._fd = fd
+        self._submitted = begin
+        self._released = begin
+
+    def advance(self, offset: int) -> None:
+        """Everything up to `offset` has its bytes. Waits until all but the last of it is on the disk. Raises OSError of the disk."""
+        if offset - self._submitted < limits.BLOCK_BYTES:
+            return
+        _sync_range(self._fd, self._submitted, offset, _WRITE)
+        self._submitted = offset
+        end = offset - limits.UNWRITTEN_BYTES_MAX
+        if end > self._released:
+            disk.act("behind:wait", _sync_range, self._fd, self._released, end, _WAIT | _WRITE | _WAIT_AFTER)
+            os.posix_fadvise(self._fd, self._released, end - self._released, os.POSIX_FADV_DONTNEED)
+            self._released = end
+
+
+def _sync_range(fd: int, start: int, end: int, flags: int) -> None:
+    """sync_file_range(2), as far as there is one."""
+    if _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(end - start), ctypes.c_uint(flags)) != 0:
+        code = ctypes.get_errno()
+        if code not in _UNSUPPORTED:
+            raise OSError(code, os.strerror(code))
+
 
 disk.declare_labels("resume:persist", "resume:read")
-
 FICLONE = 0x40049409
 PIECE_BYTES = 512 * limits.KIB
 CLONE_BYTES_MIN = limits.MIB
@@ -194,3 +245,55 @@ def _seek(fd: int, offset: int, whence: int) -> int:
         if failure.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return offset if whence == os.SEEK_DATA else limits.FILE_BYTES_MAX
         raise
+
+
+NO_LEASE_ERRNOS = {errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def ignore_lease_signal() -> None:
+    """Let the kernel's word that a lease is wanted back pass; call it once, in the main thread."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def hold_read_lease(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
+    """Hold a read lease on `fd`, which must be open for reading only. Gives `check`, to be called before each block and at the end.
+
+    Both raise Busy when somebody has the file open for writing or is about to. Not to `insist` takes a refusal for the filesystem's
+    own: NFS refuses with EAGAIN whatever nobody has open, when its server gave no delegation.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as failure:
+        if failure.errno == errno.EAGAIN and insist:
+            raise Busy("somebody still has the file open for writing") from failure
+        if failure.errno in {errno.EAGAIN, *NO_LEASE_ERRNOS}:
+            yield _build_times_check(fd)
+            return
+        raise
+
+    def check() -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+            raise Busy("somebody opens the file for writing")
+
+    try:
+        yield check
+    finally:
+        with contextlib.suppress(OSError):  # The kernel took it away from whoever gave it up too late.
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def _build_times_check(fd: int) -> Callable[[], None]:
+    """The weaker check: the file's size and times stay what they were."""
+
+    def state() -> tuple[int, int, int]:
+        status = os.fstat(fd)
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    initial = state()
+
+    def check() -> None:
+        if state() != initial:
+            raise Busy("somebody writes to the file")
+
+    return check

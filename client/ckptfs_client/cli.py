@@ -2,6 +2,10 @@
 
 Everything heavy (gRPC, rich) is imported where it is used, so that `ckptfs version` and shell completion are instant.
 If we die here: nothing but a question was under way; drains and waits go on without us where they are the daemon's own work.
+
+`ckptfs keys init|issue|revoke`: the keys by which the nodes of a cluster recognise one another.
+
+If we die here: what was written is whole; the next run names what is there.
 """
 
 import contextlib
@@ -12,20 +16,78 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptfs.config.table import LOG_LEVELS
+from ckptfs.config.schema import LOG_LEVELS
 from ckptfs.model import Level
-from ckptfs_client import keys_commands
-from ckptfs_client.failures import EXIT_CODES, ClientError, UsageError
-from ckptfs_client.lab import commands as lab_commands
+from ckptfs_client.errors import EXIT_CODES, ClientError, CommandFailed, UsageError
+from ckptfs_client.lab import commands
+
+keys_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Makes a cluster's own CA, and a certificate for each of its nodes."
+)
+KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="Where the CA lies. Keep ca.key safe: whoever has it can make nodes.")]
+
+
+@keys_app.command()
+def init(
+    directory: KeysDirectory, cluster: Annotated[str, typer.Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs"
+) -> None:
+    """Make the CA of a cluster: DIR/ca.pem and DIR/ca.key."""
+    from ckptfs.clique import certificates as keys
+    from ckptfs.errors import CkptfsError
+
+    try:
+        keys.init(directory, cluster)
+    except (CkptfsError, OSError) as failure:
+        raise _build_failure(failure) from failure
+    print(f"{directory}/{keys.CA_CERTIFICATE} is the CA of cluster {cluster}; ckptfs keys issue {directory} NODE makes the keys of a node")
+
+
+@keys_app.command()
+def issue(
+    directory: KeysDirectory,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name, as in node=NAME; without that, its host name.")],
+    address: Annotated[list[str] | None, typer.Option(help="A host name or IP address to name in the certificate too.")] = None,
+) -> None:
+    """Make DIR/NODE with ca.pem, node.pem and node.key: copy it to the node and give keys=DIRECTORY there."""
+    from ckptfs.clique import certificates as keys
+    from ckptfs.errors import CkptfsError
+
+    try:
+        target = keys.issue(directory, node, address or [])
+    except (CkptfsError, OSError) as failure:
+        raise _build_failure(failure) from failure
+    print(f"{target} holds the keys of node {node}; copy it there and mount with keys=DIRECTORY")
+
+
+@keys_app.command()
+def revoke(
+    directory: KeysDirectory, node: Annotated[str, typer.Argument(metavar="NODE", help="The node whose keys are lost, or known to others.")]
+) -> None:
+    """Make all keys of a node worthless that were issued so far; issue new ones if it shall go on."""
+    from ckptfs.clique import certificates as keys
+    from ckptfs.errors import CkptfsError
+
+    try:
+        lists = keys.revoke(directory, node)
+    except (CkptfsError, OSError) as failure:
+        raise _build_failure(failure) from failure
+    if not any(directory.glob(f".{node}.revoked-*")):
+        print(f"no keys of a node {node} lie in {directory}: see that the name is right")
+    print(f"the keys of node {node} are revoked; copy {lists[0]} into the directory keys= of every node: they read it while they run")
+
+
+def _build_failure(failure: Exception) -> CommandFailed:
+    return CommandFailed(str(failure), remedy=getattr(failure, "remedy", ""))
+
 
 EPILOG = "Exit codes: " + "; ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
+
 app = typer.Typer(
     name="ckptfs", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
     help="Looks after ckptfs mounts: what is where, and how safe it is.",
 )  # fmt: skip
-app.add_typer(lab_commands.app, name="lab")
-app.add_typer(keys_commands.keys_app, name="keys")
-
+app.add_typer(commands.app, name="lab")
+app.add_typer(keys_app, name="keys")
 LEVELS = [Level.LOCAL.value, Level.CLIQUE.value, Level.PFS.value]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, a line for each change.")]
@@ -73,7 +135,7 @@ def status(
     JSON is one object for one mount, a list for several.
     """
     from ckptfs_client import mounts
-    from ckptfs_client.watching import list_statuses, watch_status
+    from ckptfs_client.progress_bar import list_statuses, watch_status
 
     if cluster:
         if watch:
@@ -84,7 +146,7 @@ def status(
     if watch:
         watch_status(chosen, json=json)
         return
-    from ckptfs_client import show
+    from ckptfs_client import render as show
 
     answers = list_statuses(chosen)
     if json:
@@ -97,7 +159,8 @@ def status(
 
 def _print_cluster(directory: Path | None, *, json: bool) -> None:
     """Show the nodes of the cluster to which a mount belongs."""
-    from ckptfs_client import mounts, show
+    from ckptfs_client import mounts
+    from ckptfs_client import render as show
     from ckptfs_client.client import Client
 
     with Client(mounts.choose(directory)) as client:
@@ -117,7 +180,9 @@ def df(
     json: Json = False,
 ) -> None:
     """What each tier has, and what is held for peers; with --checkpoint whether a run fits, exit code 1 when it does not."""
-    from ckptfs_client import mounts, room, show
+    from ckptfs_client import capacity as room
+    from ckptfs_client import mounts
+    from ckptfs_client import render as show
     from ckptfs_client.client import Client
 
     size = None if checkpoint is None else _parse_bytes(checkpoint)
@@ -164,7 +229,7 @@ def list_files(
     itself: Annotated[bool, typer.Option("-d", help="A directory itself, not its entries.")] = False,
 ) -> None:
     """Files with their level, generation, digest and copies; `*` marks those that the PFS has not been told everything about."""
-    from ckptfs_client import show
+    from ckptfs_client import render as show
     from ckptfs_client.listing import list_rows
 
     found = [row for path in paths for row in list_rows(path, itself=itself)]
@@ -184,13 +249,13 @@ def latest(
 
     Complete: every file is sealed and can be read, and what torch.distributed.checkpoint writes has its .metadata.
     """
-    from ckptfs_client.latest import find_newest
+    from ckptfs_client.listing import find_newest
 
     if level not in LEVELS:
         raise UsageError(f"{level!r} is not a level; accepted: {', '.join(LEVELS)}")
     found = find_newest(series, Level(level))
     if json:
-        from ckptfs_client import show
+        from ckptfs_client import render as show
 
         verdict = found.verdict
         figures = {"level": verdict.level.value, "size": verdict.size, "files": verdict.files}
@@ -212,7 +277,7 @@ def wait(
     import time
 
     from ckptfs_client.client import open_client
-    from ckptfs_client.watching import follow_progress
+    from ckptfs_client.progress_bar import follow_progress
 
     limit = _parse_seconds(timeout)
     end = None if limit is None else time.monotonic() + limit
@@ -232,7 +297,7 @@ def drain(
     """Bring everything that is closed up to its highest level now."""
     from ckptfs_client import mounts
     from ckptfs_client.client import Client
-    from ckptfs_client.watching import follow_progress
+    from ckptfs_client.progress_bar import follow_progress
 
     with Client(mounts.choose(directory)) as client:
         follow_progress(client.drain(_parse_seconds(deadline)), f"draining {client.mount.mountpoint}", json=json)
@@ -241,9 +306,9 @@ def drain(
 @app.command(epilog=EPILOG)
 def verify(paths: Paths, json: Json = False) -> None:
     """Read every copy of files, or of all below directories, and compare digests; exit code 1 when one is bad."""
-    from ckptfs_client import show
+    from ckptfs_client import render as show
     from ckptfs_client.client import open_client
-    from ckptfs_client.watching import follow_verification
+    from ckptfs_client.progress_bar import follow_verification
 
     total: dict[str, Any] = {"files": 0, "bytes": 0, "findings": []}
     for path in paths:
@@ -303,11 +368,11 @@ def log_level(
 def doctor(json: Json = False) -> None:
     """What is wrong with this machine for ckptfs, and how to mend it; exit code 1 when something must be."""
     from ckptfs_client import doctor as checks
-    from ckptfs_client import findings
+    from ckptfs_client import doctor as findings
 
     found = checks.examine()
     if json:
-        from ckptfs_client import show
+        from ckptfs_client import render as show
 
         show.print_json([{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found])
     else:

@@ -16,7 +16,7 @@ import grpc
 from ckptfs import limits
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs_client.failures import ClientError, CommandFailed, NoMount, NotInTime, NotPermitted, UsageError
+from ckptfs_client.errors import ClientError, CommandFailed, NoMount, NotInTime, NotPermitted, UsageError
 from ckptfs_client.mounts import Mount, find
 
 ANSWER_S = 15.0

@@ -2,6 +2,16 @@
 
 Exit codes are mount(8)'s: 0 mounted, 1 wrong usage, 2 system error, 32 the mount failed.
 If we die here: the daemon goes on by itself; a second attempt is refused by its lock while it runs.
+
+How a daemon is started by a command: its command line, and its one word when it serves or refuses to.
+
+If we die here: the daemon goes on by itself.
+
+`/sbin/umount.ckptfs DIR [-flnrv]`: what umount(8) runs. Unmounts, then waits while the daemon brings the rest to the PFS.
+
+The daemon itself has the deadline (`drain_deadline`): this only watches it, and says what was left. Exit codes are umount(8)'s:
+0 unmounted, 1 wrong usage, 32 it failed (busy, not mounted).
+If we die here: the daemon drains and ends by itself.
 """
 
 import argparse
@@ -9,24 +19,61 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ckptfs import config, limits
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
-from ckptfs_client import launching
-from ckptfs_client.mounts import list_mounts
+from ckptfs_client.errors import ClientError
+from ckptfs_client.mounts import find, is_running, list_mounts
+
+if TYPE_CHECKING:
+    from ckptfs.protocol import control_pb2 as pb
+    from ckptfs_client.client import Client
+
+DAEMON_READY_WAIT_S = limits.READY_WAIT_S + 30.0
+
+
+def build_daemon_command(name: str, mountpoint: Path, options: str, ready_fd: int) -> list[str]:
+    """The command line of a daemon that will say on the descriptor `ready` how it went."""
+    # -P: the directory in which the caller stands must not provide Python modules to root.
+    line = [sys.executable, "-P", "-m", "ckptfs_daemon", name, str(mountpoint), "--ready-fd", str(ready_fd)]
+    return [*line, "-o", options] if options else line
+
+
+def format_options(options: dict[str, str]) -> str:
+    """Options as one -o string."""
+    return ",".join(f"{key}={value.replace(',', chr(92) + ',')}" if value else key for key, value in options.items())
+
+
+def read_ready_line(ready_fd: int) -> str:
+    """The first line that the daemon writes; empty when it ends or is late. Closes the descriptor."""
+    until = time.monotonic() + DAEMON_READY_WAIT_S
+    data = b""
+    with os.fdopen(ready_fd, "rb", buffering=0) as pipe:
+        while not data.endswith(b"\n") and (left := until - time.monotonic()) > 0:
+            if select.select([pipe], [], [], left)[0]:
+                piece = pipe.read(4096)
+                if not piece:
+                    break
+                data += piece
+    return data.decode(errors="replace").strip()
+
 
 USAGE, SYSTEM, FAILED = 1, 2, 32
 LOG = "ckptfsd.log"
 LOG_BYTES_MAX = 16 * limits.MIB
 LOCK_POLL_S = 0.1
+DRAIN_POLL_S = 0.1
+STATUS_WAIT_S = 1.0
+GRACE_S = limits.STOP_WAIT_S
 
 
 def mount_main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +120,7 @@ def _drop_unknown_options(options: dict[str, str]) -> dict[str, str]:
 
 def _wait_for_previous_daemon(configured: Config) -> None:
     """Wait while a daemon that was unmounted a moment ago still drains; for a mounted one the daemon's own refusal is the answer."""
-    until = time.monotonic() + launching.DAEMON_READY_WAIT_S
+    until = time.monotonic() + DAEMON_READY_WAIT_S
     while time.monotonic() < until and _is_locked(configured.state / "lock"):
         theirs = {configured.mountpoint, _get_last_mountpoint(configured.state)}
         if any(mount.mountpoint in theirs or mount.name == configured.name for mount in list_mounts()):
@@ -106,7 +153,7 @@ def _is_locked(path: Path) -> bool:
 def _start_daemon(configured: Config, options: dict[str, str], *, verbose: bool) -> int:
     """Start the daemon and wait for its word."""
     ready_fd, daemon_fd = os.pipe()
-    command = launching.build_daemon_command(configured.name, configured.mountpoint, launching.format_options(options), daemon_fd)
+    command = build_daemon_command(configured.name, configured.mountpoint, format_options(options), daemon_fd)
     try:
         with _open_log(configured) as log:
             daemon = subprocess.Popen(
@@ -114,7 +161,7 @@ def _start_daemon(configured: Config, options: dict[str, str], *, verbose: bool)
             )  # fmt: skip
     finally:
         os.close(daemon_fd)
-    answer = launching.read_ready_line(ready_fd)
+    answer = read_ready_line(ready_fd)
     if answer == "ok":
         if verbose:
             print(f"mount.ckptfs: {configured.name} mounted on {configured.mountpoint} by process {daemon.pid}")
@@ -123,7 +170,7 @@ def _start_daemon(configured: Config, options: dict[str, str], *, verbose: bool)
         return _print_error(answer.removeprefix("error: "), "", FAILED)
     with contextlib.suppress(ProcessLookupError):
         daemon.terminate()
-    what = "ended without a word" if daemon.poll() is not None else f"did not answer within {launching.DAEMON_READY_WAIT_S:.0f} s"
+    what = "ended without a word" if daemon.poll() is not None else f"did not answer within {DAEMON_READY_WAIT_S:.0f} s"
     return _print_error(f"the daemon {what}", f"see {configured.state / LOG}, or the journal", FAILED)
 
 
@@ -155,5 +202,70 @@ def _print_error(what: str, remedy: str, code: int) -> int:
     return code
 
 
-if __name__ == "__main__":
-    sys.exit(mount_main())
+def umount_main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point of umount.ckptfs and umount.fuse.ckptfs; the exit code."""
+    about = "Unmounts ckptfs and waits for its write-back; called by umount(8)."
+    parser = argparse.ArgumentParser(prog="umount.ckptfs", description=about)
+    parser.add_argument("directory")
+    parser.add_argument("-f", dest="force", action="store_true", help="also when the daemon hangs")
+    parser.add_argument("-l", dest="lazy", action="store_true", help="detach now, also when it is busy, and do not wait")
+    for flag in ("-n", "-r", "-v"):
+        parser.add_argument(flag, action="store_true", help="without meaning here")
+    for flag in ("-N", "-t", "-O"):
+        parser.add_argument(flag, help="without meaning here")
+    try:
+        asked = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    except SystemExit as end:
+        return USAGE if end.code else 0
+    return _unmount(asked)
+
+
+def _unmount(asked: argparse.Namespace) -> int:
+    try:
+        mount = find(Path(asked.directory))
+        if mount.mountpoint != Path(os.path.abspath(asked.directory)) and mount.mountpoint != Path(os.path.realpath(asked.directory)):
+            raise ClientError(f"{asked.directory} is not a mountpoint", remedy=f"the mount is {mount.mountpoint}")
+    except ClientError as failure:
+        print(f"umount.ckptfs: {failure}", file=sys.stderr)
+        return FAILED
+    from ckptfs_client.client import Client
+
+    with Client(mount, answer_s=STATUS_WAIT_S) as client:
+        before = None if asked.lazy else _get_status(client)
+        flags = [flag for flag, given in (("-f", asked.force), ("-l", asked.lazy)) if given]
+        ours = ["umount", "-i", *flags, str(mount.mountpoint)]
+        command = ours if os.geteuid() == 0 else ["fusermount3", "-u", *(["-z"] if asked.lazy else []), str(mount.mountpoint)]
+        if subprocess.run(command, check=False).returncode != 0:
+            return FAILED
+        if before is not None:
+            _wait_until_drained(client, before)
+    return 0
+
+
+def _get_status(client: "Client") -> "pb.Status | None":
+    """The daemon's figures; None when it does not answer."""
+    try:
+        return client.get_status()
+    except ClientError:
+        return None
+
+
+def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
+    """Wait until the daemon has ended; it does so by itself, after its drain or its deadline."""
+    from ckptfs_client.progress_bar import ProgressBar, describe_write_back
+
+    pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)
+    until = time.monotonic() + status.drain_deadline_s + GRACE_S
+    with ProgressBar(f"writing back {status.name}") as bar:
+        while pid and is_running(pid):
+            # While it drains it answers; when it no longer does, it is about to end.
+            status = _get_status(client) or status
+            bar.update(status.write_back.dirty_bytes, describe_write_back(status))
+            if time.monotonic() > until:
+                print(f"umount.ckptfs: the daemon of {status.name} (process {pid}) still works in the background", file=sys.stderr)
+                return
+            threading.Event().wait(DRAIN_POLL_S)
+    if status.write_back.dirty_files and status.write_back.lag_s > status.drain_deadline_s / 2:
+        print(
+            f"umount.ckptfs: not everything was written back ({describe_write_back(status)}); it goes on at the next mount", file=sys.stderr
+        )

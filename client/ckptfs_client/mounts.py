@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfs import rendezvous
-from ckptfs_client.failures import NoMount
+from ckptfs import runtime_dir
+from ckptfs_client.errors import NoMount
 
 TYPE = "fuse.ckptfs"
 
@@ -27,18 +27,18 @@ class Mount:
     @property
     def socket(self) -> Path:
         """Where questions are answered."""
-        return rendezvous.socket_path(self.name, self.uid)
+        return runtime_dir.socket_path(self.name, self.uid)
 
     @property
     def admin_socket(self) -> Path:
         """Where orders are taken."""
-        return rendezvous.admin_socket_path(self.name, self.uid)
+        return runtime_dir.admin_socket_path(self.name, self.uid)
 
     @property
     def has_ended(self) -> bool:
         """Whether the daemon that served it is known to run no more."""
         try:
-            pid = int(json.loads(rendezvous.registry_path(self.name, self.uid).read_bytes())["pid"])
+            pid = int(json.loads(runtime_dir.registry_path(self.name, self.uid).read_bytes())["pid"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return not is_running(pid)

@@ -1,15 +1,25 @@
 """The command `ckptfsd NAME DIR -o OPTIONS`: the supervisor, in the foreground; and `--child ROLE`, which only the supervisor uses.
 
 Errors are one sentence on stderr, and on --ready-fd as `error: SENTENCE`. Exit codes: 0 unmounted and drained, 1 failed, 2 refused.
+
+A child of the supervisor: becomes warm, waits for its role, and runs it.
+
+If we die here: the supervisor sees our link's end, and starts another.
 """
 
 import argparse
+import logging
 import os
+import signal
+import socket
 import sys
 from pathlib import Path
 
 from ckptfs import __version__
 from ckptfs.errors import CkptfsError, InvalidArgument
+from ckptfs_daemon import ipc, logs
+
+log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,13 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.child is not None:
-        from ckptfs_daemon import child
-
-        return child.run_child(options.child, options.link)
+        return run_child(options.child, options.link)
     if options.name is None:
         parser.error("a NAME is needed")
-    from ckptfs_daemon import start
-    from ckptfs_daemon.announce import ReadyPipe
+    from ckptfs_daemon.supervisor import main as start
+    from ckptfs_daemon.supervisor.state_directory import ReadyPipe
 
     ready_pipe = ReadyPipe(options.ready_fd)
     try:
@@ -46,6 +54,48 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--child", choices=("mount", "mover", "spare"), help=argparse.SUPPRESS)
     parser.add_argument("--link", type=int, default=-1, help=argparse.SUPPRESS)
     return parser
+
+
+def run_child(role: str, link_fd: int) -> int:
+    """Serve in the role that the supervisor assigns; the exit code."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logs.configure(role, "info")
+    logs.set_process_name(f"ckptfs-{role}")
+    link = socket.socket(fileno=link_fd)
+    os.set_inheritable(link_fd, False)
+    try:
+        _preload_modules(role)
+        setup = ipc.receive_assignment(link)
+        if setup is None:
+            return 0
+        logs.configure(setup.role, setup.config.log_level)
+        logs.set_process_name(f"ckptfs-{setup.role}")
+        return _run_role(setup)
+    except CkptfsError as failure:
+        log.error("%s; %s", failure, failure.remedy)
+        return 1
+    except Exception:
+        log.exception("the %s process ends", role)
+        return 1
+
+
+def _preload_modules(role: str) -> None:
+    """Import what the role needs, before there is a hurry."""
+    if role == "mover":
+        from ckptfs_daemon.mover import main as mover  # noqa: F401
+    else:
+        from ckptfs_daemon.mount import main as mount  # noqa: F401
+
+
+def _run_role(setup: ipc.ChildSetup) -> int:
+    if setup.role == "mover":
+        from ckptfs_daemon.mover import main as mover
+
+        return mover.run(setup)
+    from ckptfs_daemon.mount import main as mount
+
+    return mount.run(setup)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from cluster_lab import ClusterUnderTest, NodeUnderTest, limited, wait_for
 from daemon_under_test import eventually
 
 from ckptfs import limits
-from ckptfs.tiers.arrival import FetchMap
+from ckptfs.tiers.fetch_map import FetchMap
 
 BLOCK = limits.BLOCK_BYTES
 BLOCKS = 24

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client.failures import ClientError, CommandFailed, UsageError
-from ckptfs_client.lab import commands, namespaces, network, plan, processes
+from ckptfs_client.errors import ClientError, CommandFailed, UsageError
+from ckptfs_client.lab import commands, layout, network
 from ckptfs_client.lab.laboratory import Laboratory
-from ckptfs_client.lab.plan import Plan
+from ckptfs_client.lab.layout import Plan
+from ckptfs_client.lab.nodes import kill_processes, list_processes, spawn
 from daemon_under_test import eventually
 
 PORT = 7000
@@ -24,12 +25,12 @@ while True:
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written = plan.build_plan(tmp_path, 3, 2, tmp_path / "pfs", {"ram": "64M"})
-    plan.save(written)
-    assert plan.load(tmp_path) == written
-    without = plan.build_plan(tmp_path, 1, 1, None, {})
-    plan.save(without)
-    assert plan.load(tmp_path) == without
+    written = layout.build_plan(tmp_path, 3, 2, tmp_path / "pfs", {"ram": "64M"})
+    layout.save(written)
+    assert layout.load(tmp_path) == written
+    without = layout.build_plan(tmp_path, 1, 1, None, {})
+    layout.save(without)
+    assert layout.load(tmp_path) == without
     assert "pfs" not in without.node("node1").options()
 
 
@@ -37,19 +38,19 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, nodes: int, factor: int) -> None:
     """P11."""
     with pytest.raises(UsageError):
-        plan.build_plan(tmp_path, nodes, factor, None, {})
+        layout.build_plan(tmp_path, nodes, factor, None, {})
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", json.dumps({"nodes": ["../../etc"]})])
 def test_a_plan_that_is_damaged_is_said_so(tmp_path: Path, text: str) -> None:
     """P11."""
-    (tmp_path / plan.PLAN_NAME).write_text(text)
+    (tmp_path / layout.PLAN_NAME).write_text(text)
     with pytest.raises(CommandFailed, match="lab stop"):
-        plan.load(tmp_path)
+        layout.load(tmp_path)
 
 
 def test_only_the_next_node_can_be_added(tmp_path: Path) -> None:
-    three = plan.build_plan(tmp_path, 3, 2, None, {})
+    three = layout.build_plan(tmp_path, 3, 2, None, {})
     assert three.add_node("node4").nodes == ("node1", "node2", "node3", "node4")
     for name in ("node9", "node0", "other", "../x"):
         with pytest.raises(UsageError):
@@ -89,17 +90,17 @@ def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
     """Two nodes that are only namespaces, a server on node1."""
     if os.geteuid() != 0:
         pytest.skip("NO LAB HERE: a lab needs root")
-    found = plan.build_plan(tmp_path_factory.mktemp("lab"), 2, 1, None, {})
+    found = layout.build_plan(tmp_path_factory.mktemp("lab"), 2, 1, None, {})
     try:
         network.make_switch(found)
         for node in found.all_nodes():
             network.connect(node)
-        processes.spawn(network.get_namespace_path(found, "node1"), [sys.executable, "-c", SERVER], found.directory / "log")
+        spawn(network.get_namespace_path(found, "node1"), [sys.executable, "-c", SERVER], found.directory / "log")
         yield found
     finally:
         for place in (found.directory / "net").iterdir():
-            processes.kill_processes(place)
-            namespaces.remove_namespace(place)
+            kill_processes(place)
+            network.remove_namespace(place)
 
 
 def reached(wires: Plan) -> bool:
@@ -112,7 +113,7 @@ def reached(wires: Plan) -> bool:
         except OSError:
             return False
 
-    return namespaces.run_in_namespace(network.get_namespace_path(wires, "node2"), ask)
+    return network.run_in_namespace(network.get_namespace_path(wires, "node2"), ask)
 
 
 def test_nodes_reach_one_another_until_one_is_cut(wires: Plan) -> None:
@@ -146,9 +147,9 @@ def test_connecting_again_changes_nothing(wires: Plan) -> None:
 def test_only_what_runs_on_a_node_ends_with_it(wires: Plan) -> None:
     eventually(lambda: reached(wires), what="node2 reaches node1")
     there, other = network.get_namespace_path(wires, "node1"), network.get_namespace_path(wires, "node2")
-    pid = processes.spawn(other, ["sleep", "1000"], wires.directory / "log")
-    assert processes.list_processes(other) == [pid]
-    assert processes.kill_processes(other) == 1
-    assert processes.list_processes(other) == []
-    assert len(processes.list_processes(there)) == 1
-    assert os.getpid() not in processes.list_processes(there)
+    pid = spawn(other, ["sleep", "1000"], wires.directory / "log")
+    assert list_processes(other) == [pid]
+    assert kill_processes(other) == 1
+    assert list_processes(other) == []
+    assert len(list_processes(there)) == 1
+    assert os.getpid() not in list_processes(there)

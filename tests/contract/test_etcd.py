@@ -10,10 +10,10 @@ import pytest
 from daemon_under_test import eventually
 from etcd_server import Etcd, Member, start_etcd
 
-from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put
 from ckptfs.errors import Compacted, StoreRefused, StoreUnreachable
 from ckptfs.protocol import etcd_pb2 as pb
+from ckptfs.store.etcd import EtcdStore
+from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put
 
 PATIENCE_S = 120.0
 

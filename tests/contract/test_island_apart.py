@@ -10,7 +10,7 @@ from memory_store import MemoryEtcd
 from shared_catalogs import Node, Slow, replayed, running, settled, stored_tree
 
 from ckptfs import limits
-from ckptfs.catalog.sharing import kinds
+from ckptfs.coherence import keys
 
 MANY = limits.ETCD_OPERATIONS_MAX
 
@@ -155,9 +155,7 @@ def test_nobody_sees_a_directory_under_two_names(tmp_path: Path) -> None:
         await returned(a, b)
         names: dict[bytes, int] = {}
         for _, events in groupby(etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
-            names |= {
-                event.key: (kinds.decode_value(event.item.value if event.item else None) or {"child": 0})["child"] for event in events
-            }
+            names |= {event.key: (keys.decode_value(event.item.value if event.item else None) or {"child": 0})["child"] for event in events}
             assert list(names.values()).count(moved) == 1
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 

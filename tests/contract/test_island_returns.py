@@ -13,9 +13,9 @@ import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, running, settled, stored, stored_tree
 
-from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import CONTENT, INODE, SharedKey
-from ckptfs.catalog.store import Put
+from ckptfs.coherence import keys
+from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
+from ckptfs.store.kv import Put
 
 OURS, THEIRS = 5 << 20, 6 << 20
 MISSED = {"node": 2, "content": OURS, "generation": 2, "mtime_ns": 2, "shows": THEIRS, "shown": 1}
@@ -36,7 +36,7 @@ def wrote(node: Node, inode: int, generation: int, size: int) -> None:
 def put(etcd: MemoryEtcd, key: SharedKey, **changes: Any) -> None:
     """Another node's word, told."""
     value = {**stored(etcd).get(key, {}), **changes}
-    assert MemoryStore(etcd).commit([], [Put(kinds.encode_key(key), kinds.encode_fields(value))]).succeeded
+    assert MemoryStore(etcd).commit([], [Put(keys.encode_key(key), keys.encode_fields(value))]).succeeded
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ from etcd_server import start_etcd
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
-from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import Get, Put, Store, prefix_end
-from ckptfs.clique import joining
-from ckptfs.clique.claims import ClusterLock, ClusterLocks
-from ckptfs.clique.joining import NameTaken, name_key, register
-from ckptfs.clique.membership import Node, load_nodes, node_key
-from ckptfs.clique.presence import NodeLease
+from ckptfs.clique import membership
+from ckptfs.clique.cluster import ClusterLock, ClusterLocks
+from ckptfs.clique.membership import NameTaken, Node, NodeLease, load_nodes, name_key, node_key, register
 from ckptfs.errors import InvalidArgument, StoreUnreachable
+from ckptfs.store.etcd import EtcdStore
+from ckptfs.store.kv import Get, Put, Store, prefix_end
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -72,12 +70,12 @@ def test_a_catalog_keeps_its_number_and_no_two_have_one(store: Store) -> None:
 
 def test_a_store_that_lost_its_data_gives_no_number_twice(store: Store) -> None:
     """Nodes tell it their numbers, and those of all that they know; a catalog whose number another one has all the same is refused."""
-    for changes in joining.build_reregistration("a", "catalog of a", 5, [5, 7, 9], []):
+    for changes in membership.build_reregistration("a", "catalog of a", 5, [5, 7, 9], []):
         store.commit([], changes)
     assert joined(store, "a", "catalog of a", known=5) == 5
-    (taken,) = store.read([Get(joining.TAKEN_PREFIX, prefix_end(joining.TAKEN_PREFIX))]).results
-    assert [item.key for item in taken] == [joining.taken_key(number) for number in (5, 7, 9)]
-    assert joining.build_reregistration("a", "catalog of a", 5, [5, 7, 9], taken) == joining.build_reregistration(
+    (taken,) = store.read([Get(membership.TAKEN_PREFIX, prefix_end(membership.TAKEN_PREFIX))]).results
+    assert [item.key for item in taken] == [membership.taken_key(number) for number in (5, 7, 9)]
+    assert membership.build_reregistration("a", "catalog of a", 5, [5, 7, 9], taken) == membership.build_reregistration(
         "a", "catalog of a", 5, [], taken
     )
     other = joined(store, "stranger", "catalog of a stranger")

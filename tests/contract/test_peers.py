@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon.peer_client import PeerClient
 from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, There, client, digests, offer_of, record_of
 
 from ckptfs import limits
-from ckptfs.clique.peers import PeerCorrupt, PeerFailed, PeerRefused, SendResult
-from ckptfs.clique.shelf import UNKNOWN_BLOCK, Offer
+from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer, PeerCorrupt, PeerFailed, PeerRefused, SendResult
+from ckptfs.peers.peer_client import PeerClient
 from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES

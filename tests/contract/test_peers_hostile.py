@@ -23,19 +23,20 @@ from pathlib import Path
 import grpc
 import pytest
 import trio
-from ckptfs_daemon import children, descriptors, peer_bulk, peer_desk, peer_link
-from ckptfs_daemon.peer_bulk import ConnectTokens
-from ckptfs_daemon.peer_client import PeerClient
-from ckptfs_daemon.peer_server import PeerServer, serve_peers
+from ckptfs_daemon.supervisor import children
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from daemon_under_test import eventually
 from peer_world import CLUSTER, Keyring, MemoryContentHost, PeerNode, client, offer_of
 
-from ckptfs import limits
-from ckptfs.clique import keys, revoked
-from ckptfs.clique.keys import Identity
-from ckptfs.clique.peers import PeerFailed
-from ckptfs.clique.revoked import RevocationList
+from ckptfs import limits, server_limits
+from ckptfs.clique import certificates, peer_api
+from ckptfs.clique.certificates import Identity, RevocationList
+from ckptfs.clique.peer_api import PeerFailed
+from ckptfs.peers import bulk_server, grpc_server
+from ckptfs.peers.bulk_server import ConnectTokens
+from ckptfs.peers.grpc_server import PeerServer, serve_peers
+from ckptfs.peers.link import Link
+from ckptfs.peers.peer_client import PeerClient
 from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES
@@ -60,7 +61,7 @@ def node(tmp_path: Path, keyring: Keyring) -> Iterator[PeerNode]:
 class Raw:
     """A client that speaks gRPC and nothing else."""
 
-    def __init__(self, node: PeerNode, identity: Identity | None, *, target: str = keys.target_name(CLUSTER, "node1")) -> None:
+    def __init__(self, node: PeerNode, identity: Identity | None, *, target: str = certificates.target_name(CLUSTER, "node1")) -> None:
         options = [("grpc.ssl_target_name_override", target), ("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
         if identity is None:
             self.channel = grpc.insecure_channel(node.there.address, options)
@@ -128,9 +129,9 @@ def test_nobody_comes_in_without_a_certificate_of_this_cluster(
     other = Keyring(tmp_path / "other")("node2")
     bare = Identity("", "", ours.ca, b"", b"", ours.expires)
     strange = Identity("node2", CLUSTER, ours.ca, other.certificate, other.key, ours.expires)
-    monkeypatch.setattr(keys, "NODE_DAYS", -1)
-    monkeypatch.setattr(keys, "SKEW", datetime.timedelta(days=9))
-    late = keys.issue(keyring.directory, "late")
+    monkeypatch.setattr(certificates, "NODE_DAYS", -1)
+    monkeypatch.setattr(certificates, "SKEW", datetime.timedelta(days=9))
+    late = certificates.issue(keyring.directory, "late")
     expired = Identity("late", CLUSTER, ours.ca, (late / "node.pem").read_bytes(), (late / "node.key").read_bytes(), ours.expires)
     for identity in (None, bare, strange, expired):
         client = Raw(node, identity)
@@ -149,11 +150,11 @@ def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
 ) -> None:
     """Also with a certificate of the same authority."""
     with monkeypatch.context() as changed:
-        changed.setattr(keys, "_organization", lambda _certificate: named[1])
-        changed.setattr(keys, "_demand_name", lambda *_: None)
-        changed.setattr(keys, "_name", lambda _cluster, _common, plain=keys._name: plain(named[1], named[0]))
-        stranger = keys.load(keys.issue(keyring.directory, secrets.token_hex(4)))
-    assert keys.get_subject(stranger.certificate) == named
+        changed.setattr(certificates, "_organization", lambda _certificate: named[1])
+        changed.setattr(certificates, "_demand_name", lambda *_: None)
+        changed.setattr(certificates, "_name", lambda _cluster, _common, plain=certificates._name: plain(named[1], named[0]))
+        stranger = certificates.load(certificates.issue(keyring.directory, secrets.token_hex(4)))
+    assert certificates.get_subject(stranger.certificate) == named
     client = Raw(node, stranger)
     assert client.refused("Ping", b"") is Status.PERMISSION_DENIED
     client.channel.close()
@@ -163,8 +164,8 @@ def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
 def test_a_client_refuses_the_wrong_node_and_the_wrong_authority(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
     """Whoever answers at the address of node3 must be node3."""
     for identity, name in ((keyring("node2"), "node3"), (Keyring(tmp_path / "other")("node2"), "node1")):
-        link = peer_link.Link("node2", CLUSTER, identity, name, node.there.address, bulk=True)
-        with pytest.raises(peer_link.PeerFailed, match="without good keys of node3" if name == "node3" else "does not answer"):
+        link = Link("node2", CLUSTER, identity, name, node.there.address, bulk=True)
+        with pytest.raises(peer_api.PeerFailed, match="without good keys of node3" if name == "node3" else "does not answer"):
             link.call(link.stub.Ping, pb.Nothing())
         link.close()
 
@@ -176,7 +177,7 @@ def test_an_answer_that_is_no_message_fails_the_call(caplog: pytest.LogCaptureFi
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ckptfs.peer.Peer", {"Ping": junk}),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    link = peer_link.Link("node2", CLUSTER, None, "node1", address, bulk=False)
+    link = Link("node2", CLUSTER, None, "node1", address, bulk=False)
     with pytest.raises(PeerFailed, match="node1 does not answer"):
         link.call(link.stub.Ping, pb.Nothing())
     link.close()
@@ -202,13 +203,13 @@ def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, k
     kept = other.offer(content=9)
     bulk = RawBulk(lost)
     eventually(lambda: "node4" in node.server.bulk._peer_by_socket.values(), what="its token is taken")  # type: ignore[union-attr]
-    revoked.write_revocations(tmp_path, {"node4": 1})
+    certificates.write_revocations(tmp_path, {"node4": 1})
     assert lost.refused("Finish", transfer) is Status.PERMISSION_DENIED
     assert bulk.ended()
     eventually(lambda: len(node.server.table.transfers) == 1, what="what it had begun ends")
     other.call("Progress", pb.TransferRequest(transfer=kept).SerializeToString())
     assert node.server.rejections.get_counts()["unknown"] == {"stranger": 1}
-    keys.revoke(keyring.directory, "node4")
+    certificates.revoke(keyring.directory, "node4")
     new = Raw(node, keyring("node4"))
     new.call("Ping", b"")
     for one in (lost, other, new):
@@ -221,7 +222,7 @@ def test_a_server_with_revoked_keys_is_refused_by_whoever_asks_it(node: PeerNode
     (tmp_path / "list").mkdir()
     made = client("node2", keyring("node2"), revoked=RevocationList(tmp_path / "list"))
     assert made.ping(node.there).free_bytes
-    revoked.write_revocations(tmp_path / "list", {"node1": 1})
+    certificates.write_revocations(tmp_path / "list", {"node1": 1})
     eventually(lambda: refuses(made, node), what="the list is read again")
     made.close()
 
@@ -556,7 +557,7 @@ def test_refusals_leave_nothing_behind(node: PeerNode, raw: Raw) -> None:
 
 
 def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
-    from ckptfs_daemon.peer_refusals import PeerRejections, Rejection, RejectReason
+    from ckptfs.peers.messages import PeerRejections, Rejection, RejectReason
 
     refusals = PeerRejections()
     for number in range(3 * limits.PEER_COUNTED_MAX):
@@ -569,12 +570,12 @@ def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
 def test_what_large_messages_took_is_given_back(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when every one of them is refused."""
     trimmed: list[int] = []
-    monkeypatch.setattr(peer_desk, "_trim", trimmed.append)
+    monkeypatch.setattr(grpc_server, "_trim", trimmed.append)
     monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
     node = PeerNode(tmp_path, "node1", keyring("node1"))
     raw = Raw(node, keyring("node2"))
     assert raw.refused("Offer", MALFORMED["no content"]) is Status.INVALID_ARGUMENT
-    assert raw.refused("Offer", bytes(2 * peer_desk.LARGE_BYTES)) is Status.INVALID_ARGUMENT
+    assert raw.refused("Offer", bytes(2 * grpc_server.LARGE_BYTES)) is Status.INVALID_ARGUMENT
     eventually(lambda: trimmed, what="memory is given back")
     raw.channel.close()
     node.stop()
@@ -734,15 +735,15 @@ def test_strangers_who_say_nothing_keep_nobody_out(node: PeerNode, raw: Raw) -> 
     """P1: many more of them than there is room for, held open; who has a token gets in at once, and threads are bounded."""
     assert node.server.bulk is not None
     threads = threading.active_count()
-    silent = [socket.create_connection(("127.0.0.1", node.server.bulk.port)) for _ in range(4 * peer_bulk.UNAUTHENTICATED_MAX)]
+    silent = [socket.create_connection(("127.0.0.1", node.server.bulk.port)) for _ in range(4 * bulk_server.UNAUTHENTICATED_MAX)]
     number = raw.offer()
     bulk = RawBulk(raw)
     bulk.socket.sendall(b"".join(bulk.sealed(one) for one in (command(1, number), *block(0), *block(1), header(2, 0, END))))
     assert len(bulk.socket.recv(1 << 10)) > 0, "it was answered"
     assert FINISHED in raw.call("Finish", pb.TransferRequest(transfer=number).SerializeToString())
-    eventually(lambda: threading.active_count() <= threads + peer_bulk.UNAUTHENTICATED_MAX + 1, what="those who came first are gone")
+    eventually(lambda: threading.active_count() <= threads + bulk_server.UNAUTHENTICATED_MAX + 1, what="those who came first are gone")
     eventually(
-        lambda: node.server.rejections.get_counts()["unknown"]["too_many"] >= 3 * peer_bulk.UNAUTHENTICATED_MAX, what="they are counted"
+        lambda: node.server.rejections.get_counts()["unknown"]["too_many"] >= 3 * bulk_server.UNAUTHENTICATED_MAX, what="they are counted"
     )
     for one in (*silent, bulk.socket):
         one.close()
@@ -752,7 +753,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(node: PeerNode, raw: Raw) -> 
 def test_strangers_leave_descriptors_for_the_rest(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1: what is not closed of thousands of connections without keys takes a part of what this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(descriptors, "CONNECTIONS_SHARE", 8 / soft)
+    monkeypatch.setattr(server_limits, "CONNECTIONS_SHARE", 8 / soft)
     node = PeerNode(tmp_path, "node1", keyring("node1"))
     good = Raw(node, keyring("node2"))
     good.call("Ping", b"")

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from ckptfs_daemon import peer_fetch, peer_link, peer_transfers
-from ckptfs_daemon.peer_client import PeerClient
-from ckptfs_daemon.peer_frames import Command, CommandKind
-from ckptfs_daemon.peer_refusals import Rejection, RejectReason
-from ckptfs_daemon.peer_sealed import ConnectionEnded
 from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, client, offer_of, record_of
 
 from ckptfs import limits
-from ckptfs.clique.peers import PeerCorrupt, PeerFailed, PeerRefused
+from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed, PeerRefused
+from ckptfs.peers import block_client, transfer_table
+from ckptfs.peers.link import Link, translate_errors
+from ckptfs.peers.messages import Command, CommandKind, Rejection, RejectReason
+from ckptfs.peers.peer_client import PeerClient
+from ckptfs.peers.security import ConnectionEnded
 
 BLOCK = limits.BLOCK_BYTES
 DATA = os.urandom(8 * BLOCK)
@@ -100,12 +100,12 @@ def test_a_node_that_answers_no_has_not_failed(world: World) -> None:
     """N4: what is deleted or replaced meanwhile says nothing about its node, nor does what is wanted no more; one that has gone does."""
     node = world.nodes[0]
     link = world.peers._get_link(node.there)
-    with pytest.raises(PeerRefused), peer_link.translate_errors(link):
+    with pytest.raises(PeerRefused), translate_errors(link):
         raise Rejection(RejectReason.UNKNOWN, "content 1 is not here")
     with pytest.raises(PeerFailed):
         world.send(node, 2, wanted=lambda: False)
     assert not world.peers.get_figures()["node1"]["failed"]
-    with pytest.raises(PeerRefused), peer_link.translate_errors(link):
+    with pytest.raises(PeerRefused), translate_errors(link):
         raise Rejection(RejectReason.OUT_OF_ORDER, "the stream stopped before its end")
     assert world.peers.get_figures()["node1"]["failed"]
     link.stats.failed_at -= 2 * limits.PEER_DOUBT_S
@@ -128,8 +128,8 @@ def test_a_source_that_is_ended_because_all_is_here_has_not_failed(world: World,
     class Over:
         record, over = record_of(offer_of(DATA)), True
 
-    monkeypatch.setattr(peer_link.Link, "use_connection", ended)
-    worker = peer_fetch.FetchWorker(link, cast(Any, Over()))
+    monkeypatch.setattr(Link, "use_connection", ended)
+    worker = block_client.FetchWorker(link, cast(Any, Over()))
     worker.progress_at -= still_s
     with pytest.raises(PeerFailed):
         worker._read_run(Command(CommandKind.READ, 1, 0, 1, False))
@@ -175,7 +175,7 @@ def test_what_a_reader_waits_for_is_asked_of_a_second_source(world: World, monke
     held = threading.Event()
     owed: list[int] = []
     holding_up(world.nodes[0], held, after=1)
-    next_run = peer_fetch.FetchJob.assign_run
+    next_run = block_client.FetchJob.assign_run
 
     def run(self: Any, worker: Any, *how: Any) -> list[int]:
         found = next_run(self, worker, *how)
@@ -185,7 +185,7 @@ def test_what_a_reader_waits_for_is_asked_of_a_second_source(world: World, monke
             eventually(lambda: owed, what="the slow source owes something")
         return found
 
-    monkeypatch.setattr(peer_fetch.FetchJob, "assign_run", run)
+    monkeypatch.setattr(block_client.FetchJob, "assign_run", run)
     assert world.fetch(world.nodes[:2], asked=lambda: owed[:1]) == DATA
     assert world.came.index(owed[0]) <= 2 and not held.is_set()
     held.set()
@@ -268,14 +268,14 @@ def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, keyring: Keyr
 def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its transfer fails after a while; meanwhile others go on."""
     held, stuck = threading.Event(), world.nodes[0]
-    write_at = peer_transfers.pwrite_all
+    write_at = transfer_table.pwrite_all
 
     def slow(fd: int, data: memoryview, offset: int) -> None:
         if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stuck.shelf.directory)):
             held.wait(120)
         write_at(fd, data, offset)
 
-    monkeypatch.setattr(peer_transfers, "pwrite_all", slow)
+    monkeypatch.setattr(transfer_table, "pwrite_all", slow)
     monkeypatch.setattr(limits, "PEER_STALL_S", 1.0)
     failures: list[Exception] = []
 
@@ -301,7 +301,7 @@ def test_a_small_content_that_is_offered_twice_at_once_is_not_mixed(
 ) -> None:
     """P7: an fsync and the seal that follows it may offer two generations of one file at the same time."""
     node, sender = PeerNode(tmp_path, "one", keyring("one")), client("me", keyring("me"))
-    written, refused = peer_transfers.pwrite_all, []
+    written, refused = transfer_table.pwrite_all, []
 
     def send(data: bytes, generation: int) -> bool:
         path = tmp_path / f"{generation}"
@@ -310,13 +310,13 @@ def test_a_small_content_that_is_offered_twice_at_once_is_not_mixed(
             return sender.send(node.there, offer_of(data, generation=generation), file.fileno()).is_verified
 
     def slowly(fd: int, data: memoryview, offset: int) -> None:
-        monkeypatch.setattr(peer_transfers, "pwrite_all", written)
+        monkeypatch.setattr(transfer_table, "pwrite_all", written)
         with pytest.raises(PeerRefused) as refusal:
             send(b"second " * 100, 2)
         refused.append(refusal.value.code)
         written(fd, data, offset)
 
-    monkeypatch.setattr(peer_transfers, "pwrite_all", slowly)
+    monkeypatch.setattr(transfer_table, "pwrite_all", slowly)
     try:
         with pytest.raises(PeerFailed):
             send(b"first " * 100, 1)

@@ -12,10 +12,10 @@ from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, running
 from trio.testing import MockClock
 
-from ckptfs.catalog import contents, namespace, peers, settling
-from ckptfs.catalog.peers import KnownNode, PeerCopy
-from ckptfs.catalog.store import Get
+from ckptfs.catalog import contents, copies, namespace, peer_copies
+from ckptfs.catalog.peer_copies import KnownNode, PeerCopy
 from ckptfs.model import ContentState, Inode, Tier
+from ckptfs.store.kv import Get
 
 DIGEST = b"d" * 16
 
@@ -25,10 +25,10 @@ def write(node: Node, inode: Inode, *, sealed: bool) -> int:
     with node.db.transaction():
         content = contents.insert_content(node.db, inode.id, Tier.RAM)
         contents.mark_closed(node.db, inode.id, content, 3, 1, 2)
-    row = settling.get_content(node.db, content)
+    row = contents.get_content(node.db, content)
     if sealed and row is not None:
-        settling.mark_sealed(node.db, [settling.SealResult(content, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
-        peers.insert_peer_copy(node.db, PeerCopy(content, 2, 1, DIGEST))
+        contents.mark_sealed(node.db, [contents.SealResult(content, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
+        peer_copies.insert_peer_copy(node.db, PeerCopy(content, 2, 1, DIGEST))
     return content
 
 
@@ -39,7 +39,7 @@ def play(root: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -
         etcd = MemoryEtcd()
         nodes = [Node(root / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2)]
         for node in nodes:
-            peers.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
+            peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
         await running(nodes, lambda: act(*nodes, etcd))
 
     trio.run(run, clock=MockClock(autojump_threshold=0))
@@ -79,8 +79,8 @@ def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(tmp_path: Path) ->
         await two.unlink("own")
         with two.db.transaction():
             namespace.delete_forgotten(two.db, [inode.id, own.id])
-        settling.delete_doomed(two.db, settling.list_doomed(two.db, (Tier.RAM,), 0, 10))
-        assert [copy for copy in peers.list_unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
+        copies.delete_doomed(two.db, copies.list_doomed(two.db, (Tier.RAM,), 0, 10))
+        assert [copy for copy in peer_copies.list_unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
         (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % theirs)]).results
         assert not found
 
@@ -97,10 +97,10 @@ def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_store(tmp
         await two.sharing.wait_published()
         await two.rename("file.tmp", "file")
         with one.db.transaction():
-            settling.set_state(one.db, former, ContentState.DOOMED)
-            settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
+            contents.set_state(one.db, former, ContentState.DOOMED)
+            copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
         await one.sharing.wait_published()
         (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
-        assert not found and settling.get_content(one.db, former) is None
+        assert not found and contents.get_content(one.db, former) is None
 
     play(tmp_path, act)

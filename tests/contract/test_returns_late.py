@@ -13,20 +13,20 @@ from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow
 from trio.testing import MockClock
 
-from ckptfs.catalog import contents, holding, peers, settling
-from ckptfs.catalog.holding import RemoteState
-from ckptfs.catalog.peers import KnownNode
-from ckptfs.catalog.store import Get
+from ckptfs.catalog import contents, copies, peer_copies, remote_contents
+from ckptfs.catalog.peer_copies import KnownNode
+from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.model import CopyState, Tier
+from ckptfs.store.kv import Get
 
 
 def write(node: Node, inode: int, content: int, size: int, mtime_ns: int, digest: bytes) -> None:
     """Somebody closes what is open, and it is sealed."""
     with node.db.transaction():
         contents.mark_closed(node.db, inode, content, size, 1, mtime_ns)
-    row = settling.get_content(node.db, content)
+    row = contents.get_content(node.db, content)
     assert row is not None
-    settling.mark_sealed(node.db, [settling.SealResult(content, inode, row.change, Tier.RAM, size, digest, digest)])
+    contents.mark_sealed(node.db, [contents.SealResult(content, inode, row.change, Tier.RAM, size, digest, digest)])
 
 
 def said(etcd: MemoryEtcd, key: bytes) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
         etcd, first = MemoryEtcd(), trio.CancelScope()
         one, two = (Node(tmp_path / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2))
         for node in (one, two):
-            peers.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
+            peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
 
         async def live() -> None:
             with first:
@@ -59,11 +59,11 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
                 contents.mark_open(one.db, inode, content, Tier.RAM)
             await one.sharing.wait_published()
             first.cancel()
-            peers.record_open_snapshot(one.db, content)
+            peer_copies.record_open_snapshot(one.db, content)
             await two.stat("log")
-            seen = settling.get_content(two.db, content)
+            seen = contents.get_content(two.db, content)
             assert seen is not None
-            holding.restore_verified(two.db, seen, RemoteState(content, inode, 1, 3, b"a" * 16, b"a" * 16), None)
+            remote_contents.restore_verified(two.db, seen, RemoteState(content, inode, 1, 3, b"a" * 16, b"a" * 16), None)
             two.db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, 'ram', 1, 1)", content)
             for number in range(times):
                 with two.db.transaction():
@@ -76,9 +76,9 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
             file, bytes_ = said(etcd, b"i/%016x" % inode), said(etcd, b"c/%016x" % content)
             assert (file["content"], file["generation"], file["size"], file["mtime_ns"]) == (content, 2 + times, 7, 19 + times)
             assert (bytes_["node"], bytes_["generation"], bytes_["size"], bytes_["digest"]) == (2, 2 + times, 7, (b"b" * 16).hex())
-            known = settling.get_content(one.db, content)
+            known = contents.get_content(one.db, content)
             assert known is not None and known.is_remote and (known.generation, known.digest) == (2 + times, b"b" * 16)
-            assert [copy.state for copy in settling.list_copies(one.db, content)] == [CopyState.STALE]
+            assert [copy.state for copy in copies.list_copies(one.db, content)] == [CopyState.STALE]
             nursery.cancel_scope.cancel()
 
     trio.run(run, clock=MockClock(autojump_threshold=0))

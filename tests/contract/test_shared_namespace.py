@@ -13,12 +13,12 @@ import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, running, settled, stored_tree
 
-from ckptfs.catalog import journal, namespace, renaming
-from ckptfs.catalog.sharing import forgetting, seen, touching
-from ckptfs.catalog.sharing.applying import StoreValue
-from ckptfs.catalog.sharing.kinds import INODE, SharedKey
-from ckptfs.catalog.store import Compare, Get, Operation, Outcome
+from ckptfs.catalog import inodes, journal, namespace
+from ckptfs.coherence import key_state, read
+from ckptfs.coherence.keys import INODE, SharedKey
+from ckptfs.coherence.read import StoreValue
 from ckptfs.model import ROOT
+from ckptfs.store.kv import Compare, Get, Operation, Outcome
 
 Play = Callable[[Node, Node], Awaitable[None]]
 
@@ -235,13 +235,13 @@ def test_what_other_nodes_have_is_forgotten_in_time(tmp_path: Path) -> None:
             await a.make(f"d/{number}")
         assert len(await b.names("d")) == 50
         await b.make("own")
-        assert forgetting.is_cache_full(b.db, 20)
+        assert read.is_cache_full(b.db, 20)
         after = 0
-        while after := forgetting.delete_unneeded(b.db, after, 7):
+        while after := read.delete_unneeded(b.db, after, 7):
             pass
-        forgetting.delete_unneeded(b.db, 0)
-        assert not forgetting.is_cache_full(b.db, 20)
-        assert seen.get_cached(b.db, SharedKey(INODE, ROOT)).revision and touching.count_dirty(b.db) == 0
+        read.delete_unneeded(b.db, 0)
+        assert not read.is_cache_full(b.db, 20)
+        assert key_state.get_cached(b.db, SharedKey(INODE, ROOT)).revision and key_state.count_dirty(b.db) == 0
         assert len(await b.names("d")) == 50 and (await b.stat("own")).nlink == 1
 
     play(tmp_path, act)
@@ -302,7 +302,7 @@ def test_a_directorys_times_do_not_go_back(tmp_path: Path) -> None:
         await b.make("d/b")
         await a.make("d/a")
         newest = (await a.stat("d")).mtime_ns
-        assert newest > namespace.get(b.db, made.id).mtime_ns
+        assert newest > inodes.get(b.db, made.id).mtime_ns
         b.cut(False)
         await settled([a, b])
         for node in (a, b, a, b):
@@ -342,7 +342,7 @@ def test_an_island_exchanges_two_names(tmp_path: Path, there: str, kind: int) ->
         one, two = (await a.make("x", kind)).id, (await a.make("y")).id
         await b.names()
         b.cut(True)
-        await b.rename("x", "y", renaming.EXCHANGE)
+        await b.rename("x", "y", namespace.EXCHANGE)
         match there:
             case "rename":
                 await a.rename("x", "z")
@@ -352,10 +352,10 @@ def test_an_island_exchanges_two_names(tmp_path: Path, there: str, kind: int) ->
                 await (a.rmdir("x") if stat.S_ISDIR(kind) else a.unlink("x"))
                 await a.make("x")
             case "exchange":
-                await a.rename("x", "y", renaming.EXCHANGE)
+                await a.rename("x", "y", namespace.EXCHANGE)
             case "second":
                 await a.make("w")
-                await a.rename("y", "w", renaming.EXCHANGE)
+                await a.rename("y", "w", namespace.EXCHANGE)
         b.cut(False)
         await settled([a, b])
         tree = await a.tree()
@@ -415,8 +415,8 @@ def test_what_comes_back_gives_way_to_a_directory_that_is_taken_back(tmp_path: P
         for name in ("deleted", "moved", "directory"):
             await b.stat(name)
         b.cut(True)
-        await b.rename("deleted", "moved", renaming.EXCHANGE)
-        await b.rename("moved", "directory", renaming.EXCHANGE)
+        await b.rename("deleted", "moved", namespace.EXCHANGE)
+        await b.rename("moved", "directory", namespace.EXCHANGE)
         await a.unlink("deleted")
         await a.rename("moved", "elsewhere")
         b.cut(False)
@@ -445,7 +445,7 @@ def test_two_directories_that_are_moved_into_each_other_make_no_loop(tmp_path: P
         if taken:
             await a.mkdir("one/y")
         if there == "exchange":
-            await a.rename("one", "two/x", renaming.EXCHANGE)
+            await a.rename("one", "two/x", namespace.EXCHANGE)
         else:
             await a.rename("one", "two/deep/y" if there == "further" else "two/y")
         b.cut(False)
@@ -546,7 +546,7 @@ def test_a_name_that_another_node_gave_goes_with_the_file_s_move(tmp_path: Path)
         await b.rename("new", "newer")
         await a.sharing.refresh_directory(ROOT)
         with a.db.transaction() as db:
-            renaming.rename(db, ROOT, b"newer", ROOT, b"newest", 0)
+            namespace.rename(db, ROOT, b"newer", ROOT, b"newest", 0)
         assert await a.sharing.wait_published([(ROOT, b"newer"), (ROOT, b"newest")])
         assert [(await node.stat("newest")).nlink for node in (a, b)] == [1, 1]
         assert (await a.unlink("newest")).nlink == 0

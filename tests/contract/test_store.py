@@ -12,22 +12,9 @@ from etcd_server import Etcd, start_etcd
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
-from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import (
-    ENDLESS,
-    Compare,
-    CompareTarget,
-    Delete,
-    Get,
-    Item,
-    Outcome,
-    Put,
-    Store,
-    WatchEvents,
-    iter_range,
-    prefix_end,
-)
 from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable
+from ckptfs.store.etcd import EtcdStore
+from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put, Store, WatchEvents, iter_range, prefix_end
 
 PATIENCE_S = 60.0
 

@@ -12,7 +12,8 @@ from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, Tree, running, settled, stored_tree
 
 from ckptfs import limits
-from ckptfs.catalog import epoch, report
+from ckptfs.catalog import summary
+from ckptfs.coherence import store_loss
 
 Play = Callable[[MemoryEtcd, list[Node]], Awaitable[None]]
 
@@ -39,7 +40,7 @@ def play(directory: Path, act: Play, nodes: int = 3) -> None:
 async def whole(nodes: list[Node]) -> None:
     """Every node has noticed what became of the store, and has told all that it knows."""
     values = set()
-    while len(values := {epoch.get_epoch(node.db) for node in nodes}) > 1 or epoch.get_turn(values.pop()) < 2:
+    while len(values := {store_loss.get_epoch(node.db) for node in nodes}) > 1 or store_loss.get_turn(values.pop()) < 2:
         await trio.sleep(limits.STORE_LOOK_S)
     await settled(nodes)
 
@@ -67,7 +68,7 @@ def test_everything_is_there_again_when_the_store_was_emptied(tmp_path: Path) ->
         assert stored_tree(etcd) == before
         for node in nodes:
             assert await node.tree() == before
-            assert "etcd has lost data" in str(report.list_reports(node.db, "trouble:store"))
+            assert "etcd has lost data" in str(summary.list_reports(node.db, "trouble:store"))
 
     play(tmp_path, act)
 
@@ -141,7 +142,7 @@ def test_twice(tmp_path: Path) -> None:
     async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
         before = await some_tree(*nodes)
         etcd.wipe()
-        while not epoch.get_turn(epoch.get_epoch(nodes[0].db)) > 1:
+        while not store_loss.get_turn(store_loss.get_epoch(nodes[0].db)) > 1:
             await trio.sleep(0.01)
         etcd.wipe()
         await trio.sleep(2 * limits.STORE_LOOK_S)
@@ -190,18 +191,18 @@ def several(directory: Path, act: Callable[[Several, Node], Awaitable[None]]) ->
 
 
 async def reported(node: Node) -> None:
-    while not report.list_reports(node.db, "trouble:etcd"):
+    while not summary.list_reports(node.db, "trouble:etcd"):
         await trio.sleep(limits.STORE_LOOK_S)
 
 
 def test_a_member_that_was_begun_alone_is_not_believed_and_left(tmp_path: Path) -> None:
     async def act(store: Several, node: Node) -> None:
-        stray, known = store.etcds[2], epoch.get_epoch(node.db)
+        stray, known = store.etcds[2], store_loss.get_epoch(node.db)
         while store.etcd is stray:
             await trio.sleep(limits.STORE_LOOK_S)
         await node.make("d/g")
         await settled([node])
-        assert epoch.get_epoch(node.db) == known and store.etcd is not stray and stray.revision == 1
+        assert store_loss.get_epoch(node.db) == known and store.etcd is not stray and stray.revision == 1
         assert stored_tree(store.etcds[0]) == await node.tree()
 
     several(tmp_path, act)
@@ -209,14 +210,14 @@ def test_a_member_that_was_begun_alone_is_not_believed_and_left(tmp_path: Path) 
 
 def test_a_member_that_was_begun_alone_is_not_believed_while_the_others_are_silent(tmp_path: Path) -> None:
     async def act(store: Several, node: Node) -> None:
-        stray, known = store.etcds[2], epoch.get_epoch(node.db)
+        stray, known = store.etcds[2], store_loss.get_epoch(node.db)
         store.silent = store.etcds[:1]
         await reported(node)
         await trio.sleep(limits.STORE_LOOK_S)
-        assert node.sharing.is_disconnected and epoch.get_epoch(node.db) == known and stray.revision == 1
+        assert node.sharing.is_disconnected and store_loss.get_epoch(node.db) == known and stray.revision == 1
         store.etcds = [stray] * 3
         await settled([node])
-        assert epoch.get_epoch(node.db) != known and stored_tree(stray) == await node.tree()
+        assert store_loss.get_epoch(node.db) != known and stored_tree(stray) == await node.tree()
 
     several(tmp_path, act)
 
@@ -224,12 +225,12 @@ def test_a_member_that_was_begun_alone_is_not_believed_while_the_others_are_sile
 def test_how_far_a_lost_store_had_come_is_not_remembered_of_the_next_one(tmp_path: Path) -> None:
     """What goes on beside the loss still holds the old figures: believed of the new store, it would be lost at once again."""
     node = Node(tmp_path, 1, Slow(MemoryEtcd(), random.Random(1)))
-    epoch.record_epoch(node.db, b'{"id":"a","turn":1}', 1)
-    epoch.record_revision(node.db, b'{"id":"a","turn":1}', 1000)
-    assert epoch.get_highest_revision(node.db) == 1000
-    epoch.record_epoch(node.db, b'{"id":"b","turn":2}', 7)
-    epoch.record_revision(node.db, b'{"id":"a","turn":1}', 1000)
-    assert epoch.get_highest_revision(node.db) < 1000
+    store_loss.record_epoch(node.db, b'{"id":"a","turn":1}', 1)
+    store_loss.record_revision(node.db, b'{"id":"a","turn":1}', 1000)
+    assert store_loss.get_highest_revision(node.db) == 1000
+    store_loss.record_epoch(node.db, b'{"id":"b","turn":2}', 7)
+    store_loss.record_revision(node.db, b'{"id":"a","turn":1}', 1000)
+    assert store_loss.get_highest_revision(node.db) < 1000
 
 
 def test_a_node_that_began_without_the_store_meets_it_when_it_is_there(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_a_node_that_began_without_the_store_meets_it_when_it_is_there(tmp_path:
                 await trio.sleep(limits.STORE_LOOK_S)
             node.cut(False)
             await settled([node])
-            assert epoch.get_epoch(node.db) is not None
+            assert store_loss.get_epoch(node.db) is not None
 
         await running([node], all_of_it)
 

@@ -7,17 +7,17 @@ from typing import Any, cast
 
 import pytest
 import trio
-from ckptfs_daemon.cluster_figures import ClusterFigures
-from ckptfs_daemon.control_waits import LevelCheck
+from ckptfs_daemon.control.cluster_status import ClusterFigures
+from ckptfs_daemon.control.queries import LevelCheck
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running
 from trio.testing import MockClock
 
-from ckptfs.catalog import contents, peers, report, settling
-from ckptfs.catalog.peers import KnownNode
-from ckptfs.catalog.store import Put
-from ckptfs.clique import holders
+from ckptfs.catalog import contents, peer_copies, summary
+from ckptfs.catalog.peer_copies import KnownNode
+from ckptfs.clique import locations
 from ckptfs.model import ROOT, Inode, Level, Tier
+from ckptfs.store.kv import Put
 
 DIGEST = b"d" * 16
 
@@ -31,9 +31,9 @@ def close(node: Node, inode: Inode) -> int:
 
 
 def seal(node: Node, inode: Inode, number: int) -> None:
-    row = settling.get_content(node.db, number)
+    row = contents.get_content(node.db, number)
     assert row is not None
-    settling.mark_sealed(node.db, [settling.SealResult(number, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
+    contents.mark_sealed(node.db, [contents.SealResult(number, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
 
 
 def put(etcd: MemoryEtcd, key: str, value: object) -> None:
@@ -50,7 +50,7 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
         one, two, three = (Node(tmp_path / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in (1, 2, 3))
         known = [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2, 3)]
         for node in (one, two, three):
-            peers.set_live_nodes(node.db, node.number, 2, known)
+            peer_copies.set_live_nodes(node.db, node.number, 2, known)
         figures = ClusterFigures(cast(Any, None), three.db, three.store)
 
         async def act() -> None:
@@ -64,16 +64,16 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
             seal(one, inode, content)
             await one.sharing.wait_published()
             if wanted is not Level.LOCAL:
-                holders.announce(two.store, 2, [(_sealed(one, content), True)])
+                locations.announce(two.store, 2, [(_sealed(one, content), True)])
             if wanted is Level.PFS:
                 put(etcd, f"x/{ROOT:016x}/file", {"inode": inode.id})
                 published = [1, 1, 3, 2, 77, DIGEST.hex()]
                 put(etcd, f"f/{inode.id:016x}", {"names": [[ROOT, "file"]], "seen": [77, stat.S_IFREG, 0, 0], "published": published})
             if gone:
-                peers.set_live_nodes(three.db, 3, 2, known[1:])
+                peer_copies.set_live_nodes(three.db, 3, 2, known[1:])
             figures.refresh_files([inode.id])
             level = {Level.LOCAL: Level.NONE, Level.CLIQUE: Level.LOCAL}.get(wanted, wanted) if gone else wanted
-            assert report.get_level(three.db, inode.id) is level and waiting.check_next({}).done is (level is wanted)
+            assert summary.get_level(three.db, inode.id) is level and waiting.check_next({}).done is (level is wanted)
 
         await running([one, two, three], act)
 
@@ -81,6 +81,6 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
 
 
 def _sealed(node: Node, number: int) -> Any:
-    row = settling.get_content(node.db, number)
+    row = contents.get_content(node.db, number)
     assert row is not None and row.digest == DIGEST
     return row

@@ -10,16 +10,16 @@ from typing import Any, cast
 
 import pytest
 import trio
-from ckptfs_daemon.name_operations import NamespaceHandlers
-from ckptfs_daemon.walking import LookupPrefetch, read_syscall, successor
+from ckptfs_daemon.mount.lookups import LookupPrefetch, read_syscall, successor
+from ckptfs_daemon.mount.namespace_handlers import NamespaceHandlers
 from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running
 from trio.testing import MockClock
 
 from ckptfs import limits
-from ckptfs.catalog import namespace, wants
-from ckptfs.flow import read
+from ckptfs.catalog import mover_requests, namespace
+from ckptfs.flow import open
 from ckptfs.model import ROOT, DataPath, Inode
 
 THREAD, OTHER = 7, 8
@@ -199,7 +199,7 @@ def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: 
                 await other.rename("a/b/c/new", "a/b/c/f")
                 raise OSError(errno.ESTALE, "replaced")
             here.append(inode)
-            return wants.FETCHED
+            return mover_requests.FETCHED
 
         def attributes(inode: Inode) -> Inode:
             return inode
@@ -215,7 +215,7 @@ def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: 
             ),
         )
         monkeypatch.setattr(
-            read, "choose_read_source", lambda held: read.ReadSource.HERE if held.inode.id in here else read.ReadSource.FETCH
+            open, "choose_read_source", lambda held: open.ReadSource.HERE if held.inode.id in here else open.ReadSource.FETCH
         )
         found = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
         assert not here, "nobody waits for bytes who may only want to know the name"

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from clique_world import LocalCluster, Node, bring, cluster_of, level, replicated
 
-from ckptfs.catalog import settling, telling, wants
-from ckptfs.catalog.store import Get
-from ckptfs.clique import holders
-from ckptfs.flow.tell import AnnounceCopies
+from ckptfs.catalog import contents, copies, mover_requests, remote_contents
+from ckptfs.clique import locations
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.model import ContentState, CopyState, Level, Tier
+from ckptfs.store.kv import Get
 
 
 def tell(node: Node, *, begin: bool = False) -> None:
@@ -21,7 +21,7 @@ def tell(node: Node, *, begin: bool = False) -> None:
 
 def hear(node: Node, content: int) -> list[int]:
     """What a node finds in the store: who has it."""
-    return holders.refresh(node.db, node.store, [content], node.number)[content].holders
+    return locations.refresh(node.db, node.store, [content], node.number)[content].holders
 
 
 @pytest.mark.parametrize("how", ["wiped", "bad"])
@@ -35,7 +35,7 @@ def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str
         one.lose_ram()
         tell(one, begin=True)
     else:
-        settling.set_copy_state(one.db, content, Tier.RAM, CopyState.QUARANTINED)
+        copies.set_copy_state(one.db, content, Tier.RAM, CopyState.QUARANTINED)
         tell(one)
     assert hear(three, content) == [2] and hear(two, content) == [2]
     assert level(one, content) is level(two, content) is level(three, content) is Level.LOCAL
@@ -45,7 +45,10 @@ def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str
     tell(one)
     assert hear(three, content) == hear(two, content) == [1, 2]
     assert level(one, content) is level(two, content) is level(three, content) is Level.CLIQUE
-    assert cluster.store.read([Get(holders.build_copy_key(content, 1))]).results[0] == () and telling.list_unannounced(one.db, 10) == []
+    assert (
+        cluster.store.read([Get(locations.build_copy_key(content, 1))]).results[0] == ()
+        and remote_contents.list_unannounced(one.db, 10) == []
+    )
 
 
 def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
@@ -59,7 +62,7 @@ def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
     one.rewrite(content, lambda data: data.reverse())
     assert hear(three, content) == [1], "also before it was taken back"
     tell(one)
-    assert cluster.store.read([Get(holders.build_copy_key(content, 1))]).results[0] == ()
+    assert cluster.store.read([Get(locations.build_copy_key(content, 1))]).results[0] == ()
 
 
 def test_what_nobody_else_has_is_not_told_of(tmp_path: Path) -> None:
@@ -70,8 +73,8 @@ def test_what_nobody_else_has_is_not_told_of(tmp_path: Path) -> None:
     alone = one.written(b"alone", b"data")
     one.publish(there)
     one.lose_ram()
-    telling.mark_dropped_unannounced(one.db)
-    assert telling.list_unannounced(one.db, 10) == [] and one.copies(alone) == {}
+    remote_contents.mark_dropped_unannounced(one.db)
+    assert remote_contents.list_unannounced(one.db, 10) == [] and one.copies(alone) == {}
 
 
 def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
@@ -81,7 +84,7 @@ def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
     content = replicated(cluster, b"file", b"data" * 1000)
     two.rewrite(content, lambda data: data.reverse())
     tell(two)
-    assert cluster.store.read([Get(holders.build_copy_key(content, 2))]).results[0] == () and hear(one, content) == [2]
+    assert cluster.store.read([Get(locations.build_copy_key(content, 2))]).results[0] == () and hear(one, content) == [2]
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -92,10 +95,10 @@ def test_what_is_taken_for_lost_comes_back_from_who_says_in_the_store_to_have_it
     content = replicated(cluster, b"file", b"data" * 1000)
     one.lose_ram()
     one.db.run("DELETE FROM peer_copy")
-    settling.set_state(one.db, content, ContentState.LOST)
+    contents.set_state(one.db, content, ContentState.LOST)
     if not lives:
         two.kill()
     answer = bring(one, one.inode(content))
-    assert answer.state == (wants.DONE if lives else wants.FAILED)
+    assert answer.state == (mover_requests.DONE if lives else mover_requests.FAILED)
     assert one.state(content) is (ContentState.SEALED if lives else ContentState.LOST)
     assert not lives or one.data(content) == b"data" * 1000

@@ -7,10 +7,10 @@ from clique_world import LocalCluster, cluster_of
 from former_world import NEW, OLD, file_of, overwrite, publish, replicated, send
 
 from ckptfs import limits
-from ckptfs.catalog import settling
-from ckptfs.catalog.store import Delete, Get, prefix_end
+from ckptfs.catalog import contents
 from ckptfs.clique import membership
-from ckptfs.flow.bury import DropDeadRecords
+from ckptfs.flow.copy_records import DropDeadRecords
+from ckptfs.store.kv import Delete, Get, prefix_end
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     bury(cluster, 3)
     assert said(cluster) == {content, newer, third}, "nobody else has the third"
     send(three, third)
-    row = settling.get_content(three.db, third)
+    row = contents.get_content(three.db, third)
     assert row is not None and row.digest is not None
     cluster.put(f"p/{third:016x}/00000004", {"generation": row.generation, "digest": row.digest.hex()})
     value = {**file_of(cluster, inode).value, "missed": f'{{"content": {newer}, "generation": 1, "node": 1, "shows": 0, "shown": 0}}'}

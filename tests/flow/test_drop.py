@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from local_node import Node, in_process
 
-from ckptfs.catalog import contents as mount_side
-from ckptfs.catalog import settling
-from ckptfs.flow.drop import Reclaim
+from ckptfs import catalog
+from ckptfs.catalog import copies
+from ckptfs.catalog.contents import mark_doomed
+from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import duplicate
-from ckptfs.tiers.place import TierStorage
+from ckptfs.tiers import local_copies
+from ckptfs.tiers.storage import TierStorage
 
 
 @pytest.fixture
@@ -30,13 +31,13 @@ def drop(node: Node, *, sweep: bool = False) -> Reclaim:
 
 def doom(node: Node, content: int) -> None:
     with node.db.transaction():
-        mount_side.mark_doomed(node.db, content)
+        mark_doomed(node.db, content)
 
 
 def age(node: Node, tier: Tier, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every file appear an hour older: ctime cannot be set, so the clock moves."""
     now = time.time()
-    monkeypatch.setattr("ckptfs.flow.drop.time.time", lambda: now + 3600)
+    monkeypatch.setattr("ckptfs.flow.reclaim.time.time", lambda: now + 3600)
     assert number in node.files(tier)
 
 
@@ -100,7 +101,7 @@ def test_leftovers_go_when_they_are_old_and_never_before(node: Node, monkeypatch
 def test_a_row_that_is_committed_during_the_sweep_saves_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make(b"new", b"1")
     age(node, Tier.RAM, content, monkeypatch)
-    monkeypatch.setattr("ckptfs.catalog.settling.list_copies_in_tier", lambda *_: {})
+    monkeypatch.setattr("ckptfs.catalog.copies.list_copies_in_tier", lambda *_: {})
     drop(node, sweep=True).step()
     assert node.files(Tier.RAM) == {content}
 
@@ -136,9 +137,9 @@ def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.
 def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
     lonely, paired = node.make(b"lonely", b"1"), node.make(b"paired", b"2")
     Seal(node.db, node.tiers, node.config, node.told).step()
-    row = duplicate.settling.get_content(node.db, paired)
+    row = catalog.settling.get_content(node.db, paired)
     assert row is not None
-    duplicate.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
+    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
     with node.db.transaction():
         node.db.run("UPDATE copy SET state = 2, verified_ns = 0 WHERE tier = 'ram'")
     drop(node, sweep=True).step()
@@ -153,7 +154,7 @@ def test_a_quarantined_copy_that_is_brought_back_just_now_keeps_its_file(node: N
     node.publish(content)
     with node.db.transaction():
         node.db.run("UPDATE copy SET state = 2, verified_ns = 0")
-    forget = settling.delete_copy
+    forget = copies.delete_copy
     meant = drop(node, sweep=True)
 
     def brought_back(*values: object) -> None:
@@ -161,7 +162,7 @@ def test_a_quarantined_copy_that_is_brought_back_just_now_keeps_its_file(node: N
         with node.db.transaction():
             node.db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 0)", content)
 
-    monkeypatch.setattr(settling, "delete_copy", brought_back)
+    monkeypatch.setattr(copies, "delete_copy", brought_back)
     meant.step()
     assert node.files(Tier.RAM) == {content}
 

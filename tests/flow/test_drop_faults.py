@@ -8,11 +8,11 @@ import pytest
 from local_node import Node
 
 from ckptfs import disk
-from ckptfs.catalog import settling
-from ckptfs.flow.drop import Reclaim
+from ckptfs.catalog import contents
+from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
 from ckptfs.model import CopyState, Tier
-from ckptfs.tiers import duplicate, ram_limit
+from ckptfs.tiers import local_copies, space
 
 
 def sweep(node: Node) -> None:
@@ -26,7 +26,7 @@ def test_a_leftover_that_cannot_be_removed_is_removed_later(tmp_path: Path, monk
     node = Node(tmp_path)
     os.close(node.tiers[Tier.RAM].create(4711))
     now = time.time()
-    monkeypatch.setattr("ckptfs.flow.drop.time.time", lambda: now + 3600)
+    monkeypatch.setattr("ckptfs.flow.reclaim.time.time", lambda: now + 3600)
     monkeypatch.setattr(disk, "_fault", "drop:leftover=EIO@*")
     with pytest.raises(OSError, match="injected"):
         sweep(node)
@@ -40,9 +40,9 @@ def test_a_quarantined_copy_that_cannot_be_removed_is_forgotten_all_the_same(tmp
     node = Node(tmp_path)
     content = node.make(b"file", b"data")
     Seal(node.db, node.tiers, node.config, node.told).step()
-    row = settling.get_content(node.db, content)
+    row = contents.get_content(node.db, content)
     assert row is not None
-    duplicate.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
+    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
     with node.db.transaction():
         node.db.run("UPDATE copy SET state = ? WHERE tier = ?", int(CopyState.QUARANTINED), str(Tier.RAM))
     monkeypatch.setattr(disk, "_fault", "drop:quarantined=EIO@*")
@@ -56,4 +56,4 @@ def test_a_ram_tier_that_cannot_be_enlarged_says_so(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(disk, "_fault", "ram:remount=EPERM")
     monkeypatch.setattr(disk, "_calls", type(disk._calls)())
     with pytest.raises(PermissionError, match="injected"):
-        ram_limit.resize_ram(tmp_path, 1 << 20)
+        space.resize_ram(tmp_path, 1 << 20)

@@ -10,11 +10,12 @@ import pytest
 from local_node import MIB, Node, in_process
 
 from ckptfs import disk
-from ckptfs.catalog import settling
+from ckptfs.catalog import copies
+from ckptfs.catalog.contents import get_content
 from ckptfs.flow.evict import TROUBLE, Evict
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import ram_limit, space
+from ckptfs.tiers import space
 from ckptfs.tiers.health import describe
 from ckptfs.tiers.space import Capacity
 
@@ -108,7 +109,7 @@ def test_what_is_nowhere_else_moves_to_nvme_verified(node: Node) -> None:
     settle(evict(node))
     assert node.files(Tier.NVME) == set(contents[:4]) and node.files(Tier.RAM) == set(contents[4:])
     for content, data in zip(contents[:4], before, strict=False):
-        (copy,) = settling.list_copies(node.db, content)
+        (copy,) = copies.list_copies(node.db, content)
         assert copy.tier is Tier.NVME and copy.state is CopyState.GOOD and copy.verified_ns > 0
         assert node.data(content, Tier.NVME) == data
 
@@ -138,14 +139,14 @@ def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: p
     contents = filled(node)
     for content in contents:
         node.publish(content)
-    chosen = settling.list_evictable
+    chosen = copies.list_evictable
 
     def spare(*values: object, **named: object) -> object:
         found = chosen(*values, **named)  # type: ignore[arg-type]
         node.hold(contents[0])
         return found
 
-    monkeypatch.setattr(settling, "list_evictable", spare)
+    monkeypatch.setattr(copies, "list_evictable", spare)
     evict(node).step()
     assert contents[0] in node.files(Tier.RAM)
 
@@ -159,8 +160,8 @@ def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: 
 
     def interrupted(label: str, *values: object, **named: object) -> object:
         if label == "evict:forgotten":
-            row = settling.get_content(node.db, contents[0])
-            assert row is not None and settling.insert_filling_copy(node.db, row, Tier.RAM)
+            row = get_content(node.db, contents[0])
+            assert row is not None and copies.insert_filling_copy(node.db, row, Tier.RAM)
             with os.fdopen(node.tiers[Tier.RAM].create(contents[0]), "wb") as file:
                 file.write(b"new")
         return act(label, *values, **named)  # type: ignore[arg-type]
@@ -174,12 +175,12 @@ def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: 
 def test_what_somebody_copies_just_now_is_not_copied_by_a_second_one(node: Node) -> None:
     """P5: two who fill one file would take each other's away, after one of them said that it is whole."""
     contents = filled(node)
-    row = settling.get_content(node.db, contents[0])
-    assert row is not None and settling.insert_filling_copy(node.db, row, Tier.NVME)
-    assert not settling.insert_filling_copy(node.db, row, Tier.NVME)
+    row = get_content(node.db, contents[0])
+    assert row is not None and copies.insert_filling_copy(node.db, row, Tier.NVME)
+    assert not copies.insert_filling_copy(node.db, row, Tier.NVME)
     settle(evict(node))
     assert contents[0] in node.files(Tier.RAM) and contents[0] not in node.files(Tier.NVME)
-    settling.set_copy_state(node.db, contents[0], Tier.NVME, CopyState.GOOD)
+    copies.set_copy_state(node.db, contents[0], Tier.NVME, CopyState.GOOD)
     assert node.copies(contents[0])[Tier.NVME] is CopyState.FILLING, "whoever checked an older file of this name says nothing of this one"
 
 
@@ -187,17 +188,17 @@ def test_a_file_that_is_deleted_while_it_is_moved_is_no_trouble(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     contents = filled(node)
-    fill = settling.insert_filling_copy
+    fill = copies.insert_filling_copy
 
     def deleted(*values: object) -> bool:
         announced = fill(*values)  # type: ignore[arg-type]
         with node.db.transaction():
             node.db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", contents[0])
         node.tiers[Tier.RAM].remove(contents[0])
-        monkeypatch.setattr(settling, "insert_filling_copy", fill)
+        monkeypatch.setattr(copies, "insert_filling_copy", fill)
         return announced
 
-    monkeypatch.setattr(settling, "insert_filling_copy", deleted)
+    monkeypatch.setattr(copies, "insert_filling_copy", deleted)
     with caplog.at_level(logging.WARNING):
         settle(evict(node))
     assert caplog.messages == []
@@ -292,7 +293,7 @@ def test_nobody_looks_while_nobody_writes(node: Node) -> None:
 )
 def test_how_far_the_ram_tier_is_raised(total: int, used: int, hard: int | None, expected: int) -> None:
     bound = None if hard is None else hard * MIB
-    assert ram_limit.choose_ram_size(total * MIB, used * MIB, configured=bound, available=8192 * MIB, memory=32000 * MIB) == expected * MIB
+    assert space.choose_ram_size(total * MIB, used * MIB, configured=bound, available=8192 * MIB, memory=32000 * MIB) == expected * MIB
 
 
 def test_errors_are_described_in_words() -> None:
@@ -343,8 +344,8 @@ def test_a_tmpfs_is_really_enlarged_and_keeps_what_is_in_it(tmp_path: Path) -> N
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64M,nodev,nosuid", "ckptfs-test", str(tmp_path)], check=True)
     try:
         (tmp_path / "file").write_bytes(b"x" * MIB)
-        ram_limit.resize_ram(tmp_path, 192 * MIB)
-        assert ram_limit.get_filesystem_size(tmp_path) == (192 * MIB, MIB)
+        space.resize_ram(tmp_path, 192 * MIB)
+        assert space.get_filesystem_size(tmp_path) == (192 * MIB, MIB)
         assert os.statvfs(tmp_path).f_flag & os.ST_NODEV
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -352,4 +353,4 @@ def test_a_tmpfs_is_really_enlarged_and_keeps_what_is_in_it(tmp_path: Path) -> N
 
 def test_an_enlargement_that_is_refused_is_an_error_with_words(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="cannot be enlarged"):
-        ram_limit.resize_ram(tmp_path, 192 * MIB)
+        space.resize_ram(tmp_path, 192 * MIB)

@@ -8,15 +8,15 @@ from clique_world import LocalCluster, Node, cluster_of
 from former_world import NEW, OLD, decide, fall_back_of, file_of, overwrite, publish, replicated, send, tidy
 
 from ckptfs import disk, limits
-from ckptfs.catalog import former, namespace, settling
-from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import CONTENT, SharedKey
-from ckptfs.catalog.store import Delete
-from ckptfs.clique import holders
-from ckptfs.flow.drop import Reclaim
+from ckptfs.catalog import contents, namespace
+from ckptfs.clique import locations
+from ckptfs.coherence import keys
+from ckptfs.coherence.keys import CONTENT, SharedKey
+from ckptfs.flow.copy_records import AnnounceCopies
+from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.reconcile import Reconcile
-from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ROOT, ContentState, Tier
+from ckptfs.store.kv import Delete
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, 
     newer = overwrite(one, content, how)
     if not sealed:
         row = one.db.value("SELECT inode FROM content WHERE id = ?", newer)
-        closed = {**(kinds.get_value(one.db, SharedKey(CONTENT, newer)) or {}), "state": 1, "digest": None, "inode": row}
+        closed = {**(keys.get_value(one.db, SharedKey(CONTENT, newer)) or {}), "state": 1, "digest": None, "inode": row}
         cluster.put(f"c/{newer:016x}", closed)
     tidy(two)
     decide(two)
@@ -52,7 +52,7 @@ def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, 
     file = file_of(cluster, inode)
     assert (file.content, file.value["size"], file.value["mtime_ns"]) == (content, len(OLD), 2)
     assert file.salvaged is not None and file.salvaged["content"] == newer
-    shared = holders.load(cluster.store, [content])[content]
+    shared = locations.load(cluster.store, [content])[content]
     assert shared.writer == 2 and shared.state is not None and shared.state.inode == inode
     assert two.data(content) == OLD and two.shown(inode) == content
     assert two.db.value("SELECT count(*) FROM report WHERE key LIKE 'trouble:former:%'") == 1
@@ -177,7 +177,7 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
         decide(two)
     tidy(two)
     assert file_of(cluster, one.inode(newer)).content == content and two.data(content) == OLD
-    row = settling.get_content(two.db, content)
+    row = contents.get_content(two.db, content)
     assert row is not None and row.state is ContentState.SEALED
 
 
@@ -227,7 +227,7 @@ def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
     cluster.store.commit([], [Delete(b"i/%016x" % inode)])
     with one.db.transaction():
         one.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", inode)
-        former.mark_awaiting_store_check(one.db, inode)
+        contents.mark_awaiting_store_check(one.db, inode)
         assert namespace.delete_forgotten(one.db, [inode]) == {inode: []}
     flow = Reconcile(one.db, one.tiers, one.told, cluster_of(one), one.hold.doubted)
     flow.step()
@@ -237,17 +237,17 @@ def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
 
 def renamed_over(node: Node, replaced: int, content: int) -> int:
     """This node renames a new file of its own over one that another node made; its content."""
-    told = holders.load(node.store, [content])[content]
+    told = locations.load(node.store, [content])[content]
     assert told.state is not None
     node.learn(replaced, b"file", content, told.state.size)
     node.db.run("UPDATE inode SET mtime_ns = 2 WHERE id = ?", replaced)
-    holders.refresh(node.db, node.store, [content], node.number)
+    locations.refresh(node.db, node.store, [content], node.number)
     node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('c', ?, x'', 1, ?)", content, told.items[0].value)
     newer = overwrite(node, content, "renamed")
     for other in node.cluster.nodes:
         if other is not node:
             with other.db.transaction():
                 other.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", replaced)
-                former.mark_awaiting_store_check(other.db, replaced)
+                contents.mark_awaiting_store_check(other.db, replaced)
                 namespace.delete_forgotten(other.db, [replaced])
     return newer

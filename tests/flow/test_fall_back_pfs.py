@@ -26,13 +26,13 @@ from former_world import (
 )
 
 from ckptfs import disk, limits
-from ckptfs.catalog import namespace, settling, wants
+from ckptfs.catalog import contents, mover_requests, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import INODE, PFS_STATE, SharedKey
-from ckptfs.catalog.sharing.touching import DirtyKeyTracker
-from ckptfs.catalog.sharing.truth import StoreSnapshot
-from ckptfs.clique import holders
+from ckptfs.clique import locations
+from ckptfs.coherence import keys
+from ckptfs.coherence.key_state import DirtyKeyTracker
+from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
+from ckptfs.coherence.pfs_coordination import StoreSnapshot
 from ckptfs.model import ROOT, Tier
 
 
@@ -55,7 +55,7 @@ def alone(cluster: LocalCluster) -> int:
 
 def write_back(node: Node, content: int, *, complete: bool = True, size: int | None = None, mtime_ns: int = 2) -> None:
     """The PFS shows what this node has of a content, as the store says."""
-    row = settling.get_content(node.db, content)
+    row = contents.get_content(node.db, content)
     assert row is not None
     size, digest = row.size if size is None else size, None if row.digest is None else row.digest.hex()
     published = [row.generation, int(complete), size, mtime_ns, 77, digest]
@@ -67,9 +67,9 @@ def ask(node: Node, inode: int) -> int:
     content = file_of(node.cluster, inode).content
     if content is not None:
         node.learn(inode, b"file", content, 1)
-    want = wants.insert_request(node.db, wants.SALVAGE, inode)
+    want = mover_requests.insert_request(node.db, mover_requests.SALVAGE, inode)
     decide(node)
-    found = wants.get(node.db, want)
+    found = mover_requests.get(node.db, want)
     assert found is not None
     return found.state
 
@@ -95,17 +95,17 @@ def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how
     inode = one.inode(content)
     write_back(one, content)
     lost = newer(one, content, how, stop)
-    assert ask(two, inode) == wants.FAILED, "its writer lives"
+    assert ask(two, inode) == mover_requests.FAILED, "its writer lives"
     one.kill()
-    assert ask(two, inode) == wants.DONE
+    assert ask(two, inode) == mover_requests.DONE
     assert shown(cluster, inode) == (0, 1, len(OLD), 2)
     missed = file_of(cluster, inode).salvaged or {}
     assert (missed["content"], missed["generation"], missed["node"], missed["shows"]) == (lost, 2, 1, None)
     decided = file_of(cluster, inode).item
-    assert ask(three, inode) == wants.DONE and file_of(cluster, inode).item == decided, "once"
+    assert ask(three, inode) == mover_requests.DONE and file_of(cluster, inode).item == decided, "once"
     for node in (two, three):
-        assert (kinds.get_value(node.db, SharedKey(INODE, inode)) or {})["content"] is None
-        assert (kinds.get_value(node.db, SharedKey(PFS_STATE, inode)) or {})["published"][:2] == [1, 1]
+        assert (keys.get_value(node.db, SharedKey(INODE, inode)) or {})["content"] is None
+        assert (keys.get_value(node.db, SharedKey(PFS_STATE, inode)) or {})["published"][:2] == [1, 1]
 
 
 def test_what_was_fsynced_of_an_open_file_is_the_whole_of_it(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_what_was_fsynced_of_an_open_file_is_the_whole_of_it(tmp_path: Path) -> 
     change(one, content, appended, stop="open")
     write_back(one, content, complete=False, size=7, mtime_ns=5)
     one.kill()
-    assert ask(two, inode) == wants.DONE
-    assert shown(cluster, inode) == (0, 2, 7, 5) and (kinds.get_value(two.db, SharedKey(PFS_STATE, inode)) or {})["published"][1] == 1
+    assert ask(two, inode) == mover_requests.DONE
+    assert shown(cluster, inode) == (0, 2, 7, 5) and (keys.get_value(two.db, SharedKey(PFS_STATE, inode)) or {})["published"][1] == 1
 
 
 @pytest.mark.parametrize("who", ["nobody", "the PFS is being changed", "a living node has it"])
@@ -129,7 +129,7 @@ def test_what_is_not_certain_is_not_decided(tmp_path: Path, who: str) -> None:
     inode = one.inode(content)
     if who == "the PFS is being changed":
         write_back(one, content)
-        on_pfs = holders.load_pfs_state(cluster.store, inode)
+        on_pfs = locations.load_pfs_state(cluster.store, inode)
         assert on_pfs is not None
         cluster.put(f"f/{inode:016x}", {**on_pfs.value, "by": 1})
     change(one, content, appended)
@@ -139,7 +139,7 @@ def test_what_is_not_certain_is_not_decided(tmp_path: Path, who: str) -> None:
     if who == "a living node has it":
         assert held(two, inode) == OLD
     else:
-        assert decided == (wants.FAILED if who == "nobody" else wants.OPEN) and file_of(cluster, inode).item == before
+        assert decided == (mover_requests.FAILED if who == "nobody" else mover_requests.OPEN) and file_of(cluster, inode).item == before
 
 
 def test_a_node_that_may_have_a_newer_one_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_node_that_may_have_a_newer_one_is_waited_for(tmp_path: Path, monkeypa
     change(one, content, appended)
     one.kill()
     monkeypatch.setattr(limits, "FALL_BACK_RIVALS_S", 1000.0)
-    assert ask(two, one.inode(content)) == wants.OPEN
+    assert ask(two, one.inode(content)) == mover_requests.OPEN
     assert fall_back_of(two).next_due_s() is not None, "it is looked at again"
 
 
@@ -200,7 +200,7 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
     hear(two, content)
     lost = overwrite(one, content, "truncated")
     one.kill()
-    assert ask(three, inode) == wants.DONE and shown(cluster, inode)[:2] == (0, 1)
+    assert ask(three, inode) == mover_requests.DONE and shown(cluster, inode)[:2] == (0, 1)
     fetched = {**file_of(cluster, inode).value, "content": 4242}
     cluster.put(f"i/{inode:016x}", fetched)
     decide(two)
@@ -219,12 +219,12 @@ def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
     write_back(one, content)
     lost = newer(one, content, how)
     one.kill()
-    assert ask(two, inode) == wants.DONE
+    assert ask(two, inode) == mover_requests.DONE
     if fetched:
         value = {**file_of(cluster, inode).value, "content": 4242}
         cluster.put(f"i/{inode:016x}", value)
         with two.db.transaction():
-            kinds.write_value(two.db, SharedKey(INODE, inode), value)
+            keys.write_value(two.db, SharedKey(INODE, inode), value)
     two.db.is_journalled = True
     one.revive()
     tidy(one)
@@ -244,7 +244,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     write_back(one, content)
     change(one, content, appended)
     one.kill()
-    assert ask(two, inode) == wants.DONE
+    assert ask(two, inode) == mover_requests.DONE
     third = two.write(inode, b"third")
     two.seal()
     publish(two)
@@ -271,7 +271,7 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
     with contextlib.suppress(OSError):
         ask(two, inode)
     monkeypatch.setattr(disk, "_fault", "")
-    assert ask(two, inode) == wants.DONE and (kinds.get_value(two.db, SharedKey(INODE, inode)) or {})["content"] is None
+    assert ask(two, inode) == mover_requests.DONE and (keys.get_value(two.db, SharedKey(INODE, inode)) or {})["content"] is None
 
 
 def test_who_opens_it_gets_it(tmp_path: Path) -> None:
@@ -304,4 +304,4 @@ def test_without_copies_on_other_nodes(tmp_path: Path) -> None:
     write_back(one, content)
     change(one, content, appended)
     one.kill()
-    assert ask(two, inode) == wants.DONE and shown(cluster, inode)[:2] == (0, 1)
+    assert ask(two, inode) == mover_requests.DONE and shown(cluster, inode)[:2] == (0, 1)

@@ -9,15 +9,15 @@ from clique_world import LocalCluster, Node
 from former_world import NEW, OLD, decide, file_of, opens, publish, shown, tidy
 
 from ckptfs import limits
-from ckptfs.catalog import namespace, renaming, wants
+from ckptfs.catalog import mover_requests, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import kinds
-from ckptfs.catalog.sharing.kinds import INODE, PFS_NAME, PFS_STATE, SharedKey
-from ckptfs.catalog.sharing.touching import DirtyKeyTracker
-from ckptfs.catalog.sharing.truth import StoreSnapshot
-from ckptfs.catalog.store import Delete
-from ckptfs.clique import holders
+from ckptfs.clique import locations
+from ckptfs.coherence import keys
+from ckptfs.coherence.key_state import DirtyKeyTracker
+from ckptfs.coherence.keys import INODE, PFS_NAME, PFS_STATE, SharedKey
+from ckptfs.coherence.pfs_coordination import StoreSnapshot
 from ckptfs.model import ROOT
+from ckptfs.store.kv import Delete
 
 NAME = f"x/{ROOT:016x}/file"
 
@@ -50,7 +50,7 @@ def world(tmp_path: Path, count: int = 2) -> tuple[LocalCluster, int, int, int]:
     cluster.put(NAME, {"inode": former})
     newer = one.make(b"file.tmp", NEW)
     with one.db.transaction():
-        renaming.rename(one.db, ROOT, b"file.tmp", ROOT, b"file")
+        namespace.rename(one.db, ROOT, b"file.tmp", ROOT, b"file")
         namespace.delete_forgotten(one.db, [former])
     cluster.store.commit([], [Delete(b"i/%016x" % former), Delete(b"c/%016x" % content)])
     one.seal()
@@ -67,9 +67,9 @@ def learn(node: Node, inode: int) -> None:
 def ask(node: Node, inode: int) -> int:
     """Somebody opens the file there, and nobody gives what it holds; how that ended."""
     learn(node, inode)
-    want = wants.insert_request(node.db, wants.SALVAGE, inode)
+    want = mover_requests.insert_request(node.db, mover_requests.SALVAGE, inode)
     decide(node)
-    found = wants.get(node.db, want)
+    found = mover_requests.get(node.db, want)
     assert found is not None
     return found.state
 
@@ -78,20 +78,20 @@ def test_it_shows_what_the_pfs_has(tmp_path: Path) -> None:
     """P9: when its writer is dead and not before; once; and what it missed is known."""
     cluster, former, inode, newer = world(tmp_path, 3)
     one, two, three = cluster.nodes
-    assert ask(two, inode) == wants.FAILED, "its writer lives"
+    assert ask(two, inode) == mover_requests.FAILED, "its writer lives"
     one.kill()
-    assert ask(two, inode) == wants.DONE
+    assert ask(two, inode) == mover_requests.DONE
     assert shown(cluster, inode)[:3] == (0, 0, len(OLD))
     assert (file_of(cluster, inode).salvaged or {})["content"] == newer
     decided = file_of(cluster, inode).item
-    assert ask(three, inode) == wants.DONE and file_of(cluster, inode).item == decided, "once"
-    assert holders.load_pfs_state(cluster.store, former) is None
+    assert ask(three, inode) == mover_requests.DONE and file_of(cluster, inode).item == decided, "once"
+    assert locations.load_pfs_state(cluster.store, former) is None
     for node in (two, three):
-        assert (kinds.get_value(node.db, SharedKey(INODE, inode)) or {})["content"] is None
-        assert (kinds.get_value(node.db, SharedKey(PFS_STATE, inode)) or {})["published"][:3] == [0, 1, len(OLD)]
+        assert (keys.get_value(node.db, SharedKey(INODE, inode)) or {})["content"] is None
+        assert (keys.get_value(node.db, SharedKey(PFS_STATE, inode)) or {})["published"][:3] == [0, 1, len(OLD)]
         assert (
-            kinds.get_value(node.db, SharedKey(PFS_NAME, ROOT, b"file")) == {"inode": inode}
-            and kinds.get_value(node.db, SharedKey(PFS_STATE, former)) is None
+            keys.get_value(node.db, SharedKey(PFS_NAME, ROOT, b"file")) == {"inode": inode}
+            and keys.get_value(node.db, SharedKey(PFS_STATE, former)) is None
         )
 
 
@@ -110,7 +110,7 @@ def test_the_writer_returns(tmp_path: Path) -> None:
     cluster, _, inode, newer = world(tmp_path)
     one, two = cluster.nodes
     one.kill()
-    assert ask(two, inode) == wants.DONE
+    assert ask(two, inode) == mover_requests.DONE
     one.revive()
     tidy(one)
     decide(two)
@@ -124,7 +124,7 @@ def test_what_is_not_certain_is_not_decided(tmp_path: Path, why: str) -> None:
     """P7: nothing that may belong to another file, or change just now."""
     cluster, former, inode, newer = world(tmp_path)
     one, two = cluster.nodes
-    on_pfs = holders.load_pfs_state(cluster.store, former)
+    on_pfs = locations.load_pfs_state(cluster.store, former)
     assert on_pfs is not None
     match why:
         case "it has another name":
@@ -137,4 +137,4 @@ def test_what_is_not_certain_is_not_decided(tmp_path: Path, why: str) -> None:
             cluster.put(NAME, {"inode": former, "by": 1, "next": inode})
     one.kill()
     waits = why in {"it is being changed", "the name is"}
-    assert ask(two, inode) == (wants.OPEN if waits else wants.FAILED) and shown(cluster, inode)[0] == newer
+    assert ask(two, inode) == (mover_requests.OPEN if waits else mover_requests.FAILED) and shown(cluster, inode)[0] == newer

@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from pfs_world import World, bytes_here, corrupt, lose_copies, wants
+from pfs_world import World, bytes_here, corrupt, lose_copies
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import settling
+from ckptfs.catalog import contents, mover_requests
 from ckptfs.flow import fetch
 from ckptfs.model import ContentState, Tier
 
@@ -29,16 +29,16 @@ def world(tmp_path: Path) -> World:
 
 def test_an_imported_file_arrives_sealed_and_its_digest_is_kept(world: World) -> None:
     answer = world.bring("d/file")
-    assert (answer.state, answer.result) == (wants.DONE, wants.FETCHED)
+    assert (answer.state, answer.result) == (mover_requests.DONE, mover_requests.FETCHED)
     data = (world.pfs / "d" / "file").read_bytes()
     assert bytes_here(world, "d/file") == (Tier.RAM, data)
-    content = settling.get_content(world.db, int(str(world.column("d/file", "content"))))
+    content = contents.get_content(world.db, int(str(world.column("d/file", "content"))))
     assert content is not None and content.state is ContentState.SEALED
     running = digest.RunningDigest()
     running.update(data)
     assert (content.digest, content.block_digests) == running.finish()
     assert world.published("d/file", "digest") == content.digest and content.generation == world.published("d/file", "generation")
-    assert world.bring("d/file").result == wants.FETCHED
+    assert world.bring("d/file").result == mover_requests.FETCHED
     world.check()
 
 
@@ -46,14 +46,14 @@ def test_an_evicted_file_comes_back_into_the_same_content(world: World) -> None:
     world.bring("d/file")
     content = world.column("d/file", "content")
     lose_copies(world, "d/file")
-    assert world.bring("d/file").result == wants.FETCHED
+    assert world.bring("d/file").result == mover_requests.FETCHED
     assert world.column("d/file", "content") == content
     assert bytes_here(world, "d/file")[1] == (world.pfs / "d" / "file").read_bytes()
     world.check()
 
 
 @pytest.mark.parametrize("evicted", [True, False])
-@pytest.mark.parametrize("argument", ["", wants.FOR_WRITING])
+@pytest.mark.parametrize("argument", ["", mover_requests.FOR_WRITING])
 def test_a_byte_that_changed_under_the_same_size_and_mtime_is_found(
     world: World, evicted: bool, argument: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_byte_that_changed_under_the_same_size_and_mtime_is_found(
         world.db.run("DELETE FROM content")
     corrupt(world.pfs / "d" / "file")
     answer = world.bring("d/file", argument)
-    assert (answer.state, answer.error) == (wants.FAILED, 5)
+    assert (answer.state, answer.error) == (mover_requests.FAILED, 5)
     assert "d/file cannot be read" in caplog.text
     assert world.db.rows("SELECT * FROM copy") == [] and list(world.tiers[Tier.RAM].contents()) == []
     world.check()
@@ -75,7 +75,7 @@ def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: Wor
     lose_copies(world, "d/file")
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.PFS)
     world.db.run("UPDATE published SET checked_ns = 0")
-    assert world.bring("d/file").result == wants.DIRECT
+    assert world.bring("d/file").result == mover_requests.DIRECT
     assert int(str(world.published("d/file", "checked_ns"))) > 0
     world.db.run("UPDATE published SET checked_ns = 0")
     corrupt(world.pfs / "d" / "file")
@@ -84,7 +84,7 @@ def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: Wor
 
 def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.PFS)
-    assert world.bring("d/file", wants.FOR_WRITING).result == wants.FETCHED
+    assert world.bring("d/file", mover_requests.FOR_WRITING).result == mover_requests.FETCHED
     assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
 
 
@@ -92,7 +92,7 @@ def test_a_large_file_of_a_stranger_s_is_read_in_place_where_room_is_scarce(worl
     monkeypatch.setattr(limits, "FETCH_WHOLE_BYTES", MIB)
     asked: list[int] = []
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: asked.append(expected_bytes) or Tier.PFS)
-    assert world.bring("d/file").result == wants.DIRECT
+    assert world.bring("d/file").result == mover_requests.DIRECT
     assert asked == [limits.FETCH_ROOM_RATIO * (5 * MIB + 7)]
 
 
@@ -100,7 +100,7 @@ def test_a_stranger_s_newer_file_is_fetched_instead(world: World) -> None:
     world.bring("d/file")
     lose_copies(world, "d/file")
     (world.pfs / "d" / "file").write_bytes(b"newer")
-    assert world.bring("d/file").result == wants.FETCHED
+    assert world.bring("d/file").result == mover_requests.FETCHED
     assert bytes_here(world, "d/file")[1] == b"newer" and world.column("d/file", "size") == 5
     world.check()
 
@@ -108,8 +108,8 @@ def test_a_stranger_s_newer_file_is_fetched_instead(world: World) -> None:
 def test_a_file_that_a_stranger_removed(world: World) -> None:
     (world.pfs / "d" / "file").unlink()
     inode = world.inode("d/file")
-    answer = world.run(world.fetch, wants.insert_request(world.db, wants.FETCH, inode))
-    assert (answer.state, answer.error) == (wants.FAILED, 116)
+    answer = world.run(world.fetch, mover_requests.insert_request(world.db, mover_requests.FETCH, inode))
+    assert (answer.state, answer.error) == (mover_requests.FAILED, 116)
     assert world.names("d") == set()
     world.check()
 
@@ -127,7 +127,7 @@ def test_a_file_that_is_rewritten_while_it_is_read(world: World, monkeypatch: py
         return result
 
     monkeypatch.setattr(fetch.transfer, "copy", disturbed)
-    assert world.bring("d/file").result == wants.FETCHED
+    assert world.bring("d/file").result == mover_requests.FETCHED
     assert bytes_here(world, "d/file")[1] == b"newer"
     world.check()
 
@@ -146,14 +146,14 @@ def test_a_file_that_is_written_here_while_it_is_fetched(world: World, monkeypat
         return result
 
     monkeypatch.setattr(fetch.transfer, "copy", disturbed)
-    assert world.bring("d/file").result == wants.FETCHED
+    assert world.bring("d/file").result == mover_requests.FETCHED
     assert world.db.value("SELECT state FROM content WHERE id = ?", world.column("d/file", "content")) == 0
     assert list(world.tiers[Tier.RAM].contents()) == []
 
 
 def test_an_empty_file_that_was_never_anywhere(world: World) -> None:
     world.db.run("DELETE FROM published")
-    assert world.bring("d/file").result == wants.FETCHED
+    assert world.bring("d/file").result == mover_requests.FETCHED
     assert world.column("d/file", "content") is None
 
 
@@ -171,7 +171,7 @@ def test_owner_and_holes(world: World) -> None:
         file.write(b"island")
     os.chmod(world.pfs / "d" / "sparse", stat.S_IRUSR)
     world.look("d")
-    assert world.bring("d/sparse").result == wants.FETCHED
+    assert world.bring("d/sparse").result == mover_requests.FETCHED
     content = int(str(world.column("d/sparse", "content")))
     found = world.tiers[Tier.RAM].stat(content)
     assert found is not None and found.st_size == 64 * MIB and found.st_blocks * 512 < 8 * MIB
@@ -181,8 +181,8 @@ def test_several_at_once_and_askers_share(world: World) -> None:
     for number in range(6):
         (world.pfs / "d" / f"f{number}").write_bytes(os.urandom(MIB))
     world.look("d")
-    asked = [wants.insert_request(world.db, wants.FETCH, world.inode(f"d/f{number}")) for number in range(6)]
-    assert asked == [wants.insert_request(world.db, wants.FETCH, world.inode(f"d/f{number}")) for number in range(6)]
+    asked = [mover_requests.insert_request(world.db, mover_requests.FETCH, world.inode(f"d/f{number}")) for number in range(6)]
+    assert asked == [mover_requests.insert_request(world.db, mover_requests.FETCH, world.inode(f"d/f{number}")) for number in range(6)]
 
     def work() -> None:
         while world.fetch.step():
@@ -206,21 +206,21 @@ LABELS = [
 @pytest.mark.parametrize("label", [label for label in LABELS if label != "fetch:answered"])
 def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO@*")
-    assert world.bring("d/file").state == wants.FAILED
+    assert world.bring("d/file").state == mover_requests.FAILED
     monkeypatch.setattr(disk, "_fault", "")
     assert list(world.tiers[Tier.RAM].contents()) == []
     world.check()
-    assert world.bring("d/file").result == wants.FETCHED
+    assert world.bring("d/file").result == mover_requests.FETCHED
 
 
 @pytest.mark.parametrize("label", ["place:create", "fetch:write"])
-@pytest.mark.parametrize("argument", ["", wants.FOR_WRITING])
+@pytest.mark.parametrize("argument", ["", mover_requests.FOR_WRITING])
 def test_room_that_others_took_meanwhile(world: World, label: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P10: a reader gets the PFS's own file, a writer a copy there; only where that is full as well does it fail."""
     world.bring("d/file")
     lose_copies(world, "d/file")
     monkeypatch.setattr(disk, "_fault", f"{label}=ENOSPC@{1 + disk._calls[label]}")
-    assert world.bring("d/file", argument).result == (wants.FETCHED if argument else wants.DIRECT)
+    assert world.bring("d/file", argument).result == (mover_requests.FETCHED if argument else mover_requests.DIRECT)
     assert list(world.tiers[Tier.RAM].contents()) == []
     if argument:
         assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
@@ -241,7 +241,7 @@ def test_killed_anywhere_the_next_one_brings_it(world: World, label: str, when: 
     assert world.killed_at(f"{label}={when}", lambda there: there.bring("d/file"))
     after = world.reborn()
     after.check()
-    assert after.bring("d/file").result == wants.FETCHED
+    assert after.bring("d/file").result == mover_requests.FETCHED
     assert bytes_here(after, "d/file")[1] == (after.pfs / "d" / "file").read_bytes()
     assert list(after.tiers[Tier.RAM].contents()) == [after.column("d/file", "content")]
 
@@ -255,8 +255,8 @@ def test_an_error_of_the_disk_below_nvme(tmp_path: Path, label: str, monkeypatch
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.NVME)
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
     monkeypatch.setattr(disk, "_calls", disk.Counter())
-    assert world.bring("file").state == wants.FAILED
+    assert world.bring("file").state == mover_requests.FAILED
     monkeypatch.setattr(disk, "_fault", "")
     world.check()
-    assert world.bring("file").result == wants.FETCHED
+    assert world.bring("file").result == mover_requests.FETCHED
     assert bytes_here(world, "file") == (Tier.NVME, b"data" * 1000)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node, bring, fetch_of, replicated
-from pfs_world import World, bytes_here, corrupt, lose_copies, wants
+from pfs_world import World, bytes_here, corrupt, lose_copies
 
 from ckptfs import disk, limits
-from ckptfs.catalog import settling
+from ckptfs.catalog import contents, mover_requests
 from ckptfs.model import Tier
-from ckptfs.tiers import arrival
-from ckptfs.tiers.arrival import FetchMap
-from ckptfs.tiers.place import TierStorage
+from ckptfs.tiers import fetch_map
+from ckptfs.tiers.fetch_map import FetchMap
+from ckptfs.tiers.storage import TierStorage
 
 BLOCK = limits.BLOCK_BYTES
 BLOCKS = 6
@@ -24,7 +24,7 @@ class Reader:
     """What a mount process does while a content arrives, between one block and the next."""
 
     def __init__(
-        self, storage: TierStorage, content: int, want: Callable[[], wants.MoverRequest | None], data: bytes, first: list[int]
+        self, storage: TierStorage, content: int, want: Callable[[], mover_requests.MoverRequest | None], data: bytes, first: list[int]
     ) -> None:
         self.order: list[int] = []
         self.counts: list[int] = []
@@ -35,7 +35,7 @@ class Reader:
         found = FetchMap.find(self._storage.root, self._content)
         assert found is not None and found.is_published
         row = self._want()
-        assert row is not None and (row.state, row.result) == (wants.OPEN, wants.READABLE)
+        assert row is not None and (row.state, row.result) == (mover_requests.OPEN, mover_requests.READABLE)
         with os.fdopen(self._storage.open(self._content), "rb") as file:
             assert found.is_for(file.fileno())
             for number in range(found.block_count):
@@ -53,8 +53,8 @@ class Reader:
 
 def arriving(node: Node, content: int, data: bytes, first: list[int], monkeypatch: pytest.MonkeyPatch) -> Reader:
     """Fetch from peers while a reader looks at it before every block."""
-    want = wants.insert_request(node.db, wants.FETCH, node.inode(content))
-    reader = Reader(node.tiers[Tier.RAM], content, lambda: wants.get(node.db, want), data, first)
+    want = mover_requests.insert_request(node.db, mover_requests.FETCH, node.inode(content))
+    reader = Reader(node.tiers[Tier.RAM], content, lambda: mover_requests.get(node.db, want), data, first)
     real = FetchMap.list_awaited
 
     def asked(self: FetchMap) -> list[int]:
@@ -66,7 +66,7 @@ def arriving(node: Node, content: int, data: bytes, first: list[int], monkeypatc
 
     looking: list[bool] = []
     monkeypatch.setattr(FetchMap, "list_awaited", asked)
-    assert bring(node, node.inode(content)).result == wants.FETCHED
+    assert bring(node, node.inode(content)).result == mover_requests.FETCHED
     return reader
 
 
@@ -97,7 +97,7 @@ def test_a_small_file_is_not_published(tmp_path: Path, monkeypatch: pytest.Monke
     cluster = LocalCluster(tmp_path, 3)
     content = replicated(cluster, b"a", os.urandom(BLOCK))
     monkeypatch.setattr(FetchMap, "publish", lambda *_: pytest.fail("it is here sooner than anybody could begin to read"))
-    assert bring(cluster.nodes[2], cluster.nodes[0].inode(content)).result == wants.FETCHED
+    assert bring(cluster.nodes[2], cluster.nodes[0].inode(content)).result == mover_requests.FETCHED
 
 
 def test_without_room_for_what_is_published_a_file_comes_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,20 +110,20 @@ def test_without_room_for_what_is_published_a_file_comes_as_a_whole(tmp_path: Pa
     monkeypatch.setattr(os, "posix_fallocate", full)
     three = cluster.nodes[2]
     assert fetch_of(three).step() is False
-    assert bring(three, cluster.nodes[0].inode(content)).result == wants.FETCHED and three.data(content) == data
+    assert bring(three, cluster.nodes[0].inode(content)).result == mover_requests.FETCHED and three.data(content) == data
 
 
 def test_what_a_dead_mover_published_is_not_believed_of_the_next_one_s_file(tmp_path: Path) -> None:
     """P7: the marks are those of another file, with blocks that are not in this one."""
     cluster = LocalCluster(tmp_path, 1)
     storage = cluster.nodes[0].tiers[Tier.RAM]
-    content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    content = contents.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
     with os.fdopen(storage.create(1000), "wb") as before, os.fdopen(storage.create(1001), "wb") as after:
         old = FetchMap.publish(storage.root, content, Tier.RAM, before.fileno(), [1])
         found = FetchMap.find(storage.root, content.id)
         assert found is not None and found.is_for(before.fileno()) and not found.is_for(after.fileno())
-        arrival.delete_all(storage.root)
+        fetch_map.delete_all(storage.root)
         assert not found.is_published and not found.is_for(before.fileno()) and FetchMap.find(storage.root, content.id) is None
         FetchMap.publish(storage.root, content, Tier.RAM, after.fileno(), [0, 1])
         assert not found.is_published, "another one under the same name"
@@ -146,8 +146,8 @@ def staged(tmp_path: Path) -> World:
 
 def test_a_file_on_the_pfs_is_read_as_it_comes(staged: World, monkeypatch: pytest.MonkeyPatch) -> None:
     content, data = int(str(staged.column("d/file", "content"))), (staged.pfs / "d" / "file").read_bytes()
-    want = wants.insert_request(staged.db, wants.FETCH, staged.inode("d/file"))
-    reader = Reader(staged.tiers[Tier.RAM], content, lambda: wants.get(staged.db, want), data, [6, 2])
+    want = mover_requests.insert_request(staged.db, mover_requests.FETCH, staged.inode("d/file"))
+    reader = Reader(staged.tiers[Tier.RAM], content, lambda: mover_requests.get(staged.db, want), data, [6, 2])
     real = disk.act
 
     def act(label: str, *values: object, **named: object) -> object:
@@ -156,7 +156,7 @@ def test_a_file_on_the_pfs_is_read_as_it_comes(staged: World, monkeypatch: pytes
         return real(label, *values, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(disk, "act", act)
-    assert staged.bring("d/file").result == wants.FETCHED
+    assert staged.bring("d/file").result == mover_requests.FETCHED
     # It was asked when the first block was being read already; what follows comes after it, then the rest.
     assert reader.order == [0, 6, 2, 3, 4, 5]
     assert bytes_here(staged, "d/file") == (Tier.RAM, data)
@@ -167,8 +167,8 @@ def test_a_bad_block_on_the_pfs_is_never_shown(staged: World, caplog: pytest.Log
     """P4: what comes before it was right, and the reader of it gets an error."""
     corrupt(staged.pfs / "d" / "file")
     answer = staged.bring("d/file")
-    assert (answer.state, answer.error) == (wants.FAILED, 5) and "d/file cannot be read" in caplog.text
-    assert list(staged.tiers[Tier.RAM].contents()) == [] and not list(arrival.get_directory(staged.tiers[Tier.RAM].root).iterdir())
+    assert (answer.state, answer.error) == (mover_requests.FAILED, 5) and "d/file cannot be read" in caplog.text
+    assert list(staged.tiers[Tier.RAM].contents()) == [] and not list(fetch_map.get_directory(staged.tiers[Tier.RAM].root).iterdir())
     staged.check()
 
 
@@ -176,11 +176,11 @@ def test_what_is_published_and_damaged_is_nothing(tmp_path: Path) -> None:
     """P7: no reader looks beyond what is mapped, or fails for another reason than that nothing arrives."""
     cluster = LocalCluster(tmp_path, 1)
     storage = cluster.nodes[0].tiers[Tier.RAM]
-    content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    content = contents.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
     with os.fdopen(storage.create(1000), "wb") as target:
         FetchMap.publish(storage.root, content, Tier.RAM, target.fileno(), [1])
-    (path,) = arrival.get_directory(storage.root).iterdir()
+    (path,) = fetch_map.get_directory(storage.root).iterdir()
     whole = path.read_bytes()
     beyond = [b"", whole[:10], whole[:-1], whole + b"\0", whole[:32] + b"\xff" * 16 + whole[48:]]
     for damaged in (*beyond, b"x" + whole[1:], whole[:48] + b"\xff" * 20):
@@ -192,10 +192,10 @@ def test_what_is_published_and_damaged_is_nothing(tmp_path: Path) -> None:
 def test_publishing_cuts_off_nothing_that_is_mapped(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path, 1)
     storage = cluster.nodes[0].tiers[Tier.RAM]
-    content = settling.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
+    content = contents.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
     assert content is not None
-    arrival.get_directory(storage.root).mkdir()
-    left = arrival.get_directory(storage.root) / f"{content.id:016x}.new"
+    fetch_map.get_directory(storage.root).mkdir()
+    left = fetch_map.get_directory(storage.root) / f"{content.id:016x}.new"
     left.write_bytes(bytes(10_000))
     with open(left, "rb") as mapped, os.fdopen(storage.create(1000), "wb") as target:
         FetchMap.publish(storage.root, content, Tier.RAM, target.fileno(), [1])

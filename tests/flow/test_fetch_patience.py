@@ -11,14 +11,14 @@ from clique_world import LocalCluster, Node, bring, cluster_of, fetch_of
 from former_world import OLD, decide, overwrite, publish, replicated
 
 from ckptfs import limits
-from ckptfs.catalog import wants
+from ckptfs.catalog import mover_requests
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing.touching import DirtyKeyTracker
-from ckptfs.clique import holders
-from ckptfs.clique.peers import PeerFailed, PeerRefused
+from ckptfs.clique import locations
+from ckptfs.clique.peer_api import PeerFailed, PeerRefused
+from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.flow.fetch import Fetch
 
-FAILED = (wants.FAILED, 5)
+FAILED = (mover_requests.FAILED, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def knowing(cluster: LocalCluster, content: int) -> tuple[Node, int, Fetch]:
 
 def tried(node: Node, inode: int, flow: Fetch, times: int) -> int:
     """Somebody opens the file, and it was tried so often; the want."""
-    want = wants.insert_request(node.db, wants.FETCH, inode)
+    want = mover_requests.insert_request(node.db, mover_requests.FETCH, inode)
     end_s, done = time.monotonic() + 60, 0
     while done < times:
         assert time.monotonic() < end_s
@@ -55,7 +55,7 @@ def tried(node: Node, inode: int, flow: Fetch, times: int) -> int:
 
 
 def answer(node: Node, want: int) -> tuple[int, int]:
-    row = wants.get(node.db, want)
+    row = mover_requests.get(node.db, want)
     assert row is not None
     return row.state, row.error
 
@@ -71,7 +71,7 @@ def awaited(root: Path, times: int) -> tuple[LocalCluster, int, Fetch, int]:
     cluster.cut.add("n1")
     flow = fetch_of(two)
     want = tried(two, one.inode(content), flow, times)
-    assert answer(two, want) == (wants.OPEN, 0)
+    assert answer(two, want) == (mover_requests.OPEN, 0)
     return cluster, content, flow, want
 
 
@@ -80,7 +80,7 @@ def test_a_writer_that_lives_and_does_not_answer_is_tried_again(tmp_path: Path) 
     cluster, content, flow, _ = awaited(tmp_path, 4)
     one, two = cluster.nodes
     cluster.cut.clear()
-    assert bring(two, one.inode(content), flow=flow).result == wants.FETCHED
+    assert bring(two, one.inode(content), flow=flow).result == mover_requests.FETCHED
     assert two.data(content) == b"hello"
 
 
@@ -107,7 +107,7 @@ def test_who_says_that_it_has_nothing_is_not_waited_for(tmp_path: Path, monkeypa
     def refuse(act: str, name: str) -> None:
         raise PeerFailed("it does not answer") if island else PeerRefused("it has none", 2)
 
-    holders.refresh(two.db, two.store, [content], two.number)
+    locations.refresh(two.db, two.store, [content], two.number)
     two.peers.fault = refuse
     two.store.reachable = not island
     failed = bring(two, one.inode(content))
@@ -122,7 +122,7 @@ def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatc
     cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = one.written(b"a", b"hello")
-    holders.refresh(two.db, two.store, [content], two.number)
+    locations.refresh(two.db, two.store, [content], two.number)
     cluster.cut.add("n1")
     two.store.reachable = False
     failed = bring(two, one.inode(content), flow=Fetch(two.db, two.tiers, two.config, two.told, replace(cluster_of(two), lease=lambda: 0)))
@@ -137,7 +137,7 @@ def test_a_file_that_lost_its_name_is_not_waited_for(tmp_path: Path, monkeypatch
     one, two = cluster.nodes
     two.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", one.inode(content))
     tried(two, one.inode(content), flow, 1)
-    assert answer(two, want) == (wants.FAILED, errno.ESTALE)
+    assert answer(two, want) == (mover_requests.FAILED, errno.ESTALE)
 
 
 @pytest.mark.parametrize("how", ["truncated", "renamed"])
@@ -153,9 +153,9 @@ def test_after_a_death_the_former_content_is_waited_for(tmp_path: Path, monkeypa
     want = tried(three, inode, flow, 2)
     one.kill()
     tried(three, inode, flow, 2)
-    assert answer(three, want) == (wants.OPEN, 0), "nobody has decided"
+    assert answer(three, want) == (mover_requests.OPEN, 0), "nobody has decided"
     decide(two)
-    assert bring(three, inode, flow=flow).result == wants.FETCHED
+    assert bring(three, inode, flow=flow).result == mover_requests.FETCHED
     assert three.data(content) == OLD
 
 

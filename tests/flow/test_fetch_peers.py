@@ -8,16 +8,16 @@ import pytest
 from clique_world import MIB, LocalCluster, Node, bring, cluster_of, level, replicate_of, replicated, until
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, holding, settling, telling, wants
-from ckptfs.clique import holders
-from ckptfs.clique.claims import ClusterLock
+from ckptfs.catalog import contents, copies, mover_requests, remote_contents
+from ckptfs.clique import locations
+from ckptfs.clique.cluster import ClusterLock
 from ckptfs.errors import Busy
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.fetch.from_peers import PeerFetcher
 from ckptfs.flow.recover import Recover
-from ckptfs.flow.secure import FsyncReplication
-from ckptfs.flow.tell import AnnounceCopies
+from ckptfs.flow.replicate.open_files import FsyncReplication
 from ckptfs.flow.verify import verify
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
@@ -29,14 +29,14 @@ def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
     one, _, three = cluster.nodes
     content = replicated(cluster, b"a", data := os.urandom(2 * BLOCK + 5))
     inode = one.inode(content)
-    assert bring(three, inode).result == wants.FETCHED
+    assert bring(three, inode).result == mover_requests.FETCHED
     assert three.data(content) == data
-    (copy,) = settling.list_copies(three.db, content)
+    (copy,) = copies.list_copies(three.db, content)
     assert copy.state is CopyState.GOOD and copy.verified_ns > 0
     assert level(three, content) is Level.CLIQUE
     AnnounceCopies(three.db, cluster_of(three)).step()
-    assert holders.load(three.store, [content])[content].holders == [1, 2, 3]
-    assert telling.list_unannounced(three.db, 10) == []
+    assert locations.load(three.store, [content])[content].holders == [1, 2, 3]
+    assert remote_contents.list_unannounced(three.db, 10) == []
 
 
 def test_what_is_closed_and_not_sealed_is_sealed_for_the_reader(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_what_is_closed_and_not_sealed_is_sealed_for_the_reader(tmp_path: Path) 
     one.publish_shared(content)
     held = contents.get_file_content(two.db, one.inode(content))
     assert held is not None and held.state is ContentState.CLOSED and held.is_remote
-    assert bring(two, one.inode(content)).result == wants.FETCHED
+    assert bring(two, one.inode(content)).result == mover_requests.FETCHED
     assert two.data(content) == b"hello"
 
 
@@ -61,7 +61,7 @@ def test_the_holder_serves_when_the_writer_does_not(tmp_path: Path, trouble: str
         three.peers.spoil.add("n1")
     else:
         cluster.cut.add("n1")
-    assert bring(three, one.inode(content)).result == wants.FETCHED
+    assert bring(three, one.inode(content)).result == mover_requests.FETCHED
     assert three.data(content) == data
 
 
@@ -73,7 +73,7 @@ def test_a_node_that_lost_its_ram_gets_its_own_files_back(tmp_path: Path) -> Non
     Recover(one.db, one.tiers, one.config, one.told).step()
     assert one.state(content) is ContentState.SEALED, "it is not lost: a peer has it"
     assert level(one, content) is Level.LOCAL, "one copy is less than was wanted"
-    assert bring(one, one.inode(content)).result == wants.FETCHED
+    assert bring(one, one.inode(content)).result == mover_requests.FETCHED
     assert one.data(content) == data and level(one, content) is Level.CLIQUE
     assert two.files(Tier.RAM) == {content}
 
@@ -95,7 +95,7 @@ def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
         return fetch(sources, record, wanted, *rest, **named)  # type: ignore[arg-type]
 
     one.peers.fetch = counted  # type: ignore[method-assign,assignment]
-    assert bring(one, one.inode(content)).result == wants.FETCHED
+    assert bring(one, one.inode(content)).result == mover_requests.FETCHED
     assert one.data(content) == data and level(one, content) is Level.CLIQUE
     assert len(came) == 1
 
@@ -109,11 +109,11 @@ def test_nobody_left_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: p
     one.kill()
     two.kill()
     answer = bring(three, one.inode(content))
-    assert (answer.state, answer.error) == (wants.FAILED, 5)
+    assert (answer.state, answer.error) == (mover_requests.FAILED, 5)
     assert three.copies(content) == {} and three.files(Tier.RAM) == set()
     assert three.state(content) is ContentState.SEALED
     two.revive()
-    assert bring(three, one.inode(content)).result == wants.FETCHED
+    assert bring(three, one.inode(content)).result == mover_requests.FETCHED
 
 
 def test_an_island_goes_by_what_it_knows(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_an_island_goes_by_what_it_knows(tmp_path: Path) -> None:
     content = replicated(cluster, b"a", b"hello")
     one.lose_ram()
     one.store.reachable = False
-    assert bring(one, one.inode(content)).result == wants.FETCHED
+    assert bring(one, one.inode(content)).result == mover_requests.FETCHED
     assert one.data(content) == b"hello" and two.data(content) == b"hello"
 
 
@@ -133,13 +133,13 @@ def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
     one, two, three = cluster.nodes
     content = replicated(cluster, b"a", os.urandom(4 * BLOCK))
     inode = one.inode(content)
-    assert bring(three, inode, wants.FOR_WRITING).result == wants.FETCHED
+    assert bring(three, inode, mover_requests.FOR_WRITING).result == mover_requests.FETCHED
     three.rewrite(content, lambda data: data.__setitem__(0, data[0] ^ 1))
-    row = settling.get_content(three.db, content)
+    row = contents.get_content(three.db, content)
     assert row is not None and not row.is_remote and row.generation == 2
     assert one.copies(content) == two.copies(content) == {Tier.RAM: CopyState.STALE}
     assert level(three, content) is Level.LOCAL
-    assert bring(one, inode).result == wants.FETCHED
+    assert bring(one, inode).result == mover_requests.FETCHED
     assert one.data(content) == three.data(content)
     fetched = [act for act, _ in one.peers.asked if act == "fetch"]
     assert len(fetched) == 1
@@ -179,8 +179,8 @@ def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Ti
     monkeypatch.setattr(disk, "_calls", type(disk._calls)())
     bring(three, one.inode(content))
     monkeypatch.setattr(disk, "_fault", "")
-    assert settling.list_copies_in_state(three.db, CopyState.FILLING) == []
-    assert bring(three, one.inode(content)).result == wants.FETCHED
+    assert copies.list_copies_in_state(three.db, CopyState.FILLING) == []
+    assert bring(three, one.inode(content)).result == mover_requests.FETCHED
     assert three.data(content, tier) == one.data(content)
 
 
@@ -190,7 +190,7 @@ def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> No
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     one.publish_shared(content)
     inode = one.inode(content)
-    assert bring(two, inode).result == wants.FETCHED
+    assert bring(two, inode).result == mover_requests.FETCHED
     assert two.data(content) == data
     with open(one.tiers[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
         file.write(b"more")
@@ -199,7 +199,7 @@ def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> No
     one.seal()
     one.publish_shared(content)
     assert two.copies(content) == {Tier.RAM: CopyState.STALE}
-    assert bring(two, inode).result == wants.FETCHED
+    assert bring(two, inode).result == mover_requests.FETCHED
     assert two.data(content) == data + b"more"
 
 
@@ -209,7 +209,7 @@ def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path)
     one, two = cluster.nodes
     content = one.written(b"log", data := os.urandom(BLOCK + 9))
     inode = one.inode(content)
-    assert bring(two, inode).result == wants.FETCHED
+    assert bring(two, inode).result == mover_requests.FETCHED
     with one.db.transaction():
         contents.mark_open(one.db, inode, content, Tier.RAM)
     one.publish_shared(content)
@@ -225,7 +225,7 @@ def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path)
     with pytest.raises(Busy):
         PeerFetcher(two.db, two.tiers, cluster_of(two)).refresh_file(inode, lambda: None)
     cluster.cut.clear()
-    assert bring(two, inode).result == wants.FETCHED
+    assert bring(two, inode).result == mover_requests.FETCHED
     assert two.data(content) == data + b"more"
 
 
@@ -235,7 +235,7 @@ def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_tha
     one, two, three = cluster.nodes
     content = replicated(cluster, b"file", os.urandom(BLOCK + 9))
     inode = one.inode(content)
-    assert bring(three, inode).result == wants.FETCHED
+    assert bring(three, inode).result == mover_requests.FETCHED
     cluster.nodes.remove(three)  # Nobody there looks.
     one.rewrite(content, lambda data: data.extend(b"more"))
     closed = one.data(content)
@@ -247,7 +247,7 @@ def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_tha
         contents.mark_open(one.db, inode, content, Tier.RAM)
     (one.tiers[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"half")
     one.publish_shared(content)
-    assert bring(three, inode).result == wants.FETCHED
+    assert bring(three, inode).result == mover_requests.FETCHED
     assert three.data(content) == closed
 
 
@@ -257,13 +257,13 @@ def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
     one, two, three = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
-    until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
+    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
+    until(lambda: (row := mover_requests.get(one.db, want)) is not None and row.state == mover_requests.DONE, secure.step)
     one.publish_shared(content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     one.kill()
     for node in (two, three):
-        assert bring(node, one.inode(content)).result == wants.FETCHED
+        assert bring(node, one.inode(content)).result == mover_requests.FETCHED
         assert node.data(content) == data
 
 
@@ -273,8 +273,8 @@ def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> 
     one, two, three, four = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
-    until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
+    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
+    until(lambda: (row := mover_requests.get(one.db, want)) is not None and row.state == mover_requests.DONE, secure.step)
     AnnounceCopies(two.db, cluster_of(two)).step()
     one.publish_shared(content)
     one.kill()
@@ -285,7 +285,7 @@ def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> 
     AnnounceCopies(three.db, cluster_of(three)).step()
     two.kill()
     for node in (three, four):
-        assert bring(node, one.inode(content)).result == wants.FETCHED
+        assert bring(node, one.inode(content)).result == mover_requests.FETCHED
         assert node.data(content) == data
 
 
@@ -296,8 +296,8 @@ def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: 
     one, two, _ = cluster.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
-    until(lambda: (row := wants.get(one.db, want)) is not None and row.state == wants.DONE, secure.step)
+    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
+    until(lambda: (row := mover_requests.get(one.db, want)) is not None and row.state == mover_requests.DONE, secure.step)
     AnnounceCopies(two.db, cluster_of(two)).step()
     with one.db.transaction():
         contents.mark_closed(one.db, one.inode(content), content, len(data), 1, 2)
@@ -309,7 +309,7 @@ def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: 
     assert two.copies(content) == {Tier.RAM: CopyState.STALE}
     Evict(two.db, two.tiers, two.config, two.told)._drop_stale(two.tiers[Tier.RAM])
     for node in (cluster.nodes[first], cluster.nodes[3 - first]):
-        assert bring(node, one.inode(content)).result == wants.FETCHED
+        assert bring(node, one.inode(content)).result == mover_requests.FETCHED
         assert node.data(content) == data
 
 
@@ -352,31 +352,31 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
 
         def from_pfs(want: object, found: object) -> str:
             read.append(node.number)
-            known = settling.get_content(node.db, content)
-            assert known is not None and settling.insert_filling_copy(node.db, known, Tier.RAM)
+            known = contents.get_content(node.db, content)
+            assert known is not None and copies.insert_filling_copy(node.db, known, Tier.RAM)
             with os.fdopen(node.tiers[Tier.RAM].create(content), "wb") as file:
                 file.write(data)
-            assert holding.record_fetched_copy(node.db, known, Tier.RAM, digest.hash_block(data))
-            return wants.FETCHED
+            assert remote_contents.record_fetched_copy(node.db, known, Tier.RAM, digest.hash_block(data))
+            return mover_requests.FETCHED
 
         monkeypatch.setattr(flow, "_from_pfs", from_pfs)
         return flow
 
     for node in (two, three):
-        row = settling.get_content(node.db, content)
+        row = contents.get_content(node.db, content)
         assert row is not None
         node.publish(content)
     claims.taken[f"fetch/{content:016x}"] = 2
     waiting = fetching(three)
-    want = wants.insert_request(three.db, wants.FETCH, inode)
+    want = mover_requests.insert_request(three.db, mover_requests.FETCH, inode)
     waiting.step()
     assert read == [] and waiting.next_due_s() is not None
-    assert bring(two, inode, flow=fetching(two)).result == wants.FETCHED
-    until(lambda: (row := wants.get(three.db, want)) is not None and row.state == wants.DONE, waiting.step)
+    assert bring(two, inode, flow=fetching(two)).result == mover_requests.FETCHED
+    until(lambda: (row := mover_requests.get(three.db, want)) is not None and row.state == mover_requests.DONE, waiting.step)
     assert read == [2] and three.data(content) == data and claims.taken == {}
     three.lose_ram()
     two.kill()
     claims.taken[f"fetch/{content:016x}"] = 2
     monkeypatch.setattr(limits, "FETCH_SHARED_WAIT_S", 0.2)
-    assert bring(three, inode, flow=waiting).result == wants.FETCHED
+    assert bring(three, inode, flow=waiting).result == mover_requests.FETCHED
     assert read == [2, 3]

@@ -9,9 +9,9 @@ import pytest
 from clique_world import MIB, LocalCluster, early, offer_of
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, holding, settling
-from ckptfs.clique.peers import PeerCorrupt, PeerFailed, PeerRefused
-from ckptfs.clique.shelf import CopyNotFound, Offer
+from ckptfs.catalog import contents, copies, remote_contents
+from ckptfs.catalog.contents import get_content, set_state
+from ckptfs.clique.peer_api import CopyNotFound, Offer, PeerCorrupt, PeerFailed, PeerRefused
 from ckptfs.errors import Busy, InvalidArgument, NoSpace
 from ckptfs.flow.recover import Recover
 from ckptfs.model import ContentState, CopyState, Tier
@@ -40,8 +40,8 @@ def test_what_was_received_is_a_verified_copy_of_a_peer(two: LocalCluster) -> No
     content = one.written(b"a", data)
     assert send(two, content) == len(data)
     assert other.data(content) == data
-    (copy,) = settling.list_copies(other.db, content)
-    row = settling.get_content(other.db, content)
+    (copy,) = copies.list_copies(other.db, content)
+    row = get_content(other.db, content)
     assert copy.state is CopyState.GOOD and copy.verified_ns > 0
     assert (
         row is not None
@@ -50,7 +50,7 @@ def test_what_was_received_is_a_verified_copy_of_a_peer(two: LocalCluster) -> No
         and row.digest == digest.hash_content(row.block_digests or b"", len(data))
     )
     assert other.files(Tier.RAM) == {content}
-    assert holding.count_hosted_bytes(other.db) == len(data)
+    assert remote_contents.count_hosted_bytes(other.db) == len(data)
     assert send(two, content) == 0, "what is there already is not sent again"
 
 
@@ -164,11 +164,11 @@ def test_what_is_known_to_be_outdated_is_refused(two: LocalCluster, state: str) 
     one, other = two.nodes
     content = one.written(b"a", b"hello")
     if state == "deleted":
-        settling.set_state(other.db, content, ContentState.DOOMED)
+        set_state(other.db, content, ContentState.DOOMED)
     elif state == "newer":
         other.db.run("UPDATE content SET generation = generation + 1 WHERE id = ?", content)
     elif state == "written":
-        settling.set_state(other.db, content, ContentState.OPEN)
+        set_state(other.db, content, ContentState.OPEN)
     else:
         other.db.run("UPDATE content SET digest = zeroblob(16) WHERE id = ?", content)
     with pytest.raises(PeerRefused):
@@ -318,7 +318,7 @@ def test_lent_copies_stay_readable_and_only_good_ones_are_lent(two: LocalCluster
     with pytest.raises(CopyNotFound):
         other.hold.lend(content, b"another digest!!")
     loan = other.hold.lend(content, None)
-    settling.delete_copy(other.db, content, Tier.RAM)
+    copies.delete_copy(other.db, content, Tier.RAM)
     other.tiers[Tier.RAM].remove(content)
     assert os.pread(loan.fd, BLOCK, 0) == data and loan.digest == digest.hash_content(loan.blocks, loan.size)
     os.close(loan.fd)
@@ -358,7 +358,7 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
         send(cluster, content)
     monkeypatch.setattr(disk, "_fault", "")
     Recover(other.db, other.tiers, other.config, other.told).step()
-    for copy in settling.list_copies(other.db, content):
+    for copy in copies.list_copies(other.db, content):
         if copy.state is CopyState.GOOD:
             assert other.data(content, copy.tier) == one.data(content)
     send(cluster, content)
@@ -370,7 +370,7 @@ def test_after_a_death_what_was_arriving_is_gone(two: LocalCluster) -> None:
     other.hold.receive(offer_of(one, one.written(b"a", os.urandom(BLOCK))))
     assert len(other.files(Tier.RAM)) == 1
     Recover(other.db, other.tiers, other.config, other.told).step()
-    assert other.files(Tier.RAM) == set() and settling.list_copies_in_state(other.db, CopyState.FILLING) == []
+    assert other.files(Tier.RAM) == set() and copies.list_copies_in_state(other.db, CopyState.FILLING) == []
     assert other.db.rows("SELECT state FROM content WHERE state IN (3, 4)") == [], "a peer's content that is not here is not lost"
 
 

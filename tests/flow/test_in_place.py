@@ -9,15 +9,15 @@ from clique_world import LocalCluster, cluster_of, offer_of
 from former_world import NEW, OLD, appended, change, decide, file_of, hear, held, publish, replicated, send, shown, tidy
 
 from ckptfs import disk, limits
-from ckptfs.catalog import namespace, settling, wants
-from ckptfs.clique import holders
-from ckptfs.clique.peers import PeerFailed
+from ckptfs.catalog import contents, copies, mover_requests, namespace
+from ckptfs.clique import locations
+from ckptfs.clique.peer_api import PeerFailed
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
-from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
-from ckptfs.tiers import aside
+from ckptfs.tiers import local_copies
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_the_next_generation_takes_its_place_when_it_is_there(tmp_path: Path) ->
     one.kill()
     decide(two)
     assert shown(cluster, one.inode(content)) == (content, 2, len(OLD + NEW), 3) and two.data(content) == OLD + NEW
-    assert holders.load(cluster.store, [content])[content].holders == [1, 2]
+    assert locations.load(cluster.store, [content])[content].holders == [1, 2]
 
 
 def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) 
     assert two.data(content) == OLD
     change(one, content, appended)
     hear(two, content)
-    told = holders.load(cluster.store, [content])[content]
+    told = locations.load(cluster.store, [content])[content]
     assert [(copy.node, copy.generation) for copy in told.copies] == [(2, 1)], "the others know what it has"
     fd = one.tiers[Tier.RAM].open(content)
     with disk.closing(fd):
@@ -110,7 +110,7 @@ def test_a_mover_that_begins_anew_still_has_it(tmp_path: Path) -> None:
     tell = AnnounceCopies(two.db, cluster_of(two))
     tell.prepare()
     tell.step()
-    assert [copy.generation for copy in holders.load(cluster.store, [content])[content].copies] == [1]
+    assert [copy.generation for copy in locations.load(cluster.store, [content])[content].copies] == [1]
     one.kill()
     decide(two)
     assert held(two, one.inode(content)) == OLD
@@ -274,7 +274,7 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
     decide(two)
     former = shown(cluster, inode)[0]
     assert former != content and two.data(former) == OLD
-    row = settling.get_content(two.db, former)
+    row = contents.get_content(two.db, former)
     assert row is not None and not row.is_remote and two.db.value("SELECT lacking FROM content WHERE id = ?", former) == 1
 
 
@@ -307,9 +307,9 @@ def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: py
         raise PeerFailed("the writer died in the middle of it")
 
     monkeypatch.setattr(two.peers, "fetch", broken)
-    want = wants.insert_request(two.db, wants.FETCH, inode)
+    want = mover_requests.insert_request(two.db, mover_requests.FETCH, inode)
     Fetch(two.db, two.tiers, two.config, two.told, cluster_of(two)).step()
-    assert wants.is_open(two.db, want) and two.copies(content) == {Tier.RAM: CopyState.STALE} and two.data(content) == OLD
+    assert mover_requests.is_open(two.db, want) and two.copies(content) == {Tier.RAM: CopyState.STALE} and two.data(content) == OLD
     decide(two)
     assert shown(cluster, inode)[1:3] == (1, len(OLD)) and held(two, inode) == OLD
     tidy(two)
@@ -323,7 +323,7 @@ def test_a_fetch_that_does_not_fail_leaves_nothing_aside(tmp_path: Path) -> None
     two.learn(one.inode(content), b"file", content, len(OLD))
     change(one, content, appended)
     hear(two, content)
-    wants.insert_request(two.db, wants.FETCH, one.inode(content))
+    mover_requests.insert_request(two.db, mover_requests.FETCH, one.inode(content))
     Fetch(two.db, two.tiers, two.config, two.told, cluster_of(two)).step()
     assert two.data(content) == OLD + NEW and two.files(Tier.RAM) == {content}
 
@@ -336,11 +336,11 @@ def test_a_mover_that_dies_while_it_fetches(tmp_path: Path, renamed: bool) -> No
     content = replicated(cluster)
     change(one, content, appended)
     hear(two, content)
-    seen = settling.get_content(two.db, content)
+    seen = contents.get_content(two.db, content)
     assert seen is not None
     with two.db.transaction():
-        number = aside.stash(two.db, two.tiers[Tier.RAM], content)
-        assert number is not None and settling.insert_filling_copy(two.db, seen, Tier.RAM)
+        number = local_copies.stash(two.db, two.tiers[Tier.RAM], content)
+        assert number is not None and copies.insert_filling_copy(two.db, seen, Tier.RAM)
     if renamed:
         os.close(two.tiers[Tier.RAM].create(content))
     else:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon.inherited import HEARTBEAT, READY, STOP
+from ckptfs_daemon.ipc import HEARTBEAT, READY, STOP
 from daemon_under_test import eventually
 from local_node import Node
 
-from ckptfs.catalog import wants
+from ckptfs.catalog import mover_requests
 from ckptfs.model import ContentState, Tier
 
 DEADLINE_S = 90.0
@@ -107,14 +107,14 @@ def test_a_want_is_answered_and_the_mount_told(node: Node, start: Callable[..., 
     (node.root / "pfs" / "theirs").write_text("already there")
     mover = start()
     mover.hear(READY)
-    want = wants.insert_request(node.db, wants.SCAN, 1)
+    want = mover_requests.insert_request(node.db, mover_requests.SCAN, 1)
     mover.bell.send(b"!")
     mover.bell.settimeout(DEADLINE_S)
     heard = set()
     while b"w" not in heard:
         heard.add(mover.bell.recv(512)[:1])
-    answered = wants.get(node.db, want)
-    assert answered is not None and answered.state == wants.DONE
+    answered = mover_requests.get(node.db, want)
+    assert answered is not None and answered.state == mover_requests.DONE
 
 
 def test_stop_drains_and_ends_well(node: Node, start: Callable[..., Mover]) -> None:

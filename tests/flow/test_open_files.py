@@ -8,9 +8,9 @@ from clique_world import LocalCluster, Node, cluster_of, until
 from former_world import appended, change, decide, held, publish, replicated, shown, tidy
 
 from ckptfs import limits
-from ckptfs.catalog import wants
-from ckptfs.flow.secure.regularly import PeriodicReplication
-from ckptfs.flow.tell import AnnounceCopies
+from ckptfs.catalog import mover_requests
+from ckptfs.flow.copy_records import AnnounceCopies
+from ckptfs.flow.replicate.open_files import PeriodicReplication
 from ckptfs.model import CopyState, Tier
 
 NEVER = 1e9
@@ -38,7 +38,7 @@ def write(node: Node, content: int, data: bytes) -> None:
 
 
 def fsync(node: Node, content: int) -> int:
-    return wants.insert_request(node.db, wants.REPLICATE_LATER, node.inode(content))
+    return mover_requests.insert_request(node.db, mover_requests.REPLICATE_LATER, node.inode(content))
 
 
 def regularly(node: Node) -> PeriodicReplication:
@@ -55,10 +55,10 @@ def test_what_was_fsynced_is_copied(tmp_path: Path) -> None:
     want = fsync(one, content)
     flow.step()
     assert two.data(content) == DATA and two.copies(content) == {Tier.RAM: CopyState.GOOD}
-    assert not wants.is_open(one.db, want)
+    assert not mover_requests.is_open(one.db, want)
     want = fsync(one, content)
     flow.step()
-    assert len(one.peers.sent) == 1 and not wants.is_open(one.db, want)
+    assert len(one.peers.sent) == 1 and not mover_requests.is_open(one.db, want)
     write(one, content, DATA)
     flow.step()
     assert two.data(content) == DATA, "a change without an fsync waits for the timer"
@@ -104,10 +104,10 @@ def test_an_fsync_that_nobody_could_take_is_made_good(tmp_path: Path) -> None:
     cluster.cut = {"n2"}
     fsync(one, content)
     flow.step()
-    assert wants.list_open(one.db, wants.REPLICATE_LATER) != []
+    assert mover_requests.list_open(one.db, mover_requests.REPLICATE_LATER) != []
     cluster.cut = set()
     until(lambda: content in two.files(Tier.RAM), flow.step)
-    assert wants.list_open(one.db, wants.REPLICATE_LATER) == []
+    assert mover_requests.list_open(one.db, mover_requests.REPLICATE_LATER) == []
 
 
 def test_what_was_closed_meanwhile_is_left_to_its_seal(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_was_closed_meanwhile_is_left_to_its_seal(tmp_path: Path) -> None:
     content = one.make(b"file", DATA)
     want = fsync(one, content)
     regularly(one).step()
-    assert one.peers.sent == [] and not wants.is_open(one.db, want)
+    assert one.peers.sent == [] and not mover_requests.is_open(one.db, want)
 
 
 @pytest.mark.parametrize("again", [False, True])

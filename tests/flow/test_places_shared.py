@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from local_node import Node
 
-from ckptfs.catalog import adoption
+from ckptfs.catalog import journal
 from ckptfs.errors import TierUnavailable
-from ckptfs.flow.drop import Reclaim
+from ckptfs.flow.reclaim import Reclaim
 from ckptfs.model import Tier
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers.storage import Tiers
 
 
 @pytest.mark.parametrize("tier", [Tier.NVME, Tier.PFS])
@@ -18,12 +18,12 @@ def test_equal_ids_of_two_catalogs_are_two_files(tmp_path: Path, tier: Tier, mon
     nodes = [Node(tmp_path / name) for name in ("one", "two")]
     for node in nodes:
         node.configure(nvme=tmp_path / "one" / "nvme", pfs=tmp_path / "one" / "pfs")
-        node.tiers = Tiers.from_config(node.config, adoption.get_instance_id(node.db))
+        node.tiers = Tiers.from_config(node.config, journal.get_instance_id(node.db))
         assert node.tiers[Tier.PFS].uuid
     first, second = (node.make(b"file", os.urandom(8), tier=tier) for node in nodes)
     assert first == second, "the ids must be equal for this test to mean anything"
     assert nodes[0].data(first, tier) != nodes[1].data(second, tier)
-    monkeypatch.setattr("ckptfs.flow.drop.LEFTOVER_AGE_S", -1.0)
+    monkeypatch.setattr("ckptfs.flow.reclaim.LEFTOVER_AGE_S", -1.0)
     nodes[1].make(b"later", b"x", tier=tier)
     sweep = Reclaim(nodes[0].db, nodes[0].tiers, nodes[0].config, nodes[0].told)
     sweep._sweep_s = 0.0
@@ -35,7 +35,7 @@ def test_a_shared_directory_has_one_identity(tmp_path: Path) -> None:
     nodes = [Node(tmp_path / name) for name in ("one", "two")]
     for node in nodes:
         node.configure(pfs=tmp_path / "one" / "pfs")
-        node.tiers = Tiers.from_config(node.config, adoption.get_instance_id(node.db))
+        node.tiers = Tiers.from_config(node.config, journal.get_instance_id(node.db))
     assert nodes[0].tiers[Tier.PFS].uuid == nodes[1].tiers[Tier.PFS].uuid
 
 

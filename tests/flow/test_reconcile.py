@@ -8,15 +8,15 @@ import pytest
 from clique_world import LocalCluster, Node, cluster_of, level, replicate_of, until
 
 from ckptfs import disk, limits
-from ckptfs.catalog import holding, peers, settling, telling
-from ckptfs.catalog.store import Delete
-from ckptfs.clique import holders
+from ckptfs.catalog import contents, copies, peer_copies, remote_contents
+from ckptfs.clique import locations
 from ckptfs.errors import StoreUnreachable
-from ckptfs.flow.drop import Reclaim
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.evict import Evict
+from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.reconcile import Reconcile
-from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import ContentState, CopyState, Level, Tier
+from ckptfs.store.kv import Delete
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
         node.db.run("DELETE FROM entry")
         sweep(node)
         assert node.files(Tier.RAM) == set() and node.state(content) is None
-    assert holders.load(two.store, [content])[content].copies == ()
+    assert locations.load(two.store, [content])[content].copies == ()
 
 
 def test_nobody_is_left_to_say_that_a_dead_node_s_file_is_gone(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_nobody_is_left_to_say_that_a_dead_node_s_file_is_gone(tmp_path: Path) -
     delete(cluster, f"i/{one.inode(content):016x}")
     one.kill()
     sweep(two)
-    found = holders.load(two.store, [content])[content]
+    found = locations.load(two.store, [content])[content]
     assert found.state is None and found.copies == () and two.files(Tier.RAM) == set()
 
 
@@ -157,14 +157,14 @@ def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path, 3)
     one = cluster.nodes[0]
     content = replicated(cluster)
-    row = settling.get_content(one.db, content)
+    row = contents.get_content(one.db, content)
     assert row is not None and row.digest is not None
     value = {"node": 2, "inode": row.inode, "generation": 7, "state": 2, "size": 3, "digest": "11" * 16, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", value)
     loan = one.hold.lend(content, None)
     os.close(loan.fd)
     sweep(one)
-    seen = settling.get_content(one.db, content)
+    seen = contents.get_content(one.db, content)
     assert seen is not None and seen.is_remote and seen.generation == 7
     assert one.files(Tier.RAM) == {content}, "the newer one may die with its writer"
     cluster.put(f"p/{content:016x}/00000003", {"generation": 7, "digest": "11" * 16})
@@ -197,7 +197,7 @@ def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
         sweep(node)
     having = [node.member.name for node in cluster.nodes if node.copies(content)]
     assert having == ["n1", "n2"]
-    assert sorted(holders.load(one.store, [content])[content].holders) == [1, 2]
+    assert sorted(locations.load(one.store, [content])[content].holders) == [1, 2]
     for node in cluster.nodes:
         assert len(node.files(Tier.RAM)) == len(node.copies(content))
 
@@ -227,7 +227,7 @@ def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -
     content = replicated(cluster)
     sweep(one)
     assert level(one, content) is Level.CLIQUE
-    settling.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED)
+    copies.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED)
     AnnounceCopies(two.db, cluster_of(two)).step()
     sweep(one)
     assert level(one, content) is Level.LOCAL
@@ -245,7 +245,7 @@ def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     AnnounceCopies(two.db, cluster_of(two)).step()
-    assert holders.load(one.store, [content])[content].holders == [1, 2]
+    assert locations.load(one.store, [content])[content].holders == [1, 2]
 
 
 @pytest.mark.parametrize("first", [CopyState.GOOD, CopyState.QUARANTINED])
@@ -254,16 +254,16 @@ def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: P
     cluster = LocalCluster(tmp_path, 2)
     two = cluster.nodes[1]
     content = replicated(cluster)
-    settling.set_copy_state(two.db, content, Tier.RAM, first)
-    holding.mark_unannounced(two.db, content)
-    news = telling.list_unannounced(two.db, 10)
-    holders.announce(two.store, 2, news)
-    settling.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED if first is CopyState.GOOD else CopyState.GOOD)
+    copies.set_copy_state(two.db, content, Tier.RAM, first)
+    remote_contents.mark_unannounced(two.db, content)
+    news = remote_contents.list_unannounced(two.db, 10)
+    locations.announce(two.store, 2, news)
+    copies.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED if first is CopyState.GOOD else CopyState.GOOD)
     if first is CopyState.QUARANTINED:
-        holding.mark_unannounced(two.db, content)
-    telling.mark_announced(two.db, news)
+        remote_contents.mark_unannounced(two.db, content)
+    remote_contents.mark_announced(two.db, news)
     AnnounceCopies(two.db, cluster_of(two)).step()
-    told = [copy.node for copy in holders.load(two.store, [content])[content].copies]
+    told = [copy.node for copy in locations.load(two.store, [content])[content].copies]
     assert told == ([] if first is CopyState.GOOD else [2])
 
 
@@ -276,7 +276,7 @@ def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path
         monkeypatch.setattr(node, "publish_shared", lambda content: None)
         node.rewrite(content, lambda data, word=word: data.extend(word))  # type: ignore[misc]
     one.db.run("INSERT INTO touched_key (change, kind, number, name) VALUES (1, 'c', ?, x'')", content)
-    there = settling.get_content(two.db, content)
+    there = contents.get_content(two.db, content)
     assert there is not None and there.digest is not None
     value = {"node": 2, "inode": there.inode, "generation": there.generation, "state": 2, "size": there.size, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", {**value, "digest": there.digest.hex()})
@@ -297,13 +297,15 @@ def test_two_that_are_too_many_do_not_go_at_once(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path, 4)
     one, two, three, _ = cluster.nodes
     content = replicated(cluster)
-    shared = holders.load(one.store, [content])[content]
+    shared = locations.load(one.store, [content])[content]
     cluster.put(f"p/{content:016x}/00000003", {"generation": 1, "digest": "00"})
-    mine = holders.build_copy_key(content, 2)
-    assert holders.withdraw_copy(two.store, 2, content, [item for item in shared.items if item.key != mine]), "what came later is no matter"
-    again = holders.load(one.store, [content])[content]
+    mine = locations.build_copy_key(content, 2)
+    assert locations.withdraw_copy(two.store, 2, content, [item for item in shared.items if item.key != mine]), (
+        "what came later is no matter"
+    )
+    again = locations.load(one.store, [content])[content]
     cluster.put(f"c/{content:016x}", {"node": 1})
-    assert not holders.withdraw_copy(three.store, 3, content, list(again.items))
+    assert not locations.withdraw_copy(three.store, 3, content, list(again.items))
 
 
 def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None:
@@ -329,9 +331,9 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
         while flow.step():  # The first sweep; the next one comes half an hour later.
             pass
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}", f"p/{content:016x}/00000002")
-    settling.set_state(three.db, content, ContentState.DOOMED)
-    settling.delete_doomed(three.db, [(content, None)])
-    peers.insert_unneeded_copy(three.db, content, 1)
+    contents.set_state(three.db, content, ContentState.DOOMED)
+    copies.delete_doomed(three.db, [(content, None)])
+    peer_copies.insert_unneeded_copy(three.db, content, 1)
     replicate_of(three).step()
     assert one.hold.doubted == {content}
     for node, flow in flows.items():
@@ -354,7 +356,7 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
     while flow.step():
         pass
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
-    settling.set_state(one.db, content, ContentState.DOOMED)
+    contents.set_state(one.db, content, ContentState.DOOMED)
     for one_lease, left in ((0, {content, kept}), (1, {content, kept}), (2, {kept})):
         lease[0] = one_lease
         two.db.run("UPDATE copy SET used_ns = 1, verified_ns = 1")
@@ -396,10 +398,10 @@ def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path
     one, two, _ = cluster.nodes
     former, held = replicated(cluster, b"a"), replicated(cluster, b"b")
     one.rewrite(former, lambda data: data.reverse())
-    row = settling.get_content(one.db, former)
+    row = contents.get_content(one.db, former)
     assert row is not None and row.digest is not None
     cluster.put(f"p/{former:016x}/00000003", {"generation": row.generation, "digest": row.digest.hex()})
-    holders.refresh(two.db, two.store, [former], 2)
+    locations.refresh(two.db, two.store, [former], 2)
     two.squeeze(Tier.RAM, 7000)
     evict = Evict(two.db, two.tiers, two.config, two.told)
     evict.step()
@@ -410,4 +412,4 @@ def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path
     evict.step()
     assert two.files(Tier.RAM) == set()
     AnnounceCopies(two.db, cluster_of(two)).step()
-    assert holders.load(one.store, [held])[held].copies == ()
+    assert locations.load(one.store, [held])[held].copies == ()

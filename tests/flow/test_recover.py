@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from local_node import Node, in_process
 
-from ckptfs.catalog import settling
+from ckptfs.catalog import copies
+from ckptfs.catalog.contents import get_content
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import adoption, duplicate
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers import local_copies, storage
+from ckptfs.tiers.storage import Tiers
 
 
 @pytest.fixture
@@ -43,9 +44,9 @@ def lose(node: Node, tier: Tier) -> None:
 
 
 def second_copy(node: Node, content: int, tier: Tier) -> None:
-    row = settling.get_content(node.db, content)
+    row = get_content(node.db, content)
     assert row is not None
-    duplicate.copy_to_tier(node.db, node.tiers, row, Tier.RAM, tier)
+    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, tier)
 
 
 def test_when_nothing_happened_nothing_changes(node: Node) -> None:
@@ -168,7 +169,7 @@ def test_what_is_written_into_a_new_ram_before_the_mover_recovers_stays(node: No
     """The mount adopts the tiers too, so the mover cannot take its new contents for old ones."""
     old = node.make(b"old", b"old")
     lose(node, Tier.RAM)
-    adoption.adopt_tiers(node.db, node.tiers)
+    storage.adopt_tiers(node.db, node.tiers)
     new = node.make(b"new", b"new")
     recover(node)
     assert node.copies(new) == {Tier.RAM: CopyState.GOOD} and node.state(new) is ContentState.CLOSED
@@ -185,8 +186,8 @@ def test_the_first_adoption_forgets_nothing(tmp_path: Path) -> None:
 def test_unfinished_copies_go(node: Node) -> None:
     content = node.make(b"file", b"data")
     seal(node)
-    row = settling.get_content(node.db, content)
-    assert row is not None and settling.insert_filling_copy(node.db, row, Tier.NVME)
+    row = get_content(node.db, content)
+    assert row is not None and copies.insert_filling_copy(node.db, row, Tier.NVME)
     node.tiers[Tier.NVME].create(content)
     recover(node)
     assert node.copies(content) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
@@ -253,10 +254,10 @@ def test_an_nvme_that_is_not_mounted_is_left_out_and_comes_back(node: Node, capl
 def test_an_nvme_that_was_given_up_is_replaced(node: Node) -> None:
     content = node.make(b"file", b"data", tier=Tier.NVME)
     unmount(node)
-    (node.root / "nvme" / adoption.GIVEN_UP).touch()
+    (node.root / "nvme" / storage.GIVEN_UP).touch()
     recover(node)
     assert node.state(content) is ContentState.LOST and Tier.NVME in node.tiers
-    assert settling.get_tier_uuid(node.db, Tier.NVME) == node.tiers[Tier.NVME].uuid
+    assert copies.get_tier_uuid(node.db, Tier.NVME) == node.tiers[Tier.NVME].uuid
 
 
 def test_another_nvme_is_taken_at_once_when_nothing_lies_only_on_the_former(node: Node) -> None:
@@ -293,8 +294,8 @@ def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, la
     published, lost, gone = node.make(b"published", b"p"), node.make(b"lost", b"l"), node.make(b"gone", b"g", tier=Tier.NVME)
     seal(node)
     node.publish(published)
-    row = settling.get_content(node.db, published)
-    assert row is not None and settling.insert_filling_copy(node.db, row, Tier.NVME)
+    row = get_content(node.db, published)
+    assert row is not None and copies.insert_filling_copy(node.db, row, Tier.NVME)
     os.close(node.tiers[Tier.NVME].create(published))
     node.tiers[Tier.NVME].remove(gone)
     lose(node, Tier.RAM)

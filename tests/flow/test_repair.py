@@ -9,10 +9,10 @@ import pytest
 from clique_world import LocalCluster, cluster_of, level, replicate_of, until
 
 from ckptfs import limits
-from ckptfs.catalog import peers, telling, wants
+from ckptfs.catalog import mover_requests, peer_copies, remote_contents
 from ckptfs.errors import StoreUnreachable
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.fetch import Fetch
-from ckptfs.flow.tell import AnnounceCopies
 from ckptfs.model import Level, Tier
 
 
@@ -30,7 +30,9 @@ def settle(cluster: LocalCluster) -> None:
 
     def quiet() -> bool:
         return all(
-            flow.in_flight() == (0, 0) and not peers.list_under_replicated(node.db, 0, 1) and not telling.list_unannounced(node.db, 1)
+            flow.in_flight() == (0, 0)
+            and not peer_copies.list_under_replicated(node.db, 0, 1)
+            and not remote_contents.list_unannounced(node.db, 1)
             for node in cluster.nodes
             if node.alive and (flow := flows[node.number])
         )
@@ -145,7 +147,7 @@ def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) 
 
     def step() -> None:
         one.repair.step()
-        assert len(wants.list_open(one.db, wants.FETCH)) <= limits.REFILLS_MAX, "those who wait come first"
+        assert len(mover_requests.list_open(one.db, mover_requests.FETCH)) <= limits.REFILLS_MAX, "those who wait come first"
         fetch.step()
 
     until(lambda: all(one.copies(content) for content in written), step)
@@ -165,8 +167,8 @@ def test_what_does_not_fit_is_not_asked_for_file_by_file(tmp_path: Path) -> None
     cluster.changed()
     asked = set()
     for _ in range(5):
-        for want in wants.list_open(one.db, wants.FETCH):
+        for want in mover_requests.list_open(one.db, mover_requests.FETCH):
             asked.add(want.inode)
-            wants.mark_failed(one.db, want.id, errno.ENOSPC)
+            mover_requests.mark_failed(one.db, want.id, errno.ENOSPC)
         one.repair.step()
     assert len(asked) == 1

@@ -9,12 +9,12 @@ import pytest
 from clique_world import MIB, LocalCluster, cluster_of, level, offer_of, replicate_of, until
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, peers, settling
-from ckptfs.catalog.store import Delete
-from ckptfs.clique import holders
-from ckptfs.clique.peers import PeerCorrupt, PeerFailed
-from ckptfs.flow.tell import AnnounceCopies
+from ckptfs.catalog import contents, copies, peer_copies
+from ckptfs.clique import locations
+from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.model import ContentState, CopyState, Level, Tier
+from ckptfs.store.kv import Delete
 
 BLOCK = limits.BLOCK_BYTES
 
@@ -26,8 +26,8 @@ def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     assert two.data(content) == data and three.copies(content) == {}
-    until(lambda: not peers.list_under_replicated(one.db, 0, 10), flow.step)
-    assert peers.get_replication_lag(one.db)[0] == 0
+    until(lambda: not peer_copies.list_under_replicated(one.db, 0, 10), flow.step)
+    assert peer_copies.get_replication_lag(one.db)[0] == 0
     assert cluster.nodes[0].peers.sent == [("n2", content, len(data))]
 
 
@@ -131,7 +131,7 @@ def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path
     one.peers.fault = reopen
     flow.step()
     until(lambda: flow.in_flight() == (0, 0) and seen)
-    assert two.copies(content) == {} and peers.list_peer_copies(one.db, content) == []
+    assert two.copies(content) == {} and peer_copies.list_peer_copies(one.db, content) == []
     assert one.state(content) is ContentState.OPEN
     one.rewrite(content, lambda data: data.reverse())
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -156,10 +156,10 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    settling.set_state(one.db, content, ContentState.DOOMED)
-    settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
+    contents.set_state(one.db, content, ContentState.DOOMED)
+    copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     until(lambda: two.hold.doubted == {content}, flow.step)
-    assert peers.list_unneeded(one.db, 10) == []
+    assert peer_copies.list_unneeded(one.db, 10) == []
 
 
 def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
@@ -169,21 +169,21 @@ def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    held = settling.get_content(one.db, content)
+    held = contents.get_content(one.db, content)
     assert held is not None
-    holders.announce(cluster.store, three.number, [(held, True)])
-    settling.set_state(one.db, content, ContentState.DOOMED)
-    settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
-    cluster.store.commit([], [Delete(holders.build_content_key(content))])
+    locations.announce(cluster.store, three.number, [(held, True)])
+    contents.set_state(one.db, content, ContentState.DOOMED)
+    copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
+    cluster.store.commit([], [Delete(locations.build_content_key(content))])
     until(lambda: two.hold.doubted == {content} == three.hold.doubted, flow.step)
-    assert holders.load(cluster.store, [content])[content].copies == ()
+    assert locations.load(cluster.store, [content])[content].copies == ()
 
 
 def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
     one, two = LocalCluster(tmp_path, 2).nodes
     with one.db.transaction():
         for content in range(1000, 1200):
-            peers.insert_unneeded_copy(one.db, content, 2)
+            peer_copies.insert_unneeded_copy(one.db, content, 2)
     flow = replicate_of(one)
     while flow.step():
         pass
@@ -200,12 +200,12 @@ def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch:
     with one.db.transaction():
         for content in range(1000, 1200):
             for node in (2, 3, 4):
-                peers.insert_unneeded_copy(one.db, content, node)
+                peer_copies.insert_unneeded_copy(one.db, content, node)
     flow = replicate_of(one)
     until(lambda: three.hold.doubted == set(range(1000, 1200)), flow.step)
-    until(lambda: {copy.node for copy in peers.list_unneeded(one.db, 1000)} == {2}, flow.step)
+    until(lambda: {copy.node for copy in peer_copies.list_unneeded(one.db, 1000)} == {2}, flow.step)
     cluster.cut.clear()
-    until(lambda: two.hold.doubted == set(range(1000, 1200)) and not peers.list_unneeded(one.db, 1), flow.step)
+    until(lambda: two.hold.doubted == set(range(1000, 1200)) and not peer_copies.list_unneeded(one.db, 1), flow.step)
 
 
 def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
@@ -214,16 +214,22 @@ def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    until(lambda: not peers.list_under_replicated(one.db, 0, 10), flow.step)
+    until(lambda: not peer_copies.list_under_replicated(one.db, 0, 10), flow.step)
     one.lose_ram()
     two.kill()
-    assert (peers.count_unsafe(one.db), peers.get_replication_lag(one.db)[0], peers.count_wanted_copies(one.db)[0]) == (1, 1, 2), (
-        "the file still needs it"
-    )
+    assert (peer_copies.count_unsafe(one.db), peer_copies.get_replication_lag(one.db)[0], peer_copies.count_wanted_copies(one.db)[0]) == (
+        1,
+        1,
+        2,
+    ), "the file still needs it"
     newer = three.make(b"b", b"other")
     one.learn(one.inode(content), b"a", newer, 5)
-    assert (peers.count_unsafe(one.db), peers.get_replication_lag(one.db)[0], peers.count_wanted_copies(one.db)[0]) == (0, 0, 0)
-    assert peers.get_oldest_under_replicated_ns(one.db) == 0
+    assert (peer_copies.count_unsafe(one.db), peer_copies.get_replication_lag(one.db)[0], peer_copies.count_wanted_copies(one.db)[0]) == (
+        0,
+        0,
+        0,
+    )
+    assert peer_copies.get_oldest_under_replicated_ns(one.db) == 0
 
 
 def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -236,10 +242,10 @@ def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog
     blocking = two.hold.receive(replace(offer_of(one, found[5]), sender=one.member.name))
     flow = replicate_of(one)
     flow.step()
-    until(lambda: one.state(found[3]) is ContentState.LOST and peers.get_replication_lag(one.db)[0] == 1, flow.step)
+    until(lambda: one.state(found[3]) is ContentState.LOST and peer_copies.get_replication_lag(one.db)[0] == 1, flow.step)
     assert level(one, found[4]) is Level.CLIQUE and level(one, found[5]) is Level.LOCAL
     two.hold.abandon(blocking.token)
-    until(lambda: not peers.get_replication_lag(one.db)[0], flow.step)
+    until(lambda: not peer_copies.get_replication_lag(one.db)[0], flow.step)
     assert all(two.data(content) == one.data(content) for content in found if content != found[3])
     assert sum(one.peers.together) > len(found) / 2 and max(one.peers.together) == limits.PEER_MANY_MAX
     assert "is lost" in caplog.text
@@ -276,7 +282,7 @@ def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
     flow = replicate_of(one)
     until(lambda: all(level(one, content) is Level.CLIQUE for content in written), flow.step)
     assert two.files(Tier.RAM) == set(written)
-    until(lambda: peers.get_replication_lag(one.db)[0] == 0, flow.step)
+    until(lambda: peer_copies.get_replication_lag(one.db)[0] == 0, flow.step)
 
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("replicate:")))
@@ -307,8 +313,8 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     gone = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, gone) is Level.CLIQUE, flow.step)
-    settling.set_state(one.db, gone, ContentState.DOOMED)
-    settling.delete_doomed(one.db, settling.list_doomed(one.db, (Tier.RAM,), 0, 10))
+    contents.set_state(one.db, gone, ContentState.DOOMED)
+    copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     one.store.reachable = False
     failures = [3 * limits.PEER_SENDS_MAX]
 
@@ -326,9 +332,9 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
         flow.step()
 
     until(lambda: all(two.copies(content) for content in written), step)
-    assert peers.list_unneeded(one.db, 10) != []
+    assert peer_copies.list_unneeded(one.db, 10) != []
     one.store.reachable = True
-    until(lambda: peers.list_unneeded(one.db, 10) == [], flow.step)
+    until(lambda: peer_copies.list_unneeded(one.db, 10) == [], flow.step)
     assert two.hold.doubted == {gone}
 
 
@@ -340,12 +346,12 @@ def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     AnnounceCopies(two.db, cluster_of(two)).step()
-    holders.refresh(three.db, three.store, [content], 3)
-    settling.set_state(three.db, content, ContentState.DOOMED)
-    settling.delete_doomed(three.db, settling.list_doomed(three.db, (Tier.RAM,), 0, 10))
+    locations.refresh(three.db, three.store, [content], 3)
+    contents.set_state(three.db, content, ContentState.DOOMED)
+    copies.delete_doomed(three.db, copies.list_doomed(three.db, (Tier.RAM,), 0, 10))
     replicate_of(three).step()
-    assert peers.list_unneeded(three.db, 10) == []
-    assert holders.load(one.store, [content])[content].holders == [1, 2]
+    assert peer_copies.list_unneeded(three.db, 10) == []
+    assert locations.load(one.store, [content])[content].holders == [1, 2]
 
 
 def test_what_lies_in_a_tier_that_is_not_there_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

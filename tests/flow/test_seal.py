@@ -9,15 +9,16 @@ import pytest
 from local_node import MIB, Node, in_process
 
 from ckptfs import digest, disk
-from ckptfs.catalog import settling
+from ckptfs.catalog import copies
+from ckptfs.catalog.contents import get_content, set_state
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, Tier
-from ckptfs.tiers import lease, transfer
+from ckptfs.tiers import transfer
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    lease.ignore_lease_signal()
+    transfer.ignore_lease_signal()
     return Node(tmp_path)
 
 
@@ -26,7 +27,7 @@ def seal(node: Node) -> Seal:
 
 
 def sealed_as(node: Node, content: int, data: bytes) -> bool:
-    row = settling.get_content(node.db, content)
+    row = get_content(node.db, content)
     running = digest.RunningDigest()
     running.update(data)
     assert row is not None
@@ -40,7 +41,7 @@ def test_a_closed_content_is_sealed_with_its_digest(node: Node, tier: Tier, size
     content = node.make(b"file", data, tier=tier)
     assert seal(node).step() is False
     assert sealed_as(node, content, data)
-    assert settling.list_copies(node.db, content)[0].verified_ns > 0
+    assert copies.list_copies(node.db, content)[0].verified_ns > 0
     assert node.told.works == 1
 
 
@@ -90,7 +91,7 @@ def test_who_opens_for_writing_meanwhile_wins(node: Node, monkeypatch: pytest.Mo
     monkeypatch.setattr(transfer, "read", read_slowly)
     seal(node).step()
     assert node.state(content) is ContentState.OPEN
-    assert settling.get_content(node.db, content).digest is None  # type: ignore[union-attr]
+    assert get_content(node.db, content).digest is None  # type: ignore[union-attr]
 
 
 def test_a_writer_who_breaks_the_lease_stops_the_reading(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,7 @@ def test_a_writer_who_breaks_the_lease_stops_the_reading(node: Node, monkeypatch
 
 def test_where_there_are_no_leases_the_times_are_compared(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     calm, busy = node.make(b"calm", b"calm"), node.make(b"busy", b"busy")
-    monkeypatch.setattr(lease.fcntl, "fcntl", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "no leases")))
+    monkeypatch.setattr(transfer.fcntl, "fcntl", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "no leases")))
     whole = transfer.read
 
     def read(fd: int, **named: object) -> object:
@@ -132,7 +133,7 @@ def test_where_there_are_no_leases_the_times_are_compared(node: Node, monkeypatc
 def test_a_pfs_that_refuses_every_lease_does_not_keep_its_files_unsealed(node: Node, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NFS does without a delegation. A tmpfs refuses only while somebody may write."""
     content = node.make(b"file", b"data", tier=tier)
-    monkeypatch.setattr(lease.fcntl, "fcntl", lambda *_: (_ for _ in ()).throw(OSError(errno.EAGAIN, "refused")))
+    monkeypatch.setattr(transfer.fcntl, "fcntl", lambda *_: (_ for _ in ()).throw(OSError(errno.EAGAIN, "refused")))
     step = seal(node)
     for _ in range(20):
         step.step()
@@ -181,7 +182,7 @@ def test_the_former_generation_goes_once_its_successor_is_sealed(node: Node) -> 
     seal(node).step()
     assert node.state(old) is ContentState.SEALED, "the successor is not whole yet"
     with node.db.transaction():
-        settling.set_state(node.db, new, ContentState.CLOSED)
+        set_state(node.db, new, ContentState.CLOSED)
     seal(node).step()
     assert node.state(new) is ContentState.SEALED and node.state(old) is ContentState.DOOMED
 
@@ -214,6 +215,6 @@ except OSError:
     for number, content in enumerate(contents):
         assert node.state(content) in {ContentState.CLOSED, ContentState.SEALED}
         assert node.data(content, Tier.NVME) == data[number]
-    lease.ignore_lease_signal()
+    transfer.ignore_lease_signal()
     seal(node).step()
     assert all(sealed_as(node, content, data[number]) for number, content in enumerate(contents))

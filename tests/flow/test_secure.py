@@ -8,11 +8,11 @@ import pytest
 from clique_world import MIB, LocalCluster, Node, cluster_of, level, replicate_of, until
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, peers, report, settling, wants
-from ckptfs.catalog.sharing import touching
-from ckptfs.catalog.sharing.kinds import CONTENT, NAME, SharedKey
-from ckptfs.flow.ahead import EarlyReplication
-from ckptfs.flow.secure import FsyncReplication
+from ckptfs.catalog import contents, mover_requests, peer_copies, summary
+from ckptfs.coherence import key_state
+from ckptfs.coherence.keys import CONTENT, NAME, SharedKey
+from ckptfs.flow.replicate.early import EarlyReplication
+from ckptfs.flow.replicate.open_files import FsyncReplication
 from ckptfs.model import CopyState, Level, Tier
 from ckptfs.tiers import transfer
 
@@ -39,11 +39,11 @@ def close(node: Node, content: int) -> None:
 
 def secured(node: Node, content: int, flow: FsyncReplication | None = None) -> None:
     flow = flow or FsyncReplication(node.db, node.tiers, node.told, cluster_of(node))
-    want = wants.insert_request(node.db, wants.REPLICATE_NOW, node.inode(content), os.urandom(4).hex())
+    want = mover_requests.insert_request(node.db, mover_requests.REPLICATE_NOW, node.inode(content), os.urandom(4).hex())
 
     def done() -> bool:
-        row = wants.get(node.db, want)
-        return row is not None and row.state == wants.DONE
+        row = mover_requests.get(node.db, want)
+        return row is not None and row.state == mover_requests.DONE
 
     until(done, flow.step)
 
@@ -62,8 +62,8 @@ def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: LocalClus
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     assert one.peers.sent[-1][2] == 0 and other.data(content) == data + more
-    row = settling.get_content(other.db, content)
-    mine = settling.get_content(one.db, content)
+    row = contents.get_content(other.db, content)
+    mine = contents.get_content(one.db, content)
     assert row is not None and mine is not None and row.generation == mine.generation
 
 
@@ -103,7 +103,7 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, mo
     loan = one.hold.seal_soon(content, 1.0)
     assert loan is not None and asked
     os.close(loan.fd)
-    row = settling.get_content(other.db, content)
+    row = contents.get_content(other.db, content)
     assert row is not None and row.generation > loan.generation and other.data(content).endswith(b"fsynced")
 
 
@@ -112,12 +112,12 @@ def test_too_few_nodes_leave_the_want_open(two: LocalCluster) -> None:
     content = one.make(b"log", b"hello", closed=False)
     other.kill()
     flow = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
+    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
     flow.step()
-    row = wants.get(one.db, want)
-    assert row is not None and row.state == wants.OPEN and flow.next_due_s() is not None
+    row = mover_requests.get(one.db, want)
+    assert row is not None and row.state == mover_requests.OPEN and flow.next_due_s() is not None
     other.revive()
-    until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, flow.step)
+    until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, flow.step)
     assert other.data(content) == b"hello"
 
 
@@ -126,12 +126,12 @@ def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: LocalCluster)
     content = one.written(b"a", b"hello")
     replicate = replicate_of(one)
     secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
+    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
     secure.step()
-    row = wants.get(one.db, want)
-    assert row is not None and row.state == wants.OPEN
+    row = mover_requests.get(one.db, want)
+    assert row is not None and row.state == mover_requests.OPEN
     until(lambda: level(one, content) is Level.CLIQUE, replicate.step)
-    until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, secure.step)
+    until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, secure.step)
 
 
 @pytest.mark.parametrize("label", ["secure:read", "secure:counted", "ahead:read"])
@@ -146,11 +146,11 @@ def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: py
     ahead.step()
     ahead.step()
     if label != "ahead:read":
-        want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
+        want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
         secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
         with pytest.raises(OSError):
             secure.step()
-        until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, secure.step)
+        until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, secure.step)
     close(one, content)
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -205,17 +205,17 @@ def test_what_an_island_made_has_not_reached_the_clique(two: LocalCluster) -> No
     with one.db.transaction():
         for number in (closed, content):
             parent, name = one.db.row("SELECT parent, name FROM entry WHERE child = ?", one.inode(number)) or (0, b"")
-            touching.mark_dirty(one.db, SharedKey(NAME, parent, name))
-    assert level(one, closed) is Level.LOCAL and report.load_counts(one.db).by_level[Level.LOCAL] == 2
+            key_state.mark_dirty(one.db, SharedKey(NAME, parent, name))
+    assert level(one, closed) is Level.LOCAL and summary.load_counts(one.db).by_level[Level.LOCAL] == 2
     flow = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = wants.insert_request(one.db, wants.REPLICATE_NOW, one.inode(content), "1")
+    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
     flow.step()
-    row = wants.get(one.db, want)
-    assert row is not None and row.state == wants.OPEN
+    row = mover_requests.get(one.db, want)
+    assert row is not None and row.state == mover_requests.OPEN
     with one.db.transaction():
-        touching.mark_clean(one.db, touching.list_dirty_names(one.db), touching.get_last_change(one.db))
+        key_state.mark_clean(one.db, key_state.list_dirty_names(one.db), key_state.get_last_change(one.db))
     flow.retry_now()
-    until(lambda: (found := wants.get(one.db, want)) is not None and found.state == wants.DONE, flow.step)
+    until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, flow.step)
     assert level(one, closed) is Level.CLIQUE
 
 
@@ -223,9 +223,9 @@ def test_a_content_of_which_nobody_knows_has_not_reached_the_clique(two: LocalCl
     """P3: a file that an island opened anew; which generation of a known content it is, others learn from who has a copy."""
     one, _ = two.nodes
     content = one.make(b"log", b"hello", closed=False)
-    row = settling.get_content(one.db, content)
-    assert row is not None and peers.is_published(one.db, row)
-    touching.mark_dirty(one.db, SharedKey(CONTENT, content))
-    assert not peers.is_published(one.db, row)
+    row = contents.get_content(one.db, content)
+    assert row is not None and peer_copies.is_published(one.db, row)
+    key_state.mark_dirty(one.db, SharedKey(CONTENT, content))
+    assert not peer_copies.is_published(one.db, row)
     one.db.run("INSERT INTO seen_key (kind, number, name, revision, value) VALUES ('c', ?, x'', 1, x'')", content)
-    assert peers.is_published(one.db, row)
+    assert peer_copies.is_published(one.db, row)

@@ -8,7 +8,7 @@ import trio
 from writers_together import WriterCluster
 
 from ckptfs import limits
-from ckptfs.catalog import attributes
+from ckptfs.catalog import inodes
 
 
 def test_values_of_any_bytes_up_to_the_bound(tmp_path: Path) -> None:
@@ -21,15 +21,15 @@ def test_values_of_any_bytes_up_to_the_bound(tmp_path: Path) -> None:
         held = {b"user.%d" % number: value for number in range(limits.XATTR_SHARED_BYTES_MAX // len(value) - 1)}
         for name, content in held.items():
             with one.db.transaction():
-                attributes.set_xattr(one.db, inode, name, content)
+                inodes.set_xattr(one.db, inode, name, content)
         for name in (b"user.x", b"user.y"):
             with pytest.raises(OSError) as failure, one.db.transaction():
-                attributes.set_xattr(one.db, inode, b"user.x", value)
-                attributes.set_xattr(one.db, inode, name + b"2", value)
+                inodes.set_xattr(one.db, inode, b"user.x", value)
+                inodes.set_xattr(one.db, inode, name + b"2", value)
             assert failure.value.errno == errno.ENOSPC
         await one.sharing.wait_published()
         await two.stat("file")
-        assert {name: attributes.get_xattr(two.db, inode, name) for name in held} == held
+        assert {name: inodes.get_xattr(two.db, inode, name) for name in held} == held
 
     async def main() -> None:
         await cluster.run(act)

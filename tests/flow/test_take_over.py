@@ -10,7 +10,7 @@ from shared_catalogs import settled, stored
 from writers_together import Writer, WriterCluster
 
 from ckptfs import limits
-from ckptfs.catalog.sharing.kinds import JOURNAL_ROW
+from ckptfs.coherence.keys import JOURNAL_ROW
 
 
 def run(root: Path, act: Callable[[WriterCluster], Any], count: int = 3) -> None:

@@ -7,12 +7,12 @@ import pytest
 from local_node import MIB, Node, in_process
 
 from ckptfs import disk
-from ckptfs.catalog import settling
+from ckptfs.catalog import contents, copies
 from ckptfs.errors import Busy
 from ckptfs.flow.seal import Seal
 from ckptfs.flow.verify import CheckResult, verify
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import duplicate, transfer
+from ckptfs.tiers import local_copies, transfer
 
 GOOD_BOTH = {Tier.RAM: CopyState.GOOD, Tier.NVME: CopyState.GOOD}
 
@@ -26,9 +26,9 @@ def twice(node: Node, data: bytes = b"data" * 1000) -> int:
     """A sealed content with a copy in RAM and one on NVMe."""
     content = node.make(b"file", data)
     Seal(node.db, node.tiers, node.config, node.told).step()
-    row = settling.get_content(node.db, content)
+    row = contents.get_content(node.db, content)
     assert row is not None
-    duplicate.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
+    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
     return content
 
 
@@ -37,7 +37,7 @@ def test_good_copies_are_good_and_freshly_verified(node: Node) -> None:
     with node.db.transaction():
         node.db.run("UPDATE copy SET verified_ns = 1")
     assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM, True), CheckResult(Tier.NVME, True)]
-    assert all(copy.verified_ns > 1 for copy in settling.list_copies(node.db, content))
+    assert all(copy.verified_ns > 1 for copy in copies.list_copies(node.db, content))
 
 
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])

@@ -7,11 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
-from pfs_world import ROOT, World, wants
+from pfs_world import ROOT, World
 
 from ckptfs import disk, limits
-from ckptfs.catalog import journal, namespace, report
-from ckptfs.flow.visit import Scan
+from ckptfs.catalog import journal, mover_requests, namespace, summary
+from ckptfs.flow.scan import Scan
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_our_own_names_are_hidden(world: World) -> None:
     world.look(again=False)
     world.look("deep", again=False)
     assert world.names() == {"deep"} and world.names("deep") == {".ckptfs"}
-    assert report.list_reports(world.db, "trouble:") == []
+    assert summary.list_reports(world.db, "trouble:") == []
 
 
 @pytest.mark.parametrize("old", [True, False])
@@ -74,7 +74,7 @@ def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: py
     world.look()
     assert world.names() == set()
     assert (world.pfs / ".ckptfs.parked.77").exists() is not old and (world.pfs / ".ckptfs.parked.78").exists()
-    told = [json.loads(value)["path"] for _, value, _ in report.list_reports(world.db, "trouble:")]
+    told = [json.loads(value)["path"] for _, value, _ in summary.list_reports(world.db, "trouble:")]
     assert told == ([".ckptfs.parked.78"] if old else [])
 
 
@@ -85,10 +85,10 @@ def test_what_cannot_be_swept_is_told_and_tried_again(world: World, monkeypatch:
     left.write_bytes(b"renamed")
     monkeypatch.setattr(disk, "_fault", "visit:parked=EIO@*")
     world.look()
-    assert left.exists() and [json.loads(value)["path"] for _, value, _ in report.list_reports(world.db, "trouble:")] == [left.name]
+    assert left.exists() and [json.loads(value)["path"] for _, value, _ in summary.list_reports(world.db, "trouble:")] == [left.name]
     monkeypatch.setattr(disk, "_fault", "")
     world.look()
-    assert not left.exists() and report.list_reports(world.db, "trouble:") == []
+    assert not left.exists() and summary.list_reports(world.db, "trouble:") == []
 
 
 @pytest.mark.parametrize("what", ["a name like ours", "in the work area", "in its place"])
@@ -105,12 +105,12 @@ def test_what_is_hidden_and_not_ours_is_told(world: World, what: str, caplog: py
     foreign.write_bytes(b"somebody's")
     for _ in range(2):
         world.look()
-    ((_, told, _),) = report.list_reports(world.db, "trouble:")
+    ((_, told, _),) = summary.list_reports(world.db, "trouble:")
     assert json.loads(told)["path"] == str(foreign.relative_to(world.pfs)) and world.names() == set()
     assert [record.levelname for record in caplog.records if "hidden" in record.message] == ["WARNING"]
     foreign.unlink()
     world.look()
-    assert report.list_reports(world.db, "trouble:") == []
+    assert summary.list_reports(world.db, "trouble:") == []
 
 
 def test_hard_links_become_one_inode(world: World) -> None:
@@ -130,7 +130,7 @@ def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pyte
     for number in range(count):
         os.close(os.open(world.pfs / f"f{number}", os.O_CREAT))
     rows: list[int] = []
-    from ckptfs.flow.visit import compare
+    from ckptfs.flow import scan as compare
 
     apply = compare.visits.import_transaction
 
@@ -190,14 +190,14 @@ def test_a_pfs_that_is_not_mounted_is_not_an_empty_one(world: World) -> None:
     (world.pfs / "kept").write_bytes(b"1")
     world.look(again=False)
     world.pfs.rename(world.root / "elsewhere")
-    assert world.look().state == wants.FAILED
+    assert world.look().state == mover_requests.FAILED
     world.pfs.mkdir()
     answer = world.look()
-    assert answer.state == wants.FAILED and "tier-id" in str(world.failure)
+    assert answer.state == mover_requests.FAILED and "tier-id" in str(world.failure)
     assert world.names() == {"kept"}
     world.pfs.rmdir()
     (world.root / "elsewhere").rename(world.pfs)
-    assert world.look().state == wants.DONE
+    assert world.look().state == mover_requests.DONE
     world.check()
 
 
@@ -209,10 +209,10 @@ def test_an_error_of_the_pfs_is_answered_and_leaves_the_directory_unvisited(
     world.look(again=False)
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO@*")
     answer = world.look("d", again=False)
-    assert (answer.state, answer.error) == (wants.FAILED, 5)
+    assert (answer.state, answer.error) == (mover_requests.FAILED, 5)
     monkeypatch.setattr(disk, "_fault", "")
     assert world.column("d", "complete") == 0
-    assert world.look("d", again=False).state == wants.DONE
+    assert world.look("d", again=False).state == mover_requests.DONE
     assert world.names("d") == {"file", "link", "below"}
     world.check()
 
@@ -226,7 +226,7 @@ def test_killed_anywhere_it_starts_over(world: World, label: str, when: str) -> 
     assert world.killed_at(f"{label}={when}", lambda there: there.look("d", again=False))
     after = world.reborn()
     assert after.column("d", "complete") == (1 if (label, when) == ("visit:end", "kill-after") else 0)
-    assert after.look("d", again=False).state == wants.DONE
+    assert after.look("d", again=False).state == mover_requests.DONE
     assert after.names("d") == {"file", "link", "below"}
     after.check()
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pfs_world import ROOT, World, wants
+from pfs_world import ROOT, World
 
-from ckptfs.catalog import contents, fetching, handles, namespace, visits
-from ckptfs.flow.visit import compare
+from ckptfs import tiers
+from ckptfs.catalog import contents, copies, handles, mover_requests, namespace, scans
 from ckptfs.model import Tier
-from ckptfs.tiers import pfs_listing
+from ckptfs.tiers import pfs_tree
 
 
 @pytest.fixture
@@ -44,14 +44,14 @@ def write_here(world: World, path: str) -> int:
 
 def test_nothing_changed_changes_nothing(world: World) -> None:
     before = world.db.rows("SELECT id, mode, size, mtime_ns, ctime_ns, nlink, generation FROM inode")
-    assert world.look(tree=True).state == wants.DONE
+    assert world.look(tree=True).state == mover_requests.DONE
     assert world.db.rows("SELECT id, mode, size, mtime_ns, ctime_ns, nlink, generation FROM inode") == before
     assert world.told.entries == [] and [inode for inode in world.told.inodes if inode != ROOT] == []
     world.check()
 
 
 def test_new_changed_vanished_and_other_attributes(world: World) -> None:
-    assert world.bring("file").result == wants.FETCHED
+    assert world.bring("file").result == mover_requests.FETCHED
     first = world.column("file", "content")
     rewrite(world.pfs / "file", b"second, longer")
     (world.pfs / "new").write_bytes(b"n")
@@ -92,7 +92,7 @@ def test_a_directory_that_is_gone_is_found_by_its_own_visit(world: World) -> Non
     world.look("d")
     (world.pfs / "d" / "fresh").rmdir()
     answer = world.look("d/fresh", again=False)
-    assert (answer.state, answer.error) == (wants.FAILED, 2)
+    assert (answer.state, answer.error) == (mover_requests.FAILED, 2)
     assert world.names("d") == {"deep", "y"}
     world.check()
 
@@ -165,19 +165,19 @@ def test_a_vanished_directory_with_something_newer_in_it_stays(world: World) -> 
 
 def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listing is older than the transaction that uses it: what write-back did in between is not a stranger's work."""
-    real = pfs_listing.list_entries
+    real = pfs_tree.list_entries
 
     def late(fd: int, *, root: bool, foreign: Callable[[bytes], None]) -> object:
         seen = list(real(fd, is_root=root, on_external=foreign))
         (world.pfs / "published").write_bytes(b"by write-back")
         (world.pfs / "file").write_bytes(b"by write-back too")
-        found = pfs_listing.stat_entry(fd, b"published")
+        found = pfs_tree.stat_entry(fd, b"published")
         with world.db.transaction():
             one = namespace.create(world.db, ROOT, b"published", stat.S_IFREG | 0o644, uid=0, gid=0).id
             world.db.run("DELETE FROM journal")
             world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"published", one)
             world.db.run("INSERT INTO published VALUES (?,1,1,?,?,?,NULL,NULL,0)", one, found.size, found.mtime_ns, found.ino)
-            changed = pfs_listing.stat_entry(fd, b"file")
+            changed = pfs_tree.stat_entry(fd, b"file")
             world.db.run(
                 "UPDATE published SET size = ?, mtime_ns = ?, digest = x'00' WHERE inode = ?",
                 changed.size,
@@ -190,7 +190,7 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
 
     (world.pfs / "link").symlink_to("a")
     world.look()
-    monkeypatch.setattr(compare.pfs_listing, "list_entries", late)
+    monkeypatch.setattr(tiers.pfs_listing, "list_entries", late)
     world.look()
     assert world.names() == {"file", "d", "published"}, "published is kept although the listing lacks it; link is not imported again"
     assert world.published("file", "digest") == b"\0", "what write-back said of the file was not overwritten"
@@ -207,7 +207,7 @@ def test_a_directory_that_write_back_is_moving(world: World) -> None:
     for old, new in (("d", "t"), ("e", "d"), ("t", "e")):
         (world.pfs / old).rename(world.pfs / new)
     answer = world.look("e", again=False)
-    assert (answer.state, answer.error) == (wants.FAILED, 16)
+    assert (answer.state, answer.error) == (mover_requests.FAILED, 16)
     assert world.names("e") == set() and world.column("e", "complete") == 0
     world.check()
 
@@ -242,11 +242,11 @@ def test_directories_of_ours_are_compared_once_they_are_on_the_pfs(world: World)
     with world.db.transaction():
         mine = namespace.create(world.db, ROOT, b"mine", stat.S_IFDIR | 0o755, uid=0, gid=0).id
     world.db.run("DELETE FROM journal")
-    assert visits.find_due_directory(world.db, time.time_ns()) != mine
+    assert scans.find_due_directory(world.db, time.time_ns()) != mine
     (world.pfs / "mine").mkdir()
     world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"mine", mine)
-    assert visits.find_due_directory(world.db, time.time_ns()) == mine
-    assert visits.find_due_directory(world.db, time.time_ns() - 10**12) is None, "just made: not its turn yet"
+    assert scans.find_due_directory(world.db, time.time_ns()) == mine
+    assert scans.find_due_directory(world.db, time.time_ns() - 10**12) is None, "just made: not its turn yet"
 
 
 @pytest.mark.crash
@@ -267,5 +267,5 @@ def test_evicted_files_are_dropped_like_others(world: World) -> None:
     world.db.run("DELETE FROM copy")
     rewrite(world.pfs / "file", b"changed after it was evicted")
     world.look()
-    found = fetching.load_fetch_state(world.db, world.inode("file"))
+    found = copies.load_fetch_state(world.db, world.inode("file"))
     assert found is not None and found.content is None

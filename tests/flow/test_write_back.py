@@ -9,12 +9,12 @@ import pytest
 from write_back_world import Mount, intercepted
 
 from ckptfs import disk
-from ckptfs.catalog import adoption, namespace, pfs_view, renaming, report, settling
+from ckptfs.catalog import copies, journal, namespace, pfs_state, summary
 from ckptfs.errors import ConfigError, TierUnavailable
-from ckptfs.flow.drop import Reclaim
+from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.write_back import apply
 from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers.storage import Tiers
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_everything_there_is_appears_on_the_pfs(mount: Mount) -> None:
     mount.put(b"b\xff\n", b"a name of any bytes")
     mount.settle()
     mount.exact()
-    assert report.get_level(mount.db, mount.number(b"run/model.pt")) is Level.PFS
+    assert summary.get_level(mount.db, mount.number(b"run/model.pt")) is Level.PFS
     assert mount.told.works > 0
 
 
@@ -181,7 +181,7 @@ def test_every_name_of_a_file_shows_its_new_bytes(mount: Mount) -> None:
     mount.unlink(b"a")
     mount.settle()
     mount.exact()
-    assert report.get_level(mount.db, mount.number(b"b")) is Level.PFS
+    assert summary.get_level(mount.db, mount.number(b"b")) is Level.PFS
 
 
 def test_a_pfs_without_links_gets_copies(mount: Mount, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,11 +232,11 @@ def test_exchange(mount: Mount) -> None:
     mount.mkdir(b"d")
     mount.put(b"d/inside", b"more")
     mount.settle()
-    mount.rename(b"file", b"d", renaming.EXCHANGE)
+    mount.rename(b"file", b"d", namespace.EXCHANGE)
     mount.settle()
     mount.exact()
     content = mount.put(b"open", b"not yet", closed=False)
-    mount.rename(b"open", b"d", renaming.EXCHANGE)
+    mount.rename(b"open", b"d", namespace.EXCHANGE)
     mount.settle()
     assert mount.on_pfs()[b"open"] == ("file", b"data", 0o644)
     mount.close(content, 7)
@@ -251,7 +251,7 @@ def test_a_directory_is_exchanged_with_what_is_not_there_yet(mount: Mount) -> No
     mount.settle()
     content = mount.put(b"new", b"not yet", closed=False)
     mount.rename(b"new", b"file")
-    mount.rename(b"d", b"file", renaming.EXCHANGE)
+    mount.rename(b"d", b"file", namespace.EXCHANGE)
     mount.settle()
     assert set(mount.on_pfs()) == {b"file"} and mount.on_pfs()[b"file"][0] == "directory"
     mount.close(content, 7)
@@ -267,7 +267,7 @@ def test_exchange_where_the_pfs_cannot(mount: Mount, monkeypatch: pytest.MonkeyP
     mount.put(b"a", b"1")
     mount.put(b"b", b"2")
     mount.settle()
-    mount.rename(b"a", b"b", renaming.EXCHANGE)
+    mount.rename(b"a", b"b", namespace.EXCHANGE)
     mount.settle()
     mount.exact()
 
@@ -291,12 +291,12 @@ def test_an_fsynced_open_file_is_published_as_it_is(mount: Mount) -> None:
     content = mount.put(b"md.log", b"step 1\n", closed=False)
     mount.synced(content)
     mount.settle()
-    row = pfs_view.get_published(mount.db, mount.number(b"md.log"))
+    row = pfs_state.get_published(mount.db, mount.number(b"md.log"))
     assert mount.on_pfs() == {b"md.log": ("file", b"step 1\n", 0o644)} and row is not None and row.is_complete is False
-    assert report.get_level(mount.db, mount.number(b"md.log")) is Level.LOCAL
+    assert summary.get_level(mount.db, mount.number(b"md.log")) is Level.LOCAL
     mount.close(content, 7)
     mount.settle()
-    row = pfs_view.get_published(mount.db, mount.number(b"md.log"))
+    row = pfs_state.get_published(mount.db, mount.number(b"md.log"))
     assert row is not None and row.is_complete is True
     mount.exact()
 
@@ -325,13 +325,13 @@ def test_the_same_bytes_are_not_copied_again(mount: Mount) -> None:
     mount.settle()
     mount.exact()
     assert (mount.pfs / "file").stat().st_ino == before.st_ino
-    assert report.get_level(mount.db, mount.number(b"file")) is Level.PFS
+    assert summary.get_level(mount.db, mount.number(b"file")) is Level.PFS
     mount.put(b"file", b"data")
     mount.put(b"file", b"other")
     mount.put(b"file", b"data")
     mount.settle()
     mount.exact()
-    assert report.get_level(mount.db, mount.number(b"file")) is Level.PFS
+    assert summary.get_level(mount.db, mount.number(b"file")) is Level.PFS
 
 
 def test_a_pfs_with_room_for_some_takes_these(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +365,7 @@ def test_a_mapped_file_does_not_hold_up_the_others_for_ever(mount: Mount) -> Non
     while flow.step():
         pass
     assert mount.on_pfs() == {b"mapped": ("file", b"m", 0o644), b"other": ("file", b"o", 0o644)}
-    row = pfs_view.get_published(mount.db, mount.number(b"mapped"))
+    row = pfs_state.get_published(mount.db, mount.number(b"mapped"))
     assert row is not None and row.is_complete is False, "its seal is still to come"
     mount.seal(mapped)
     mount.settle(flow)
@@ -449,20 +449,20 @@ def test_what_lies_only_on_another_pfs_is_not_given_up(mount: Mount) -> None:
     content = mount.put(b"file", b"data")
     mount.settle()
     with mount.db.transaction():
-        settling.delete_copy(mount.db, content, Tier.RAM)
+        copies.delete_copy(mount.db, content, Tier.RAM)
         mount.db.run("DELETE FROM tier WHERE name = 'pfs'")
         mount.db.run("UPDATE meta SET value = 'another' WHERE key = 'pfs'")
     with pytest.raises(Exception, match="only on another PFS"):
         mount.write_back().step()
-    assert pfs_view.get_published(mount.db, mount.number(b"file")) is not None
+    assert pfs_state.get_published(mount.db, mount.number(b"file")) is not None
 
 
 def test_a_catalog_does_not_go_on_without_its_pfs(mount: Mount) -> None:
     """P11: what changes meanwhile would never be told to it."""
-    adoption.require_no_pfs(mount.db, mount.root)
+    journal.require_no_pfs(mount.db, mount.root)
     mount.write_back().prepare()
     with pytest.raises(ConfigError, match="belong to a PFS") as refusal:
-        adoption.require_no_pfs(mount.db, mount.root)
+        journal.require_no_pfs(mount.db, mount.root)
     assert "pfs=" in refusal.value.remedy
 
 

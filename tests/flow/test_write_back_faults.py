@@ -14,7 +14,7 @@ from local_node import in_process
 from write_back_world import Killed, Mount, intercepted, killed_at, memory
 
 from ckptfs import disk
-from ckptfs.catalog import renaming
+from ckptfs.catalog import namespace
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import Tier
@@ -44,7 +44,7 @@ def checkpoints(mount: Mount) -> None:
     mount.chmod(b"run/linked", 0o600)
     mount.chown(b"run/logs", 4711)
     mount.setxattr(b"run/linked", b"user.a", b"b")
-    mount.rename(b"run/logs/5", b"swap", renaming.EXCHANGE)
+    mount.rename(b"run/logs/5", b"swap", namespace.EXCHANGE)
     mount.rmdir(b"run/logs/5")
     mount.rename(b"run", b"walk")
     mount.put(b"walk/logs/late", b"late")
@@ -189,8 +189,8 @@ def made_removed_and_made(mount: Mount) -> None:
 
 def exchanged_twice(mount: Mount) -> None:
     mount.put(b"b", b"b")
-    mount.rename(b"a", b"b", renaming.EXCHANGE)
-    mount.rename(b"b", b"a", renaming.EXCHANGE)
+    mount.rename(b"a", b"b", namespace.EXCHANGE)
+    mount.rename(b"b", b"a", namespace.EXCHANGE)
     mount.put(b"a", b"again")
 
 
@@ -200,7 +200,7 @@ def twins_exchanged(mount: Mount) -> None:
     for path in (b"a", b"b"):
         mount.utime(path, 1_700_000_000_000_000_000)
     mount.settle()
-    mount.rename(b"a", b"b", renaming.EXCHANGE)
+    mount.rename(b"a", b"b", namespace.EXCHANGE)
 
 
 SEQUENCES = [twins_exchanged, names_in_a_circle, link_and_rename, made_removed_and_made, exchanged_twice]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from write_back_world import CHANGES, Killed, Mount, Tree, intercepted, killed_at, memory, pfs_tree
 
-from ckptfs.catalog import renaming
+from ckptfs.catalog import namespace
 from ckptfs.errors import TierUnavailable
 
 NAMES = [b"a", b"b", b"d", b"d/a", b"d/b", b"e", b"e/a", b"d/f", b"d/f/a"]
@@ -22,7 +22,7 @@ act = st.one_of(
     st.tuples(st.just("symlink"), st.sampled_from(NAMES)),
     st.tuples(st.just("mknod"), st.sampled_from(NAMES)),
     st.tuples(st.just("link"), st.sampled_from(NAMES), st.sampled_from(NAMES)),
-    st.tuples(st.just("rename"), st.sampled_from(NAMES), st.sampled_from(NAMES), st.sampled_from([0, 0, 0, renaming.EXCHANGE])),
+    st.tuples(st.just("rename"), st.sampled_from(NAMES), st.sampled_from(NAMES), st.sampled_from([0, 0, 0, namespace.EXCHANGE])),
     st.tuples(st.just("unlink"), st.sampled_from(NAMES)),
     st.tuples(st.just("rmdir"), st.sampled_from(NAMES)),
     st.tuples(st.just("chmod"), st.sampled_from(NAMES), st.sampled_from([0o600, 0o755])),

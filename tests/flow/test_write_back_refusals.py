@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from write_back_world import Mount, intercepted
 
-from ckptfs.catalog import journal, report
+from ckptfs.catalog import journal, summary
 from ckptfs.errors import TierUnavailable
-from ckptfs.flow.write_back import WriteBack, refusals, stage
-from ckptfs.flow.write_back.refusals import SINGLE_FILE_ERRNOS, DeferredFiles
+from ckptfs.flow.write_back import WriteBack, deferred, stage
+from ckptfs.flow.write_back.deferred import SINGLE_FILE_ERRNOS, DeferredFiles
 
 
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
     """What is set aside stays so until somebody is in a hurry, however slow this machine is."""
-    monkeypatch.setattr(refusals, "RETRY_FIRST_S", 1000.0)
-    monkeypatch.setattr(refusals, "RETRY_LAST_S", 1000.0)
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    monkeypatch.setattr(deferred, "RETRY_LAST_S", 1000.0)
     return Mount(tmp_path)
 
 
@@ -46,7 +46,7 @@ def rest(flow: WriteBack) -> None:
 
 
 def troubles(mount: Mount) -> list[dict[str, str]]:
-    return [json.loads(text) for _, text, _ in report.list_reports(mount.db, "trouble:")]
+    return [json.loads(text) for _, text, _ in summary.list_reports(mount.db, "trouble:")]
 
 
 @pytest.mark.parametrize("code", sorted(SINGLE_FILE_ERRNOS))
@@ -132,7 +132,7 @@ def test_a_crash_between_a_batch_and_the_catalog_keeps_the_rows(mount: Mount, mo
 
 
 def test_a_pfs_that_refuses_everything_is_waited_for(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "FILES_MAX", 3)
+    monkeypatch.setattr(deferred, "FILES_MAX", 3)
     with monkeypatch.context() as patch:
         refusing(patch, lambda data: True)
         for number in range(5):
@@ -145,7 +145,7 @@ def test_a_pfs_that_refuses_everything_is_waited_for(mount: Mount, monkeypatch: 
 
 def test_each_refusal_waits_longer_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(refusals.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deferred.time, "monotonic", lambda: now[0])
     aside, waits = DeferredFiles(lambda key, value: None), []
     for _ in range(12):
         assert aside.defer(7, "f", OSError(errno.EDQUOT, "over the quota")) and aside.is_deferred(7)
@@ -156,5 +156,5 @@ def test_each_refusal_waits_longer_up_to_a_bound(monkeypatch: pytest.MonkeyPatch
         aside.after_seq = 5
         aside.start_batch()
         assert not aside.is_deferred(7) and aside.after_seq == 0
-    assert waits == sorted(waits) and waits[0] == refusals.RETRY_FIRST_S and waits[-1] == refusals.RETRY_LAST_S
+    assert waits == sorted(waits) and waits[0] == deferred.RETRY_FIRST_S and waits[-1] == deferred.RETRY_LAST_S
     assert not aside.defer(7, "f", OSError(errno.EIO, "broken")) and not aside.defer(7, "f", OSError(errno.ENOSPC, "full"))

@@ -8,8 +8,8 @@ import pytest
 from write_back_world import Mount, intercepted
 
 from ckptfs import disk
-from ckptfs.catalog import attributes, report
-from ckptfs.tiers import acting
+from ckptfs.catalog import inodes, summary
+from ckptfs.tiers import pfs_ownership
 
 USER = 4711
 
@@ -41,16 +41,16 @@ def test_a_thread_acts_as_somebody_and_is_itself_again(tmp_path: Path) -> None:
     groups = os.getgroups()
     directory = os.open(tmp_path, os.O_RDONLY)
     (tmp_path / "closed").mkdir(0o755)
-    with acting.as_owner(USER, USER):
-        assert not acting.is_root()
+    with pfs_ownership.as_owner(USER, USER):
+        assert not pfs_ownership.is_root()
         os.close(os.open("theirs", os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=directory))
         with pytest.raises(PermissionError):
             os.mkdir("closed/inside", dir_fd=directory)
-        with acting.as_process_user():
+        with pfs_ownership.as_process_user():
             os.mkdir("closed/ours", dir_fd=directory)
     os.close(directory)
     found = (tmp_path / "theirs").stat()
-    assert (found.st_uid, found.st_gid) == (USER, USER) and acting.is_root() and os.getgroups() == groups
+    assert (found.st_uid, found.st_gid) == (USER, USER) and pfs_ownership.is_root() and os.getgroups() == groups
 
 
 @pytest.mark.others
@@ -65,7 +65,7 @@ def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
     mount.symlink(b"run/latest", b"a")
     with mount.db.transaction():
         for number in [row[0] for row in mount.db.rows("SELECT id FROM inode")]:
-            attributes.set_attributes(mount.db, number, uid=USER, gid=USER)
+            inodes.set_attributes(mount.db, number, uid=USER, gid=USER)
     squash = Squash()
     with intercepted(squash):
         mount.settle()
@@ -77,7 +77,7 @@ def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
         mount.settle()
     mount.exact()
     assert squash.refused > 10 and (mount.pfs / "run" / "c").stat().st_uid == USER
-    assert acting.is_root()
+    assert pfs_ownership.is_root()
 
 
 def test_a_refusal_that_stays_is_told_and_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_refusal_that_stays_is_told_and_costs_nothing_else(tmp_path: Path, mon
     while flow.step():
         pass
     assert set(mount.on_pfs()) == {b"directory"}
-    [(_, text, _)] = report.list_reports(mount.db, "trouble:")
+    [(_, text, _)] = summary.list_reports(mount.db, "trouble:")
     assert "EACCES" in text and '"path": "file"' in text and "owner" in text
     monkeypatch.setattr(disk, "_fault", "")
     mount.settle()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from write_back_world import Mount, intercepted
 
-from ckptfs.catalog import settling
+from ckptfs.catalog import copies
 from ckptfs.model import Tier
 
 
@@ -135,7 +135,7 @@ def test_a_file_whose_only_copy_they_removed_is_never_shown_as_empty(mount: Moun
     content = mount.shown(mount.number(b"run/a"))
     assert content is not None
     with mount.db.transaction():
-        settling.delete_copy(mount.db, content, Tier.RAM)
+        copies.delete_copy(mount.db, content, Tier.RAM)
     os.unlink(mount.pfs / "run" / "a")
     mount.rename(b"run/a", b"run/b")
     mount.settle()

@@ -8,8 +8,8 @@ import pytest
 from shared_catalogs import run_seeded, stored
 from writers_together import WriterCluster
 
-from ckptfs.catalog.sharing import touching
-from ckptfs.catalog.sharing.kinds import PFS_NAME, SharedKey
+from ckptfs.coherence import key_state
+from ckptfs.coherence.keys import PFS_NAME, SharedKey
 from ckptfs.model import ROOT
 
 
@@ -123,7 +123,7 @@ def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) ->
 
         async def tell_again() -> None:
             with one.db.transaction():
-                touching.mark_dirty(one.db, name)
+                key_state.mark_dirty(one.db, name)
             await one.sharing.wait_published()
             assert stored(cluster.etcd)[name]["by"] == one.number
 

@@ -9,8 +9,8 @@ import pytest
 from daemon_under_test import DaemonUnderTest, NotStarted, eventually
 from etcd_server import Etcd, free_ports
 
-from ckptfs.catalog.etcd import EtcdStore
 from ckptfs.clique.membership import Node, load_nodes
+from ckptfs.store.etcd import EtcdStore
 
 Make = Callable[..., DaemonUnderTest]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from daemon_under_test import Area, DaemonUnderTest, eventually
 
-from ckptfs import rendezvous
+from ckptfs import runtime_dir
 
 MIB = 1 << 20
 ORDINARY = 65534
@@ -131,10 +131,10 @@ def test_strangers_ask_but_do_not_order(mount: Area) -> None:
 import os, socket, sys
 os.setgid({ORDINARY}); os.setuid({ORDINARY})
 with socket.socket(socket.AF_UNIX) as questions:
-    questions.connect({str(rendezvous.socket_path(name))!r})
+    questions.connect({str(runtime_dir.socket_path(name))!r})
 try:
     with socket.socket(socket.AF_UNIX) as orders:
-        orders.connect({str(rendezvous.admin_socket_path(name))!r})
+        orders.connect({str(runtime_dir.admin_socket_path(name))!r})
 except PermissionError:
     sys.exit(7)
 """

@@ -14,9 +14,9 @@ from daemon_under_test import DaemonUnderTest, eventually
 from etcd_server import Etcd, free_ports, start_etcd
 
 from ckptfs import limits
-from ckptfs.catalog.etcd import EtcdStore
-from ckptfs.catalog.store import Get
 from ckptfs.errors import StoreUnreachable
+from ckptfs.store.etcd import EtcdStore
+from ckptfs.store.kv import Get
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from another_user import as_user
 from ckptfs_client.client import Client
-from ckptfs_client.failures import NotPermitted
+from ckptfs_client.errors import NotPermitted
 from ckptfs_client.mounts import find
 from daemon_under_test import DaemonUnderTest, eventually
 

@@ -18,8 +18,13 @@ Result = subprocess.CompletedProcess[str]
 MakeDaemon = Callable[..., DaemonUnderTest]
 
 
+def entry_point(name: str) -> str:
+    """The program behind mount.ckptfs or umount.ckptfs, as an installer makes it."""
+    return f"import sys; from ckptfs_client.mount_helper import {name}_main; sys.exit({name}_main())"
+
+
 def helper(name: str, *arguments: str | Path) -> Result:
-    command = [sys.executable, "-P", "-m", f"ckptfs_client.{name}_helper", *map(str, arguments)]
+    command = [sys.executable, "-P", "-c", entry_point(name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment(), check=False)
 
 
@@ -139,7 +144,7 @@ def test_mount_umount_and_fstab(place: DaemonUnderTest) -> None:
     sbin.mkdir()
     for kind in ("mount", "umount"):
         script = sbin / f"{kind}.ckptfs"
-        script.write_text(f'#!/bin/sh\necho {kind} was called >&2\nexec {sys.executable} -P -m ckptfs_client.{kind}_helper "$@"\n')
+        script.write_text(f'#!/bin/sh\necho {kind} was called >&2\nexec {sys.executable} -P -c "{entry_point(kind)}" "$@"\n')
         script.chmod(0o755)
     passing = (REPOSITORY / "deploy/umount.fuse").read_text().replace("/opt/ckptfs/bin/umount.ckptfs", "/sbin/umount.ckptfs")
     (sbin / "umount.fuse").write_text(passing)

@@ -15,8 +15,8 @@ import trio
 from memory_store import MemoryEtcd
 from shared_catalogs import Node, Slow, replayed, running, settled, stored, stored_tree
 
-from ckptfs.catalog import renaming
-from ckptfs.catalog.sharing.kinds import SharedKey, Value
+from ckptfs.catalog import namespace
+from ckptfs.coherence.keys import SharedKey, Value
 from ckptfs.model import Inode
 
 NODES = 3
@@ -49,7 +49,7 @@ class World:
             lambda: self._make(node), lambda: self._make(node), lambda: self._make(node), lambda: self._directory(node),
             lambda: self._directory(node), lambda: self._unlink(node), lambda: self._rmdir(node), lambda: self._rename(node),
             lambda: self._rename(node), lambda: self._link(node), lambda: self._change(node), lambda: self._list(node),
-            lambda: self._rename(node, renaming.EXCHANGE),
+            lambda: self._rename(node, namespace.EXCHANGE),
         ]  # fmt: skip
         with contextlib.suppress(OSError):
             await self.dice.choice(acts)()

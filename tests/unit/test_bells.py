@@ -4,8 +4,8 @@ import socket
 
 import pytest
 import trio
-from ckptfs_daemon import bells
-from ckptfs_daemon.bells import MountNotify, WakeChannel
+from ckptfs_daemon import ipc
+from ckptfs_daemon.ipc import MountNotify, WakeChannel
 
 
 @pytest.fixture
@@ -32,36 +32,36 @@ def test_what_is_rung_is_heard(ends: tuple[socket.socket, socket.socket]) -> Non
     notify.invalidate_entry(7, b"a name \xff")
     notify.notify_replies()
     messages = heard(ends[1], 3)
-    assert [bells.parse_message(message) for message in messages] == [
-        (bells.INVALIDATE_INODE, 2**40 + 1, b""), (bells.INVALIDATE_ENTRY, 7, b"a name \xff"), (bells.REPLIES, 0, b""),
+    assert [ipc.parse_message(message) for message in messages] == [
+        (ipc.INVALIDATE_INODE, 2**40 + 1, b""), (ipc.INVALIDATE_ENTRY, 7, b"a name \xff"), (ipc.REPLIES, 0, b""),
     ]  # fmt: skip
 
 
 def test_a_name_of_255_bytes_fits(ends: tuple[socket.socket, socket.socket]) -> None:
     MountNotify(WakeChannel(ends[0]), lambda _: None).invalidate_entry(1, b"n" * 255)
-    assert bells.parse_message(heard(ends[1], 1)[0])[2] == b"n" * 255
+    assert ipc.parse_message(heard(ends[1], 1)[0])[2] == b"n" * 255
 
 
 def test_nobody_listens_and_nobody_waits(ends: tuple[socket.socket, socket.socket]) -> None:
     bell = WakeChannel(ends[0])
     for _ in range(100_000):
-        bell.notify(bells.URGENT_REQUEST)
+        bell.notify(ipc.URGENT_REQUEST)
     ends[1].close()
-    bell.notify(bells.URGENT_REQUEST)
+    bell.notify(ipc.URGENT_REQUEST)
 
 
 def test_hints_that_follow_closely_are_left_out_and_urgent_ones_never(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr(bells.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(ipc.time, "monotonic", lambda: now_s)
     bell = WakeChannel(ends[0])
     for _ in range(5):
-        bell.notify(bells.WORK)
-        bell.notify(bells.URGENT_REQUEST)
-    now_s += bells.WORK_INTERVAL_MIN_S
-    bell.notify(bells.WORK)
-    assert heard(ends[1], 7) == [bells.WORK, *[bells.URGENT_REQUEST] * 5, bells.WORK]
+        bell.notify(ipc.WORK)
+        bell.notify(ipc.URGENT_REQUEST)
+    now_s += ipc.WORK_INTERVAL_MIN_S
+    bell.notify(ipc.WORK)
+    assert heard(ends[1], 7) == [ipc.WORK, *[ipc.URGENT_REQUEST] * 5, ipc.WORK]
 
 
 def test_the_end_of_the_other_side_ends_the_listening(ends: tuple[socket.socket, socket.socket]) -> None:

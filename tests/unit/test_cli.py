@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client import cli, doctor, findings, mounts, show
-from ckptfs_client.failures import NoMount
+from ckptfs_client import cli, doctor, mounts, render
+from ckptfs_client.errors import NoMount
 from ckptfs_client.mounts import Mount
 from control_served import Served, serving
 from daemon_under_test import environment
 from local_node import Node
 
-from ckptfs.catalog import settling
+from ckptfs.catalog import summary
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -48,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_status(served: Served, run: Run, tmp_path: Path) -> None:
     served.node.make(b"file", b"x" * 2048)
-    settling.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a [b]", "remedy": "chmod it"})
+    summary.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a [b]", "remedy": "chmod it"})
     code, out, err = run("status", tmp_path / "mnt")
     assert (code, err) == (0, "")
     assert f"test on {tmp_path}/mnt: degraded" in out and "1 file (2.0 KiB)" in out and "a [b]: EACCES: no; chmod it" in out
@@ -130,7 +130,7 @@ def test_a_mount_whose_daemon_has_ended(run: Run, tmp_path: Path, monkeypatch: p
     ("name", "words"), [(b"plain [x]", "plain [x]"), (b"bad\xff", "bad\\xff"), (b"two\nlines\x1b[m", "two\\nlines\\x1b[m")]
 )
 def test_a_name_keeps_to_its_line(name: bytes, words: str) -> None:
-    assert show.escape_unprintable(os.fsdecode(name)) == words
+    assert render.escape_unprintable(os.fsdecode(name)) == words
 
 
 def test_version_is_quick() -> None:
@@ -166,7 +166,7 @@ def test_the_deepest_and_latest_mount_is_found(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (150 << 20, "150 MiB")])
 def test_sizes_for_people(count: int, words: str) -> None:
-    assert show.format_size(count) == words
+    assert render.format_size(count) == words
 
 
 def test_doctor_looks_at_everything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +188,11 @@ def test_doctor_advises_to_poll_before_halting(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(doctor, "HALT_POLL", setting)
     found = [finding for finding in doctor.examine() if finding.name == "idle processors"]
     assert bool(found) == told
-    assert all(one.verdict == findings.GOOD and f"echo 200000 > {setting}" in one.remedy for one in found)
+    assert all(one.verdict == doctor.GOOD and f"echo 200000 > {setting}" in one.remedy for one in found)
 
 
 def test_doctor_finds_a_mount_without_a_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("dead", tmp_path, 0, 0)])
     found = next(finding for finding in doctor.examine() if finding.name == "dead")
-    assert found.verdict == findings.BAD and "no daemon serves it" in found.what and f"umount -l {tmp_path}" in found.remedy
+    assert found.verdict == doctor.BAD and "no daemon serves it" in found.what and f"umount -l {tmp_path}" in found.remedy

@@ -5,25 +5,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ckptfs_client import doctor_cluster, findings, show
-from ckptfs_client.failures import UsageError
-from ckptfs_client.findings import Finding
-from ckptfs_daemon import cluster_figures
-from ckptfs_daemon.cluster_figures import ClusterFigures, TransportFigures
-from ckptfs_daemon.control_questions import QueryService
+from ckptfs_client import doctor, render
+from ckptfs_client.doctor import Finding
+from ckptfs_client.errors import UsageError
+from ckptfs_daemon.control import cluster_status
+from ckptfs_daemon.control.cluster_status import ClusterFigures, TransportFigures
+from ckptfs_daemon.control.queries import QueryService
 from control_served import serving
 from local_node import Node
 from memory_store import MemoryStore
 
-from ckptfs.catalog import belonging, identity, peers, settling
-from ckptfs.catalog.peers import KnownNode, PeerCopy
-from ckptfs.catalog.store import Get, Put
+from ckptfs.catalog import contents, copies, identity, peer_copies
+from ckptfs.catalog.identity import record_last_members
+from ckptfs.catalog.peer_copies import KnownNode, PeerCopy
 from ckptfs.clique import membership
-from ckptfs.clique.keys import Identity
-from ckptfs.clique.peers import PeerFailed, PeerStats
-from ckptfs.flow.replicate.queues import PeerLoad
+from ckptfs.clique.certificates import Identity
+from ckptfs.clique.peer_api import PeerFailed, PeerStats
+from ckptfs.flow.replicate.peer_queues import PeerLoad
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs.store.kv import Get, Put
 
 NAMES = ("node1", "node2", "node3")
 
@@ -41,9 +42,9 @@ def store(node: Node) -> MemoryStore:
     """Two of three nodes live; the second has told its figures."""
     made = MemoryStore()
     nodes = [membership.Node(number, name, f"{name}:1", number - 1, name, 5000) for number, name in enumerate(NAMES, 1)]
-    peers.set_live_nodes(node.db, 1, 2, [KnownNode(one.number, one.name, one.domain) for one in nodes])
+    peer_copies.set_live_nodes(node.db, 1, 2, [KnownNode(one.number, one.name, one.domain) for one in nodes])
     puts = [Put(membership.node_key(one.number), membership.encode_node(one)) for one in nodes[:2]]
-    made.commit([], [*puts, Put(cluster_figures.figures_key(2), cluster_figures.encode_figures(node.db))])
+    made.commit([], [*puts, Put(cluster_status.figures_key(2), cluster_status.encode_figures(node.db))])
     return made
 
 
@@ -53,7 +54,7 @@ def test_who_lives_and_where_copies_go(node: Node, store: MemoryStore) -> None:
     assert (found.name, found.node, found.number, found.island, found.replication_factor) == ("c", "node1", 1, False, 2)
     members = [(one.name, one.alive, list(one.peers), one.told) for one in found.members]
     assert members == [("node1", True, ["node2"], False), ("node2", True, ["node1"], True), ("node3", False, [], False)]
-    text = "\n".join(str(part) for part in show.cluster(found).renderables[:1])  # type: ignore[attr-defined]
+    text = "\n".join(str(part) for part in render.cluster(found).renderables[:1])  # type: ignore[attr-defined]
     assert "2 of 3 nodes" in text
 
 
@@ -62,8 +63,8 @@ def test_figures_are_those_of_the_catalog(node: Node, store: MemoryStore) -> Non
     content = node.make(b"file", b"x" * 1000)
     with serving(node) as served:
         served.seal()
-    peers.mark_under_replicated(node.db, [content])
-    store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.encode_figures(node.db))])
+    peer_copies.mark_under_replicated(node.db, [content])
+    store.commit([], [Put(cluster_status.figures_key(1), cluster_status.encode_figures(node.db))])
     first = ClusterFigures(node.config, node.db, store).build_cluster().members[0]
     assert (first.behind_files, first.behind_bytes, first.held_files) == (1, 1000, 0)
     assert first.lag_s > 0
@@ -74,11 +75,11 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     behind, gone, dead = (node.make(name, b"x" * 1000) for name in (b"behind", b"gone", b"dead"))
     with serving(node) as served:
         served.seal()
-    peers.mark_under_replicated(node.db, [behind, dead])
-    row = settling.get_content(node.db, gone)
+    peer_copies.mark_under_replicated(node.db, [behind, dead])
+    row = contents.get_content(node.db, gone)
     assert row is not None and row.digest is not None
-    settling.delete_copy(node.db, gone, Tier.RAM)
-    peers.insert_peer_copy(node.db, PeerCopy(gone, 2, row.generation, row.digest))
+    copies.delete_copy(node.db, gone, Tier.RAM)
+    peer_copies.insert_peer_copy(node.db, PeerCopy(gone, 2, row.generation, row.digest))
     node.db.run("UPDATE content SET peer = 1 WHERE id = ?", dead)
     transport = TransportFigures(
         lambda: [PeerLoad("node2", 3, 3000, 1, 1000)],
@@ -100,17 +101,17 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     assert [(one.where, one.who, one.reason, one.count) for one in status.refused] == [
         ("peers", "node2", "malformed", 3), ("peers", "unknown", "malformed", 1), ("peers", "unknown", "stranger", 4),
     ]  # fmt: skip
-    screen = show.console()
+    screen = render.console()
     with screen.capture() as captured:
-        screen.print(show.status(status))
+        screen.print(render.status(status))
     text = captured.get()
     for words in (
         "1 file (1000 B) behind, 2 of 4 copies", "refill      1 file", "repair      1 file", "peers: 4 malformed (node2, unknown)",
         "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately", "as far as this one has heard",
     ):  # fmt: skip
         assert words in text, text
-    assert show.message_to_dict(status)["clique"]["links"][0]["waiting_bytes"] == 3000
-    store.commit([], [Put(cluster_figures.figures_key(1), cluster_figures.encode_figures(node.db))])
+    assert render.message_to_dict(status)["clique"]["links"][0]["waiting_bytes"] == 3000
+    store.commit([], [Put(cluster_status.figures_key(1), cluster_status.encode_figures(node.db))])
     member = figures.build_cluster().members[0]
     assert (member.refill_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)
 
@@ -120,13 +121,13 @@ def examined(
 ) -> list[Finding]:
     """What doctor says of the cluster."""
     transport = TransportFigures(list, dict, dict, ping)
-    return list(doctor_cluster.check_cluster("m", ClusterFigures(node.config, node.db, store, transport, identity).build_probed_cluster()))
+    return list(doctor.check_cluster("m", ClusterFigures(node.config, node.db, store, transport, identity).build_probed_cluster()))
 
 
 def test_doctor_is_content_with_a_cluster_that_is_well(node: Node, store: MemoryStore) -> None:
     """F5."""
     found = examined(node, store, lambda _: PeerStats(0.002, None, 5, 0.1))
-    assert [one.verdict for one in found] == [findings.GOOD, findings.GOOD]
+    assert [one.verdict for one in found] == [doctor.GOOD, doctor.GOOD]
     assert "1 other node answers, the slowest within 2.0 ms" in found[1].what
 
 
@@ -136,14 +137,14 @@ def test_doctor_names_whom_it_cannot_reach_and_whose_clock_is_off(node: Node, st
     def silent(_: membership.Node) -> PeerStats:
         raise PeerFailed("node2 does not answer: unavailable")
 
-    (reach,) = [one for one in examined(node, store, silent) if one.verdict == findings.BAD]
+    (reach,) = [one for one in examined(node, store, silent) if one.verdict == doctor.BAD]
     assert "node2 at node2:1: node2 does not answer" in reach.what and "open" in reach.remedy
 
     def revoked(_: membership.Node) -> PeerStats:
         raise PeerFailed("node2 refuses: these keys were revoked")
 
-    assert "issue new ones" in next(one.remedy for one in examined(node, store, revoked) if one.verdict == findings.BAD)
-    (clock,) = [one for one in examined(node, store, lambda _: PeerStats(0.001, None, None, -90.0)) if one.verdict == findings.NOTE]
+    assert "issue new ones" in next(one.remedy for one in examined(node, store, revoked) if one.verdict == doctor.BAD)
+    (clock,) = [one for one in examined(node, store, lambda _: PeerStats(0.001, None, None, -90.0)) if one.verdict == doctor.NOTE]
     assert "node2 by 1 min behind" in clock.what
 
 
@@ -153,10 +154,10 @@ def test_doctor_doubts_domains_ranks_and_numbers(node: Node, store: MemoryStore)
     for number in (1, 2):
         one = membership.Node(number, f"node{number}", f"node{number}:1", 7, "rack", 5000)
         store.commit([], [Put(membership.node_key(number), membership.encode_node(one))])
-    words = [one.what for one in examined(node, store, well) if one.verdict == findings.NOTE]
+    words = [one.what for one in examined(node, store, well) if one.verdict == doctor.NOTE]
     assert len(words) == 2 and "all 2 nodes are in the failure domain rack" in words[0] and "share the rank 7" in words[1]
     node.configure(replication_factor=3)
-    words = [one.what for one in examined(node, store, well) if one.verdict == findings.NOTE]
+    words = [one.what for one in examined(node, store, well) if one.verdict == doctor.NOTE]
     assert "2 nodes live, and 3 copies are wanted" in words[0]
 
 
@@ -164,11 +165,11 @@ def test_doctor_sees_etcd_away_and_certificates_that_end(node: Node, store: Memo
     """P1, F6."""
     store.reachable = False
     found = examined(node, store, lambda _: PeerStats(0.001, None, None, 0.0))
-    assert found[0].verdict == findings.BAD and "etcd" in found[0].what
+    assert found[0].verdict == doctor.BAD and "etcd" in found[0].what
     for days, verdict, words in (
-        (400, findings.GOOD, "good for 400 days"),
-        (20, findings.NOTE, "expires in 20 days"),
-        (-1, findings.BAD, "expired"),
+        (400, doctor.GOOD, "good for 400 days"),
+        (20, doctor.NOTE, "expires in 20 days"),
+        (-1, doctor.BAD, "expired"),
     ):
         expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days, seconds=-60)
         identity = Identity("node1", "c", b"", b"", b"", expires)
@@ -182,9 +183,9 @@ def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> Non
     found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert found.island
     assert [(one.name, one.alive) for one in found.members] == [(name, True) for name in NAMES]
-    assert "1 of 3 nodes" in str(show.cluster(found).renderables[0])  # type: ignore[attr-defined]
+    assert "1 of 3 nodes" in str(render.cluster(found).renderables[0])  # type: ignore[attr-defined]
     last = [membership.Node(number, name, f"{name}:1", number + 3, name, 5000) for number, name in enumerate(NAMES, 1)]
-    belonging.record_last_members(node.db, [membership.encode_node(one) for one in last])
+    record_last_members(node.db, [membership.encode_node(one) for one in last])
     found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert [(one.name, one.address, one.rank) for one in found.members] == [(one.name, one.address, one.rank) for one in last]
 
@@ -192,7 +193,7 @@ def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> Non
 @pytest.mark.parametrize("garbage", [b"", b"[]", b'{"oldest_ns": "x"}', b"\xff"])
 def test_broken_records_are_passed_over(node: Node, store: MemoryStore, garbage: bytes) -> None:
     """P11."""
-    store.commit([], [Put(cluster_figures.figures_key(2), garbage), Put(membership.node_key(7), garbage)])
+    store.commit([], [Put(cluster_status.figures_key(2), garbage), Put(membership.node_key(7), garbage)])
     found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert [(one.name, one.told) for one in found.members if one.alive] == [("node1", False), ("node2", False)]
 
@@ -206,13 +207,13 @@ def test_a_mount_without_a_cluster_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 def test_figures_are_told_when_they_change_or_the_lease_does(node: Node, store: MemoryStore) -> None:
     """The store hears nothing while nothing changes."""
-    key = cluster_figures.figures_key(1)
-    told = cluster_figures._publish_if_changed(node.db, store, key, 0, None)
+    key = cluster_status.figures_key(1)
+    told = cluster_status._publish_if_changed(node.db, store, key, 0, None)
     assert told is None and not store.read([Get(key)]).results[0]
     lease = store.grant(10)
-    told = cluster_figures._publish_if_changed(node.db, store, key, lease, told)
+    told = cluster_status._publish_if_changed(node.db, store, key, lease, told)
     revision = store.read([Get(key)]).results[0][0].mod_revision
-    told = cluster_figures._publish_if_changed(node.db, store, key, lease, told)
+    told = cluster_status._publish_if_changed(node.db, store, key, lease, told)
     assert store.read([Get(key)]).results[0][0].mod_revision == revision
-    cluster_figures._publish_if_changed(node.db, store, key, store.grant(10), told)
+    cluster_status._publish_if_changed(node.db, store, key, store.grant(10), told)
     assert store.read([Get(key)]).results[0][0].mod_revision > revision

@@ -7,7 +7,7 @@ import pytest
 
 from ckptfs.catalog import contents, database, handles, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.flow import read, write
+from ckptfs.flow import open
 from ckptfs.model import ROOT, ContentState, Tier
 
 
@@ -134,48 +134,48 @@ def test_handles_outlive_the_process_until_a_new_connection_begins(db: Database)
 @pytest.mark.parametrize(
     ("state", "tiers", "published", "truncate", "shared", "way"),
     [
-        (None, (), False, False, False, write.Way.NEW),
-        (None, (), True, False, False, write.Way.FETCH),
-        (None, (), True, True, False, write.Way.NEW),
-        (ContentState.SEALED, (Tier.RAM,), True, False, False, write.Way.IN_PLACE),
-        (ContentState.SEALED, (Tier.RAM,), True, True, False, write.Way.NEW),
-        (ContentState.SEALED, (Tier.RAM,), True, True, True, write.Way.IN_PLACE),
-        (ContentState.OPEN, (Tier.NVME,), False, True, True, write.Way.IN_PLACE),
-        (ContentState.SEALED, (), True, False, False, write.Way.FETCH),
-        (ContentState.LOST, (), False, False, False, write.Way.LOST),
-        (ContentState.LOST, (), False, True, False, write.Way.NEW),
-        (ContentState.CLOSED, (), False, False, False, write.Way.LOST),
+        (None, (), False, False, False, open.Way.NEW),
+        (None, (), True, False, False, open.Way.FETCH),
+        (None, (), True, True, False, open.Way.NEW),
+        (ContentState.SEALED, (Tier.RAM,), True, False, False, open.Way.IN_PLACE),
+        (ContentState.SEALED, (Tier.RAM,), True, True, False, open.Way.NEW),
+        (ContentState.SEALED, (Tier.RAM,), True, True, True, open.Way.IN_PLACE),
+        (ContentState.OPEN, (Tier.NVME,), False, True, True, open.Way.IN_PLACE),
+        (ContentState.SEALED, (), True, False, False, open.Way.FETCH),
+        (ContentState.LOST, (), False, False, False, open.Way.LOST),
+        (ContentState.LOST, (), False, True, False, open.Way.NEW),
+        (ContentState.CLOSED, (), False, False, False, open.Way.LOST),
     ],
 )
 def test_the_way_of_a_writer(
-    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, shared: bool, way: write.Way
+    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, shared: bool, way: open.Way
 ) -> None:
     held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
-    assert write.choose_write_target(held, truncate=truncate, shared=shared) is way
+    assert open.choose_write_target(held, truncate=truncate, shared=shared) is way
 
 
 @pytest.mark.parametrize(
     ("state", "tiers", "published", "way"),
     [
-        (None, (), False, read.ReadSource.EMPTY),
-        (None, (), True, read.ReadSource.FETCH),
-        (ContentState.OPEN, (Tier.RAM,), False, read.ReadSource.HERE),
-        (ContentState.SEALED, (Tier.NVME,), True, read.ReadSource.HERE),
-        (ContentState.SEALED, (), True, read.ReadSource.FETCH),
-        (ContentState.CLOSED, (), True, read.ReadSource.LOST),
-        (ContentState.LOST, (), False, read.ReadSource.LOST),
+        (None, (), False, open.ReadSource.EMPTY),
+        (None, (), True, open.ReadSource.FETCH),
+        (ContentState.OPEN, (Tier.RAM,), False, open.ReadSource.HERE),
+        (ContentState.SEALED, (Tier.NVME,), True, open.ReadSource.HERE),
+        (ContentState.SEALED, (), True, open.ReadSource.FETCH),
+        (ContentState.CLOSED, (), True, open.ReadSource.LOST),
+        (ContentState.LOST, (), False, open.ReadSource.LOST),
     ],
 )
 def test_the_way_of_a_reader(
-    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: read.ReadSource
+    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: open.ReadSource
 ) -> None:
     held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
-    assert read.choose_read_source(held) is way
+    assert open.choose_read_source(held) is way
 
 
 def test_files_of_one_series_are_of_one_kind() -> None:
     assert (
-        write.get_series_pattern(b"step_0001.pt")
-        == write.get_series_pattern(b"step_0120.pt")
-        != write.get_series_pattern(b"optimizer_0001.pt")
+        open.get_series_pattern(b"step_0001.pt")
+        == open.get_series_pattern(b"step_0120.pt")
+        != open.get_series_pattern(b"optimizer_0001.pt")
     )

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client import show
+from ckptfs_client import render
 from ckptfs_client.client import Client
-from ckptfs_client.failures import CommandFailed, NoMount, NotInTime, UsageError
+from ckptfs_client.errors import CommandFailed, NoMount, NotInTime, UsageError
 from ckptfs_client.mounts import Mount
-from ckptfs_daemon import control
+from ckptfs_daemon.control import server
 from control_served import Served, serving
 from daemon_under_test import eventually
 from local_node import Node
 
-from ckptfs import limits, rendezvous
-from ckptfs.catalog import contents, settling, wants
+from ckptfs import limits, runtime_dir
+from ckptfs.catalog import contents, copies, mover_requests, summary
 from ckptfs.errors import TierUnavailable
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
 from ckptfs.protocol import control_pb2 as pb
@@ -40,7 +40,7 @@ def later(act: object, delay_s: float = 0.1) -> threading.Timer:
 
 def test_only_the_owner_may_give_orders(served: Served) -> None:
     """F6: the sockets' own permissions decide."""
-    paths = (served.mount.socket, served.mount.admin_socket, rendezvous.get_path())
+    paths = (served.mount.socket, served.mount.admin_socket, runtime_dir.get_path())
     eventually(lambda: [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o666, 0o600, 0o755], what="modes of the sockets")
 
 
@@ -53,7 +53,7 @@ def test_what_is_refused_is_counted_and_shown(served: Served) -> None:
         served.client.get_cluster()
     answer = served.client.get_status()
     assert [(one.where, one.reason, one.count) for one in answer.refused] == [("control", "failed_precondition", 3)]
-    assert show.message_to_dict(answer)["clique"] is None
+    assert render.message_to_dict(answer)["clique"] is None
 
 
 def test_status_says_what_there_is(served: Served) -> None:
@@ -76,12 +76,12 @@ def test_status_says_what_there_is(served: Served) -> None:
 
 
 def test_troubles_are_shown_with_path_and_remedy(served: Served) -> None:
-    settling.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
+    summary.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
     found = served.client.get_status()
     assert found.health == "degraded"
     trouble = found.troubles[0]
     assert (trouble.where, trouble.what, trouble.path, trouble.remedy) == ("write_back", "EACCES: no", "a/b", "chmod it")
-    settling.set_report(served.node.db, "trouble:write_back", None)
+    summary.set_report(served.node.db, "trouble:write_back", None)
     assert not served.client.get_status().troubles
 
 
@@ -130,12 +130,12 @@ def test_progress_of_a_large_file(served: Served) -> None:
     inode = served.node.inode(served.node.make(b"large", b"x" * 1000))
     served.seal()
     value = {"inode": inode, "path": "large", "copied_bytes": 250, "size_bytes": 1000}
-    settling.set_report(served.node.db, "write_back", value)
+    summary.set_report(served.node.db, "write_back", value)
     assert served.client.list_records([inode])[0].progress == 0.25
     assert next(served.client.wait(inode, "pfs")).bytes_left == next(served.client.drain()).bytes_left == 750
     behind = served.client.get_status().write_back
     assert (behind.now_path, behind.now_copied_bytes, behind.now_size_bytes) == ("large", 250, 1000)
-    settling.set_report(served.node.db, "write_back", None)
+    summary.set_report(served.node.db, "write_back", None)
     assert served.client.list_records([inode])[0].progress == 0.0 and not served.client.get_status().write_back.now_path
 
 
@@ -180,7 +180,7 @@ def test_a_wait_that_can_never_end_is_refused(served: Served) -> None:
     content = served.node.make(b"lost", b"x")
     inode = served.node.inode(content)
     with served.node.db.transaction():
-        settling.set_state(served.node.db, content, ContentState.LOST)
+        contents.set_state(served.node.db, content, ContentState.LOST)
     with pytest.raises(CommandFailed, match="lost is lost: no place holds its content") as failure:
         list(served.client.wait(inode, "local"))
     assert failure.value.remedy == "write it again, or delete it"
@@ -208,7 +208,7 @@ def test_waiting_for_a_pfs_that_is_not_there_is_refused(tmp_path: Path, monkeypa
 def test_drain_hurries_the_lanes_and_ends_with_the_journal(served: Served) -> None:
     """G1: drain forgets backoffs, and says what holds it up."""
     served.node.make(b"file", b"x" * 100)
-    settling.set_report(served.node.db, "trouble:write_back", {"what": "ENOSPC: full", "path": "", "remedy": "make room"})
+    summary.set_report(served.node.db, "trouble:write_back", {"what": "ENOSPC: full", "path": "", "remedy": "make room"})
     with pytest.raises(NotInTime):
         list(served.client.drain(0.5))
     assert served.lanes.times >= 1
@@ -235,7 +235,7 @@ def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:
 
 
 def test_a_deleted_socket_comes_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "SOCKET_CHECK_S", 0.05)
+    monkeypatch.setattr(server, "SOCKET_CHECK_S", 0.05)
     served.stop()
     served.start()
     served.mount.socket.unlink()
@@ -245,12 +245,12 @@ def test_a_deleted_socket_comes_back(served: Served, monkeypatch: pytest.MonkeyP
 
 def test_refresh_asks_for_a_visit_and_tells_its_end(served: Served) -> None:
     def answer(error: int) -> None:
-        want = eventually(lambda: wants.list_open(served.node.db, wants.SCAN))[0]
-        assert (want.inode, want.argument) == (ROOT, wants.COMPARE_AGAIN if error else wants.TREE)
+        want = eventually(lambda: mover_requests.list_open(served.node.db, mover_requests.SCAN))[0]
+        assert (want.inode, want.argument) == (ROOT, mover_requests.COMPARE_AGAIN if error else mover_requests.TREE)
         if error:
-            wants.mark_failed(served.node.db, want.id, error)
+            mover_requests.mark_failed(served.node.db, want.id, error)
         else:
-            wants.mark_done(served.node.db, want.id)
+            mover_requests.mark_done(served.node.db, want.id)
 
     thread = threading.Thread(target=answer, args=(0,))
     thread.start()
@@ -290,12 +290,12 @@ def test_verify_mends_from_what_lies_elsewhere(served: Served) -> None:
 
     def fetch() -> None:
         """The lane, as far as it matters here."""
-        (want,) = eventually(lambda: wants.list_open(node.db, wants.FETCH), what="the file is wanted")
+        (want,) = eventually(lambda: mover_requests.list_open(node.db, mover_requests.FETCH), what="the file is wanted")
         assert node.copies(content) == {Tier.RAM: CopyState.QUARANTINED}
         node.spoil(content, Tier.RAM)
-        settling.set_copy_state(node.db, content, Tier.RAM, CopyState.GOOD)
+        copies.set_copy_state(node.db, content, Tier.RAM, CopyState.GOOD)
         fetched.set()
-        wants.mark_done(node.db, want.id, wants.FETCHED)
+        mover_requests.mark_done(node.db, want.id, mover_requests.FETCHED)
 
     thread = threading.Thread(target=fetch)
     thread.start()

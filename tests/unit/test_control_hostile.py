@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from ckptfs_daemon import control
+from ckptfs_daemon.control import server
 from control_served import Served, serving
 from daemon_under_test import eventually
 from local_node import Node
@@ -29,7 +29,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
     for bound in ("CONTROL_MESSAGE_S", "CONTROL_IDLE_S"):
         monkeypatch.setattr(limits, bound, 0.5)
-    monkeypatch.setattr(control, "SOCKET_CHECK_S", 0.05)
+    monkeypatch.setattr(server, "SOCKET_CHECK_S", 0.05)
     with serving(Node(tmp_path)) as served:
         yield served
 

@@ -7,9 +7,8 @@ import grpc
 import pytest
 
 from ckptfs import limits
-from ckptfs.catalog.etcd import endpoints
-from ckptfs.catalog.etcd.endpoints import EndpointCall
 from ckptfs.errors import StoreUnreachable
+from ckptfs.store.etcd import EndpointCall, time
 
 WAIT_S = 3.0
 
@@ -83,7 +82,7 @@ def test_who_stood_still_asks_once_more(
     monkeypatch: pytest.MonkeyPatch, takes_s: list[tuple[float, bool]], answered: bool, asked: int
 ) -> None:
     member = Member(takes_s)
-    monkeypatch.setattr(endpoints.time, "monotonic", lambda: member.now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: member.now_s)
     call: EndpointCall[str] = EndpointCall(member, "transaction", object(), str, WAIT_S)  # type: ignore[arg-type]
     call.start_next_try()
     assert member.asked == [WAIT_S] * asked

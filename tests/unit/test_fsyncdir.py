@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from ckptfs_daemon.file_operations import FileHandlers
+from ckptfs_daemon.mount.file_handlers import FileHandlers
 
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.sharing import touching
-from ckptfs.catalog.sharing.kinds import NAME, SharedKey
+from ckptfs.coherence import key_state
+from ckptfs.coherence.keys import NAME, SharedKey
 from ckptfs.model import CliqueLost
 
 DIRECTORY, OTHER = 7, 8
@@ -35,7 +35,7 @@ def fsync(db: Database, clique_lost: CliqueLost, *, back_s: float, island: bool 
 
         async def return_later() -> None:
             await trio.sleep(back_s)
-            touching.mark_clean(db, touching.list_dirty_names(db), touching.get_last_change(db))
+            key_state.mark_clean(db, key_state.list_dirty_names(db), key_state.get_last_change(db))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(return_later)
@@ -63,5 +63,5 @@ def fsync(db: Database, clique_lost: CliqueLost, *, back_s: float, island: bool 
 def test_the_names_of_a_directory(tmp_path: Path, directory: int, clique_lost: CliqueLost, back_s: float, code: int) -> None:
     database.create(tmp_path / "catalog.db")
     db = Database(tmp_path / "catalog.db", journalled=False)
-    touching.mark_dirty(db, SharedKey(NAME, directory, b"made on the island"))
+    key_state.mark_dirty(db, SharedKey(NAME, directory, b"made on the island"))
     assert fsync(db, clique_lost, back_s=back_s) == code

@@ -3,7 +3,7 @@
 import struct
 
 import pytest
-from ckptfs_daemon import handshake
+from ckptfs_daemon.fuse import kernel
 
 from ckptfs.model import DataPath
 
@@ -17,53 +17,50 @@ def init_request(flags: int = EVERYTHING, *, minor: int = 45, major: int = 7, op
 
 
 def test_an_offer_is_read_with_its_second_word_of_flags() -> None:
-    offer = handshake.parse_init(init_request())
+    offer = kernel.parse_init(init_request())
     assert (offer.unique, offer.major, offer.minor, offer.flags) == (2, 7, 45, EVERYTHING)
-    assert offer.flags & handshake.PASSTHROUGH
+    assert offer.flags & kernel.PASSTHROUGH
 
 
 def test_the_second_word_means_nothing_without_its_announcement() -> None:
-    offer = handshake.parse_init(init_request(EVERYTHING & ~handshake.INIT_EXT))
+    offer = kernel.parse_init(init_request(EVERYTHING & ~kernel.INIT_EXT))
     assert offer.flags >> 32 == 0
 
 
 @pytest.mark.parametrize("request_", [b"", init_request()[:50], init_request(opcode=1), init_request(major=8)])
 def test_anything_else_is_refused(request_: bytes) -> None:
-    with pytest.raises(handshake.BadHandshake):
-        handshake.parse_init(request_)
+    with pytest.raises(kernel.BadHandshake):
+        kernel.parse_init(request_)
 
 
 def test_passthrough_and_the_writeback_cache_exclude_each_other() -> None:
-    offer = handshake.parse_init(init_request())
-    through = handshake.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True)
-    buffered = handshake.choose_init_flags(offer, DataPath.BUFFERED, is_single_node=True)
-    assert through & handshake.PASSTHROUGH and not through & handshake.WRITEBACK_CACHE
-    assert buffered & handshake.WRITEBACK_CACHE and not buffered & handshake.PASSTHROUGH
+    offer = kernel.parse_init(init_request())
+    through = kernel.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True)
+    buffered = kernel.choose_init_flags(offer, DataPath.BUFFERED, is_single_node=True)
+    assert through & kernel.PASSTHROUGH and not through & kernel.WRITEBACK_CACHE
+    assert buffered & kernel.WRITEBACK_CACHE and not buffered & kernel.PASSTHROUGH
     for flags in (through, buffered):
-        assert flags & handshake.HANDLE_KILLPRIV_V2 and flags & handshake.HAS_RESEND
+        assert flags & kernel.HANDLE_KILLPRIV_V2 and flags & kernel.HAS_RESEND
         assert not flags & (1 << 1 | 1 << 10), "locks are the kernel's"
         assert not flags & 1 << 14, "pyfuse3 has readdirplus only"
 
 
 def test_where_other_nodes_write_the_kernel_does_not_keep_sizes_and_times() -> None:
     """P7: with the writeback cache it would show its own for ever."""
-    assert (
-        not handshake.choose_init_flags(handshake.parse_init(init_request()), DataPath.BUFFERED, is_single_node=False)
-        & handshake.WRITEBACK_CACHE
-    )
+    assert not kernel.choose_init_flags(kernel.parse_init(init_request()), DataPath.BUFFERED, is_single_node=False) & kernel.WRITEBACK_CACHE
 
 
 @pytest.mark.parametrize("data_path", [DataPath.PASSTHROUGH, DataPath.BUFFERED])
 @pytest.mark.parametrize("bit", range(48))
 def test_nothing_is_taken_that_was_not_offered(data_path: DataPath, bit: int) -> None:
-    offer = handshake.parse_init(init_request(EVERYTHING & ~(1 << bit)))
-    assert not handshake.choose_init_flags(offer, data_path, is_single_node=True) & 1 << bit
+    offer = kernel.parse_init(init_request(EVERYTHING & ~(1 << bit)))
+    assert not kernel.choose_init_flags(offer, data_path, is_single_node=True) & 1 << bit
 
 
 def test_the_answer_has_the_kernels_layout() -> None:
-    offer = handshake.parse_init(init_request())
-    flags = handshake.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True)
-    reply = handshake.build_init_reply(offer, flags)
+    offer = kernel.parse_init(init_request())
+    flags = kernel.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True)
+    reply = kernel.build_init_reply(offer, flags)
     assert struct.unpack_from("=IiQ", reply) == (80, 0, 2) and len(reply) == 80
     major, minor, _ahead, low, *_background = struct.unpack_from("=IIII", reply, 16)
     max_write, grain_ns, pages, _align, high, depth = struct.unpack_from("=IIHHII", reply, 36)
@@ -72,7 +69,7 @@ def test_the_answer_has_the_kernels_layout() -> None:
 
 
 def test_an_older_kernel_is_answered_in_its_own_protocol() -> None:
-    offer = handshake.parse_init(init_request(handshake.COMMON, minor=31))
-    reply = handshake.build_init_reply(offer, handshake.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True))
+    offer = kernel.parse_init(init_request(kernel.COMMON, minor=31))
+    reply = kernel.build_init_reply(offer, kernel.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True))
     assert struct.unpack_from("=II", reply, 16) == (7, 31)
     assert struct.unpack_from("=I", reply, 16 + 36)[0] == 0, "no stacking depth without passthrough"

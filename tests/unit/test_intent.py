@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from ckptfs_daemon import intent
+from ckptfs_daemon.mount import lookups
 
 CREATING = os.O_CREAT | os.O_WRONLY
 
@@ -35,8 +35,8 @@ def line(number: int, *arguments: int) -> str:
     ],
 )
 def test_the_system_call_tells(machine: str, text: str, expected: bool) -> None:
-    assert intent.is_creating_syscall(text, machine) is expected
+    assert lookups.is_creating_syscall(text, machine) is expected
 
 
 def test_where_nothing_can_be_known_creating_goes_on() -> None:
-    assert intent.may_create(2**22 + 1) is True
+    assert lookups.may_create(2**22 + 1) is True

@@ -10,23 +10,23 @@ from ckptfs_client.cli import app
 from typer.testing import CliRunner
 
 from ckptfs import limits
-from ckptfs.clique import keys, revoked
+from ckptfs.clique import certificates
 from ckptfs.errors import ConfigError, InvalidArgument
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Path:
     directory = tmp_path / "keys"
-    keys.init(directory, "moon")
+    certificates.init(directory, "moon")
     return directory
 
 
 def test_a_node_gets_what_it_needs_and_nothing_of_the_authority(authority: Path) -> None:
-    directory = keys.issue(authority, "node1", ["127.0.0.1", "node1.example"])
+    directory = certificates.issue(authority, "node1", ["127.0.0.1", "node1.example"])
     assert sorted(os.listdir(directory)) == ["ca.pem", "node.key", "node.pem"]
-    identity = keys.load(directory)
+    identity = certificates.load(directory)
     assert (identity.node, identity.cluster) == ("node1", "moon")
-    assert keys.get_subject(identity.certificate) == ("node1", "moon")
+    assert certificates.get_subject(identity.certificate) == ("node1", "moon")
     for path in (authority / "ca.key", directory / "node.key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -34,30 +34,30 @@ def test_a_node_gets_what_it_needs_and_nothing_of_the_authority(authority: Path)
 
 def test_revoked_keys_are_refused_and_new_ones_are_good(authority: Path) -> None:
     """F6: also a second time, and on the node itself."""
-    old = keys.issue(authority, "node1")
-    other = keys.load(keys.issue(authority, "node2"))
-    lost = keys.load(old)
+    old = certificates.issue(authority, "node1")
+    other = certificates.load(certificates.issue(authority, "node2"))
+    lost = certificates.load(old)
     for count in (1, 2):
-        lists = keys.revoke(authority, "node1")
+        lists = certificates.revoke(authority, "node1")
         assert lists == [authority / "revoked", authority / "node2" / "revoked"]
-        assert revoked.read_revocations(authority / "node2") == {"node1": count}
-        assert not keys.is_current(lost.certificate, revoked.read_revocations(authority))
-        assert keys.is_current(other.certificate, revoked.read_revocations(authority))
-        new = keys.load(keys.issue(authority, "node1"))
-        assert keys.is_current(new.certificate, revoked.read_revocations(authority))
-        assert keys.is_current(new.certificate, {}), "nodes that have not heard of it go on"
+        assert certificates.read_revocations(authority / "node2") == {"node1": count}
+        assert not certificates.is_current(lost.certificate, certificates.read_revocations(authority))
+        assert certificates.is_current(other.certificate, certificates.read_revocations(authority))
+        new = certificates.load(certificates.issue(authority, "node1"))
+        assert certificates.is_current(new.certificate, certificates.read_revocations(authority))
+        assert certificates.is_current(new.certificate, {}), "nodes that have not heard of it go on"
         lost = new
     put_aside = authority / ".node1.revoked-1"
-    revoked.write_revocations(put_aside, {"node1": 2})
+    certificates.write_revocations(put_aside, {"node1": 2})
     with pytest.raises(ConfigError, match="were revoked"):
-        keys.load(put_aside)
+        certificates.load(put_aside)
 
 
 def test_what_cannot_be_revoked_is_refused(authority: Path, tmp_path: Path) -> None:
     """P11."""
     for directory, node in ((tmp_path / "nowhere", "node1"), (authority, "../node1")):
         with pytest.raises(InvalidArgument):
-            keys.revoke(directory, node)
+            certificates.revoke(directory, node)
     result = CliRunner().invoke(app, ["keys", "revoke", str(authority), "node1"])
     assert result.exit_code == 0 and "of every node" in result.output
 
@@ -66,28 +66,28 @@ def test_what_cannot_be_revoked_is_refused(authority: Path, tmp_path: Path) -> N
 def test_a_broken_list_is_named_and_what_was_known_holds(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P11."""
     monkeypatch.setattr(limits, "REVOKED_LOOK_S", 0.0)
-    revoked.write_revocations(tmp_path, {"node7": 3})
-    known = revoked.RevocationList(tmp_path)
+    certificates.write_revocations(tmp_path, {"node7": 3})
+    known = certificates.RevocationList(tmp_path)
     assert (known.get_count("node7"), known.get_count("node1")) == (3, 0)
     (tmp_path / "revoked").write_text(text)
     with pytest.raises(ConfigError, match="line 1 is not NODE COUNT"):
-        revoked.read_revocations(tmp_path)
+        certificates.read_revocations(tmp_path)
     assert known.get_count("node7") == 3
-    revoked.write_revocations(tmp_path, {"node1": 1})
+    certificates.write_revocations(tmp_path, {"node1": 1})
     assert known.get_counts() == {"node1": 1}
 
 
 def test_openssl_agrees(authority: Path) -> None:
-    directory = keys.issue(authority, "node1")
+    directory = certificates.issue(authority, "node1")
     for purpose in ("sslserver", "sslclient"):
         command = ["openssl", "verify", "-CAfile", str(authority / "ca.pem"), "-purpose", purpose, str(directory / "node.pem")]
         assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def test_nothing_is_overwritten(authority: Path) -> None:
-    directory = keys.issue(authority, "node1")
+    directory = certificates.issue(authority, "node1")
     before = {path: path.read_bytes() for path in (*authority.glob("ca.*"), *directory.iterdir())}
-    for again in (lambda: keys.init(authority, "moon"), lambda: keys.issue(authority, "node1")):
+    for again in (lambda: certificates.init(authority, "moon"), lambda: certificates.issue(authority, "node1")):
         with pytest.raises(InvalidArgument, match="never overwritten"):
             again()
     assert {path: path.read_bytes() for path in before} == before
@@ -96,49 +96,49 @@ def test_nothing_is_overwritten(authority: Path) -> None:
 @pytest.mark.parametrize("name", ["", "../node", "a/b", "-a", "a" * 64, "näh"])
 def test_odd_names_are_refused(authority: Path, name: str) -> None:
     with pytest.raises(InvalidArgument, match="accepted"):
-        keys.issue(authority, name)
+        certificates.issue(authority, name)
     with pytest.raises(InvalidArgument, match="accepted"):
-        keys.init(authority / "x", name)
+        certificates.init(authority / "x", name)
 
 
 def test_an_odd_address_is_refused_before_anything_is_written(authority: Path) -> None:
     with pytest.raises(InvalidArgument, match="no host name"):
-        keys.issue(authority, "node1", ["a b"])
+        certificates.issue(authority, "node1", ["a b"])
     assert not (authority / "node1").exists()
 
 
 def test_names_in_certificates_differ_by_node_and_cluster() -> None:
-    names = {keys.target_name(cluster, node) for cluster in ("a", "b", "ab") for node in ("a", "A", "b", "ba")}
+    names = {certificates.target_name(cluster, node) for cluster in ("a", "b", "ab") for node in ("a", "A", "b", "ba")}
     assert len(names) == 12
 
 
 def test_keys_that_are_open_to_others_are_refused(authority: Path) -> None:
-    directory = keys.issue(authority, "node1")
+    directory = certificates.issue(authority, "node1")
     (directory / "node.key").chmod(0o640)
     with pytest.raises(ConfigError, match="open to others"):
-        keys.load(directory)
+        certificates.load(directory)
 
 
 def test_a_certificate_of_another_authority_is_refused(authority: Path, tmp_path: Path) -> None:
-    keys.init(tmp_path / "other", "moon")
-    directory, other = keys.issue(authority, "node1"), keys.issue(tmp_path / "other", "node1")
+    certificates.init(tmp_path / "other", "moon")
+    directory, other = certificates.issue(authority, "node1"), certificates.issue(tmp_path / "other", "node1")
     (directory / "ca.pem").write_bytes((other / "ca.pem").read_bytes())
     with pytest.raises(ConfigError, match="no certificate of the CA"):
-        keys.load(directory)
+        certificates.load(directory)
 
 
 def test_a_key_that_does_not_fit_is_refused(authority: Path) -> None:
-    directory, other = keys.issue(authority, "node1"), keys.issue(authority, "node2")
+    directory, other = certificates.issue(authority, "node1"), certificates.issue(authority, "node2")
     (directory / "node.key").write_bytes((other / "node.key").read_bytes())
     with pytest.raises(ConfigError, match="not the key"):
-        keys.load(directory)
+        certificates.load(directory)
 
 
 def test_missing_keys_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        keys.load(tmp_path)
+        certificates.load(tmp_path)
     with pytest.raises(InvalidArgument, match="no keys of a cluster"):
-        keys.issue(tmp_path, "node1")
+        certificates.issue(tmp_path, "node1")
 
 
 def test_the_command_makes_them(tmp_path: Path) -> None:
@@ -146,14 +146,14 @@ def test_the_command_makes_them(tmp_path: Path) -> None:
     directory = tmp_path / "keys"
     assert run.invoke(app, ["keys", "init", str(directory), "--cluster", "moon"]).exit_code == 0
     assert run.invoke(app, ["keys", "issue", str(directory), "node1", "--address", "10.0.0.1"]).exit_code == 0
-    assert keys.load(directory / "node1").node == "node1"
+    assert certificates.load(directory / "node1").node == "node1"
     refused = run.invoke(app, ["keys", "issue", str(directory), "node1"])
     assert refused.exit_code != 0 and "never overwritten" in str(refused.exception)
 
 
 def test_the_keys_of_another_node_are_refused(authority: Path) -> None:
-    directory = keys.issue(authority, "node1")
-    assert keys.load_for(directory, "node1", "moon") == keys.load(directory)
+    directory = certificates.issue(authority, "node1")
+    assert certificates.load_for(directory, "node1", "moon") == certificates.load(directory)
     for node, cluster in (("node2", "moon"), ("node1", "mars")):
         with pytest.raises(ConfigError, match="has the keys of node node1 of cluster moon"):
-            keys.load_for(directory, node, cluster)
+            certificates.load_for(directory, node, cluster)

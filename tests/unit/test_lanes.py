@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import trio
-from ckptfs_daemon import lanes
-from ckptfs_daemon.lanes import Lane, Lanes
+from ckptfs_daemon.mover import lanes
+from ckptfs_daemon.mover.lanes import Lane, Lanes
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from ckptfs import limits

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon import lock
+from ckptfs_daemon.supervisor import state_directory
 
 from ckptfs.errors import InvalidArgument
 
@@ -15,11 +15,11 @@ SLEEPER = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read(
 
 
 def test_a_second_one_is_refused_by_the_pid_of_the_first(tmp_path: Path) -> None:
-    first = lock.acquire_lock(tmp_path)
+    first = state_directory.acquire_lock(tmp_path)
     with pytest.raises(InvalidArgument, match=f"pid {os.getpid()}"):
-        lock.acquire_lock(tmp_path)
+        state_directory.acquire_lock(tmp_path)
     os.close(first)
-    os.close(lock.acquire_lock(tmp_path))
+    os.close(state_directory.acquire_lock(tmp_path))
 
 
 def _sleeper() -> "subprocess.Popen[bytes]":
@@ -35,15 +35,15 @@ def _note(path: Path, pid: int, ticks: int) -> None:
 
 def test_what_a_dead_supervisor_left_is_ended(tmp_path: Path) -> None:
     process = _sleeper()
-    _note(tmp_path / "p", process.pid, lock.get_start_ticks(process.pid))
-    lock.kill_leftovers(tmp_path / "p")
+    _note(tmp_path / "p", process.pid, state_directory.get_start_ticks(process.pid))
+    state_directory.kill_leftovers(tmp_path / "p")
     assert process.wait(60) == -9
 
 
 def test_a_pid_that_now_is_somebody_else_is_left_alone(tmp_path: Path) -> None:
     process = _sleeper()
-    _note(tmp_path / "p", process.pid, lock.get_start_ticks(process.pid) - 1)
-    lock.kill_leftovers(tmp_path / "p")
+    _note(tmp_path / "p", process.pid, state_directory.get_start_ticks(process.pid) - 1)
+    state_directory.kill_leftovers(tmp_path / "p")
     assert process.poll() is None
     process.kill()
     process.wait(60)
@@ -52,12 +52,12 @@ def test_a_pid_that_now_is_somebody_else_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"mount": 7}'])
 def test_a_note_that_cannot_be_read_ends_nobody(tmp_path: Path, text: str) -> None:
     (tmp_path / "p").write_text(text)
-    lock.kill_leftovers(tmp_path / "p")
-    lock.kill_leftovers(tmp_path / "absent")
+    state_directory.kill_leftovers(tmp_path / "p")
+    state_directory.kill_leftovers(tmp_path / "absent")
 
 
 def test_a_process_that_is_gone_has_no_start() -> None:
     process = _sleeper()
     process.kill()
     process.wait(60)
-    assert lock.get_start_ticks(process.pid) == 0
+    assert state_directory.get_start_ticks(process.pid) == 0

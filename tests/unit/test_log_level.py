@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client.failures import NotInTime, UsageError
-from ckptfs_daemon import control_orders, logs
+from ckptfs_client.errors import NotInTime, UsageError
+from ckptfs_daemon import logs
+from ckptfs_daemon.control import admin
 from control_served import Served, serving
 from local_node import Node
 
@@ -38,7 +39,7 @@ def test_what_is_no_level(served: Served) -> None:
 def test_a_supervisor_that_does_not_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The level is what the processes do, not what was asked for."""
     logs.set_level("info")
-    monkeypatch.setattr(control_orders, "LOG_LEVEL_WAIT_S", 0.05)
+    monkeypatch.setattr(admin, "LOG_LEVEL_WAIT_S", 0.05)
     monkeypatch.setattr(logs, "get_level", lambda: "info")
     with pytest.raises(NotInTime, match="not changed in time") as failure:
         served.client.get_or_set_log_level("debug")

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import trio
-from ckptfs_daemon.member import TROUBLE, MembershipService
+from ckptfs_daemon.mover.membership_service import TROUBLE, MembershipService
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
-from ckptfs.catalog import belonging, database
+from ckptfs.catalog import database, identity
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.store import Delete, Put
-from ckptfs.clique.joining import register
-from ckptfs.clique.membership import Node, ViewChange
+from ckptfs.clique.membership import Node, ViewChange, register
+from ckptfs.store.kv import Delete, Put
 
 PATIENCE_S = 60.0
 
@@ -38,14 +37,14 @@ class Station:
         self.name = name
         self.db = Database(path, journalled=False)
         self.store = MemoryStore(etcd)
-        self.number = register(self.store, name, belonging.get_catalog_id(self.db))
+        self.number = register(self.store, name, identity.get_catalog_id(self.db))
         self.reports: dict[str, Any] = {}
         self.changes: list[ViewChange] = []
         self.member = self.begin()
 
     def begin(self) -> MembershipService:
         """Another mover of this node."""
-        node = Node(self.number, self.name, "a:1", self.number, self.name, 0, f"{self.name}.{belonging.record_start(self.db)}")
+        node = Node(self.number, self.name, "a:1", self.number, self.name, 0, f"{self.name}.{identity.record_start(self.db)}")
         self.member = MembershipService(self.db, self.store, node, self._report)
         self.member.subscribe(self.changes.append)
         return self.member
@@ -199,7 +198,7 @@ def test_a_mover_that_starts_while_the_store_is_away_knows_its_peers(stations: l
     async def before(nursery: trio.Nursery) -> None:
         for one in (a, b):
             nursery.start_soon(one.member.run)
-        await until(lambda: a.names() == ["a", "b"] and len(belonging.list_last_members(a.db)) == 2)
+        await until(lambda: a.names() == ["a", "b"] and len(identity.list_last_members(a.db)) == 2)
 
     run(before)
     a.store.reachable = False

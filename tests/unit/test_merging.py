@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ckptfs.catalog.sharing import merging
+from ckptfs.coherence import merge
 
 BASE: dict[str, Any] = {
     "content": 7, "generation": 4, "size": 100, "mtime_ns": 10, "ctime_ns": 10, "atime_ns": 10, "mode": 0o100644, "names": [[1, "log"]],
@@ -21,7 +21,7 @@ def bytes_of(value: dict[str, Any]) -> list[Any]:
     "ours", [{"mtime_ns": 99, "ctime_ns": 99}, {"content": 3, "size": 87}, {"mode": 0o100600}], ids=["a time", "what was left", "a mode"]
 )
 def test_what_another_node_wrote_is_not_hidden_by_what_was_not_written_here(ours: dict[str, Any]) -> None:
-    merged = merging.merge_inode(BASE, {**BASE, **ours}, {**BASE, **WRITTEN})
+    merged = merge.merge_inode(BASE, {**BASE, **ours}, {**BASE, **WRITTEN})
     assert bytes_of(merged) == bytes_of(WRITTEN)
     assert merged["mode"] == ours.get("mode", BASE["mode"]) and merged["mtime_ns"] == max(20, ours.get("mtime_ns", 0))
 
@@ -29,7 +29,7 @@ def test_what_another_node_wrote_is_not_hidden_by_what_was_not_written_here(ours
 @pytest.mark.parametrize("theirs", [{}, {"mtime_ns": 99}, WRITTEN], ids=["nothing", "a time", "another generation"])
 def test_what_was_written_here_shows_while_it_is_told(theirs: dict[str, Any]) -> None:
     ours = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30, "ctime_ns": 30}
-    assert bytes_of(merging.merge_inode(BASE, ours, {**BASE, **theirs})) == bytes_of(ours)
+    assert bytes_of(merge.merge_inode(BASE, ours, {**BASE, **theirs})) == bytes_of(ours)
 
 
 def missing(**fields: Any) -> dict[str, Any]:
@@ -47,20 +47,20 @@ OURS = {**BASE, "content": 8, "generation": 6, "size": 50, "mtime_ns": 30, "ctim
 def test_a_node_that_returns_does_not_hide_what_was_written_while_it_was_dead(theirs: dict[str, Any]) -> None:
     """P9: it had a generation that it had not told. What the others miss they go on missing: its writer puts it beside."""
     base = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30}
-    merged = merging.merge_inode(base, OURS, theirs)
+    merged = merge.merge_inode(base, OURS, theirs)
     assert bytes_of(merged) == bytes_of(theirs) and merged.get("missed") == theirs.get("missed")
-    assert bytes_of(merging.merge_inode(base, OURS, theirs, is_writing=True)) == bytes_of(OURS), "it is being written here"
+    assert bytes_of(merge.merge_inode(base, OURS, theirs, is_writing=True)) == bytes_of(OURS), "it is being written here"
 
 
 @pytest.mark.parametrize(("theirs", "later"), [({"generation": 7}, True), ({"mtime_ns": 31}, True), ({"mtime_ns": 29}, False)])
 def test_of_two_generations_of_one_content_the_later_one_counts(theirs: dict[str, Any], later: bool) -> None:
     """Its size and its bytes are of one of them: its own key goes by the generation, too."""
     base, theirs = {**BASE, "content": 8, "generation": 5}, {**OURS, "size": 90, **theirs}
-    merged = merging.merge_inode(base, OURS, theirs)
-    assert bytes_of(merged) == bytes_of(theirs if later else OURS) and merging.must_yield_to_remote(OURS, theirs, merged) == later
+    merged = merge.merge_inode(base, OURS, theirs)
+    assert bytes_of(merged) == bytes_of(theirs if later else OURS) and merge.must_yield_to_remote(OURS, theirs, merged) == later
 
 
 def test_a_node_that_returns_shows_again_what_the_others_miss() -> None:
     base = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30}
-    merged = merging.merge_inode(base, OURS, missing(ctime_ns=99))
+    merged = merge.merge_inode(base, OURS, missing(ctime_ns=99))
     assert bytes_of(merged) == bytes_of(OURS) and "missed" not in merged

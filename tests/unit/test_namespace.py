@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckptfs import limits
-from ckptfs.catalog import answers, attributes, database, directories, namespace, renaming
+from ckptfs.catalog import database, handles, inodes, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.directories import NotImported
+from ckptfs.catalog.namespace import NotImported
 from ckptfs.model import ROOT, Inode
 
 FILE = stat.S_IFREG | 0o644
@@ -44,18 +44,18 @@ def ops(db: Database) -> list[str]:
 
 
 def names(db: Database, directory: int) -> list[bytes]:
-    return [entry.name for entry, _ in directories.iterate_entries(db, directory)]
+    return [entry.name for entry, _ in namespace.iterate_entries(db, directory)]
 
 
 def test_what_was_made_is_found_with_all_it_was_made_with(db: Database) -> None:
     made = make(db, ROOT, b"device", stat.S_IFBLK | 0o600, rdev=os.makedev(8, 1))
-    assert namespace.lookup(db, ROOT, b"device") == made == namespace.get(db, made.id)
+    assert namespace.lookup(db, ROOT, b"device") == made == inodes.get(db, made.id)
     assert (made.uid, made.gid, made.nlink, made.rdev) == (1000, 1000, 1, os.makedev(8, 1))
 
 
 def test_a_symlink_has_its_targets_length(db: Database) -> None:
     made = make(db, ROOT, b"link", stat.S_IFLNK | 0o777, target=b"x" * limits.SYMLINK_BYTES_MAX)
-    assert (made.size, namespace.get(db, made.id).target) == (4095, b"x" * 4095)
+    assert (made.size, inodes.get(db, made.id).target) == (4095, b"x" * 4095)
 
 
 def test_errnos_of_make(db: Database) -> None:
@@ -79,22 +79,22 @@ def test_names_that_ckptfs_uses_on_the_pfs_are_refused(db: Database) -> None:
         assert code(make, db, parent, name) == errno.EPERM
         assert code(make, db, parent, name, DIRECTORY) == errno.EPERM
         assert code(namespace.link, db, file.id, parent, name) == errno.EPERM
-        assert code(renaming.rename, db, ROOT, b"file", parent, name) == errno.EPERM
+        assert code(namespace.rename, db, ROOT, b"file", parent, name) == errno.EPERM
     for name in (b".ckptfs", b".ckptfsrc", b".ckptf"):
         make(db, sub.id, name)
 
 
 def test_a_refused_change_leaves_nothing_behind(db: Database) -> None:
     make(db, ROOT, b"file")
-    before = db.rows("SELECT count(*) FROM inode"), ops(db), namespace.get(db, ROOT)
+    before = db.rows("SELECT count(*) FROM inode"), ops(db), inodes.get(db, ROOT)
     assert code(make, db, ROOT, b"file") == errno.EEXIST
-    assert (db.rows("SELECT count(*) FROM inode"), ops(db), namespace.get(db, ROOT)) == before
+    assert (db.rows("SELECT count(*) FROM inode"), ops(db), inodes.get(db, ROOT)) == before
 
 
 def test_a_setgid_directory_hands_its_group_down_and_directories_the_bit_too(db: Database) -> None:
     top = make(db, ROOT, b"top", DIRECTORY | stat.S_ISGID)
     with db.transaction():
-        attributes.set_attributes(db, top.id, gid=77)
+        inodes.set_attributes(db, top.id, gid=77)
     file, sub = make(db, top.id, b"file"), make(db, top.id, b"sub", DIRECTORY)
     assert (file.gid, bool(file.mode & stat.S_ISGID)) == (77, False)
     assert (sub.gid, bool(sub.mode & stat.S_ISGID)) == (77, True)
@@ -119,16 +119,16 @@ def test_reap_deletes_what_nobody_holds_and_nothing_else(db: Database) -> None:
     file = make(db, ROOT, b"file")
     with db.transaction():
         content = db.insert("INSERT INTO content (inode, generation, state) VALUES (?, 1, 2)", file.id)
-        attributes.set_xattr(db, file.id, b"user.x", b"1")
+        inodes.set_xattr(db, file.id, b"user.x", b"1")
         assert namespace.delete_forgotten(db, [file.id]) == {}, "it has a name"
         namespace.unlink(db, ROOT, b"file")
         handle = db.insert("INSERT INTO handle (inode, content, writer) VALUES (?, ?, 0)", file.id, content)
         assert namespace.delete_forgotten(db, [file.id]) == {}, "it is open"
         db.run("DELETE FROM handle WHERE id=?", handle)
         assert namespace.delete_forgotten(db, [file.id]) == {file.id: [content]}
-    assert code(namespace.get, db, file.id) == errno.ENOENT
+    assert code(inodes.get, db, file.id) == errno.ENOENT
     assert db.value("SELECT state FROM content WHERE id=?", content) == 3
-    assert attributes.list_xattrs(db, file.id) == []
+    assert inodes.list_xattrs(db, file.id) == []
 
 
 # --- rename ----------------------------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ def test_rename_keeps_every_name_that_stays_at_its_place_in_readdir(db: Database
     for name in (b"a", b"b", b"c"):
         make(db, ROOT, name)
     with db.transaction():
-        replaced = renaming.rename(db, ROOT, b"c", ROOT, b"a")
+        replaced = namespace.rename(db, ROOT, b"c", ROOT, b"a")
         assert replaced is not None and replaced.nlink == 0
         assert names(db, ROOT) == [b"a", b"b"], "the replaced name keeps its cookie"
-        renaming.rename(db, ROOT, b"a", ROOT, b"z")
+        namespace.rename(db, ROOT, b"a", ROOT, b"z")
         assert names(db, ROOT) == [b"z", b"b"], "a name that changes takes its cookie along"
 
 
@@ -149,11 +149,11 @@ def test_exchange_swaps_and_keeps_count_of_subdirectories(db: Database) -> None:
     one, two = make(db, ROOT, b"one", DIRECTORY), make(db, ROOT, b"two", DIRECTORY)
     sub, file = make(db, one.id, b"x", DIRECTORY), make(db, two.id, b"x")
     with db.transaction():
-        assert renaming.rename(db, one.id, b"x", two.id, b"x", renaming.EXCHANGE) is None
+        assert namespace.rename(db, one.id, b"x", two.id, b"x", namespace.EXCHANGE) is None
     assert namespace.lookup(db, one.id, b"x").id == file.id
     assert namespace.lookup(db, two.id, b"x").id == sub.id
-    assert (namespace.get(db, one.id).nlink, namespace.get(db, two.id).nlink) == (2, 3)
-    assert (namespace.get(db, sub.id).parent, namespace.get(db, file.id).parent) == (two.id, 0)
+    assert (inodes.get(db, one.id).nlink, inodes.get(db, two.id).nlink) == (2, 3)
+    assert (inodes.get(db, sub.id).parent, inodes.get(db, file.id).parent) == (two.id, 0)
     assert ops(db)[-1] == "exchange"
 
 
@@ -161,7 +161,7 @@ def test_two_names_of_one_file_are_left_as_they_are(db: Database) -> None:
     file = make(db, ROOT, b"a")
     with db.transaction():
         namespace.link(db, file.id, ROOT, b"b")
-        assert renaming.rename(db, ROOT, b"a", ROOT, b"b") is None
+        assert namespace.rename(db, ROOT, b"a", ROOT, b"b") is None
     assert names(db, ROOT) == [b"a", b"b"]
 
 
@@ -171,20 +171,20 @@ def test_errnos_of_rename(db: Database) -> None:
     make(db, sub.id, b"file")
     make(db, ROOT, b"file")
     make(db, ROOT, b"empty", DIRECTORY)
-    rename = renaming.rename
+    rename = namespace.rename
     assert code(rename, db, ROOT, b"top", sub.id, b"top") == errno.EINVAL
     assert code(rename, db, ROOT, b"top", top.id, b"x") == errno.EINVAL
     assert code(rename, db, sub.id, b"file", ROOT, b"top") == errno.ENOTEMPTY
-    assert code(rename, db, sub.id, b"file", ROOT, b"top", renaming.EXCHANGE) == errno.EINVAL
+    assert code(rename, db, sub.id, b"file", ROOT, b"top", namespace.EXCHANGE) == errno.EINVAL
     assert code(rename, db, ROOT, b"file", ROOT, b"empty") == errno.EISDIR
     assert code(rename, db, ROOT, b"empty", ROOT, b"file") == errno.ENOTDIR
     assert code(rename, db, ROOT, b"empty", ROOT, b"top") == errno.ENOTEMPTY
     assert code(rename, db, ROOT, b"none", ROOT, b"top") == errno.ENOENT
-    assert code(rename, db, ROOT, b"file", ROOT, b"empty", renaming.NOREPLACE) == errno.EEXIST
-    assert code(rename, db, ROOT, b"file", ROOT, b"none", renaming.EXCHANGE) == errno.ENOENT
-    assert code(rename, db, ROOT, b"file", ROOT, b"none", renaming.NOREPLACE | renaming.EXCHANGE) == errno.EINVAL
+    assert code(rename, db, ROOT, b"file", ROOT, b"empty", namespace.NOREPLACE) == errno.EEXIST
+    assert code(rename, db, ROOT, b"file", ROOT, b"none", namespace.EXCHANGE) == errno.ENOENT
+    assert code(rename, db, ROOT, b"file", ROOT, b"none", namespace.NOREPLACE | namespace.EXCHANGE) == errno.EINVAL
     assert code(rename, db, ROOT, b"file", ROOT, b"n" * 256) == errno.ENAMETOOLONG
-    assert namespace.get(db, top.id).nlink == 3
+    assert inodes.get(db, top.id).nlink == 3
 
 
 # --- directories of the PFS that were not imported yet ------------------------------------------------------------------
@@ -201,8 +201,8 @@ def test_what_an_unvisited_directory_holds_is_not_guessed(db: Database) -> None:
         lambda: make(db, there.id, b"new"),
         lambda: namespace.link(db, known.id, there.id, b"new"),
         lambda: namespace.unlink(db, there.id, b"new"),
-        lambda: renaming.rename(db, ROOT, b"file", there.id, b"new"),
-        lambda: renaming.rename(db, there.id, b"new", ROOT, b"x"),
+        lambda: namespace.rename(db, ROOT, b"file", there.id, b"new"),
+        lambda: namespace.rename(db, there.id, b"new", ROOT, b"x"),
     ):
         with pytest.raises(NotImported) as missing:
             call()
@@ -219,7 +219,7 @@ def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
     file = make(db, there.id, b"new", blind=True)
     with db.transaction():
         namespace.link(db, file.id, there.id, b"link", allow_unimported=True)
-        renaming.rename(db, there.id, b"new", there.id, b"newer", allow_unimported=True)
+        namespace.rename(db, there.id, b"new", there.id, b"newer", allow_unimported=True)
     assert names(db, there.id) == [b"newer", b"link"]
 
 
@@ -229,7 +229,7 @@ def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
 def test_attributes_are_set_one_by_one_and_ctime_always(db: Database) -> None:
     file = make(db, ROOT, b"file")
     with db.transaction():
-        changed = attributes.set_attributes(db, file.id, mode=0o4711, uid=5, mtime_ns=1, ctime_ns=2**62)
+        changed = inodes.set_attributes(db, file.id, mode=0o4711, uid=5, mtime_ns=1, ctime_ns=2**62)
     assert (changed.mode, changed.uid, changed.gid) == (stat.S_IFREG | 0o4711, 5, 1000)
     assert (changed.atime_ns, changed.mtime_ns, changed.ctime_ns) == (file.atime_ns, 1, 2**62)
     assert ops(db) == ["make", "attributes"]
@@ -242,26 +242,26 @@ def test_attributes_are_set_one_by_one_and_ctime_always(db: Database) -> None:
 def test_a_change_of_owner_drops_set_id_bits(db: Database, before: int, after: int) -> None:
     file, directory = make(db, ROOT, b"file", stat.S_IFREG | before), make(db, ROOT, b"dir", stat.S_IFDIR | before)
     with db.transaction():
-        assert stat.S_IMODE(attributes.set_attributes(db, file.id, uid=1, kill_set_id=True).mode) == after
-        assert stat.S_IMODE(attributes.set_attributes(db, directory.id, uid=1, kill_set_id=True).mode) == before
+        assert stat.S_IMODE(inodes.set_attributes(db, file.id, uid=1, kill_set_id=True).mode) == after
+        assert stat.S_IMODE(inodes.set_attributes(db, directory.id, uid=1, kill_set_id=True).mode) == before
 
 
 def test_xattrs_obey_their_flags_and_limits(db: Database) -> None:
     file = make(db, ROOT, b"file").id
     with db.transaction():
-        attributes.set_xattr(db, file, b"user.a", b"1", attributes.XATTR_CREATE)
-        assert code(attributes.set_xattr, db, file, b"user.a", b"2", attributes.XATTR_CREATE) == errno.EEXIST
-        assert code(attributes.set_xattr, db, file, b"user.b", b"2", attributes.XATTR_REPLACE) == errno.ENODATA
-        attributes.set_xattr(db, file, b"user.a", b"\0" * 65536, attributes.XATTR_REPLACE)
-        assert code(attributes.set_xattr, db, file, b"user.a", b"\0" * 65537) == errno.E2BIG
-        assert code(attributes.set_xattr, db, file, b"u" * 256, b"") == errno.ERANGE
+        inodes.set_xattr(db, file, b"user.a", b"1", inodes.XATTR_CREATE)
+        assert code(inodes.set_xattr, db, file, b"user.a", b"2", inodes.XATTR_CREATE) == errno.EEXIST
+        assert code(inodes.set_xattr, db, file, b"user.b", b"2", inodes.XATTR_REPLACE) == errno.ENODATA
+        inodes.set_xattr(db, file, b"user.a", b"\0" * 65536, inodes.XATTR_REPLACE)
+        assert code(inodes.set_xattr, db, file, b"user.a", b"\0" * 65537) == errno.E2BIG
+        assert code(inodes.set_xattr, db, file, b"u" * 256, b"") == errno.ERANGE
         for number in range(limits.XATTR_LIST_BYTES_MAX // 256 - 1):
-            attributes.set_xattr(db, file, b"user.%0250d" % number, b"")
-        assert code(attributes.set_xattr, db, file, b"user.%0250d" % 9999, b"") == errno.ENOSPC
-        assert attributes.get_xattr(db, file, b"user.a") == b"\0" * 65536
-        attributes.remove_xattr(db, file, b"user.a")
-        assert code(attributes.remove_xattr, db, file, b"user.a") == errno.ENODATA
-        assert code(attributes.get_xattr, db, file, b"user.a") == errno.ENODATA
+            inodes.set_xattr(db, file, b"user.%0250d" % number, b"")
+        assert code(inodes.set_xattr, db, file, b"user.%0250d" % 9999, b"") == errno.ENOSPC
+        assert inodes.get_xattr(db, file, b"user.a") == b"\0" * 65536
+        inodes.remove_xattr(db, file, b"user.a")
+        assert code(inodes.remove_xattr, db, file, b"user.a") == errno.ENODATA
+        assert code(inodes.get_xattr, db, file, b"user.a") == errno.ENODATA
 
 
 # --- requests that are sent again ---------------------------------------------------------------------------------------
@@ -269,18 +269,18 @@ def test_xattrs_obey_their_flags_and_limits(db: Database) -> None:
 
 def test_an_answer_is_kept_until_the_ring_comes_round(db: Database) -> None:
     with db.transaction():
-        answers.record_reply(db, 4, b"four")
-        assert (answers.get_reply(db, 4), answers.get_reply(db, 6)) == (b"four", None)
-        answers.record_reply(db, 4 + 2 * limits.ANSWERS_KEPT, b"later")
-        assert answers.get_reply(db, 4) is None
-        answers.delete_replies(db)
-        assert answers.get_reply(db, 4 + 2 * limits.ANSWERS_KEPT) is None
+        handles.record_reply(db, 4, b"four")
+        assert (handles.get_reply(db, 4), handles.get_reply(db, 6)) == (b"four", None)
+        handles.record_reply(db, 4 + 2 * limits.ANSWERS_KEPT, b"later")
+        assert handles.get_reply(db, 4) is None
+        handles.delete_replies(db)
+        assert handles.get_reply(db, 4 + 2 * limits.ANSWERS_KEPT) is None
 
 
 def test_an_answer_goes_with_its_change(db: Database) -> None:
     with pytest.raises(FileExistsError), db.transaction():
-        answers.record_reply(db, 8, b"")
+        handles.record_reply(db, 8, b"")
         namespace.create(db, ROOT, b"x", FILE, uid=0, gid=0)
         namespace.create(db, ROOT, b"x", FILE, uid=0, gid=0)
-    assert answers.get_reply(db, 8) is None
+    assert handles.get_reply(db, 8) is None
     assert names(db, ROOT) == []

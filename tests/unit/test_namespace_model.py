@@ -13,7 +13,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptfs.catalog import database, directories, namespace, renaming
+from ckptfs.catalog import database, inodes, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.model import ROOT, Inode
 
@@ -26,7 +26,7 @@ steps = st.one_of(
     st.tuples(st.just("link"), paths, paths),
     st.tuples(st.sampled_from(["rename", "rename", "noreplace", "exchange"]), paths, paths),
 )
-FLAGS = {"rename": 0, "noreplace": renaming.NOREPLACE, "exchange": renaming.EXCHANGE}
+FLAGS = {"rename": 0, "noreplace": namespace.NOREPLACE, "exchange": namespace.EXCHANGE}
 
 
 class Real:
@@ -96,19 +96,19 @@ class Ours:
                 namespace.link(self.db, source.id, *self.walk(second))
             elif op in FLAGS:
                 old, new = self.walk(first), self.walk(second)
-                renaming.rename(self.db, *old, *new, FLAGS[op])
+                namespace.rename(self.db, *old, *new, FLAGS[op])
             else:
                 {"unlink": namespace.unlink, "rmdir": namespace.rmdir}[op](self.db, *self.walk(first))
 
     def tree(self) -> dict[str, tuple[int, int]]:
         found: dict[str, tuple[int, int]] = {}
-        self._gather(namespace.get(self.db, ROOT), "", found)
+        self._gather(inodes.get(self.db, ROOT), "", found)
         return found
 
     def _gather(self, inode: Inode, path: str, found: dict[str, tuple[int, int]]) -> None:
         found[path] = (stat.S_IFMT(inode.mode), inode.nlink)
         if inode.is_directory:
-            for entry, child in directories.iterate_entries(self.db, inode.id):
+            for entry, child in namespace.iterate_entries(self.db, inode.id):
                 assert not child.is_directory or child.parent == inode.id
                 self._gather(child, f"{path}/{entry.name.decode()}", found)
 
@@ -161,7 +161,7 @@ def test_a_name_that_stays_is_read_exactly_once_whatever_comes_and_goes(operatio
         for op, first, second in operations:
             one, two = f"n{first}", f"n{second}"
             if op == "read":
-                batch = next(directories.iterate_entries(ours.db, ROOT, cookie), None)
+                batch = next(namespace.iterate_entries(ours.db, ROOT, cookie), None)
                 if batch is not None:
                     cookie = batch[0].cookie
                     seen.append(batch[0].name.decode())
@@ -170,7 +170,7 @@ def test_a_name_that_stays_is_read_exactly_once_whatever_comes_and_goes(operatio
             done = outcome(functools.partial(ours.act, *arguments))
             if done == "ok" and (op == "remove" or (op == "rename" and one != two)):
                 staying.discard(one)
-        for entry, _ in directories.iterate_entries(ours.db, ROOT, cookie):
+        for entry, _ in namespace.iterate_entries(ours.db, ROOT, cookie):
             seen.append(entry.name.decode())
         for name in staying:
             assert seen.count(name) == 1, name

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon import notify
+from ckptfs_daemon.supervisor import systemd
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 
 
 def test_states_are_told(manager: socket.socket) -> None:
-    assert notify.Systemd().notify("READY=1", "STATUS=serving")
+    assert systemd.Systemd().notify("READY=1", "STATUS=serving")
     assert manager.recv(4096) == b"READY=1\nSTATUS=serving"
     assert "NOTIFY_SOCKET" not in os.environ, "children must not speak for us"
 
@@ -30,18 +30,18 @@ def test_an_abstract_socket_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(f"\0{name}")
         monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
-        assert notify.Systemd().notify("READY=1")
+        assert systemd.Systemd().notify("READY=1")
         assert listening.recv(64) == b"READY=1"
 
 
 def test_without_systemd_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    assert not notify.Systemd().notify("READY=1")
+    assert not systemd.Systemd().notify("READY=1")
 
 
 def test_a_manager_that_is_gone_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
-    assert not notify.Systemd().notify("READY=1")
+    assert not systemd.Systemd().notify("READY=1")
 
 
 @pytest.mark.parametrize(
@@ -50,34 +50,34 @@ def test_a_manager_that_is_gone_does_no_harm(monkeypatch: pytest.MonkeyPatch, tm
 def test_the_watchdog_is_fed_twice_a_period(monkeypatch: pytest.MonkeyPatch, period: str, pid: str | None, expected: float | None) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", period)
     monkeypatch.setenv("WATCHDOG_PID", pid or str(os.getpid()))
-    assert notify.Systemd().watchdog_interval_s == expected
+    assert systemd.Systemd().watchdog_interval_s == expected
 
 
 def test_what_is_stored_comes_back(manager: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store two descriptors, hand them to a fresh start as systemd does, and find the same file and the same bytes."""
     stand_in = os.open(tmp_path / "fuse", os.O_RDWR | os.O_CREAT)
-    notify.Systemd().store_descriptors(stand_in, b'{"saved": 1}')
+    systemd.Systemd().store_descriptors(stand_in, b'{"saved": 1}')
     kept: dict[str, int] = {}
     for _ in range(2):
         body, descriptors, _flags, _address = socket.recv_fds(manager, 4096, 1)
         lines = dict(line.split("=", 1) for line in body.decode().splitlines())
         assert lines["FDSTORE"] == "1" and lines["FDPOLL"] == "0"
         kept[lines["FDNAME"]] = descriptors[0]
-    assert set(kept) == {notify.FUSE_NAME, notify.SAVED_NAME}
+    assert set(kept) == {systemd.FUSE_NAME, systemd.SAVED_NAME}
     first = max(kept.values()) + 20
-    names = [notify.SAVED_NAME, "of-another-unit", notify.FUSE_NAME]
+    names = [systemd.SAVED_NAME, "of-another-unit", systemd.FUSE_NAME]
     for fd, name in enumerate(names, first):
         os.dup2(kept.get(name, stand_in), fd)
-    monkeypatch.setattr(notify, "FIRST_FD", first)
+    monkeypatch.setattr(systemd, "FIRST_FD", first)
     monkeypatch.setenv("LISTEN_FDS", "3")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
     monkeypatch.setenv("LISTEN_FDNAMES", ":".join(names))
-    handed = notify.take_stored_descriptors()
+    handed = systemd.take_stored_descriptors()
     assert handed is not None
     fuse_fd, saved = handed
     assert saved == b'{"saved": 1}'
     assert os.fstat(fuse_fd).st_ino == os.fstat(stand_in).st_ino and not os.get_inheritable(fuse_fd)
-    assert notify.take_stored_descriptors() is None, "taken once"
+    assert systemd.take_stored_descriptors() is None, "taken once"
     for fd in (stand_in, fuse_fd, *kept.values()):
         os.close(fd)
 
@@ -85,5 +85,5 @@ def test_what_is_stored_comes_back(manager: socket.socket, tmp_path: Path, monke
 def test_descriptors_for_another_process_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LISTEN_FDS", "2")
     monkeypatch.setenv("LISTEN_PID", "1")
-    monkeypatch.setenv("LISTEN_FDNAMES", f"{notify.FUSE_NAME}:{notify.SAVED_NAME}")
-    assert notify.take_stored_descriptors() is None
+    monkeypatch.setenv("LISTEN_FDNAMES", f"{systemd.FUSE_NAME}:{systemd.SAVED_NAME}")
+    assert systemd.take_stored_descriptors() is None

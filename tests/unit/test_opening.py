@@ -8,18 +8,17 @@ from typing import Any, cast
 
 import pytest
 import trio
-from ckptfs_daemon.edge import Request
-from ckptfs_daemon.open_files import OpenFileTable
-from ckptfs_daemon.opening import OpenAttempt
-from ckptfs_daemon.wishes import OpenRequest
+from ckptfs_daemon.fuse.request import Request
+from ckptfs_daemon.mount.open_attempt import OpenAttempt, OpenRequest
+from ckptfs_daemon.mount.open_file_table import OpenFileTable
 from local_node import Node
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, settling, wants
+from ckptfs.catalog import contents, handles, mover_requests
 from ckptfs.errors import ContentLost, TimedOut
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, DataPath
-from ckptfs.tiers.place import TierStorage
+from ckptfs.tiers.storage import TierStorage
 
 
 class Opener:
@@ -158,12 +157,12 @@ class Mover:
         self.asked.append(kind)
         db = self._opener.node.db
         if self._comes:
-            settling.set_state(db, self._opener.content, ContentState.SEALED)
+            contents.set_state(db, self._opener.content, ContentState.SEALED)
             for row in self._copies:
                 db.run(f"INSERT INTO copy VALUES ({','.join('?' * len(row))})", *row)
         if self._code:
             raise OSError(self._code, os.strerror(self._code))
-        return wants.FETCHED
+        return mover_requests.FETCHED
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: in
     opener = Opener(tmp_path)
     mover = Mover(opener, code, comes=comes)
     opener.context.sharing, opener.context.mover_client = object(), mover
-    settling.set_state(opener.node.db, opener.content, ContentState.LOST)
+    contents.set_state(opener.node.db, opener.content, ContentState.LOST)
 
     async def scenario() -> int:
         try:
@@ -183,4 +182,4 @@ def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: in
             return failure.errno or 0
         return 0
 
-    assert trio.run(scenario) == ends and mover.asked == [wants.FETCH]
+    assert trio.run(scenario) == ends and mover.asked == [mover_requests.FETCH]

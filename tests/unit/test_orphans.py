@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import trio
-from ckptfs_daemon.orphans import OrphanHandlers
+from ckptfs_daemon.mount.namespace_handlers import OrphanHandlers
 
 from ckptfs import limits
 from ckptfs.catalog import database, namespace

@@ -4,14 +4,13 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from ckptfs_daemon import peer_checks, peer_frames
-from ckptfs_daemon.peer_frames import BlockReceiver, Command, count_blocks, decode_bitmap, encode_bitmap
-from ckptfs_daemon.peer_refusals import Rejection, RejectReason
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfs import digest, limits
-from ckptfs.clique.shelf import Offer
+from ckptfs.clique.peer_api import Offer
+from ckptfs.peers import messages
+from ckptfs.peers.messages import BlockReceiver, Command, Rejection, RejectReason, count_blocks, decode_bitmap, encode_bitmap
 from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK, PIECE = 64, 16
@@ -97,9 +96,9 @@ def test_what_departs_arrives(data: bytes, squeeze: bool, random: object) -> Non
     random.shuffle(numbers)  # type: ignore[attr-defined]
     landed = Landed(data)
     arriving = BlockReceiver(landed)
-    for message in peer_frames.encode_blocks(fd, len(data), numbers, (lambda _block: True) if squeeze else peer_frames.never_compress):
+    for message in messages.encode_blocks(fd, len(data), numbers, (lambda _block: True) if squeeze else messages.never_compress):
         arriving.accept_message(bytes(message))
-    arriving.accept_message(peer_frames.encode_end(len(numbers)))
+    arriving.accept_message(messages.encode_end(len(numbers)))
     os.close(fd)
     assert arriving.has_ended and len(landed.written) == len(numbers)
 
@@ -124,7 +123,7 @@ def test_any_offer_is_refused_or_whole(
         found = digest.hash_content(blocks, size % 2**63)
     request = pb.OfferRequest(content=content, inode=inode, generation=generation, size=size, digest=found, blocks=blocks, whole=whole)
     try:
-        offer = peer_checks.parse_offer(pb.OfferRequest.FromString(request.SerializeToString()))
+        offer = messages.parse_offer(pb.OfferRequest.FromString(request.SerializeToString()))
     except Rejection as refusal:
         assert refusal.reason is RejectReason.MALFORMED
         return
@@ -138,7 +137,7 @@ def test_any_bytes_as_an_offer(message: bytes) -> None:
     from google.protobuf.message import DecodeError
 
     try:
-        peer_checks.parse_offer(pb.OfferRequest.FromString(message))
+        messages.parse_offer(pb.OfferRequest.FromString(message))
     except (Rejection, DecodeError):
         return
 
@@ -153,7 +152,7 @@ def test_maps_of_blocks_are_read_back(numbers: set[int], count: int) -> None:
 @given(NUMBERS, NUMBERS, st.integers(0, 2**40))
 def test_runs_stay_inside_the_content(first: int, count: int, size: int) -> None:
     try:
-        run = peer_checks.parse_block_range(Command(peer_frames.CommandKind.READ, 1, first, count), size)
+        run = messages.parse_block_range(Command(messages.CommandKind.READ, 1, first, count), size)
     except Rejection:
         return
     assert 0 < len(run) <= limits.PEER_RUN_BLOCKS_MAX and run[0] >= 0 and run[-1] < count_blocks(size)
@@ -161,6 +160,6 @@ def test_runs_stay_inside_the_content(first: int, count: int, size: int) -> None
 
 def test_a_receiver_that_asks_for_what_was_not_offered_is_not_believed() -> None:
     offer = Offer(1, 1, 1, 2 * BLOCK, None, digest.hash_block(b"") + bytes(16))
-    assert peer_checks.are_valid_missing_blocks(offer, [0])
-    assert not peer_checks.are_valid_missing_blocks(offer, [1])
-    assert not peer_checks.are_valid_missing_blocks(offer, [2])
+    assert messages.are_valid_missing_blocks(offer, [0])
+    assert not messages.are_valid_missing_blocks(offer, [1])
+    assert not messages.are_valid_missing_blocks(offer, [2])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import trio
-from ckptfs_daemon import probing
-from ckptfs_daemon.probing import TierMonitor
+from ckptfs_daemon.mover import tier_monitor
+from ckptfs_daemon.mover.tier_monitor import TierMonitor
 from local_node import Node
 from trio.testing import MockClock
 
-from ckptfs.catalog import settling
+from ckptfs.catalog import copies
 from ckptfs.errors import TierUnavailable
 from ckptfs.model import Tier
 from ckptfs.tiers import health
@@ -38,7 +38,7 @@ def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         except Hanging:
             await trio.sleep_forever()
 
-    monkeypatch.setattr(probing.trio.to_thread, "run_sync", call)
+    monkeypatch.setattr(tier_monitor.trio.to_thread, "run_sync", call)
     yield
 
 
@@ -115,12 +115,12 @@ def test_silence_is_said_while_it_lasts(node: Node, monkeypatch: pytest.MonkeyPa
 def test_the_pfs_is_identified_and_another_one_is_not_taken_for_it(node: Node) -> None:
     """An unmounted PFS looks like an empty directory: nobody may think that all files there were deleted."""
     storage = node.tiers[Tier.PFS]
-    probing.check_or_adopt_uuid(node.db, storage)
-    assert settling.get_tier_uuid(node.db, Tier.PFS) == storage.uuid
-    probing.check_or_adopt_uuid(node.db, storage)
+    tier_monitor.check_or_adopt_uuid(node.db, storage)
+    assert copies.get_tier_uuid(node.db, Tier.PFS) == storage.uuid
+    tier_monitor.check_or_adopt_uuid(node.db, storage)
     shutil.rmtree(storage.root)
     with pytest.raises(TierUnavailable, match="not the directory"):
-        probing.check_or_adopt_uuid(node.db, storage)
+        tier_monitor.check_or_adopt_uuid(node.db, storage)
     assert not storage.root.exists(), "nothing may be made there"
     assert node.config.pfs is not None
 

@@ -4,25 +4,25 @@ import json
 from pathlib import Path
 
 import pytest
-from ckptfs_client import room
-from ckptfs_client.room import CapacityNeed, PeerCapacity, TierCapacity
+from ckptfs_client import capacity
+from ckptfs_client.capacity import CapacityNeed, PeerCapacity, TierCapacity
 from control_served import serving
 from hypothesis import given
 from hypothesis import strategies as st
 from local_node import Node
 
-from ckptfs.catalog import report
+from ckptfs.catalog import summary
+from ckptfs.model import Tier as Which
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs.tiers.place import Tier as Which
 
 GIB = 1 << 30
 
 
 def judged(
     need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int] = (0, 0), peers: list[PeerCapacity] | None = None, pfs: bool = False
-) -> room.FitResult:
+) -> capacity.FitResult:
     tiers = [TierCapacity("ram", ram[0] * GIB, ram[1] * GIB), TierCapacity("nvme", nvme[0] * GIB, nvme[1] * GIB)]
-    return room.check_fit(need, tiers, peers or [], has_pfs=pfs)
+    return capacity.check_fit(need, tiers, peers or [], has_pfs=pfs)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_the_clique_of_a_node() -> None:
         pb.Member(name="dead", alive=False, peers=["me"]),
     ]
     mine, cluster = pb.Room(node="me", clustered=True), pb.Cluster(members=members)
-    assert [member.name for member in room.list_clique(mine, cluster)] == ["right", "left"]
-    assert room.list_peers(mine, cluster) == [PeerCapacity("right", 6)]
-    assert room.list_clique(mine, None) == [] and room.list_peers(mine, None) == []
+    assert [member.name for member in capacity.list_clique(mine, cluster)] == ["right", "left"]
+    assert capacity.list_peers(mine, cluster) == [PeerCapacity("right", 6)]
+    assert capacity.list_clique(mine, None) == [] and capacity.list_peers(mine, None) == []
 
 
 def test_what_a_node_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,13 +93,13 @@ def test_what_a_node_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         kept, gone = node.make(b"kept", b"x" * 3_000_000), node.make(b"gone", b"y" * 2_000_000)
         served.seal()
         node.publish(gone)
-        assert report.count_leaving_bytes(node.db, Which.RAM) == 2_000_000
+        assert summary.count_leaving_bytes(node.db, Which.RAM) == 2_000_000
         tiers = {tier.name: tier for tier in served.client.get_capacity().tiers}
         assert set(tiers) == {"ram", "nvme", "pfs"} and tiers["ram"].held_bytes == tiers["ram"].share_bytes == 0
         assert tiers["ram"].total_bytes == 64 << 20
         assert tiers["ram"].usable_bytes <= int(node.config.ram_high * (64 << 20)) - tiers["ram"].used_bytes + 2_000_000
         node.hold(gone)
-        assert report.count_leaving_bytes(node.db, Which.RAM) == 0
+        assert summary.count_leaving_bytes(node.db, Which.RAM) == 0
         node.publish(kept)
-        assert report.count_leaving_bytes(node.db, Which.RAM) == 3_000_000
+        assert summary.count_leaving_bytes(node.db, Which.RAM) == 3_000_000
         assert json.dumps(str(served.client.get_capacity().replication_factor)) == '"1"' and not served.client.get_capacity().clustered

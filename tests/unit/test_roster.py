@@ -1,8 +1,7 @@
 """Who lives, as a node knows it: deaths at once while it is in touch with the store, in doubt later (P9)."""
 
 from ckptfs import limits
-from ckptfs.clique.membership import Node, ViewChange, build_view
-from ckptfs.clique.roster import MemberTable
+from ckptfs.clique.membership import MemberTable, Node, ViewChange, build_view
 
 HERE, A, B, C = (Node(number, f"n{number}", "a:1", number, "d") for number in range(1, 5))
 

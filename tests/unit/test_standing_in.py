@@ -4,7 +4,7 @@ from typing import Any
 
 import trio
 import trio.testing
-from ckptfs_daemon.standing_in import StandbyLease
+from ckptfs_daemon.mount.cluster_recovery import StandbyLease
 
 from ckptfs import limits
 from ckptfs.errors import StoreUnreachable

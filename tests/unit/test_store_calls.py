@@ -1,7 +1,7 @@
 """Rounds: one batch is told at a time, by one of those who wait for it."""
 
 import trio
-from ckptfs_daemon.store_calls import CommitRounds
+from ckptfs_daemon.mount.shared_namespace import CommitRounds
 from trio.testing import wait_all_tasks_blocked
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon import children, connection, supervisor
-from ckptfs_daemon.announce import ReadyPipe
-from ckptfs_daemon.connection import Connection
-from ckptfs_daemon.notify import Systemd
-from ckptfs_daemon.supervisor import Supervisor
+from ckptfs_daemon.fuse import connection
+from ckptfs_daemon.fuse.connection import Connection
+from ckptfs_daemon.supervisor import children, supervisor
+from ckptfs_daemon.supervisor.state_directory import ReadyPipe
+from ckptfs_daemon.supervisor.supervisor import Supervisor
+from ckptfs_daemon.supervisor.systemd import Systemd
 
 from ckptfs import limits
 from ckptfs.config import Config
@@ -154,7 +155,7 @@ def test_a_mover_that_dies_again_and_again_does_not_end_the_mount(world: World, 
 
 
 def test_a_silent_child_is_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor.limits, "WATCHDOG_S", 1.5)
+    monkeypatch.setattr(limits, "WATCHDOG_S", 1.5)
     monkeypatch.setattr(supervisor, "TURN_MAX_S", 0.1)
     world.script.write_text("mount serve\nmount unmounted\n")
     assert world.run() == 0

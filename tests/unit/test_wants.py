@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from ckptfs_daemon.asking import MoverClient
+from ckptfs_daemon.mount.mover_client import MoverClient
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from ckptfs import limits
-from ckptfs.catalog import database, journal, wants
+from ckptfs.catalog import database, journal, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TimedOut
 
@@ -33,56 +33,59 @@ def db(tmp_path: Path) -> Database:
 
 
 def test_who_asks_the_same_shares_a_row(db: Database) -> None:
-    first = wants.insert_request(db, wants.FETCH, 7)
-    assert wants.insert_request(db, wants.FETCH, 7) == first
+    first = mover_requests.insert_request(db, mover_requests.FETCH, 7)
+    assert mover_requests.insert_request(db, mover_requests.FETCH, 7) == first
     assert (
         len(
             {
                 first,
-                wants.insert_request(db, wants.FETCH, 8),
-                wants.insert_request(db, wants.SCAN, 7),
-                wants.insert_request(db, wants.FETCH, 7, wants.FOR_WRITING),
+                mover_requests.insert_request(db, mover_requests.FETCH, 8),
+                mover_requests.insert_request(db, mover_requests.SCAN, 7),
+                mover_requests.insert_request(db, mover_requests.FETCH, 7, mover_requests.FOR_WRITING),
             }
         )
         == 4
     )
-    assert [want.id for want in wants.list_open(db, wants.FETCH)] == sorted(want.id for want in wants.list_open(db, wants.FETCH))
-    wants.mark_done(db, first, wants.FETCHED)
-    assert wants.insert_request(db, wants.FETCH, 7) != first, "an answer belongs to those who asked before it"
+    assert [want.id for want in mover_requests.list_open(db, mover_requests.FETCH)] == sorted(
+        want.id for want in mover_requests.list_open(db, mover_requests.FETCH)
+    )
+    mover_requests.mark_done(db, first, mover_requests.FETCHED)
+    assert mover_requests.insert_request(db, mover_requests.FETCH, 7) != first, "an answer belongs to those who asked before it"
 
 
 def test_an_answer_is_given_once(db: Database) -> None:
-    want = wants.insert_request(db, wants.FETCH, 7)
-    wants.mark_failed(db, want, errno.EIO)
-    wants.mark_done(db, want, wants.FETCHED)
-    row = wants.get(db, want)
-    assert row is not None and (row.state, row.error, row.result) == (wants.FAILED, errno.EIO, "")
+    want = mover_requests.insert_request(db, mover_requests.FETCH, 7)
+    mover_requests.mark_failed(db, want, errno.EIO)
+    mover_requests.mark_done(db, want, mover_requests.FETCHED)
+    row = mover_requests.get(db, want)
+    assert row is not None and (row.state, row.error, row.result) == (mover_requests.FAILED, errno.EIO, "")
 
 
 def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     short, long, answered = (
-        wants.insert_request(db, wants.SCAN, inode, wait_s=wait_s) for inode, wait_s in ((1, 1.0), (2, 1000.0), (3, 1000.0))
+        mover_requests.insert_request(db, mover_requests.SCAN, inode, wait_s=wait_s)
+        for inode, wait_s in ((1, 1.0), (2, 1000.0), (3, 1000.0))
     )
-    wants.mark_done(db, answered)
-    assert wants.delete_stale(db) == 0
+    mover_requests.mark_done(db, answered)
+    assert mover_requests.delete_stale(db) == 0
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now + 2 * 10**9)
-    assert wants.delete_stale(db) == 1 and wants.get(db, short) is None
-    wants.record_progress(db, long, wait_s=5000.0)
+    assert mover_requests.delete_stale(db) == 1 and mover_requests.get(db, short) is None
+    mover_requests.record_progress(db, long, wait_s=5000.0)
     monkeypatch.setattr(time, "time_ns", lambda: now + 2000 * 10**9)
-    assert wants.delete_stale(db) == 1 and wants.get(db, answered) is None and wants.get(db, long) is not None
+    assert mover_requests.delete_stale(db) == 1 and mover_requests.get(db, answered) is None and mover_requests.get(db, long) is not None
 
 
 def test_until_told(db: Database) -> None:
     with db.transaction():
         journal.append(db, "attributes", 7)
-    _, _, seq = wants.build_journal_argument(journal.get_last_seq(db, 7)).partition(":")
+    _, _, seq = mover_requests.build_journal_argument(journal.get_last_seq(db, 7)).partition(":")
     with db.transaction():
         journal.append(db, "attributes", 7)
     assert journal.has_pending(db, 7, int(seq))
     db.run("DELETE FROM journal WHERE seq = ?", int(seq))
     assert not journal.has_pending(db, 7, int(seq)), "what was recorded later is not waited for"
-    assert wants.build_journal_argument(journal.get_last_seq(db, 8)) == "journal:0" and not journal.has_pending(db, 8, 0)
+    assert mover_requests.build_journal_argument(journal.get_last_seq(db, 8)) == "journal:0" and not journal.has_pending(db, 8, 0)
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
@@ -96,13 +99,13 @@ def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, ti
 
     async def main() -> None:
         async def ask() -> None:
-            results.append(await asking.request(wants.FETCH, 7, timeout_s=timeout_s))
+            results.append(await asking.request(mover_requests.FETCH, 7, timeout_s=timeout_s))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             await wait_all_tasks_blocked()
             if answer is not None:
-                answer(asking, wants.list_open(db, wants.FETCH)[0].id)
+                answer(asking, mover_requests.list_open(db, mover_requests.FETCH)[0].id)
 
     trio.run(main, clock=MockClock(autojump_threshold=0.01))
     return results[0], bell
@@ -110,21 +113,21 @@ def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, ti
 
 def test_the_answer_wakes_who_waits(db: Database) -> None:
     def answer(asking: MoverClient, want: int) -> None:
-        wants.mark_done(db, want, wants.DIRECT)
+        mover_requests.mark_done(db, want, mover_requests.DIRECT)
         asking.wake_waiters()
 
     result, bell = asked(db, answer)
-    assert result == wants.DIRECT and bell.messages[0] == b"!fetch"
+    assert result == mover_requests.DIRECT and bell.messages[0] == b"!fetch"
 
 
 def test_a_lost_answer_is_found_by_looking(db: Database) -> None:
-    result, bell = asked(db, lambda asking, want: wants.mark_done(db, want, wants.FETCHED))
-    assert result == wants.FETCHED and len(bell.messages) == 2, "rung again: the mover may be a new one"
+    result, bell = asked(db, lambda asking, want: mover_requests.mark_done(db, want, mover_requests.FETCHED))
+    assert result == mover_requests.FETCHED and len(bell.messages) == 2, "rung again: the mover may be a new one"
 
 
 def test_a_failure_is_raised(db: Database) -> None:
     with pytest.raises(ExceptionGroup) as failures:
-        asked(db, lambda asking, want: wants.mark_failed(db, want, errno.ESTALE))
+        asked(db, lambda asking, want: mover_requests.mark_failed(db, want, errno.ESTALE))
     assert failures.group_contains(OSError, match=r"Stale")
 
 
@@ -134,7 +137,7 @@ def test_a_row_that_was_swept_is_asked_again(db: Database) -> None:
         db.run("CREATE TRIGGER answer_at_once AFTER INSERT ON want BEGIN UPDATE want SET state = 1, result = 'here' WHERE id = NEW.id; END")
         asking.wake_waiters()
 
-    assert asked(db, answer)[0] == wants.FETCHED
+    assert asked(db, answer)[0] == mover_requests.FETCHED
 
 
 def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +150,9 @@ def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monk
             rings.append(message)
             clock[0] += int(limits.WANT_LOOK_S * 1e9)
             if len(rings) == 5:
-                wants.record_progress(db, wants.list_open(db, wants.FETCH)[0].id)
+                mover_requests.record_progress(db, mover_requests.list_open(db, mover_requests.FETCH)[0].id)
 
     monkeypatch.setattr(time, "time_ns", lambda: clock[0])
     with pytest.raises(TimedOut):
-        trio.run(lambda: MoverClient(db, Clock()).request(wants.FETCH, 7, timeout_s=10.0), clock=MockClock(autojump_threshold=0))
+        trio.run(lambda: MoverClient(db, Clock()).request(mover_requests.FETCH, 7, timeout_s=10.0), clock=MockClock(autojump_threshold=0))
     assert 13 <= len(rings) <= 16

@@ -9,7 +9,7 @@ from ckptfs import limits
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_view import Fingerprint, PfsEntry, PfsView, PublishedRow
+from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsView, PublishedRow
 from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Planner, SourceKind
 from ckptfs.model import ROOT, Content, ContentState, Inode
 

@@ -12,21 +12,21 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import fetching, holding, peers, settling
+from ckptfs.catalog import contents, copies, peer_copies, remote_contents
+from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.fetching import FetchState
-from ckptfs.catalog.holding import RemoteState
-from ckptfs.catalog.peers import PeerCopy
-from ckptfs.clique import holders
-from ckptfs.clique.holders import ContentLocations
+from ckptfs.catalog.peer_copies import PeerCopy
+from ckptfs.catalog.remote_contents import RemoteState
+from ckptfs.clique import locations
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.locations import ContentLocations
 from ckptfs.clique.membership import Node
-from ckptfs.clique.peers import ContentManifest, PeerFailed
-from ckptfs.clique.surroundings import Cluster
+from ckptfs.clique.peer_api import ContentManifest, PeerFailed
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
-from ckptfs.flow.fetch.telling import FetchProgress
+from ckptfs.flow.fetch.fetch_progress import FetchProgress
 from ckptfs.model import Content, ContentState, CopyState, Tier
-from ckptfs.tiers import aside, older, removal, transfer
-from ckptfs.tiers.place import Tiers, TierStorage
+from ckptfs.tiers import local_copies, transfer
+from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,12 @@ class PeerFetcher:
 
     def refresh_file(self, inode: int, progress: OnProgress) -> FetchState | None:
         """The file as it is known now that the store and its writer were asked. Raises Busy while its writer has not sealed it."""
-        number = fetching.get_content_id(self._db, inode)
+        number = copies.get_content_id(self._db, inode)
         if number is None:
-            return fetching.load_fetch_state(self._db, inode)
+            return copies.load_fetch_state(self._db, inode)
         shared = self._refresh_locations(number)
-        settling.mark_found(self._db, number)
-        found = fetching.load_fetch_state(self._db, inode)
+        contents.mark_found(self._db, number)
+        found = copies.load_fetch_state(self._db, inode)
         if (
             found is None
             or found.has_local_copy
@@ -73,29 +73,29 @@ class PeerFetcher:
         is_open = remote_state is not None and remote_state.is_open
         generation_min = 0 if writer is None or remote_state is None else remote_state.generation - is_open
         if is_open and self._record_fsynced(found.content, shared, generation_min):
-            return fetching.load_fetch_state(self._db, inode)
+            return copies.load_fetch_state(self._db, inode)
         if writer is not None and self._request_seal(found.content, writer):
-            return fetching.load_fetch_state(self._db, inode)
+            return copies.load_fetch_state(self._db, inode)
         if is_open or not self._record_fsynced(found.content, shared, generation_min):
             if shared.is_lost:
                 raise NoCopyLeft("the node that wrote the file has lost it, and no other one has a copy")
             raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
-        return fetching.load_fetch_state(self._db, inode)
+        return copies.load_fetch_state(self._db, inode)
 
     def _refresh_locations(self, number: int) -> ContentLocations | None:
         """Ask the store who has it. An island goes by what it knows."""
         try:
-            return holders.refresh(self._db, self._cluster.store, [number], self._cluster.node_number)[number]
+            return locations.refresh(self._db, self._cluster.store, [number], self._cluster.node_number)[number]
         except (StoreUnreachable, StoreRefused) as failure:
             log.debug("the holders of content %d cannot be asked for: %s", number, failure)
             return None
 
     def is_gone(self, inode: int) -> bool:
         """Whether other nodes have taken its last name away since this one asked the store."""
-        if not holding.was_in_store(self._db, inode):
+        if not remote_contents.was_in_store(self._db, inode):
             return False
         try:
-            file = holders.load_files(self._cluster.store, [inode]).get(inode)
+            file = locations.load_files(self._cluster.store, [inode]).get(inode)
         except (StoreUnreachable, StoreRefused):
             return False
         return file is None or not file.value.get("nlink", 1)
@@ -125,32 +125,32 @@ class PeerFetcher:
                     log.debug("%s does not tell of content %d: %s", node.name, content.id, failure)
                     continue
                 with self._db.transaction():
-                    peers.insert_peer_copy(self._db, copy)
-                    return holding.restore_verified(
+                    peer_copies.insert_peer_copy(self._db, copy)
+                    return remote_contents.restore_verified(
                         self._db, content, replace(_build_remote_state(manifest), generation=copy.generation), None
                     )
         return False
 
     def _record_local_stale(self, content: Content, copy: PeerCopy) -> bool:
         """The same, from what lies here."""
-        found = older.find_stale(self._db, self._tiers, content.id, copy.digest)
+        found = local_copies.find_stale(self._db, self._tiers, content.id, copy.digest)
         if found is None:
             return False
         os.close(found.fd)
         state = RemoteState(content.id, content.inode, copy.generation, found.size, copy.digest, found.blocks)
-        return holding.restore_verified(self._db, content, state, found.storage.tier)
+        return remote_contents.restore_verified(self._db, content, state, found.storage.tier)
 
     def _record_manifest(self, manifest: ContentManifest, node: Node) -> bool:
         with self._db.transaction():
-            copy = peers.PeerCopy(manifest.content, node.number, manifest.generation, manifest.digest)
-            peers.insert_peer_copy(self._db, copy)
-            return holding.record_remote(self._db, _build_remote_state(manifest))
+            copy = peer_copies.PeerCopy(manifest.content, node.number, manifest.generation, manifest.digest)
+            peer_copies.insert_peer_copy(self._db, copy)
+            return remote_contents.record_remote(self._db, _build_remote_state(manifest))
 
     # --- bringing it here --------------------------------------------------------------------------------------------
 
     def list_sources(self, content: Content) -> list[Node]:
         """The living nodes that are known to have exactly this generation, the fastest first."""
-        nodes = self._cluster.list_live(peers.list_holders(self._db, content))
+        nodes = self._cluster.list_live(peer_copies.list_holders(self._db, content))
         by_name = {node.name: node for node in nodes}
         return [by_name[node.name] for node in self._cluster.peers.rank(nodes)]
 
@@ -164,16 +164,16 @@ class PeerFetcher:
             try:
                 disk.act("gather:reserved", lambda: None)
                 self._fill(content, manifest, sources, storage, stale_fd, progress)
-                if not disk.act("gather:arrived", holding.record_fetched_copy, self._db, content, tier, manifest.blocks):
+                if not disk.act("gather:arrived", remote_contents.record_fetched_copy, self._db, content, tier, manifest.blocks):
                     raise Busy("the file changed while it was fetched")
             except BaseException:
                 # A peer may have sent the same content meanwhile: then the row and the file are those of its copy, and stay.
-                fetching.delete_filling_copy(self._db, content.id, tier)
+                copies.delete_filling_copy(self._db, content.id, tier)
                 with suppress(OSError, CkptfsError):
-                    aside.restore_stashed(self._db, storage, stash_id)
-                    removal.remove_unrecorded(self._db, storage, content.id)
+                    local_copies.restore_stashed(self._db, storage, stash_id)
+                    local_copies.remove_unrecorded(self._db, storage, content.id)
                 raise
-            aside.drop_stashed(self._db, storage, stash_id)
+            local_copies.drop_stashed(self._db, storage, stash_id)
         finally:
             if stale_fd >= 0:
                 os.close(stale_fd)
@@ -185,8 +185,8 @@ class PeerFetcher:
         be all that is left of the file is put aside, under the id that is given.
         """
         with self._db.transaction():
-            stash_id = aside.stash(self._db, storage, content.id)
-            if not settling.insert_filling_copy(self._db, content, storage.tier):
+            stash_id = local_copies.stash(self._db, storage, content.id)
+            if not copies.insert_filling_copy(self._db, content, storage.tier):
                 raise Busy("the file changed while it was fetched")
             old_fd = storage.detach(content.id)
         if old_fd >= 0:
@@ -214,7 +214,7 @@ class PeerFetcher:
 
     def _open_stale(self, content: Content, tier: Tier) -> int:
         """A descriptor of a former generation that lies in `tier`, or of a bad copy, whose good blocks may serve; -1 without one."""
-        states = {copy.tier: copy.state for copy in settling.list_copies(self._db, content.id)}
+        states = {copy.tier: copy.state for copy in copies.list_copies(self._db, content.id)}
         if states.get(tier) in (CopyState.STALE, CopyState.QUARANTINED):
             with suppress(FileNotFoundError):
                 return self._tiers[tier].open(content.id)

@@ -13,27 +13,27 @@ import threading
 from collections.abc import Sequence
 
 from ckptfs import disk
-from ckptfs.catalog import former, peers, report, settling
+from ckptfs.catalog import namespace, peer_copies
+from ckptfs.catalog.contents import expire_previous, is_unchanged, mark_lost
+from ckptfs.catalog.copies import set_copy_state
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.peers import PeerCopy
-from ckptfs.clique import holders, placement
+from ckptfs.catalog.peer_copies import PeerCopy
+from ckptfs.clique import locations, placement
+from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import ClusterView, Node
-from ckptfs.clique.peers import PeerCorrupt, PeerFailed, PeerRefused, SendResult
-from ckptfs.clique.shelf import Offer
-from ckptfs.clique.surroundings import Cluster
+from ckptfs.clique.peer_api import Offer, PeerCorrupt, PeerFailed, PeerRefused, SendResult
 from ckptfs.errors import StoreUnreachable
-from ckptfs.flow.replicate.avoiding import PeerBackoff
-from ckptfs.flow.replicate.queues import Job, PeerLoad, PeerQueues
+from ckptfs.flow.replicate.peer_queues import Job, PeerBackoff, PeerLoad, PeerQueues
 from ckptfs.model import Content, CopyState, Notifier, Tier
 from ckptfs.tiers import transfer
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 
 disk.declare_labels("replicate:check:read", "replicate:counted")
 
 BATCH_CONTENTS = 256
-FORGET_BATCH = holders.LOAD_CONTENTS_MAX
+FORGET_BATCH = locations.LOAD_CONTENTS_MAX
 
 
 class Replicate:
@@ -90,7 +90,7 @@ class Replicate:
             return False
         # A step that fails leaves the next one to begin with the first content.
         after, self._after = self._after, 0
-        batch = peers.list_under_replicated(self._db, after, BATCH_CONTENTS)
+        batch = peer_copies.list_under_replicated(self._db, after, BATCH_CONTENTS)
         for content, tier in batch:
             if tier in self._tiers:  # Else it waits until its tier is there again.
                 self._plan(content, tier, view)
@@ -103,15 +103,15 @@ class Replicate:
         """Queue a content for those who shall get it; nobody left to ask: it has what copies it can get."""
         cluster = self._cluster
         if content.digest is None or (content.size and not content.block_digests):
-            peers.mark_replicated(self._db, content)  # More blocks than can be offered.
+            peer_copies.mark_replicated(self._db, content)  # More blocks than can be offered.
             return
         receiving_nodes = self._queues.list_nodes_for(content.id)
-        holding_nodes = {cluster.node_number, *peers.list_holders(self._db, content), *receiving_nodes}
+        holding_nodes = {cluster.node_number, *peer_copies.list_holders(self._db, content), *receiving_nodes}
         targets = placement.choose_new_holders(view, holding_nodes, cluster.node_number, cluster.factor, cluster.jump)
         if not targets:
             if not receiving_nodes:
-                peers.mark_replicated(self._db, content)
-                former.expire_previous(self._db, content)
+                peer_copies.mark_replicated(self._db, content)
+                expire_previous(self._db, content)
             return
         avoided = self._backoff.list_avoided_for(content.id)
         for node in (
@@ -163,7 +163,7 @@ class Replicate:
         elif isinstance(failure, PeerCorrupt):
             self._verify_own_copy(node, content, tier, failure)
         elif isinstance(failure, PeerFailed):
-            if settling.is_unchanged(self._db, content) and self._backoff.record_failure(node.number):
+            if is_unchanged(self._db, content) and self._backoff.record_failure(node.number):
                 log.info("%s cannot be reached for copies: %s", node.name, failure)
         else:
             # The tier gave it up: it was deleted, moved, or the disk fails. The next plan sees which.
@@ -197,7 +197,7 @@ class Replicate:
     def _transmit(self, node: Node, first: Content, offers: list[tuple[Offer, int]]) -> Sequence[SendResult | PeerFailed]:
         sender = self._cluster.peers
         if len(offers) == 1:
-            return [sender.send(node, *offers[0], wanted=lambda: settling.is_unchanged(self._db, first))]
+            return [sender.send(node, *offers[0], wanted=lambda: is_unchanged(self._db, first))]
         return sender.send_many(node, offers) if offers else ()
 
     def _record_outcome(self, node: Node, content: Content, sent: SendResult) -> bool:
@@ -227,23 +227,23 @@ class Replicate:
             if done:
                 with self._db.transaction():
                     for copy in done:
-                        peers.insert_peer_copy(self._db, copy)
+                        peer_copies.insert_peer_copy(self._db, copy)
                 disk.act("replicate:counted", lambda: None)
 
     def _finish_content(self, content: Content) -> bool:
         """Whether that was the last copy that was wanted: then who waits for it shall look."""
         cluster = self._cluster
-        holding_nodes = {cluster.node_number, *peers.list_holders(self._db, content)}
+        holding_nodes = {cluster.node_number, *peer_copies.list_holders(self._db, content)}
         if placement.choose_new_holders(cluster.view(), holding_nodes, cluster.node_number, cluster.factor, cluster.jump):
             return False
-        peers.mark_replicated(self._db, content)
-        former.expire_previous(self._db, content)
+        peer_copies.mark_replicated(self._db, content)
+        expire_previous(self._db, content)
         return True
 
     def _verify_own_copy(self, node: Node, content: Content, tier: Tier, failure: PeerCorrupt) -> None:
         """What was sent is not what was sealed: somebody writes it, or the copy here is bad (P4)."""
         self._backoff.record_refusal(node.number, content.id, 0)
-        if not settling.is_unchanged(self._db, content):
+        if not is_unchanged(self._db, content):
             return
         try:
             fd = self._tiers[tier].open(content.id)
@@ -256,11 +256,11 @@ class Replicate:
             return
         finally:
             os.close(fd)
-        if found != (content.size, content.digest) and settling.is_unchanged(self._db, content):
-            settling.set_copy_state(self._db, content.id, tier, CopyState.QUARANTINED)
-            name = os.fsdecode(report.get_path(self._db, content.inode))
+        if found != (content.size, content.digest) and is_unchanged(self._db, content):
+            set_copy_state(self._db, content.id, tier, CopyState.QUARANTINED)
+            name = os.fsdecode(namespace.get_path(self._db, content.inode))
             log.error("the copy of %s in %s is bad and does not count any more: %s", name, tier, failure)
-            if settling.mark_lost(self._db, content):
+            if mark_lost(self._db, content):
                 log.error("%s is lost: no copy is what was sealed; it gives EIO", name)
 
     # --- what need not be held any more --------------------------------------------------------------------------------
@@ -271,11 +271,11 @@ class Replicate:
         may be more of them.
         """
         avoided = [number for number in self._backoff.list_avoided() if number in view]
-        gone = peers.list_unneeded(self._db, FORGET_BATCH, avoided)
+        gone = peer_copies.list_unneeded(self._db, FORGET_BATCH, avoided)
         if not gone:
             return False
         try:
-            copies = holders.delete_copies(self._cluster.store, sorted({copy.content for copy in gone}))
+            copies = locations.delete_copies(self._cluster.store, sorted({copy.content for copy in gone}))
         except StoreUnreachable as failure:
             log.debug("what need not be held any more cannot be told yet: %s", failure)
             return False
@@ -293,10 +293,10 @@ class Replicate:
         with self._db.transaction():
             for copy in gone:
                 if copy.node not in unreachable:
-                    peers.delete_peer_copy(self._db, copy.content, copy.node)
+                    peer_copies.delete_peer_copy(self._db, copy.content, copy.node)
             for content, number in copies:
                 if number in unreachable:
-                    peers.insert_unneeded_copy(self._db, content, number)
+                    peer_copies.insert_unneeded_copy(self._db, content, number)
         return len(gone) == FORGET_BATCH
 
 

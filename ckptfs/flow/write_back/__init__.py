@@ -14,27 +14,25 @@ import time
 from collections.abc import Iterator
 
 from ckptfs import disk
-from ckptfs.catalog import adoption, epoch, journal, pfs_batch, pfs_view, report, settling
+from ckptfs.catalog import copies, journal, namespace, pfs_state, summary
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_batch import PfsBatch
-from ckptfs.catalog.pfs_view import PfsView
-from ckptfs.catalog.sharing.truth import NotLoaded
-from ckptfs.clique.surroundings import Cluster
+from ckptfs.catalog.pfs_state import PfsBatch, PfsView
+from ckptfs.clique.cluster import Cluster
+from ckptfs.coherence import store_loss
+from ckptfs.coherence.pfs_coordination import NotLoaded
 from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable, TierUnavailable
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
-from ckptfs.flow.write_back.known import CatalogFacts
-from ckptfs.flow.write_back.pauses import CopyPacing
+from ckptfs.flow.write_back.coordination import ClusterWriteBack
+from ckptfs.flow.write_back.deferred import CatalogFacts, CopyPacing, DeferredFiles, build_unavailable_error
 from ckptfs.flow.write_back.plan import KEYS_PER_ROW, PlannedFile, Planner, SourceKind
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
-from ckptfs.flow.write_back.refusals import DeferredFiles, build_unavailable_error
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
-from ckptfs.flow.write_back.together import ClusterWriteBack
 from ckptfs.model import ROOT, Level, Notifier, Tier
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers.storage import Tiers
 
 __all__ = ["WriteBack"]
 
@@ -65,12 +63,12 @@ class WriteBack:
         self._config = config
         self._notify = notify
         self._tree = None if config.pfs is None else PfsTree(config.pfs)
-        self._instance = adoption.get_instance_id(db)
+        self._instance = journal.get_instance_id(db)
         self._cluster_write_back = (
             None if cluster is None or self._tree is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
         )
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
-        self._deferred = DeferredFiles(lambda key, value: settling.set_report(db, key, value))
+        self._deferred = DeferredFiles(lambda key, value: summary.set_report(db, key, value))
         self._facts = CatalogFacts(db, self._pacing, self._deferred)
         self._poll_s = WAITING_POLL_S if self._cluster_write_back is None else PUBLISHED_POLL_S
         self._fence: int | None = None
@@ -84,8 +82,8 @@ class WriteBack:
 
     def prepare(self) -> None:
         """Once, before the mover is ready: what was made while there was no PFS is told to the journal. Asks nothing of the PFS."""
-        if self._tree is not None and settling.get_tier_uuid(self._db, Tier.PFS) is None:
-            adoption.set_pfs(self._db, adoption.UNIDENTIFIED)
+        if self._tree is not None and copies.get_tier_uuid(self._db, Tier.PFS) is None:
+            journal.set_pfs(self._db, journal.UNIDENTIFIED)
 
     def step(self) -> bool:
         """Write back one batch. True: there may be more at once. Raises TierUnavailable: nothing is lost, it is to be tried again."""
@@ -143,14 +141,14 @@ class WriteBack:
         for inode, content in self._pacing.take_due():
             with self._db.transaction():
                 journal.append(self._db, "synced", inode, content=content)
-        if self._has_checked and not pfs_batch.has_work(self._db):
+        if self._has_checked and not pfs_state.has_work(self._db):
             self._is_waiting = False
             return self._cluster_write_back is not None and self._cluster_write_back.requeue_left_out()
         if self._cluster_write_back is not None:
-            epoch.require_rebuilt(self._db)
+            store_loss.require_rebuilt(self._db)
         tree.reopen_root(self._adopt_pfs())
         self._has_checked = True
-        found = pfs_batch.find_batch(self._db)
+        found = pfs_state.find_batch(self._db)
         if found is not None and found[0]:
             self._finish_previous(tree, found[1])
             return True
@@ -172,14 +170,14 @@ class WriteBack:
 
     def _adopt_pfs(self) -> str | None:
         """The uuid of our PFS, None where we may not leave one; at the first meeting all that exists is told to the journal."""
-        uuid = settling.get_tier_uuid(self._db, Tier.PFS)
+        uuid = copies.get_tier_uuid(self._db, Tier.PFS)
         if uuid is None:
             try:
                 uuid = self._tiers[Tier.PFS].uuid
-                settling.set_tier_uuid(self._db, Tier.PFS, uuid)
+                copies.set_tier_uuid(self._db, Tier.PFS, uuid)
             except (PermissionError, TierUnavailable):
                 log.debug("%s goes without a work area of ours", self._config.pfs)
-        if adoption.set_pfs(self._db, uuid or adoption.UNIDENTIFIED):
+        if journal.set_pfs(self._db, uuid or journal.UNIDENTIFIED):
             log.info("the PFS at %s is new to this catalog; everything is written back to it", self._config.pfs)
         return uuid
 
@@ -227,7 +225,7 @@ class WriteBack:
         stager.remove_leftovers(batch.actions)
         if batch.actions:
             with self._db.transaction():
-                pfs_batch.set_batch(self._db, batch, ready=False)
+                pfs_state.set_batch(self._db, batch, ready=False)
             disk.act("write_back:begun", lambda: None)
         try:
             staged = self._stage_files(stager, planner)
@@ -236,7 +234,7 @@ class WriteBack:
             with contextlib.suppress(OSError):
                 stager.discard(batch.actions)
                 with self._db.transaction():
-                    pfs_batch.delete_batch(self._db)
+                    pfs_state.delete_batch(self._db)
             raise
         finally:
             stager.close()
@@ -245,7 +243,7 @@ class WriteBack:
         batch.after_seq = self._deferred.after_seq
         if batch.actions:
             with self._db.transaction():
-                pfs_batch.set_batch(self._db, batch, ready=True)
+                pfs_state.set_batch(self._db, batch, ready=True)
             disk.act("write_back:written_down", lambda: None)
         if self._cluster_write_back is not None:
             with self._or_give_up(tree, batch):
@@ -264,7 +262,7 @@ class WriteBack:
     def _give_up(self, tree: PfsTree, batch: PfsBatch) -> None:
         self._stager(tree).discard(batch.actions)
         with self._db.transaction():
-            pfs_batch.delete_batch(self._db)
+            pfs_state.delete_batch(self._db)
 
     def _stager(self, tree: PfsTree) -> Stager:
         return Stager(self._db, self._tiers, tree, self._progress)
@@ -350,14 +348,14 @@ class WriteBack:
             if applier.current_action is not None and not isinstance(failure, DirectoryMissing):
                 raise OSError(failure.errno, failure.strerror, self._path(applier.current_action.inode)) from failure
             raise
-        for inode in pfs_batch.list_unfinished(batch, found):
+        for inode in pfs_state.list_unfinished(batch, found):
             log.warning("%s is not on the PFS any more; it is written back again if its bytes are here", self._path(inode))
         if self._cluster_write_back is not None:
             with self._or_give_up(tree, batch):
                 self._cluster_write_back.complete_intents(batch, found)
         else:
             with self._db.transaction():
-                pfs_batch.record_batch_done(self._db, batch, found)
+                pfs_state.record_batch_done(self._db, batch, found)
                 disk.act("write_back:finish", lambda: None)
         if batch.published_rows:
             self._notify.wake_lanes()
@@ -366,17 +364,17 @@ class WriteBack:
 
     def _recreate_directory(self, missing: DirectoryMissing) -> None:
         """A stranger removed a directory into which we have to write: it is made again, with all that is ours in it."""
-        inode = pfs_view.find_inode(self._db, missing.names)
+        inode = pfs_state.find_inode(self._db, missing.names)
         if inode is None or inode == ROOT:
             raise build_unavailable_error(missing, str(missing.filename)) from missing
         log.warning("the directory %s is gone from the PFS; it is made again", missing.filename)
         with self._db.transaction():
-            if not adoption.insert_rows_for_tree(self._db, inode):
-                pfs_view.delete_entries(self._db, inode)  # The mount has removed it too: what was to happen in it need not happen.
+            if not journal.insert_rows_for_tree(self._db, inode):
+                pfs_state.delete_entries(self._db, inode)  # The mount has removed it too: what was to happen in it need not happen.
 
     def _set_times(self, tree: PfsTree) -> bool:
         """Nothing else is to be done: directories get the times that they have in the mount."""
-        directories = pfs_batch.list_stale_times(self._db, TIMES_BATCH)
+        directories = pfs_state.list_stale_times(self._db, TIMES_BATCH)
         if self._cluster_write_back is not None and directories:
             self._cluster_write_back.load_directories(directories)
         view = PfsView(self._db)
@@ -388,7 +386,7 @@ class WriteBack:
                     continue
                 fd = tree.get_directory(path)
                 disk.act("write_back:times", set_directory_times, fd, inode)
-        pfs_batch.delete_stale_times(self._db, directories)
+        pfs_state.delete_stale_times(self._db, directories)
         return bool(directories)
 
     def _progress(self, inode: int, copied: int, size: int) -> None:
@@ -396,12 +394,12 @@ class WriteBack:
         if now - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s, self._is_reporting = now, True
             value = {"inode": inode, "path": self._path(inode), "copied_bytes": copied, "size_bytes": size}
-            settling.set_report(self._db, "write_back", value)
+            summary.set_report(self._db, "write_back", value)
 
     def _clear_progress(self) -> None:
         if self._is_reporting:
             self._is_reporting = False
-            settling.set_report(self._db, "write_back", None)
+            summary.set_report(self._db, "write_back", None)
 
     def _path(self, inode: int) -> str:
-        return os.fsdecode(report.get_path(self._db, inode) or b"/")
+        return os.fsdecode(namespace.get_path(self._db, inode) or b"/")

@@ -15,14 +15,13 @@ import stat
 from collections.abc import Callable
 
 from ckptfs import disk, limits
-from ckptfs.catalog import pfs_view
+from ckptfs.catalog import pfs_state
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_batch import ObservedStat, PfsAction, PfsBatch, PfsLocation
-from ckptfs.catalog.pfs_view import Fingerprint
+from ckptfs.catalog.inodes import get
+from ckptfs.catalog.pfs_state import Fingerprint, ObservedStat, PfsAction, PfsBatch, PfsLocation
 from ckptfs.errors import Busy
 from ckptfs.model import Inode
-from ckptfs.tiers import acting, pfs_attributes, transfer
+from ckptfs.tiers import pfs_ownership, transfer
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, find_stat
 
 log = logging.getLogger(__name__)
@@ -266,7 +265,7 @@ class Applier:
 
     def _apply_attributes(self, number: int, directory: int, name: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
-            pfs_attributes.apply_attributes(directory, name, get(self._db, number), pfs_view.get_xattrs(self._db, number))
+            pfs_ownership.apply_attributes(directory, name, get(self._db, number), pfs_state.get_xattrs(self._db, number))
 
     # --- names in the way -----------------------------------------------------------------------------------------------
 
@@ -345,7 +344,7 @@ class Applier:
     def _run_as_owner(self, directory: int, name: bytes, call: Callable[[], None]) -> None:
         """`call()` as we are, or as the owner of what it is about, or of its directory. Everything that anybody sees goes through here."""
 
-        def owners() -> list[acting.Owner]:
+        def owners() -> list[pfs_ownership.Owner]:
             subjects = (find_stat(directory, name), os.fstat(directory))
             return [(subject.st_uid, subject.st_gid) for subject in subjects if subject is not None]
 
@@ -353,7 +352,7 @@ class Applier:
             self._require_lease()
             call()
 
-        acting.retry_as_owner(guarded_call, owners)
+        pfs_ownership.retry_as_owner(guarded_call, owners)
 
     def _observe(self, spot: PfsLocation, mark: Fingerprint) -> ObservedStat | None:
         """What a name shows, if it is what it should be."""
@@ -399,4 +398,4 @@ def set_directory_times(fd: int, inode: Inode) -> None:
         os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
 
     with contextlib.suppress(PermissionError):
-        acting.retry_as_owner(set_times, lambda: [(found.st_uid, found.st_gid)])
+        pfs_ownership.retry_as_owner(set_times, lambda: [(found.st_uid, found.st_gid)])

@@ -16,8 +16,7 @@ from typing import Protocol
 
 from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import PfsAction, PfsLocation
-from ckptfs.catalog.pfs_view import Fingerprint, PfsEntry, PfsName, PfsView, PublishedRow
+from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsEntry, PfsLocation, PfsName, PfsView, PublishedRow
 from ckptfs.model import ROOT, Content, ContentState, Inode
 
 PUTS_MAX = 64

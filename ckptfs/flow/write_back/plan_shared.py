@@ -13,10 +13,9 @@ from collections.abc import Callable, Container
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import PfsAction
-from ckptfs.catalog.pfs_view import PfsName, PfsView
-from ckptfs.catalog.sharing.kinds import PFS_STATE, SharedKey
-from ckptfs.catalog.sharing.truth import StoreSnapshot, list_row_names
+from ckptfs.catalog.pfs_state import PfsAction, PfsName, PfsView
+from ckptfs.coherence.keys import PFS_STATE, SharedKey
+from ckptfs.coherence.pfs_coordination import StoreSnapshot, list_row_names
 from ckptfs.flow.write_back.plan import Facts, PlannedFile, Planner, SourceKind
 from ckptfs.model import ROOT, ContentState
 

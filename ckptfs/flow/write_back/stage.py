@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import pfs_batch, pfs_view, report, settling
+from ckptfs.catalog import contents, namespace, pfs_state
+from ckptfs.catalog.copies import list_copies, set_copy_state
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.namespace import get
-from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
-from ckptfs.catalog.pfs_view import Fingerprint, PublishedRow
+from ckptfs.catalog.inodes import get
+from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsBatch, PfsLocation, PublishedRow
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import PlannedFile, Planner, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
-from ckptfs.tiers import acting, pfs_attributes, transfer
+from ckptfs.tiers import pfs_ownership, transfer
 from ckptfs.tiers.pfs_tree import PfsTree, find_stat, sync_filesystem
-from ckptfs.tiers.place import Tiers
+from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,9 @@ class Stager:
     def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy when the content moved on, Unstable, Unfit, and OSError."""
         wanted = self._load_inode(planned)
-        return acting.retry_as_owner(lambda: self._stage(action, planned, wanted), lambda: self._list_owners(wanted, action.location))
+        return pfs_ownership.retry_as_owner(
+            lambda: self._stage(action, planned, wanted), lambda: self._list_owners(wanted, action.location)
+        )
 
     def sync(self) -> None:
         """Everything that was made is there to stay, and as long as it should be (F3)."""
@@ -110,14 +112,14 @@ class Stager:
 
     def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
         """Remove what a mover that died had begun and is not `planned` again, and forget its batch unless there is another one now."""
-        found = pfs_batch.find_batch(self._db)
+        found = pfs_state.find_batch(self._db)
         if found is None:
             return
         again = {(action.location, action.temporary) for action in planned}
         self.discard(action for action in found[1].actions if (action.location, action.temporary) not in again)
         if not again:
             with self._db.transaction():
-                pfs_batch.delete_batch(self._db)
+                pfs_state.delete_batch(self._db)
 
     # --- one temporary file ---------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class Stager:
         resumed_fd = self._open_resumable(directory, action, planned, wanted)
         if stat.S_ISDIR(wanted.mode):
             there = find_stat(directory, action.location.name)
-            shown = pfs_view.PfsView(self._db).get_entry(action.location.parent, action.location.name)
+            shown = pfs_state.PfsView(self._db).get_entry(action.location.parent, action.location.name)
             # One that is known as another inode is ours, and this batch takes it away first.
             if there is not None and stat.S_ISDIR(there.st_mode) and (shown is None or shown.inode == planned.inode):
                 return Staged(Fingerprint(there.st_ino), is_merged=True)
@@ -159,8 +161,8 @@ class Stager:
             if resumed_fd is None:
                 _check_owner(fd)
             size, whole, blocks = self._fill(fd, planned)
-            pfs_attributes.apply_attributes(
-                directory, action.temporary, wanted, pfs_view.get_xattrs(self._db, planned.inode), is_new=resumed_fd is None
+            pfs_ownership.apply_attributes(
+                directory, action.temporary, wanted, pfs_state.get_xattrs(self._db, planned.inode), is_new=resumed_fd is None
             )
             found = os.fstat(fd)
         except BaseException:
@@ -177,16 +179,16 @@ class Stager:
             disk.act("write_back:make", _make_special, directory, name, wanted)
         except OSError as failure:
             is_special = not (stat.S_ISDIR(wanted.mode) or stat.S_ISLNK(wanted.mode))
-            if is_special and failure.errno in _NO_SUCH_KIND and not acting.is_root():
+            if is_special and failure.errno in _NO_SUCH_KIND and not pfs_ownership.is_root():
                 raise Unfit from failure
             if is_special and failure.errno in _NO_SUCH_KIND - {errno.EPERM}:
                 raise Unfit from failure
             raise
         made = find_stat(directory, name)
         assert made is not None
-        if acting.is_root() and made.st_uid != os.geteuid():
-            raise acting.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
-        pfs_attributes.apply_attributes(directory, name, wanted, pfs_view.get_xattrs(self._db, wanted.id), is_new=True)
+        if pfs_ownership.is_root() and made.st_uid != os.geteuid():
+            raise pfs_ownership.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
+        pfs_ownership.apply_attributes(directory, name, wanted, pfs_state.get_xattrs(self._db, wanted.id), is_new=True)
         return Staged(Fingerprint(made.st_ino))
 
     def _fill(self, fd: int, planned: PlannedFile) -> transfer.ContentDigests:
@@ -202,7 +204,7 @@ class Stager:
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; those that have not are quarantined."""
         refusal: OSError | None = None
-        for copy in settling.list_copies(self._db, content.id):
+        for copy in list_copies(self._db, content.id):
             if copy.state is not CopyState.GOOD or copy.tier not in self._tiers:
                 continue
             try:
@@ -214,25 +216,23 @@ class Stager:
             if (copied[0], copied[1]) == (content.size, content.digest):
                 return copied
             self._require_unchanged(content)
-            settling.set_copy_state(self._db, content.id, copy.tier, CopyState.QUARANTINED)
+            set_copy_state(self._db, content.id, copy.tier, CopyState.QUARANTINED)
             log.error("the copy of %s in %s does not have its digest; another one is used", self._path(content.inode), copy.tier)
-        if not settling.is_unchanged(self._db, content):
+        if not contents.is_unchanged(self._db, content):
             raise Busy("the content was deleted or opened for writing")  # No wonder that it cannot be read.
         if refusal is not None:
             raise refusal
-        beyond = [copy.tier for copy in settling.list_copies(self._db, content.id) if copy.tier not in self._tiers]
+        beyond = [copy.tier for copy in list_copies(self._db, content.id) if copy.tier not in self._tiers]
         if beyond:
             raise OSError(errno.ENODEV, f"its bytes lie in {beyond[0]}, which is not there now")
-        if not settling.mark_lost(self._db, content):
+        if not contents.mark_lost(self._db, content):
             raise OSError(errno.EIO, "none of its copies can be read now")
         log.error("%s is lost: no copy of what was sealed is left on this node", self._path(content.inode))
         raise Busy("no copy of the content is left")
 
     def _fill_early(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy what the seal lane reads for its digest at the same time, and wait for that."""
-        tiers = [
-            copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers
-        ]
+        tiers = [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
         if not tiers:
             raise Unsealed("it has no copy that can be read")
         try:
@@ -240,7 +240,7 @@ class Stager:
         except _BadCopy as failure:
             raise Unsealed(str(failure.__cause__)) from failure
         deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
-        while (now := settling.get_content(self._db, content.id)) == content:
+        while (now := contents.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
                 raise Unsealed("its seal takes long")
             time.sleep(limits.EARLY_SEAL_LOOK_S)
@@ -260,7 +260,7 @@ class Stager:
             os.close(source)
 
     def _source(self, tier: Tier, content: Content) -> int:
-        with acting.as_process_user():  # The tiers are closed to everybody else.
+        with pfs_ownership.as_process_user():  # The tiers are closed to everybody else.
             return disk.act("write_back:source", self._tiers[tier].open, content.id)
 
     def _build_block_hook(self, content: Content) -> Callable[[], None]:
@@ -278,7 +278,7 @@ class Stager:
 
     def _require_unchanged(self, content: Content) -> None:
         """Raise Busy when the content is not the one any more that was planned. The bytes of a doomed one stay as they were sealed."""
-        now = settling.get_content(self._db, content.id)
+        now = contents.get_content(self._db, content.id)
         if now is None or now.change == content.change:
             return
         if now.state is not ContentState.DOOMED or content.state is not ContentState.SEALED:
@@ -289,9 +289,7 @@ class Stager:
 
         Read twice and found equal, every byte had its value in the moment between the two readings.
         """
-        copies = [
-            copy.tier for copy in settling.list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers
-        ]
+        copies = [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
         if not copies:
             raise Unstable("the open file has no copy that can be read")
         for _ in range(STABLE_ATTEMPTS):
@@ -316,7 +314,7 @@ class Stager:
                 raise Busy("the inode is gone") from None
             return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
-    def _list_owners(self, wanted: Inode, spot: PfsLocation) -> list[acting.Owner]:
+    def _list_owners(self, wanted: Inode, spot: PfsLocation) -> list[pfs_ownership.Owner]:
         above = os.fstat(self._tree.get_directory(spot.path))
         return [(wanted.uid, wanted.gid), (above.st_uid, above.st_gid)]
 
@@ -327,13 +325,13 @@ class Stager:
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)
             call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
             above = os.fstat(directory)
-            acting.retry_as_owner(
+            pfs_ownership.retry_as_owner(
                 lambda: disk.act("write_back:discard", call, name, dir_fd=directory),
                 lambda: [(found.st_uid, found.st_gid), (above.st_uid, above.st_gid)],
             )
 
     def _path(self, inode: int) -> str:
-        return os.fsdecode(report.get_path(self._db, inode))
+        return os.fsdecode(namespace.get_path(self._db, inode))
 
 
 def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
@@ -350,7 +348,7 @@ def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
 
     planner.observe_kept_names()
     planner.view.replace_fingerprints(resolve)
-    batch = pfs_batch.build_batch(planner.view, planner.last_seq)
+    batch = pfs_state.build_batch(planner.view, planner.last_seq)
     batch.actions = [
         PfsAction(
             one.act,
@@ -390,8 +388,8 @@ def _digest_prefix(source: int, size: int) -> transfer.ContentDigests:
 
 def _check_owner(fd: int) -> None:
     """Root whose files belong to somebody else is no root there: the file has to be made by its owner."""
-    if acting.is_root() and os.fstat(fd).st_uid != os.geteuid():
-        raise acting.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
+    if pfs_ownership.is_root() and os.fstat(fd).st_uid != os.geteuid():
+        raise pfs_ownership.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
 
 
 def _make_special(directory: int, name: bytes, wanted: Inode) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptfs_client.failures import EXIT_CODES, UsageError
+from ckptfs_client.errors import EXIT_CODES, UsageError
 
 if TYPE_CHECKING:
     from ckptfs_client.lab.laboratory import Laboratory
@@ -140,7 +140,7 @@ def execute(
 
 
 def _open_laboratory(directory: Path | None) -> "Laboratory":
-    from ckptfs_client.lab import plan
+    from ckptfs_client.lab import layout as plan
     from ckptfs_client.lab.laboratory import Laboratory
 
     return Laboratory(directory or plan.DIRECTORY, say=lambda words: print(words, file=sys.stderr, flush=True))
@@ -163,7 +163,7 @@ def _parse_bits_per_s(rate: str) -> int:
 
 
 def _print_status(lab: "Laboratory", *, json: bool) -> None:
-    from ckptfs_client import show
+    from ckptfs_client import render as show
 
     found = lab.get_status()
     if json:
@@ -175,7 +175,7 @@ def _print_status(lab: "Laboratory", *, json: bool) -> None:
 def _build_status_table(found: dict[str, Any]) -> Any:
     from rich.console import Group
 
-    from ckptfs_client import show
+    from ckptfs_client import render as show
 
     etcd = "answers" if found["etcd"]["answers"] else "down"
     where = f"PFS {found['pfs']}" if found["pfs"] else "no PFS"

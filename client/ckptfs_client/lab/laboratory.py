@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs.errors import CkptfsError
-from ckptfs_client.failures import ClientError, CommandFailed, NotInTime, NotPermitted
-from ckptfs_client.lab import etcd, namespaces, network, nodes, plan, processes
-from ckptfs_client.lab.plan import LabNode, Plan
+from ckptfs_client.errors import ClientError, CommandFailed, NotInTime, NotPermitted
+from ckptfs_client.lab import layout, network, nodes
+from ckptfs_client.lab.layout import LabNode, Plan
 from ckptfs_client.mounts import list_mountpoints_below
 
 LOCK_WAIT_S = 120.0
@@ -30,7 +30,7 @@ def _discard(_: str) -> None: ...
 class Laboratory:
     """The lab in a directory; `say` is told what goes on. Raises ClientError."""
 
-    def __init__(self, directory: Path = plan.DIRECTORY, say: Say = _discard) -> None:
+    def __init__(self, directory: Path = layout.DIRECTORY, say: Say = _discard) -> None:
         if os.geteuid() != 0:
             raise NotPermitted("a lab needs root: it makes network namespaces and mounts", remedy="try it with sudo")
         self.directory = Path(os.path.realpath(directory))
@@ -40,19 +40,19 @@ class Laboratory:
 
     def start(self, count: int, factor: int, pfs: Path | None = None, options: Mapping[str, str] | None = None) -> Plan:
         """Make a lab, with all its nodes running. What was made of it is taken away again when that fails. Without `pfs` it has none."""
-        etcd.find_etcd()
+        nodes.find_etcd()
         self._require_empty_directory()
-        found = plan.build_plan(self.directory, count, factor, None if pfs is None else Path(os.path.realpath(pfs)), dict(options or {}))
+        found = layout.build_plan(self.directory, count, factor, None if pfs is None else Path(os.path.realpath(pfs)), dict(options or {}))
         self.directory.mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o711)
         with self._lock():
-            plan.save(found)
+            layout.save(found)
             try:
                 if found.pfs is not None:
                     found.pfs.mkdir(exist_ok=True)
                 network.make_switch(found)
                 self._say("starting etcd")
-                etcd.start_etcd(found)
+                nodes.start_etcd(found)
                 self._make_keys(found)
                 self._start_nodes(found.all_nodes())
             except BaseException:
@@ -73,7 +73,7 @@ class Laboratory:
 
     def load_plan(self) -> Plan:
         """What it is made of."""
-        return plan.load(self.directory)
+        return layout.load(self.directory)
 
     def get_status(self) -> dict[str, Any]:
         """What runs, what is mounted, and how the wires are."""
@@ -81,7 +81,7 @@ class Laboratory:
         wires = network.list_link_states(found)
         return {
             "directory": str(found.directory), "cluster": found.cluster, "factor": found.factor, "pfs": str(found.pfs or ""),
-            "etcd": {"address": f"{plan.ETCD_ADDRESS}:{plan.ETCD_PORT}", "answers": etcd.is_etcd_healthy(found)},
+            "etcd": {"address": f"{layout.ETCD_ADDRESS}:{layout.ETCD_PORT}", "answers": nodes.is_etcd_healthy(found)},
             "nodes": [_build_node_status(node, wires) for node in found.all_nodes()],
         }  # fmt: skip
 
@@ -107,7 +107,7 @@ class Laboratory:
             for name in names:
                 if name not in found.nodes:
                     found = found.add_node(name)
-                    plan.save(found)
+                    layout.save(found)
                     self._make_keys(found)
             self._start_nodes([found.node(name) for name in names])
 
@@ -147,21 +147,21 @@ class Laboratory:
         """Have etcd running."""
         found = self.load_plan()
         with self._lock():
-            etcd.start_etcd(found)
+            nodes.start_etcd(found)
         self._say("etcd answers")
 
     def stop_etcd(self) -> None:
         """Kill etcd."""
         found = self.load_plan()
         with self._lock():
-            etcd.stop_etcd(found)
+            nodes.stop_etcd(found)
         self._say("etcd is killed")
 
     def execute(self, name: str, command: Sequence[str]) -> None:
         """Become a program on a node: its network is the node's. CKPTFS_MOUNT names the node's mount. Does not return."""
         node = self.load_plan().node(name)
         try:
-            namespaces.enter_namespace(network.get_namespace_path(node.plan, name))
+            network.enter_namespace(network.get_namespace_path(node.plan, name))
             os.execvpe(command[0], list(command), {**os.environ, "CKPTFS_MOUNT": str(node.mountpoint)})
         except OSError as failure:
             raise CommandFailed(f"{command[0]} cannot be run on {name}: {failure.strerror}") from failure
@@ -183,7 +183,7 @@ class Laboratory:
 
     def _make_keys(self, found: Plan) -> None:
         """A certificate for each node that has none, from a CA of the lab's own."""
-        from ckptfs.clique import keys
+        from ckptfs.clique import certificates as keys
 
         home = self.directory / "keys"
         try:
@@ -203,13 +203,13 @@ class Laboratory:
 
     def _is_lab(self) -> bool:
         """Whether a lab was begun here."""
-        return (self.directory / plan.PLAN_NAME).exists()
+        return (self.directory / layout.PLAN_NAME).exists()
 
     def _delete_everything(self) -> None:
         """End everything: processes, then mounts, then namespaces, then the files; the plan last, so that this can be done again."""
         net = self.directory / "net"
         for namespace in net.iterdir() if net.is_dir() else ():
-            processes.kill_processes(namespace)
+            nodes.kill_processes(namespace)
         # Whoever writes to a dead mount is told so; namespaces are mounts here as well.
         nodes.detach_mounts_below(self.directory)
         left = list_mountpoints_below(self.directory)
@@ -219,9 +219,9 @@ class Laboratory:
             for node in self.load_plan().all_nodes():
                 nodes.delete_runtime_files(node)
         for path in self.directory.iterdir():
-            if path.name != plan.PLAN_NAME:
+            if path.name != layout.PLAN_NAME:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        (self.directory / plan.PLAN_NAME).unlink(missing_ok=True)
+        (self.directory / layout.PLAN_NAME).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
@@ -247,7 +247,7 @@ class Laboratory:
 def _build_node_status(node: LabNode, wires: Mapping[str, tuple[bool, bool]]) -> dict[str, Any]:
     """A node as `status` shows it."""
     up, slowed = wires.get(node.name, (False, False))
-    found = processes.list_processes(network.get_namespace_path(node.plan, node.name))
+    found = nodes.list_processes(network.get_namespace_path(node.plan, node.name))
     return {
         "name": node.name, "address": node.address, "mountpoint": str(node.mountpoint), "log": str(node.log), "runs": nodes.is_running(node),
         "mounted": nodes.is_mounted(node), "link": "up" if up else "down", "slowed": slowed, "processes": len(found),

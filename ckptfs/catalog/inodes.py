@@ -1,0 +1,124 @@
+"""Owns what an inode carries beside its bytes: mode, owner, times (columns of `inode`) and the table `xattr`.
+
+Set-id bits fall as on ext4: when a file that is no directory changes its owner, and when a stranger to CAP_FSETID changes its length.
+Functions that change something belong into `db.change()`.
+If we die here: the transaction was committed or it was not.
+
+Owns how a row of table `inode` becomes a `model.Inode`: the columns and their order, in one place.
+"""
+
+import errno
+import stat
+import time
+from typing import Any
+
+from ckptfs import limits
+from ckptfs.catalog import journal
+from ckptfs.catalog.database import Database
+from ckptfs.errors import posix_error
+from ckptfs.model import Inode
+
+_COLUMN_NAMES = (
+    "id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent",
+    "complete",
+)  # fmt: skip
+INODE_COLUMNS = ", ".join(_COLUMN_NAMES)
+INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _COLUMN_NAMES)
+
+
+def build_inode(row: tuple[Any, ...]) -> Inode:
+    """The inode in a row of `INODE_COLUMNS`."""
+    return Inode(*(*row[:14], row[14] == 1))
+
+
+_SELECT = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
+
+
+def get(db: Database, inode: int) -> Inode:
+    """The inode with this id. Raises ENOENT."""
+    row = db.row(_SELECT, inode)
+    if row is None:
+        raise posix_error(errno.ENOENT)
+    return build_inode(row)
+
+
+XATTR_CREATE = 1
+XATTR_REPLACE = 2
+
+
+def set_attributes(
+    db: Database, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
+    atime_ns: int | None = None, mtime_ns: int | None = None, ctime_ns: int | None = None, kill_set_id: bool = False,
+) -> Inode:  # fmt: skip
+    """Set what is given, ctime always. `mode` without its type bits; `kill_set_id`: drop set-id bits as a change of owner does."""
+    row = get(db, inode)
+    new_mode = row.mode if mode is None else stat.S_IFMT(row.mode) | stat.S_IMODE(mode)
+    if kill_set_id and mode is None:
+        new_mode = strip_set_id(new_mode)
+    values = (
+        new_mode,
+        row.uid if uid is None else uid,
+        row.gid if gid is None else gid,
+        row.atime_ns if atime_ns is None else atime_ns,
+        row.mtime_ns if mtime_ns is None else mtime_ns,
+        time.time_ns() if ctime_ns is None else ctime_ns,
+    )
+    db.run("UPDATE inode SET mode=?, uid=?, gid=?, atime_ns=?, mtime_ns=?, ctime_ns=? WHERE id=?", *values, inode)
+    journal.append(db, "attributes", inode)
+    return get(db, inode)
+
+
+def strip_set_id(mode: int) -> int:
+    """`mode` after somebody without CAP_FSETID changed the file: no S_ISUID, no S_ISGID (which means locking without group execute)."""
+    if stat.S_ISDIR(mode):
+        return mode
+    return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
+
+
+def get_xattr(db: Database, inode: int, name: bytes) -> bytes:
+    """The value of an extended attribute. Raises ENODATA."""
+    value: bytes | None = db.value("SELECT value FROM xattr WHERE inode=? AND name=?", inode, name)
+    if value is None:
+        raise posix_error(errno.ENODATA)
+    return value
+
+
+def list_xattrs(db: Database, inode: int) -> list[bytes]:
+    """The names of all extended attributes, in order."""
+    return [row[0] for row in db.rows("SELECT name FROM xattr WHERE inode=?", inode)]
+
+
+def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 0) -> None:
+    """Set an extended attribute. `flags` as of setxattr(2): EEXIST, ENODATA. Raises ERANGE, E2BIG, ENOSPC past the limits."""
+    if len(name) > limits.NAME_BYTES_MAX:
+        raise posix_error(errno.ERANGE)
+    if len(value) > limits.XATTR_VALUE_BYTES_MAX:
+        raise posix_error(errno.E2BIG)
+    names = list_xattrs(db, inode)
+    if flags & XATTR_CREATE and name in names:
+        raise posix_error(errno.EEXIST)
+    if flags & XATTR_REPLACE and name not in names:
+        raise posix_error(errno.ENODATA)
+    if name not in names and sum(map(len, names)) + len(names) + len(name) + 1 > limits.XATTR_LIST_BYTES_MAX:
+        raise posix_error(errno.ENOSPC)
+    if db.is_clustered and _count_xattr_bytes(db, inode, name) + len(name) + len(value) > limits.XATTR_SHARED_BYTES_MAX:
+        raise posix_error(errno.ENOSPC)
+    db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
+    _record_attribute_change(db, inode)
+
+
+def _count_xattr_bytes(db: Database, inode: int, excluded: bytes) -> int:
+    """What the extended attributes of an inode take, but for one of them."""
+    return int(db.value("SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?", inode, excluded))
+
+
+def remove_xattr(db: Database, inode: int, name: bytes) -> None:
+    """Remove an extended attribute. Raises ENODATA."""
+    if db.run("DELETE FROM xattr WHERE inode=? AND name=?", inode, name) == 0:
+        raise posix_error(errno.ENODATA)
+    _record_attribute_change(db, inode)
+
+
+def _record_attribute_change(db: Database, inode: int) -> None:
+    db.run("UPDATE inode SET ctime_ns=? WHERE id=?", time.time_ns(), inode)
+    journal.append(db, "attributes", inode)

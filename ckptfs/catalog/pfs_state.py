@@ -1,0 +1,495 @@
+"""Owns what write-back knows of the PFS: `pfs_entry`, `published` and `pfs_pending` as they will be after what it is planning.
+
+A `View` reads the tables and keeps planned changes to itself; they go into the tables with the batch that makes them true on the PFS
+(catalog/pfs_batch.py). Import writes the same tables, but never names or inodes that the journal mentions.
+If we die here: nothing was changed.
+
+Owns where a thing is on the PFS: the walk up the table `pfs_entry`, which holds what the PFS shows now. Reads only.
+
+Between an act of write-back on the PFS and its commit the PFS is ahead of the catalog, so whoever walks these names down must look
+at what it reached (`identity`, and table `published` for files).
+If we die here: nothing was changed.
+
+Owns `pfs_batch`: the changes that write-back has in hand, as they were decided. Written before the PFS is touched, so that a mover
+that died is followed by one that finishes exactly these, whatever the catalog says by then.
+
+`body` is JSON; bytes are strings of the same code points (latin-1). A batch covers the journal after the row `after` up to the row `last`.
+`finish` makes the catalog say what the PFS shows, deletes the journal's rows and the batch, all at once: it joins the caller's transaction.
+If we die here: the batch is there with all its journal rows, or it is done and neither is.
+"""
+
+import json
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptfs.catalog import journal
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
+from ckptfs.model import ROOT
+
+PfsName = tuple[int, bytes]
+"""(directory, name in it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """How something on the PFS is recognised: st_ino (0: not known), and size and mtime of a file (-1: not known).
+
+    While a batch is planned `ino` may be negative: what the batch itself is going to make, by its key.
+    """
+
+    ino: int = 0
+    size: int = -1
+    mtime_ns: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PfsEntry:
+    """What the PFS shows under a name."""
+
+    inode: int
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """A row of `published`: what the PFS shows of a file's bytes."""
+
+    inode: int
+    generation: int
+    is_complete: bool
+    size: int
+    mtime_ns: int
+    pfs_inode: int
+    digest: bytes | None
+    block_digests: bytes | None
+
+
+def get_published(db: Database, inode: int) -> PublishedRow | None:
+    """What the PFS shows of a file's bytes."""
+    row = db.row("SELECT inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks FROM published WHERE inode = ?", inode)
+    return None if row is None else PublishedRow(row[0], row[1], bool(row[2]), *row[3:])
+
+
+def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
+    """The inode that the PFS shows under a path from its root, as far as we know."""
+    inode = ROOT
+    for name in names:
+        found = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", inode, name)
+        if found is None:
+            return None
+        inode = found
+    return inode
+
+
+def delete_entries(db: Database, inode: int) -> None:
+    """The PFS turned out not to show `inode`."""
+    db.run("DELETE FROM pfs_entry WHERE inode = ?", inode)
+
+
+def get_xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
+    """The extended attributes of an inode."""
+    return {bytes(row[0]): bytes(row[1]) for row in db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)}
+
+
+class PfsView:
+    """The PFS as it will be after what was planned so far."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self.entries: dict[PfsName, PfsEntry | None] = {}
+        self.pending_entries: dict[PfsName, int | None] = {}
+        self._paths: dict[int, tuple[bytes, ...] | None] = {ROOT: ()}
+
+    # --- reading --------------------------------------------------------------------------------------------------------
+
+    def get_entry(self, parent: int, name: bytes) -> PfsEntry | None:
+        """What the PFS shows under a name."""
+        if (parent, name) in self.entries:
+            return self.entries[parent, name]
+        row = self._db.row(
+            "SELECT e.inode, coalesce(p.pfs_inode, e.seen_ino, 0), coalesce(p.size, -1), coalesce(p.mtime_ns, -1) FROM pfs_entry e"
+            " LEFT JOIN published p ON p.inode = e.inode WHERE e.parent = ? AND e.name = ?",
+            parent, name,
+        )  # fmt: skip
+        return None if row is None else PfsEntry(row[0], Fingerprint(*row[1:]))
+
+    def get_pending(self, parent: int, name: bytes) -> int | None:
+        """The file that will appear under a name with its first content."""
+        if (parent, name) in self.pending_entries:
+            return self.pending_entries[parent, name]
+        found: int | None = self._db.value("SELECT inode FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
+        return found
+
+    def list_names(self, inode: int) -> list[PfsName]:
+        """The names under which the PFS shows an inode."""
+        rows = self._db.rows("SELECT parent, name FROM pfs_entry WHERE inode = ? ORDER BY parent, name", inode)
+        catalogued = [(row[0], bytes(row[1])) for row in rows]
+        kept = [name for name in catalogued if name not in self.entries]
+        return kept + [name for name, shown in self.entries.items() if shown is not None and shown.inode == inode]
+
+    def list_pending_names(self, inode: int) -> list[PfsName]:
+        """The names under which an inode will appear."""
+        rows = self._db.rows("SELECT parent, name FROM pfs_pending WHERE inode = ? ORDER BY parent, name", inode)
+        catalogued = [(row[0], bytes(row[1])) for row in rows]
+        kept = [name for name in catalogued if name not in self.pending_entries]
+        return kept + [name for name, other in self.pending_entries.items() if other == inode]
+
+    def get_path(self, directory: int) -> tuple[bytes, ...] | None:
+        """The names from the PFS's root down to a directory; None where it shows no such directory."""
+        if directory in self._paths:
+            return self._paths[directory]
+        above = self.list_names(directory)
+        chain = [directory]
+        found: list[bytes] = []
+        while above:
+            parent, name = above[0]
+            found.append(name)
+            if parent == ROOT:
+                break
+            chain.append(parent)
+            above = self.list_names(parent)
+            if len(chain) > 4096:
+                above = []
+        path = tuple(reversed(found)) if above else None
+        self._paths[directory] = path
+        return path
+
+    # --- planning -------------------------------------------------------------------------------------------------------
+
+    def set_entry(self, parent: int, name: bytes, entry: PfsEntry) -> None:
+        """The PFS will show this under a name."""
+        self.entries[parent, name] = entry
+        self._paths = {ROOT: ()} if entry.inode in self._paths else self._paths
+
+    def delete_entry(self, parent: int, name: bytes) -> None:
+        """The PFS will show nothing of ours under a name."""
+        self.entries[parent, name] = None
+        self._paths = {ROOT: ()}
+
+    def set_pending(self, parent: int, name: bytes, inode: int) -> None:
+        """A file will appear under a name with its first content."""
+        self.pending_entries[parent, name] = inode
+
+    def delete_pending(self, parent: int, name: bytes) -> None:
+        """Nothing will appear under a name."""
+        if self.get_pending(parent, name) is not None:
+            self.pending_entries[parent, name] = None
+
+    def replace_fingerprints(self, change: Callable[[Fingerprint], Fingerprint]) -> None:
+        """Put `change` of each planned mark in its place: what the batch made has its real number now."""
+        for name, shown in self.entries.items():
+            if shown is not None:
+                self.entries[name] = replace(shown, fingerprint=change(shown.fingerprint))
+
+
+_SELECT_MOVES = (
+    "SELECT 1 FROM journal WHERE op IN ('rename', 'exchange', 'rmdir')"
+    " AND ((parent = ? AND name = ?) OR (new_parent = ? AND new_name = ?)) LIMIT 1"
+)
+
+
+def find_path(db: Database, inode: int) -> tuple[bytes, ...] | None:
+    """The names from the PFS's root down to `inode` as the PFS shows them now; None where it shows no such thing."""
+    names: list[bytes] = []
+    with db.read_transaction():
+        while inode != ROOT:
+            row = db.row("SELECT parent, name FROM pfs_entry WHERE inode = ? LIMIT 1", inode)
+            if row is None or len(names) > 4096:
+                return None
+            names.append(bytes(row[1]))
+            inode = row[0]
+    return tuple(reversed(names))
+
+
+def get_parent(db: Database, inode: int) -> int:
+    """The directory that holds `inode` on the PFS; the root where it shows no such thing."""
+    return int(db.value("SELECT parent FROM pfs_entry WHERE inode = ? LIMIT 1", inode) or ROOT)
+
+
+def find_pfs_inode(db: Database, inode: int) -> int | None:
+    """st_ino of a directory on the PFS as it was last seen; None when it was not seen yet."""
+    found: Any = db.value("SELECT seen_ino FROM pfs_entry WHERE inode = ? LIMIT 1", inode)
+    return None if found is None else int(found)
+
+
+def is_path_changing(db: Database, inode: int) -> bool:
+    """Whether write-back may be moving one of the directories on the way to `inode` on the PFS just now."""
+    while inode != ROOT:
+        row = db.row("SELECT parent, name FROM pfs_entry WHERE inode = ? LIMIT 1", inode)
+        if row is None:
+            return True
+        if db.value(_SELECT_MOVES, row[0], row[1], row[0], row[1]) is not None:
+            return True
+        inode = row[0]
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class PfsLocation:
+    """A name on the PFS: its directory as our inode, and the names that lead there from the root."""
+
+    parent: int
+    name: bytes
+    path: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PfsAction:
+    """One change of the PFS: `act` is 'put' (rename `temporary` to `at`), 'link' (`at` also as `to`), 'move', 'exchange', 'unlink',
+    'rmdir' or 'attributes'. `mark` recognises the subject, `other` what `at` (put) or `to` (the others) shows before; None for nothing.
+    """
+
+    act: str
+    key: int
+    inode: int
+    location: PfsLocation
+    fingerprint: Fingerprint
+    new_location: PfsLocation | None = None
+    replaced_fingerprint: Fingerprint | None = None
+    temporary: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedEntry:
+    """What the PFS shows under a name when the batch is done; `inode` None: nothing of ours."""
+
+    location: PfsLocation
+    inode: int | None
+    fingerprint: Fingerprint
+
+
+@dataclass(slots=True)
+class PfsBatch:
+    """Changes in order, and what is true after them.
+
+    `again`: (inode, content) whose rows go to the journal's end once more. `unfinished`: inodes that the PFS turned out not to show.
+    `merged`: directories that were on the PFS already. `kept`: rows that stay in the journal, of files that the PFS refuses.
+    """
+
+    last_seq: int
+    actions: list[PfsAction] = field(default_factory=list)
+    expected_entries: list[ExpectedEntry] = field(default_factory=list)
+    pending_entries: list[tuple[int, bytes, int | None]] = field(default_factory=list)
+    published_rows: list[PublishedRow] = field(default_factory=list)
+    requeued: list[tuple[int, int]] = field(default_factory=list)
+    merged_directories: list[int] = field(default_factory=list)
+    after_seq: int = 0
+    kept_seqs: list[int] = field(default_factory=list)
+
+    @property
+    def inodes_with_set_attributes(self) -> list[int]:
+        """The inodes whose attributes were set."""
+        return [action.inode for action in self.actions if action.act == "attributes"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStat:
+    """What was seen at the end: lstat's st_ino, st_mode, st_uid, st_gid, st_size and st_mtime_ns; what `pfs_entry` and `published` keep."""
+
+    ino: int
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+
+
+def build_batch(view: PfsView, last: int) -> PfsBatch:
+    """The net effect of what was planned in `view`, for the rows up to `last`; actions and published rows are to be added."""
+    batch = PfsBatch(last)
+    for (parent, name), shown in view.entries.items():
+        location = PfsLocation(parent, name, view.get_path(parent) or ())
+        batch.expected_entries.append(
+            ExpectedEntry(location, None, Fingerprint()) if shown is None else ExpectedEntry(location, shown.inode, shown.fingerprint)
+        )
+    batch.pending_entries = [(parent, name, inode) for (parent, name), inode in view.pending_entries.items()]
+    return batch
+
+
+def set_batch(db: Database, batch: PfsBatch, *, ready: bool) -> None:
+    """Say what is in hand. Joins the caller's transaction."""
+    db.run("INSERT OR REPLACE INTO pfs_batch (id, ready, body) VALUES (1, ?, ?)", ready, _encode(batch))
+
+
+def find_batch(db: Database) -> tuple[bool, PfsBatch] | None:
+    """(ready, batch) of what a mover had in hand."""
+    row = db.row("SELECT ready, body FROM pfs_batch")
+    return None if row is None else (bool(row[0]), _decode(row[1]))
+
+
+def has_work(db: Database) -> bool:
+    """Whether there is anything to do on the PFS: rows of the journal, a batch, directories without their times."""
+    tables = ("journal", "pfs_batch", "pfs_times")
+    return any(db.value(f"SELECT 1 FROM {table} LIMIT 1") is not None for table in tables)
+
+
+def delete_batch(db: Database) -> None:
+    """Nothing is in hand."""
+    db.run("DELETE FROM pfs_batch")
+
+
+def _encode(batch: PfsBatch) -> str:
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.decode("latin-1")
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if hasattr(value, "__dataclass_fields__"):
+            return [plain(getattr(value, name)) for name in value.__dataclass_fields__]
+        return value
+
+    return json.dumps(plain(batch))
+
+
+def _decode(text: str) -> PfsBatch:
+    last, actions, shows, pendings, published, repeat, merged, after, kept = json.loads(text)
+    return PfsBatch(
+        last,
+        [_decode_action(item) for item in actions],
+        [ExpectedEntry(_decode_location(at), inode, Fingerprint(*mark)) for at, inode, mark in shows],
+        [(parent, _decode_bytes(name), inode) for parent, name, inode in pendings],
+        [_decode_published(item) for item in published],
+        [(inode, content) for inode, content in repeat],
+        merged,
+        after,
+        kept,
+    )
+
+
+def _decode_action(item: list[Any]) -> PfsAction:
+    act, key, inode, at, mark, to, other, temporary = item
+    to_spot = None if to is None else _decode_location(to)
+    return PfsAction(
+        act,
+        key,
+        inode,
+        _decode_location(at),
+        Fingerprint(*mark),
+        to_spot,
+        None if other is None else Fingerprint(*other),
+        _decode_bytes(temporary),
+    )
+
+
+def _decode_published(item: list[Any]) -> PublishedRow:
+    inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks = item
+    return PublishedRow(
+        inode, generation, complete, size, mtime_ns, pfs_inode, _decode_optional_bytes(digest), _decode_optional_bytes(blocks)
+    )
+
+
+def _decode_location(item: list[Any]) -> PfsLocation:
+    return PfsLocation(item[0], _decode_bytes(item[1]), tuple(_decode_bytes(name) for name in item[2]))
+
+
+def _decode_bytes(text: str) -> bytes:
+    return text.encode("latin-1")
+
+
+def _decode_optional_bytes(text: str | None) -> bytes | None:
+    return None if text is None else _decode_bytes(text)
+
+
+def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
+    """Everything in `batch` was done. `found`: what the names of `shows` were seen to show then, None where it is something else."""
+    losers = _record_entries(db, batch, observed)
+    for row in batch.published_rows:
+        _insert_published(db, row)
+    for inode in batch.inodes_with_set_attributes:
+        _record_set_attributes(
+            db,
+            inode,
+            [
+                seen
+                for show in batch.expected_entries
+                if show.inode == inode and (seen := observed.get((show.location.parent, show.location.name)))
+            ],
+        )
+    for inode in losers:
+        if db.value("SELECT 1 FROM pfs_entry WHERE inode = ? LIMIT 1", inode) is None:
+            db.run("DELETE FROM published WHERE inode = ?", inode)
+    _record_pending(db, batch)
+    for inode in batch.merged_directories:
+        db.run("UPDATE inode SET complete = 0 WHERE id = ?", inode)
+    # What came and went before it could appear has changed its directory's times in the mount, too.
+    for directory in {show.location.parent for show in batch.expected_entries} | {parent for parent, _, _ in batch.pending_entries}:
+        db.run("INSERT OR IGNORE INTO pfs_times (directory) VALUES (?)", directory)
+    for inode, content in batch.requeued:
+        journal.append(db, "content", inode, content=content)
+    for inode in list_unfinished(batch, observed):
+        insert_rows_for_tree(db, inode)
+    journal.delete_applied(db, batch.after_seq, batch.last_seq, batch.kept_seqs)
+    delete_batch(db)
+
+
+def list_unfinished(batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> list[int]:
+    """The inodes that the PFS should show and does not."""
+    return sorted(
+        {
+            show.inode
+            for show in batch.expected_entries
+            if show.inode is not None and observed.get((show.location.parent, show.location.name)) is None
+        }
+    )
+
+
+def _record_entries(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> set[int]:
+    """Write what the names show; the inodes that lost one."""
+    losers = set()
+    for show in batch.expected_entries:
+        parent, name = show.location.parent, show.location.name
+        before = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+        seen = observed.get((parent, name))
+        if before is not None and before != show.inode:
+            losers.add(before)
+        if show.inode is None or (seen is None and can_recreate(db, show.inode)):
+            db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+            continue
+        # A file of which only the PFS had the bytes is still believed to be there: the next visit finds out what became of it.
+        look = (None, None, None, None) if seen is None else (seen.ino, seen.mode, seen.uid, seen.gid)
+        db.run(
+            "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
+            parent, name, show.inode, *look,
+        )  # fmt: skip
+    return losers
+
+
+def _insert_published(db: Database, row: PublishedRow) -> None:
+    db.run(
+        "INSERT OR REPLACE INTO published (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks, checked_ns)"
+        " VALUES (?,?,?,?,?,?,?,?,0)",
+        row.inode, row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, row.digest, row.block_digests,
+    )  # fmt: skip
+
+
+def _record_set_attributes(db: Database, inode: int, observed: Iterable[ObservedStat]) -> None:
+    """Attributes of a file were set: what the PFS shows of it now is ours."""
+    for one in observed:
+        seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
+        db.run(seen_now, one.ino, one.mode, one.uid, one.gid, inode)
+        if stat.S_ISREG(one.mode):
+            same = "UPDATE published SET mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode = ?"
+            db.run(same, one.mtime_ns, inode, one.size, one.ino)
+
+
+def _record_pending(db: Database, batch: PfsBatch) -> None:
+    for parent, name, inode in batch.pending_entries:
+        if inode is None:
+            db.run("DELETE FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
+        else:
+            db.run("INSERT OR REPLACE INTO pfs_pending (parent, name, inode) VALUES (?,?,?)", parent, name, inode)
+
+
+def list_stale_times(db: Database, at_most: int) -> list[int]:
+    """Directories whose times on the PFS are not the mount's."""
+    return [row[0] for row in db.rows("SELECT directory FROM pfs_times LIMIT ?", at_most)]
+
+
+def delete_stale_times(db: Database, directories: Iterable[int]) -> None:
+    """These have their times."""
+    with db.transaction():
+        for directory in directories:
+            db.run("DELETE FROM pfs_times WHERE directory = ?", directory)

@@ -1,0 +1,245 @@
+"""Questions about the catalog that people ask: levels, paths, and the figures of `ckptfs status`. Reads only.
+
+Levels are never stored: records are gathered here and judged by `ckptfs.lifecycle`. Nothing here touches a tier, so every answer comes
+at once, also while the PFS hangs.
+"""
+
+import json
+import stat
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptfs import lifecycle
+from ckptfs.catalog import journal, peer_copies
+from ckptfs.catalog.database import Database
+from ckptfs.lifecycle import FileRecord, PublishedState
+from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
+
+_REGULAR = f"(i.mode & {0o170000}) = {stat.S_IFREG}"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """What `ckptfs ls` shows of one inode. `waiting`: the PFS has not been told everything about it."""
+
+    inode: int
+    mode: int
+    size: int
+    generation: int
+    record: FileRecord
+    has_pending_changes: bool
+
+    @property
+    def level(self) -> Level:
+        return lifecycle.level(self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBackFigures:
+    """What the PFS lacks: `dirty` counts contents that were closed here, `changes` everything else; `lag_s` is the age of the oldest."""
+
+    dirty_bytes: int
+    dirty_files: int
+    changes: int
+    lag_s: float
+    unsealed_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileCounts:
+    """How much there is, and files by level."""
+
+    files: int
+    directories: int
+    by_level: dict[Level, int]
+    lost: int
+    open_handles: int
+    writers: int
+
+
+def load_file_record(db: Database, inode: int) -> FileRecord:
+    """All that is known of the regular file `inode`; block digests are left out."""
+    with db.read_transaction():
+        row = db.row(
+            "SELECT c.id, c.inode, c.generation, c.state, c.size, c.digest, c.change, c.peer"
+            " FROM inode i JOIN content c ON c.id = i.content WHERE i.id = ?",
+            inode,
+        )
+        content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6], bool(row[7]))
+        copies = () if content is None else tuple(list_copies(db, content.id))
+        handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ?", inode))
+        clique = peer_copies.load_clique_copies(db, content, inode)
+        return FileRecord(content, copies, _get_published(db, inode), handles, clique)
+
+
+def list_copies(db: Database, content: int) -> list[Copy]:
+    """Where a content lies, whatever the state of the copy."""
+    rows = db.rows("SELECT content, tier, state, verified_ns, used_ns FROM copy WHERE content = ? ORDER BY tier DESC", content)
+    return [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3], row[4]) for row in rows]
+
+
+def _get_published(db: Database, inode: int) -> PublishedState | None:
+    row = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", inode)
+    return None if row is None else PublishedState(row[0], bool(row[1]), row[2])
+
+
+def get_level(db: Database, inode: int) -> Level:
+    """What the regular file `inode` survives now."""
+    return lifecycle.level(load_file_record(db, inode))
+
+
+def get_digest(db: Database, inode: int) -> bytes | None:
+    """The digest of what a reader of the file gets: of the sealed content, or of what the PFS shows; None while it is not known."""
+    found = load_file_record(db, inode)
+    if found.content is not None:
+        return found.content.digest if found.content.state is ContentState.SEALED else None
+    return found.published.digest if found.published is not None else None
+
+
+def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[str, str, int]]:
+    """(tier or name of another node, state, when its digest was last found right here in ns, 0 for never) of every copy, what the PFS
+    shows included.
+    """
+    words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.STALE: "older"}
+    rows = [(copy.tier.value, words[copy.state], copy.verified_ns) for copy in found.copies]
+    rows += [(name, words[CopyState.GOOD], 0) for name, _ in (found.clique.holders if found.clique is not None else ())]
+    if found.published is not None:
+        checked = db.value("SELECT checked_ns FROM published WHERE inode = ?", inode) or 0
+        rows.append((Tier.PFS.value, "published" if lifecycle.is_on_pfs(found) else "earlier", int(checked)))
+    return rows
+
+
+def get_listed_file(db: Database, inode: int) -> ListedFile | None:
+    """What `ls` shows; None when there is no such inode."""
+    with db.read_transaction():
+        row = db.row("SELECT id, mode, size, generation FROM inode WHERE id = ? AND nlink > 0", inode)
+        if row is None:
+            return None
+        found = load_file_record(db, inode) if stat.S_ISREG(row[1]) else FileRecord(None)
+        size = row[2]
+        if found.content is not None and found.content.state is ContentState.SEALED:
+            size = found.content.size
+        return ListedFile(row[0], row[1], size, row[3], found, journal.has_pending(db, inode))
+
+
+def load_write_back_figures(db: Database) -> WriteBackFigures:
+    """How far the PFS is behind."""
+    with db.read_transaction():
+        dirty_files, dirty_bytes = db.row(
+            "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
+            " AND id IN (SELECT content FROM journal WHERE op = 'content')"
+        ) or (0, 0)
+        changes = db.value("SELECT count(*) FROM journal WHERE op NOT IN ('content', 'synced')")
+        oldest = db.value("SELECT min(at_ns) FROM journal")
+        unsealed = db.value("SELECT count(*) FROM content WHERE state = 1 AND peer = 0")
+    lag_s = 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
+    return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, int(unsealed))
+
+
+def load_counts(db: Database) -> FileCounts:
+    """Everything counted. Files are grouped by what their level depends on, and each group is judged once."""
+    by_level: Counter[Level] = Counter()
+    lost = 0
+    with db.read_transaction():
+        clique = peer_copies.load_clique_copies(db, None)
+        domains, uncommitted = (
+            ("0", "0") if clique is None else (peer_copies.COUNT_OTHER_DOMAINS, peer_copies.IS_UNCOMMITTED.format("c.id", "i.id"))
+        )
+        directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
+        handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
+        groups = db.rows(
+            "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
+            " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
+            f" coalesce(c.peer, 0), {domains}, {uncommitted}, count(*)"
+            " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN published p ON p.inode = i.id"
+            f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4, 5, 6, 7"
+        )
+    for state, has_copy, is_published, is_current, peer, others, is_uncommitted, count in groups:
+        typical = _build_typical_record(state, has_copy, is_published, is_current, bool(peer))
+        if clique is not None:
+            elsewhere = tuple(("", f"/{number}") for number in range(others))
+            typical = replace(typical, clique=replace(clique, holders=elsewhere, is_committed=not is_uncommitted))
+            if peer and not (has_copy or elsewhere or is_current):
+                continue  # Who has what another node wrote is asked for one by one.
+        by_level[lifecycle.level(typical)] += count
+        lost += count if state == ContentState.LOST and not is_current else 0
+    return FileCounts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
+
+
+def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:
+    """A record that stands for all files of a group: `shown` on the PFS, and `same` as the content that is here."""
+    published = PublishedState(1 if is_current else 0, bool(is_current), b"d") if is_published else None
+    if state is None:
+        return FileRecord(None, (), published)
+    content = Content(1, 1, 1, ContentState(state), 0, b"d", None, 0, is_remote)
+    return FileRecord(content, (Copy(1, Tier.RAM, CopyState.GOOD, 1, 0),) if has_copy else (), published)
+
+
+def count_copies_by_tier(db: Database) -> dict[Tier, int]:
+    """How many good copies lie in each tier."""
+    return {Tier(tier): count for tier, count in db.rows("SELECT tier, count(*) FROM copy WHERE state = 1 GROUP BY tier")}
+
+
+def get_journal_end(db: Database) -> int:
+    """The last row of the journal as it now is: what lies beyond it was changed later."""
+    return int(db.value("SELECT coalesce(max(seq), 0) FROM journal"))
+
+
+def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
+    """(files, bytes, other changes) that the PFS lacks up to the row `up_to`."""
+    files, size = db.row(
+        "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
+        " AND id IN (SELECT content FROM journal WHERE op = 'content' AND seq <= ?)",
+        up_to,
+    ) or (0, 0)
+    rows = db.value("SELECT count(*) FROM journal WHERE seq <= ?", up_to)
+    return int(files), int(size), max(0, int(rows) - int(files))
+
+
+def list_reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
+    """(key, JSON, when in ns) of what the processes report, of keys that begin with `prefix`."""
+    rows = db.rows("SELECT key, value, at_ns FROM report WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
+    return [(row[0], row[1], row[2]) for row in rows]
+
+
+def count_bytes_in_tier(db: Database, tier: Tier) -> int:
+    """The bytes of the contents that lie in a tier, as far as their sizes are known."""
+    return int(db.value("SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?", tier.value))
+
+
+def count_unsealed(db: Database) -> int:
+    """How many contents are closed and await their seal."""
+    return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND peer = 0"))
+
+
+def count_leaving_bytes(db: Database, tier: Tier) -> int:
+    """The bytes of this node's own contents that lie in a tier and can leave it at once: the PFS shows them, and nobody has them open."""
+    return int(
+        db.value(
+            "SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content JOIN published p ON p.inode = c.inode"
+            " WHERE k.tier = ? AND k.state = 1 AND c.state = 2 AND c.peer = 0 AND p.complete = 1 AND p.generation = c.generation"
+            " AND p.digest = c.digest AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = c.inode)",
+            tier.value,
+        )
+    )
+
+
+def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
+    """Set what `ckptfs status` shows under `key`, with the time at which it was first set; None takes it away."""
+    with db.transaction():
+        if value is None:
+            db.run("DELETE FROM report WHERE key = ?", key)
+        else:
+            db.run(
+                "INSERT INTO report (key, value, at_ns) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                key, json.dumps(value), time.time_ns(),
+            )  # fmt: skip
+
+
+def delete_reports(db: Database) -> None:
+    """A mover begins: what an earlier one reported may not hold any more."""
+    with db.transaction():
+        db.run("DELETE FROM report WHERE key LIKE 'trouble:%' OR key LIKE 'tier:%'")

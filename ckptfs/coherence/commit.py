@@ -1,0 +1,403 @@
+"""Makes of touched keys one transaction of the store: what is compared, what is put and deleted, and what is read instead when that fails.
+
+Changes go whole and in their order as long as they fit. What keeps the shared tree whole: a name is put where its directory exists; the
+last name that the store has of an inode is not deleted while it has another here; a directory goes when it is empty there; one that moves
+does so only while all its new ancestors stay where they are (no loops).
+If we die here: nothing was changed; what was sent and not noted is recognised by this node's own key `w/`.
+"""
+
+import stat
+from dataclasses import dataclass, field
+
+from ckptfs import limits
+from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state, store_loss
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import (
+    CONTENT,
+    INODE,
+    KINDS,
+    LAST_COMMIT,
+    NAME,
+    PFS_NAME,
+    PFS_STATE,
+    TIMES,
+    SharedKey,
+    Value,
+    build_names_prefix,
+    decode_value,
+    encode_fields,
+    encode_key,
+    encode_value,
+    get_prior_revision,
+    get_value,
+    list_local_names,
+)
+from ckptfs.model import ROOT
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Operation, Put, prefix_end
+
+_DIRECTORY_TYPE_JSON = encode_fields({"type": stat.S_IFDIR})[1:-1]
+_RANKS = {CONTENT: 0, TIMES: 1, INODE: 2, NAME: 4}
+_DELETED_INODE_RANK, _DELETED_NAME_RANK = 6, 5
+
+
+@dataclass(slots=True)
+class StoreTransaction:
+    """`changed` are the keys that are put (value) or deleted (None); `same` those that are as the store has them; all up to change `up_to`.
+
+    `compared` are keys that must be of a revision, `parents` directories that must be there, `emptied` such that must be empty. `going` are
+    inodes that go later, and are told as they are until then.
+    """
+
+    node_number: int
+    change_last: int
+    new_values: dict[SharedKey, bytes | None] = field(default_factory=dict)
+    unchanged_keys: list[SharedKey] = field(default_factory=list)
+    expected_revisions: dict[SharedKey, int] = field(default_factory=dict)
+    required_directories: set[int] = field(default_factory=set)
+    required_empty: set[int] = field(default_factory=set)
+    deleted_later: set[SharedKey] = field(default_factory=set)
+    extra_deletes: list[Delete] = field(default_factory=list)
+    size_bytes: int = 0
+    is_complete: bool = True
+
+    @property
+    def marker_key(self) -> SharedKey:
+        """The key by which this node recognises its own transaction."""
+        return SharedKey(LAST_COMMIT, self.node_number)
+
+    def build_compares(self) -> list[Compare]:
+        """What must hold."""
+        revisions = [Compare(encode_key(key), CompareTarget.MOD, "=", revision) for key, revision in self.expected_revisions.items()]
+        there = [Compare(encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_directories]
+        empty = [
+            Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(_build_names_prefix, self.required_empty)
+        ]
+        return revisions + there + empty
+
+    def build_changes(self) -> list[Operation]:
+        """What is done then."""
+        done: list[Operation] = []
+        for key, value in self.new_values.items():
+            raw = encode_key(key)
+            done.append(Delete(raw) if value is None else Put(raw, value))
+        once = {operation.key for operation in done}
+        return [
+            *done,
+            *(operation for operation in self.extra_deletes if operation.key not in once),
+            Put(encode_key(self.marker_key), self.build_marker()),
+        ]
+
+    def build_marker(self) -> bytes:
+        """What this node's own key holds: which keys the transaction deleted, for a process that has to find out whether it passed."""
+        deleted = [encode_key(key).decode("latin-1") for key, value in self.new_values.items() if value is None]
+        return encode_fields({"deleted": deleted})
+
+    def build_conflict_gets(self) -> list[Get]:
+        """What is read when it does not hold: everything that was compared, and this node's own last transaction first."""
+        keys = [self.marker_key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
+        return [Get(encode_key(key)) for key in keys] + [
+            Get(names, prefix_end(names), limit=1) for names in map(_build_names_prefix, self.required_empty)
+        ]
+
+    def list_conflict_keys(self) -> list[SharedKey]:
+        """The keys of `otherwise`, without the ranges."""
+        return [self.marker_key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
+
+    @property
+    def operation_count(self) -> int:
+        """Of which there may be limits.ETCD_OPERATIONS_MAX."""
+        return max(
+            len(self.new_values) + len(self.extra_deletes) + 1,
+            len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1,
+        )
+
+
+def build_transaction(db: Database, number: int) -> StoreTransaction | None:
+    """The next transaction of node `number`; None when nothing is touched."""
+    with db.read_transaction():
+        return _TransactionBuilder(db, number).build()
+
+
+class _TransactionBuilder:
+    """One batch in the making."""
+
+    def __init__(self, db: Database, number: int) -> None:
+        self._db = db
+        self._transaction = StoreTransaction(number, key_state.get_last_change(db))
+        self._dirty = key_state.list_dirty(db, 4 * limits.ETCD_OPERATIONS_MAX)
+        self._values: dict[SharedKey, tuple[CachedValue, bytes | None]] = {}
+        self._keys_of_change: list[SharedKey] = []
+        self._is_rebuilding = store_loss.is_rebuilding(db)
+
+    def build(self) -> StoreTransaction | None:
+        if not self._dirty:
+            return None
+        changes: dict[int, list[SharedKey]] = {}
+        for change, key in self._dirty:
+            changes.setdefault(change, []).append(key)
+        for keys in changes.values():
+            if not self._add_change(sorted(dict.fromkeys(keys), key=self._get_rank)):
+                self._transaction.is_complete = False
+                break
+        else:
+            self._transaction.is_complete = len(self._dirty) < 4 * limits.ETCD_OPERATIONS_MAX
+        self._defer_name_deletes()
+        self._set_directory_links()
+        self._set_file_names()
+        return self._transaction
+
+    def _load_value(self, key: SharedKey) -> tuple[CachedValue, bytes | None]:
+        """(what the store has, what the rows say)."""
+        if key not in self._values:
+            known = key_state.get_cached(self._db, key)
+            others = key.kind == CONTENT and self._db.value("SELECT peer FROM content WHERE id = ?", key.number) == 1
+            value = self._get_remote_value(key, known) if others else encode_value(get_value(self._db, key))
+            if self._is_rebuilding and KINDS[key.kind].is_compared:
+                value = store_loss.add_prior_revision(value, store_loss.find_prior_revision(self._db, key))
+            self._values[key] = known, value
+        return self._values[key]
+
+    def _get_remote_value(self, key: SharedKey, known: CachedValue) -> bytes | None:
+        """What another node wrote is told by that one, and by who renamed over it what it was before.
+
+        A store that has lost its data is told by all what it said.
+        """
+        before = store_loss.get_lost_value(self._db, key) if self._is_rebuilding else encode_value(get_value(self._db, key))
+        return known.raw if before is None else before
+
+    def _get_rank(self, key: SharedKey) -> int:
+        """Inodes before the names that lead to them; what goes, afterwards."""
+        if self._load_value(key)[1] is not None or key.kind not in (NAME, INODE):
+            return _RANKS.get(key.kind, 3)
+        return _DELETED_NAME_RANK if key.kind == NAME else _DELETED_INODE_RANK
+
+    def _add_change(self, keys: list[SharedKey]) -> bool:
+        """Take one change along. False: it does not fit any more; a change that is too large for any transaction goes in parts."""
+        before = _copy_transaction(self._transaction)
+        new = self._keys_of_change = [
+            key for key in keys if key not in self._transaction.new_values or key in self._transaction.deleted_later
+        ]
+        for key in new:
+            self._add_key(key)
+        if not self._is_full():
+            return True
+        self._transaction = before
+        if not before.new_values:
+            self._add_part_of_change(new)
+        return False
+
+    def _add_part_of_change(self, keys: list[SharedKey]) -> None:
+        for key in keys:
+            kept = _copy_transaction(self._transaction)
+            self._add_key(key)
+            if self._is_full():
+                self._transaction = kept
+                return
+
+    def _is_full(self) -> bool:
+        transaction = self._transaction
+        inside = any(key.kind == NAME and key.number in transaction.required_empty for key in transaction.new_values)
+        if inside and len(transaction.new_values) > 1:
+            return True
+        return len(transaction.new_values) > 1 and (
+            transaction.operation_count > limits.ETCD_OPERATIONS_MAX
+            or transaction.size_bytes > limits.ETCD_REQUEST_BYTES_MAX - 64 * limits.KIB
+        )
+
+    def _add_key(self, key: SharedKey) -> None:
+        known, value = self._load_value(key)
+        if key.kind in (PFS_NAME, PFS_STATE) and "by" in (known.fields or {}):
+            value = known.raw  # A write-back is at it, and will say what became of it: until then nobody else may.
+        transaction = self._transaction
+        transaction.deleted_later.discard(key)
+        if value == known.raw or (self._is_rebuilding and value is not None and decode_value(value) == known.fields):
+            transaction.unchanged_keys.append(key)
+            return
+        transaction.new_values[key] = value
+        transaction.size_bytes += len(value or b"") + len(key.name) + 100
+        if KINDS[key.kind].is_compared:
+            transaction.expected_revisions[key] = known.revision
+            transaction.required_directories.discard(key.number if key.kind == INODE else -1)
+        if key.kind == NAME and _is_directory(known.raw) != _is_directory(value):
+            self._include_directory_links(key.number)
+        if key.kind == NAME:
+            self._include_named_inodes(known.raw, value)
+        if key.kind == NAME and value is not None:
+            self._require_directory(key.number)
+        elif key.kind == INODE:
+            self._add_inode_conditions(key, known, value)
+
+    def _include_directory_links(self, directory: int) -> None:
+        """A directory that gets or loses one inside is told with it."""
+        key = SharedKey(INODE, directory)
+        value = self._load_value(key)[1]
+        if key in self._transaction.new_values:
+            return
+        if value is None:
+            self._defer_inode_delete(key)
+        else:
+            self._include_inode(key, value)
+            self._transaction.required_directories.discard(directory)
+
+    def _defer_inode_delete(self, key: SharedKey) -> None:
+        """What is gone here loses something now, and goes with a change that comes later: somebody may bring it back until then."""
+        value = self._load_value(key)[0].raw
+        if value is not None:
+            self._include_inode(key, value)
+            self._transaction.deleted_later.add(key)
+
+    def _include_inode(self, key: SharedKey, value: bytes) -> None:
+        """Tell an inode as `value`, and nothing of what else that may mean."""
+        self._transaction.new_values[key] = value
+        self._transaction.size_bytes += len(value) + 100
+        self._transaction.expected_revisions[key] = self._load_value(key)[0].revision
+
+    def _include_named_inodes(self, before: bytes | None, now: bytes | None) -> None:
+        """What gets or loses a name is told with it, and what loses one to another with its other names here. A directory that gets one
+        loses the one that it had: nobody may see it under two.
+        """
+        for entry in (before, now):
+            key = SharedKey(INODE, _get_child(entry))
+            if not key.number or key in self._transaction.new_values or key in self._transaction.unchanged_keys:
+                continue
+            if self._load_value(key)[1] is not None:
+                self._add_key(key)
+            else:
+                self._defer_inode_delete(key)
+        if now is not None and _get_child(before) not in (0, _get_child(now)):
+            for name in list_local_names(self._db, _get_child(before)):
+                if name not in self._transaction.new_values and key_state.is_dirty(self._db, name):
+                    self._add_key(name)
+        if now is not None and _is_directory(now) and self._load_value(SharedKey(INODE, _get_child(now)))[0].revision:
+            for name in key_state.list_dirty_names(self._db):
+                if name not in self._transaction.new_values and _get_child(key_state.get_cached(self._db, name).raw) == _get_child(now):
+                    self._add_key(name)
+
+    def _set_file_names(self) -> None:
+        """A file is told by the names that it has in the store with this transaction: others may be taken back before they are there."""
+        if self._is_rebuilding:
+            return
+        given: dict[int, set[tuple[int, str]]] = {}
+        taken: dict[int, set[tuple[int, str]]] = {}
+        for key, value in self._transaction.new_values.items():
+            if key.kind == NAME:
+                name = key.number, key.name.decode("latin-1")
+                taken.setdefault(_get_child(self._load_value(key)[0].raw), set()).add(name)
+                given.setdefault(_get_child(value), set()).add(name)
+        for key, value in self._transaction.new_values.items():
+            if key.kind == INODE and (now := decode_value(value)) is not None and "names" in now:
+                before = {(parent, name) for parent, name in (self._load_value(key)[0].fields or {"names": ()})["names"]}
+                names = (before - taken.get(key.number, set())) | given.get(key.number, set())
+                if names:
+                    self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
+
+    def _set_directory_links(self) -> None:
+        """A directory's links are told as they are in the store with this transaction: what else was changed in it here goes later."""
+        inside: dict[int, int] = {}
+        for key, value in self._transaction.new_values.items():
+            if key.kind == NAME:
+                more = _is_directory(value) - _is_directory(self._load_value(key)[0].raw)
+                inside[key.number] = inside.get(key.number, 0) + more
+        for key, value in self._transaction.new_values.items():
+            # Directories are changed seldom: a file has names in its value.
+            if key.kind != INODE or value is None or b'"names":' in value:
+                continue
+            if (now := decode_value(value)) is not None and stat.S_ISDIR(now["mode"]):
+                before = (self._load_value(key)[0].fields or {"nlink": 2})["nlink"]
+                counted = encode_value({**now, "nlink": before + inside.get(key.number, 0)})
+                self._transaction.new_values[key] = store_loss.add_prior_revision(counted, get_prior_revision(value))
+
+    def _require_directory(self, directory: int) -> None:
+        key = SharedKey(INODE, directory)
+        if key not in self._transaction.expected_revisions and key_state.get_cached(self._db, key).revision:
+            self._transaction.required_directories.add(directory)
+
+    def _add_inode_conditions(self, key: SharedKey, known: CachedValue, value: bytes | None) -> None:
+        before, now = known.fields, decode_value(value)
+        kind = stat.S_IFMT((now or before or {"mode": 0})["mode"])
+        if now is None and kind == stat.S_IFDIR:
+            self._transaction.required_empty.add(key.number)
+            self._transaction.extra_deletes.append(Delete(encode_key(SharedKey(TIMES, key.number))))
+        elif now is None and before is not None and before["content"] is not None:
+            self._delete_content(key.number, before["content"])
+        elif now is not None and before is not None and kind == stat.S_IFDIR and now["parent"] != before["parent"]:
+            self._require_ancestors(now)
+        elif now is not None and before is None and kind != stat.S_IFDIR and not self._is_rebuilding:
+            self._include_one_name(key.number)
+
+    def _include_one_name(self, inode: int) -> None:
+        """What the store has not is told with a name: what it says of names that go later may become wrong until then."""
+        names = list_local_names(self._db, inode)
+        if not any(name in self._keys_of_change or name in self._transaction.new_values for name in names):
+            self._include_names(*[name for name in names if key_state.is_dirty(self._db, name)][:1])
+
+    def _delete_content(self, inode: int, content: int) -> None:
+        """The file's last name goes: with it what its bytes were, and who has copies of them, unless they are what its heir held before."""
+        if self._db.value("SELECT 1 FROM content WHERE id = ? AND inode <> ? AND former_ns IS NOT NULL", content, inode):
+            return
+        copies = encode_key(SharedKey(CONTENT, content)).replace(b"c/", b"p/", 1) + b"/"
+        self._transaction.extra_deletes.append(Delete(copies, prefix_end(copies)))
+        key = SharedKey(CONTENT, content)
+        if key not in self._transaction.new_values:
+            self._transaction.extra_deletes.append(Delete(encode_key(key)))
+
+    def _require_ancestors(self, moved: Value) -> None:
+        """The names of all directories above must stay what they are."""
+        directory, passed = moved["parent"], set()
+        while directory not in (ROOT, 0) and directory not in passed:
+            passed.add(directory)
+            row = self._db.row(
+                "SELECT e.parent, e.name FROM entry e JOIN inode i ON i.id = e.child AND i.parent = e.parent WHERE e.child = ?", directory
+            )
+            # Where its name is not known here, the directory itself says where it lies.
+            key = SharedKey(INODE, directory) if row is None else SharedKey(NAME, row[0], bytes(row[1]))
+            self._transaction.expected_revisions.setdefault(key, key_state.get_cached(self._db, key).revision)
+            directory = row[0] if row is not None else self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
+
+    def _defer_name_deletes(self) -> None:
+        """What has another name here keeps the one that the store has until that other one is there, too."""
+        if self._transaction.is_complete:
+            return
+        waiting: dict[SharedKey, list[SharedKey]] = {}
+        for key in [key for key, value in self._transaction.new_values.items() if key.kind == NAME and value is None]:
+            others = list_local_names(self._db, _get_child(self._load_value(key)[0].raw))
+            if others and not any(other in self._transaction.new_values or not key_state.is_dirty(self._db, other) for other in others):
+                waiting[key] = others
+        rest = {*self._transaction.new_values, *self._transaction.unchanged_keys} - {*waiting} - self._transaction.deleted_later
+        if waiting and not any(key_state.is_dirty(self._db, key) for key in rest):
+            self._include_names(*waiting.popitem()[1])  # What comes next may wait for this.
+        for key in waiting:
+            del self._transaction.new_values[key]
+            self._transaction.expected_revisions.pop(key)
+
+    def _include_names(self, *names: SharedKey) -> None:
+        """Take names along, and where the store has not the directory of one, that too."""
+        for name in names:
+            self._add_key(name)
+            directory = SharedKey(INODE, name.number)
+            if not key_state.get_cached(self._db, directory).revision and directory not in self._transaction.new_values:
+                self._add_key(directory)
+                self._add_key(SharedKey(TIMES, name.number))
+                self._include_names(*list_local_names(self._db, name.number))
+
+
+def _get_child(entry: bytes | None) -> int:
+    """What a name leads to; 0: nowhere."""
+    return int((decode_value(entry) or {"child": 0})["child"])
+
+
+def _is_directory(entry: bytes | None) -> int:
+    """Whether a name leads to one; it is asked of each, so without unpacking."""
+    return int(entry is not None and _DIRECTORY_TYPE_JSON in entry)
+
+
+def _copy_transaction(transaction: StoreTransaction) -> StoreTransaction:
+    return StoreTransaction(
+        transaction.node_number, transaction.change_last, dict(transaction.new_values), list(transaction.unchanged_keys), dict(transaction.expected_revisions), set(transaction.required_directories), set(transaction.required_empty),
+        set(transaction.deleted_later), list(transaction.extra_deletes), transaction.size_bytes, transaction.is_complete,
+    )  # fmt: skip
+
+
+def _build_names_prefix(directory: int) -> bytes:
+    return build_names_prefix(directory)

@@ -1,0 +1,319 @@
+"""Brings a refused batch and what the store has together, so that the next batch can pass.
+
+A name that another node changed first: the changes here that have to do with it are taken back, with every touched name of the same
+inodes. Attributes are merged. An inode that is gone there is gone here.
+If we die here: it happens inside one change of the catalog.
+
+Takes what came of a batch: notes what was told, or has a refusal settled. What was told but whose answer was lost is recognised by this
+node's own key.
+
+If we die here: one change of the catalog, whole or not at all; of a success that was not noted the next process hears by that key.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckptfs.catalog import handles, identity, journal, peer_copies, remote_contents
+from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state, keys, merge, read, store_loss
+from ckptfs.coherence.commit import StoreTransaction
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import CONTENT, INODE, LAST_COMMIT, NAME, SharedKey, Value, decode_key, set_link_count
+from ckptfs.coherence.read import RecentDeletes, StoreValue
+from ckptfs.store.kv import Outcome
+
+
+@dataclass(slots=True)
+class CommitResult:
+    """`told`: the batch passed. `reverted` are names whose changes were taken back; `nameless` inodes that have no name any more."""
+
+    is_committed: bool
+    reverted_names: set[SharedKey] = field(default_factory=set)
+    unlinked_inodes: list[int] = field(default_factory=list)
+
+
+class ConflictResolver:
+    """One refused batch on its way. Inside `touching.applying`."""
+
+    def __init__(
+        self,
+        db: Database,
+        transaction: StoreTransaction,
+        store_values: dict[SharedKey, StoreValue],
+        read_revision: int,
+        recent_deletes: RecentDeletes,
+    ) -> None:
+        self._db = db
+        self._transaction = transaction
+        self._store_values = store_values
+        self._read_revision = read_revision
+        self._recent_deletes = recent_deletes
+        self._contested_names: set[SharedKey] = set()
+        self._deleted_inodes: set[int] = set()
+        self._restored_inodes: set[int] = set()
+        self._values_to_merge: list[tuple[SharedKey, CachedValue]] = []
+        self._inodes_to_recount: set[int] = set()
+        self._result = CommitResult(False)
+
+    def mark_not_empty(self, names: list[SharedKey]) -> None:
+        """A directory that was removed here holds something there."""
+        for name in names:
+            self._contested_names |= self._list_names_of(name.number)
+
+    def resolve(self) -> CommitResult:
+        """Inodes first: what became of them decides about their names and contents."""
+        own = key_state.get_cached(self._db, self._transaction.marker_key).revision
+        for key, one in sorted(self._store_values.items(), key=lambda pair: pair[0].kind != INODE):
+            if one.value.revision == own and own:
+                # Put by a process of this node that died before it could note that.
+                key_state.set_cached(self._db, key, one.value)
+            elif key in self._transaction.expected_revisions and one.value.revision != self._transaction.expected_revisions[key]:
+                self._handle_difference(key, one)
+            elif key.kind == INODE and key not in self._transaction.expected_revisions and one.value.raw is None:
+                self._handle_inode_deleted(key.number)
+        self._mark_loops()
+        if self._contested_names:
+            self._revert_contested()
+            handles.delete_replies(self._db)
+        for key, now in self._values_to_merge:
+            self._merge_key(key, now)
+        return self._result
+
+    def _handle_difference(self, key: SharedKey, store_value: StoreValue) -> None:
+        """Another node changed this key since it was seen here."""
+        if key.kind == INODE and store_value.value.raw is None:
+            self._handle_inode_deleted(key.number)
+        elif key not in self._transaction.new_values:
+            self._handle_ancestor_change(key, store_value)
+        elif key.kind == NAME:
+            self._contested_names.add(key)
+        else:
+            self._values_to_merge.append((key, store_value.value))
+
+    def _handle_ancestor_change(self, key: SharedKey, store_value: StoreValue) -> None:
+        """The name of a directory above one that moves is another one there. What was made under it here since is told by itself."""
+        if not key_state.is_dirty(self._db, key):
+            read.apply_value(self._db, key, store_value.value, self._read_revision, self._recent_deletes)
+        self._contested_names |= self._list_moved_names()
+
+    def _mark_loops(self) -> None:
+        """A directory that moves below itself by what moved there: whatever moves was contested by the names above it."""
+
+    def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
+        base, ours, theirs = key_state.get_cached(self._db, key).fields, keys.get_value(self._db, key), now.fields
+        if theirs is not None and ours is not None:
+            writing = key.kind == INODE and handles.has_writer(self._db, key.number)
+            merged = merge.merge_values(key.kind, base, ours, theirs, is_writing=writing)
+            if "names" in merged:
+                merged["names"] = [
+                    name
+                    for name in merged["names"]
+                    if not self._is_name_removed_here(key.number, SharedKey(NAME, name[0], name[1].encode("latin-1")))
+                ]
+            if key.kind == INODE and merge.must_yield_to_remote(ours, theirs, merged):
+                remote_contents.yield_to_remote(self._db, merged["content"], merged["generation"])
+            keys.write_value(self._db, key, merged)
+            if merged.get("names") == []:
+                # Each of two nodes took a name away, and these were all.
+                self._result.unlinked_inodes.append(key.number)
+        elif theirs is not None and key.kind == INODE:
+            self._keep_if_named(key, base, theirs)
+        elif theirs is not None and not self._is_deleted_here(key, theirs):
+            keys.write_value(self._db, key, theirs)
+        key_state.set_cached(self._db, key, now)
+
+    def _is_deleted_here(self, key: SharedKey, theirs: Value) -> bool:
+        """Whether it is a content of this node's own that is gone here, whatever others made of it meanwhile: then it goes there, too."""
+        own = key.kind == CONTENT and theirs["node"] == self._transaction.node_number
+        return own and self._db.value("SELECT 1 FROM content WHERE id = ?", key.number) is None
+
+    def _is_name_removed_here(self, inode: int, name: SharedKey) -> bool:
+        """Whether an inode lost this name here, which will be told: it may be one that another node had given it, as was seen here."""
+        return self._get_store_child(name) == inode != self._get_local_child(name)
+
+    def _keep_if_named(self, key: SharedKey, base: Value | None, theirs: Value) -> None:
+        """It lost its last name here, and has changed there: where it has other names now, it lives on."""
+        if base is not None and "names" in theirs and (names := merge.merge_names(base, None, theirs)):
+            keys.write_value(self._db, key, {**theirs, "names": names})
+
+    def _handle_inode_deleted(self, inode: int) -> None:
+        """It was deleted there. Names that were made here in it or of it cannot be."""
+        read.apply_inode_deleted(self._db, inode, self._read_revision, self._recent_deletes)
+        self._deleted_inodes.add(inode)
+        self._result.unlinked_inodes.append(inode)
+        self._contested_names |= self._list_names_of(inode)
+        self._contested_names |= {key for key in key_state.list_dirty_names(self._db) if key.number == inode}
+
+    def _list_names_of(self, inode: int) -> set[SharedKey]:
+        """The touched names that lead or led to an inode."""
+        return {key for key in key_state.list_dirty_names(self._db) if inode in (self._get_local_child(key), self._get_store_child(key))}
+
+    def _list_moved_names(self) -> set[SharedKey]:
+        """The touched names of directories that this batch moves."""
+        found: set[SharedKey] = set()
+        for key in self._transaction.new_values:
+            before = key_state.get_cached(self._db, key).fields if key.kind == INODE else None
+            now = keys.get_value(self._db, key) if before else None
+            if before and now and now["parent"] != before["parent"]:
+                found |= self._list_names_of(key.number)
+        return found
+
+    def _get_local_child(self, key: SharedKey) -> int:
+        """What a name leads to here."""
+        return int(self._db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", key.number, key.name) or 0)
+
+    def _get_store_child(self, key: SharedKey) -> int:
+        """What it led to in the store, when that was seen."""
+        return int((key_state.get_cached(self._db, key).fields or {"child": 0})["child"])
+
+    # --- taking back --------------------------------------------------------------------------------------------------
+
+    def _revert_contested(self) -> None:
+        """Undo the contested names, and every other touched name of the same inodes: they are one change, or build on one another."""
+        touched = key_state.list_dirty_names(self._db)
+        # What comes back keeps the names that it has here, and does not get those again that it had there.
+        touched = [key for key in touched if (self._get_local_child(key) or self._get_store_child(key)) not in self._restored_inodes]
+        reverting = {key for key in self._contested_names if key in touched}
+        while True:
+            children = {child for key in reverting for child in (self._get_local_child(key), self._get_store_child(key)) if child}
+            more = {
+                key
+                for key in touched
+                if {self._get_local_child(key), self._get_store_child(key)} & children or key.number in self._list_new_inodes(children)
+            } - reverting
+            if not more:
+                break
+            reverting |= more
+        for key in sorted(reverting):
+            self._restore_inodes(key)
+        for key in sorted(reverting):
+            self._set_name(key)
+        self._inodes_to_recount |= children
+        self._set_link_counts()
+        never = {inode for inode in self._result.unlinked_inodes if not key_state.get_cached(self._db, SharedKey(INODE, inode)).revision}
+        journal.delete_reverted(self._db, journal.get_instance_id(self._db), [(key.number, key.name) for key in reverting], never)
+        self._result.reverted_names = reverting | self._contested_names
+
+    def _list_new_inodes(self, children: set[int]) -> set[int]:
+        """Those that the store has never had."""
+        return {child for child in children if not key_state.get_cached(self._db, SharedKey(INODE, child)).revision}
+
+    def _restore_inodes(self, key: SharedKey) -> None:
+        """What was made under this name here never was; what was taken from it is there again, a directory where it was."""
+        here, there = self._get_local_child(key), self._get_store_child(key)
+        self._inodes_to_recount |= {key.number, here, there} - {0}
+        if here == there:
+            return
+        if here and self._get_type(here) == read.DIRECTORY_TYPE and not key_state.get_cached(self._db, SharedKey(INODE, here)).revision:
+            self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", here)
+        known = key_state.get_cached(self._db, SharedKey(INODE, there)).fields
+        if known is None or there in self._deleted_inodes or there in self._restored_inodes:
+            return
+        if not self._get_type(there):
+            keys.write_value(self._db, SharedKey(INODE, there), known)
+        if self._get_type(there) == read.DIRECTORY_TYPE:
+            self._db.run("UPDATE inode SET nlink = max(nlink, 2), parent = ? WHERE id = ?", known["parent"], there)
+            key_state.mark_dirty(self._db, SharedKey(INODE, there))
+
+    def _get_type(self, inode: int) -> int:
+        """What kind of thing it is; 0: there is no row of it."""
+        return int(self._db.value("SELECT mode & 61440 FROM inode WHERE id = ?", inode) or 0)
+
+    def _set_link_counts(self) -> None:
+        """The links of files are their names, those of directories what is in them."""
+        for inode in self._inodes_to_recount - self._deleted_inodes:
+            row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", inode)
+            if row is None:
+                continue
+            if row[0] == read.DIRECTORY_TYPE:
+                links = keys.count_links(self._db, inode) if row[1] else 0
+            else:
+                links = len(keys.list_shared_names(self._db, inode))
+            if links != row[1]:
+                self._db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, inode)
+                key_state.mark_dirty(self._db, SharedKey(INODE, inode))
+            if links == 0:
+                self._result.unlinked_inodes.append(inode)
+
+    def _set_name(self, key: SharedKey) -> None:
+        """The name leads where the store says."""
+        known = self._store_values.get(key)
+        now = key_state.get_cached(self._db, key) if known is None else known.value
+        child = (now.fields or {"child": 0})["child"]
+        comes_back = known is None and child in self._restored_inodes
+        if not child or comes_back or child in self._deleted_inodes or self._db.value("SELECT 1 FROM inode WHERE id = ?", child) is None:
+            now = key_state.ABSENT
+        keys.write_value(self._db, key, now.fields)
+        key_state.set_cached(self._db, key, now)
+
+
+def record_commit(
+    db: Database, transaction: StoreTransaction, revision: int, recent_deletes: RecentDeletes, *, recount_links: bool = False
+) -> CommitResult:
+    """The store has taken the batch, at this revision; 0: there was nothing that it had to take. `recount`: links may be wrong here."""
+    with key_state.change_unmarked(db):
+        key_state.set_cached_each(db, ((key, CachedValue(revision, value)) for key, value in transaction.new_values.items()))
+        for key, value in transaction.new_values.items():
+            if value is None:
+                recent_deletes.record_deleted(key, revision)
+        for operation in transaction.extra_deletes:
+            if operation.end is None:
+                key = decode_key(operation.key)
+                if key.kind == CONTENT and (writer := _get_writer(db, key)) != transaction.node_number:
+                    peer_copies.insert_unneeded_copy(db, key.number, writer)
+                key_state.set_cached(db, key, key_state.ABSENT)
+                recent_deletes.record_deleted(key, revision)
+        told = [key for key in (*transaction.new_values, *transaction.unchanged_keys) if key not in transaction.deleted_later]
+        key_state.mark_clean(db, told, transaction.change_last)
+        if store_loss.is_rebuilding(db):
+            store_loss.mark_resent(db, told)
+        if recount_links:
+            for key in told:
+                set_link_count(db, key)
+        if revision:
+            key_state.set_cached(db, transaction.marker_key, CachedValue(revision, transaction.build_marker()))
+    return CommitResult(True)
+
+
+def _get_writer(db: Database, content: SharedKey) -> int:
+    """Who wrote it last, as far as that is known here."""
+    told = key_state.get_cached(db, content).fields or {}
+    return int(told.get("node", identity.get_origin_node(content.number)))
+
+
+def recover_lost_answer(db: Database, own: StoreValue, sent: StoreTransaction | None, recent_deletes: RecentDeletes) -> CommitResult | None:
+    """What this node's own key says of the batch `sent`, whose answer did not come; None: it has not passed.
+
+    Without `sent`, of one that another process of this node sent before it died: all that it changed is taken for untold, but for what it
+    deleted, which would look as if somebody else had.
+    """
+    if own.value.revision <= key_state.get_cached(db, SharedKey(LAST_COMMIT, identity.get_node_number(db))).revision:
+        return None
+    if sent is not None:
+        return record_commit(db, sent, own.value.revision, recent_deletes)
+    with key_state.change_unmarked(db):
+        for raw in (own.value.fields or {"deleted": []})["deleted"]:
+            key_state.set_cached(db, decode_key(raw.encode("latin-1")), key_state.ABSENT)
+        key_state.set_cached(db, SharedKey(LAST_COMMIT, identity.get_node_number(db)), own.value)
+    return CommitResult(False)
+
+
+def resolve_conflict(
+    db: Database,
+    transaction: StoreTransaction,
+    outcome: Outcome,
+    recent_deletes: RecentDeletes,
+    resolver_class: Callable[..., ConflictResolver] = ConflictResolver,
+) -> CommitResult:
+    """Some of what the batch compared was not so. `settling`: who settles it."""
+    keys = transaction.list_conflict_keys()
+    told = read.parse_outcome(keys, outcome)
+    own = told.pop(transaction.marker_key).value
+    if own.revision > key_state.get_cached(db, transaction.marker_key).revision:
+        # The batch had passed, that answer was lost, and the store was asked once more.
+        return record_commit(db, transaction, own.revision, recent_deletes)
+    with key_state.change_unmarked(db):
+        refusal = resolver_class(db, transaction, told, outcome.revision, recent_deletes)
+        for items in outcome.results[len(keys) :]:
+            refusal.mark_not_empty([decode_key(item.key) for item in items])
+        return refusal.resolve()

@@ -1,0 +1,273 @@
+"""Owns the table `touched_key`: which shared keys were changed here and not told to the store yet, and in which order.
+
+TEMP triggers on each connection of a node in a cluster mark them, in the transaction of the change itself; nobody can forget to. They are
+quiet while what others did is being applied. A row is one key in one change, by the change's number; a key that is changed again while it
+is on its way has a later row, and stays touched.
+If we die here: the marks are there exactly when the change is.
+
+Owns the table `seen_key`: the revision and value that the store had last for each shared key that there are rows for.
+
+Invariant: rows say what the seen value says, or their key is touched. A key without a row here is one that, as far as we know, does not
+exist; who believes so wrongly finds out when the store compares.
+If we die here: it changes in the transaction that changes the rows.
+
+Owns whether this node is an island: it cannot reach the store, and goes on with what it knows. How that is settled is island.py's.
+
+If we die here: the next process reads it.
+"""
+
+import contextlib
+import sqlite3
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from ckptfs.catalog.database import Database
+from ckptfs.coherence.keys import CONTENT, INODE, JOURNAL_ROW, NAME, PFS_NAME, PFS_STATE, TIMES, SharedKey, Value, decode_value
+from ckptfs.model import ROOT
+
+NO_NAME_SQL = "x''"
+ROW_NODE_SQL = "(SELECT value FROM meta WHERE key = 'number')"
+ROW_NAME_SQL = "CAST((SELECT substr(value, 1, 8) FROM meta WHERE key = 'instance') || printf('-%016x', {}.seq) AS BLOB)"
+_INODE_COLUMNS = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, complete, missed"
+_CONTENT_COLUMNS = "inode, generation, state, size, digest, peer, former_ns"
+
+
+def _build_trigger(name: str, event: str, when: str, *keys: tuple[str, str, str]) -> str:
+    """One TEMP trigger that marks `keys`: (kind, number, name) as SQL."""
+    marks = "".join(
+        f"INSERT OR IGNORE INTO touched_key (change, kind, number, name) VALUES (touching(), '{kind}', {number}, {what});"
+        for kind, number, what in keys
+    )
+    return f"CREATE TEMP TRIGGER touch_{name} AFTER {event} WHEN touching() > 0{when} BEGIN {marks} END;"
+
+
+def _build_changed_condition(columns: str) -> str:
+    return " AND (" + " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in columns.split(", ")) + ")"
+
+
+IS_OWN_CONTENT_SQL = "(NEW.peer = 0 OR NEW.former_ns > 0)"
+IS_DIRECTORY_SQL = "{}.mode & 61440 = 16384"
+
+_TRIGGERS = [
+    _build_trigger("entry_made", "INSERT ON main.entry", "", (NAME, "NEW.parent", "NEW.name")),
+    _build_trigger("entry_gone", "DELETE ON main.entry", "", (NAME, "OLD.parent", "OLD.name")),
+    _build_trigger("entry_moved", "UPDATE ON main.entry", "", (NAME, "OLD.parent", "OLD.name"), (NAME, "NEW.parent", "NEW.name")),
+    _build_trigger("inode_made", "INSERT ON main.inode", "", (INODE, "NEW.id", NO_NAME_SQL)),
+    _build_trigger("directory_made", "INSERT ON main.inode", " AND " + IS_DIRECTORY_SQL.format("NEW"), (TIMES, "NEW.id", NO_NAME_SQL)),
+    _build_trigger("inode_gone", "DELETE ON main.inode", " AND OLD.nlink > 0", (INODE, "OLD.id", NO_NAME_SQL)),
+    _build_trigger("inode_changed", f"UPDATE OF {_INODE_COLUMNS} ON main.inode", _build_changed_condition(_INODE_COLUMNS), (INODE, "NEW.id", NO_NAME_SQL)),
+    _build_trigger(
+        "times_changed", "UPDATE OF mtime_ns, ctime_ns ON main.inode",
+        " AND NOT " + IS_DIRECTORY_SQL.format("NEW") + _build_changed_condition("mtime_ns, ctime_ns"), (INODE, "NEW.id", NO_NAME_SQL),
+    ),
+    _build_trigger(
+        "directory_changed", "UPDATE OF mtime_ns, ctime_ns ON main.inode",
+        " AND " + IS_DIRECTORY_SQL.format("NEW") + _build_changed_condition("mtime_ns, ctime_ns"), (TIMES, "NEW.id", NO_NAME_SQL),
+    ),
+    _build_trigger("xattr_set", "INSERT ON main.xattr", "", (INODE, "NEW.inode", NO_NAME_SQL)),
+    _build_trigger("xattr_gone", "DELETE ON main.xattr", "", (INODE, "OLD.inode", NO_NAME_SQL)),
+    _build_trigger("content_made", "INSERT ON main.content", f" AND {IS_OWN_CONTENT_SQL} AND NEW.inode > 0", (CONTENT, "NEW.id", NO_NAME_SQL)),
+    _build_trigger("content_changed", f"UPDATE OF {_CONTENT_COLUMNS} ON main.content", f" AND {IS_OWN_CONTENT_SQL}" + _build_changed_condition(_CONTENT_COLUMNS), (CONTENT, "NEW.id", NO_NAME_SQL)),
+    _build_trigger("content_gone", "DELETE ON main.content", " AND OLD.peer = 0 AND OLD.state <> 3", (CONTENT, "OLD.id", NO_NAME_SQL)),
+    _build_trigger("row_made", "INSERT ON main.journal", "", (JOURNAL_ROW, ROW_NODE_SQL, ROW_NAME_SQL.format("NEW"))),
+    _build_trigger("row_gone", "DELETE ON main.journal", "", (JOURNAL_ROW, ROW_NODE_SQL, ROW_NAME_SQL.format("OLD"))),
+    _build_trigger("place_made", "INSERT ON main.pfs_entry", "", (PFS_NAME, "NEW.parent", "NEW.name"), (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
+    _build_trigger("place_gone", "DELETE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_STATE, "OLD.inode", NO_NAME_SQL)),
+    _build_trigger(
+        "place_changed", "UPDATE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_NAME, "NEW.parent", "NEW.name"),
+        (PFS_STATE, "OLD.inode", NO_NAME_SQL), (PFS_STATE, "NEW.inode", NO_NAME_SQL),
+    ),
+    _build_trigger("published_made", "INSERT ON main.published", "", (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
+    _build_trigger("published_changed", "UPDATE ON main.published", "", (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
+    _build_trigger("published_gone", "DELETE ON main.published", "", (PFS_STATE, "OLD.inode", NO_NAME_SQL)),
+]  # fmt: skip
+
+
+class DirtyTrackingConnection(sqlite3.Connection):
+    """A connection that knows the number of its current change, which is found when that touches its first key."""
+
+    change_number = 0
+    is_muted = False
+
+    def assign_change_number(self) -> int:
+        """The number for marks; -1: none shall be made."""
+        if self.is_muted:
+            return -1
+        if not self.change_number or not self.in_transaction:
+            last = self.execute("SELECT max(change) FROM touched_key").fetchone()[0]
+            self.change_number = (last or 0) + 1
+        return self.change_number
+
+
+class DirtyKeyTracker:
+    """What a Database of a node in a cluster does with its connections."""
+
+    connection_class = DirtyTrackingConnection
+
+    def __init__(self, on_dirty: Callable[[], None] = lambda: None) -> None:
+        """`on_touched` is called in whatever thread has just committed something that others must learn."""
+        self.on_dirty = on_dirty
+
+    def on_open(self, connection: sqlite3.Connection) -> None:
+        known = weakref.ref(connection)
+
+        def change() -> int:
+            marked = known()
+            assert isinstance(marked, DirtyTrackingConnection)
+            return marked.assign_change_number()
+
+        connection.create_function("touching", 0, change)
+        connection.executescript("".join(_TRIGGERS))
+
+    def on_begin(self, connection: sqlite3.Connection) -> None:
+        assert isinstance(connection, DirtyTrackingConnection)
+        connection.change_number = 0
+
+    def on_commit(self, connection: sqlite3.Connection) -> None:
+        assert isinstance(connection, DirtyTrackingConnection)
+        if connection.change_number:
+            connection.change_number = 0
+            self.on_dirty()
+
+
+@contextlib.contextmanager
+def change_unmarked(db: Database) -> Iterator[None]:
+    """One change in which nothing is marked: what is written comes from the store."""
+    with db.transaction():
+        connection = db.connection
+        assert isinstance(connection, DirtyTrackingConnection)
+        before, connection.is_muted = connection.is_muted, True
+        try:
+            yield
+        finally:
+            connection.is_muted = before
+
+
+def get_last_change(db: Database) -> int:
+    """The number of the last change that waits to be told; 0: none does."""
+    return int(db.value("SELECT max(change) FROM touched_key") or 0)
+
+
+def has_dirty(db: Database, up_to: int) -> bool:
+    """Whether anything changed up to that change waits to be told."""
+    return db.value("SELECT 1 FROM touched_key WHERE change <= ? LIMIT 1", up_to) is not None
+
+
+def is_dirty(db: Database, key: SharedKey) -> bool:
+    """Whether this key has a change that was not told."""
+    return db.value("SELECT 1 FROM touched_key WHERE kind = ? AND number = ? AND name = ? LIMIT 1", *key) is not None
+
+
+def list_dirty(db: Database, at_most: int) -> list[tuple[int, SharedKey]]:
+    """(change, key) of what waits, in order."""
+    rows = db.rows("SELECT change, kind, number, name FROM touched_key ORDER BY change LIMIT ?", at_most)
+    return [(row[0], SharedKey(row[1], row[2], bytes(row[3]))) for row in rows]
+
+
+def count_dirty(db: Database) -> int:
+    """How many changes of keys wait."""
+    return int(db.value("SELECT count(*) FROM touched_key"))
+
+
+def mark_dirty(db: Database, key: SharedKey) -> None:
+    """Mark a key whose rows did not change: it is to be told again."""
+    db.run(
+        "INSERT OR IGNORE INTO touched_key (change, kind, number, name) SELECT coalesce(max(change), 0) + 1, ?, ?, ? FROM touched_key", *key
+    )
+
+
+def mark_clean(db: Database, keys: Iterable[SharedKey], up_to: int) -> None:
+    """These keys are in the store as they were after that change."""
+    db.run_each("DELETE FROM touched_key WHERE kind = ? AND number = ? AND name = ? AND change <= ?", [(*key, up_to) for key in keys])
+
+
+def mark_root_dirty(db: Database) -> None:
+    """The root, which every node has from its beginning, is to be told once; where another node was first it becomes that node's."""
+    with db.transaction():
+        for kind in (INODE, TIMES):
+            if db.value("SELECT 1 FROM seen_key WHERE kind = ? AND number = ?", kind, ROOT) is None:
+                mark_dirty(db, SharedKey(kind, ROOT))
+
+
+def delete_older_marks(db: Database) -> None:
+    """A key that was changed often while nothing could be told needs only its last mark."""
+    db.run(
+        "DELETE FROM touched_key WHERE EXISTS (SELECT 1 FROM touched_key l WHERE l.kind = touched_key.kind"
+        " AND l.number = touched_key.number AND l.name = touched_key.name AND l.change > touched_key.change)"
+    )
+
+
+def list_dirty_names(db: Database) -> list[SharedKey]:
+    """Every name that waits to be told."""
+    return [SharedKey(NAME, row[0], bytes(row[1])) for row in db.rows("SELECT DISTINCT number, name FROM touched_key WHERE kind = 'e'")]
+
+
+class CachedValue(NamedTuple):
+    """What the store had: revision 0 and no value for a key that did not exist."""
+
+    revision: int
+    raw: bytes | None
+
+    @property
+    def fields(self) -> Value | None:
+        """The value, unpacked."""
+        return decode_value(self.raw)
+
+
+ABSENT = CachedValue(0, None)
+
+
+def get_cached(db: Database, key: SharedKey) -> CachedValue:
+    """What was seen last."""
+    row = db.row("SELECT revision, value FROM seen_key WHERE kind = ? AND number = ? AND name = ?", *key)
+    return ABSENT if row is None else CachedValue(row[0], bytes(row[1]))
+
+
+def set_cached(db: Database, key: SharedKey, cached: CachedValue) -> None:
+    """The store has this now."""
+    if cached.raw is None:
+        db.run("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", *key)
+    else:
+        db.run("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", *key, *cached)
+
+
+def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]]) -> None:
+    """The store has these now."""
+    rows, absent = [], []
+    for key, one in cached:
+        if one.raw is None:
+            absent.append(key)
+        else:
+            rows.append((*key, *one))
+    db.run_each("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", absent)
+    db.run_each("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", rows)
+
+
+def list_cached_names(db: Database, directory: int, after: bytes, up_to: bytes | None) -> list[bytes]:
+    """The seen names of a directory after one and up to another (None: the last), in order."""
+    rows = db.rows(
+        "SELECT name FROM seen_key WHERE kind = 'e' AND number = ?1 AND name > ?2 AND (?3 IS NULL OR name <= ?3)", directory, after, up_to
+    )
+    return [bytes(row[0]) for row in rows]
+
+
+def get_disconnected_ns(db: Database) -> int:
+    """Since when this node is an island, as it last knew; 0: it is none."""
+    return int(db.value("SELECT value FROM meta WHERE key = 'island'") or 0)
+
+
+def mark_disconnected(db: Database, now_ns: int) -> None:
+    """What is not told from now on, applications believe to be done."""
+    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('island', ?)", now_ns)
+
+
+def mark_reintegrated(db: Database, now_ns: int) -> None:
+    """Everything is told."""
+    db.run("DELETE FROM meta WHERE key = 'island'")
+    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('returned', ?)", now_ns)
+
+
+def get_reintegrated_ns(db: Database) -> int:
+    """When this node was an island for the last time; 0: never."""
+    return int(db.value("SELECT value FROM meta WHERE key = 'returned'") or 0)

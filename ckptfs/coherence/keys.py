@@ -1,0 +1,428 @@
+"""Which rows of the catalog are shared, under which keys, and as which values: the one table of it. Values are compact JSON.
+
+A key is (kind, number, name): in the store `kind/number in 16 hex digits`, and `/name` where the kind has names. A row that others must not
+see any more (an inode without a name, a content that goes) has no value.
+If we die here: nothing is kept.
+
+The values of what nodes share about their PFS: what it shows of an inode (`f/`), what is under a name there (`x/`), and what each node
+still has to tell it (`j/<node>/<catalog>-<row>`).
+
+A value of `x/` with `by` is an intention: that node is about to change what the PFS shows under this name. Digests of blocks stay at home.
+If we die here: nothing is kept.
+"""
+
+import base64
+import json
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptfs import limits
+from ckptfs.catalog import identity, journal, remote_contents
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.remote_contents import RemoteState
+from ckptfs.model import ContentState
+
+Value = dict[str, Any]
+_PUBLISHED_COLUMNS = ("generation", "complete", "size", "mtime_ns", "pfs_inode", "digest")
+
+
+def build_name_list(rows: list[tuple[Any, ...]]) -> list[list[Any]]:
+    """[directory, name] of rows, in order."""
+    return sorted([row[0], bytes(row[1]).decode("latin-1")] for row in rows)
+
+
+def get_pfs_state_value(db: Database, inode: int, _: bytes) -> Value | None:
+    """What the PFS shows of an inode: under which names, as what it was seen there, and which bytes."""
+    rows = db.rows(
+        "SELECT parent, name, seen_ino, seen_mode, seen_uid, seen_gid FROM pfs_entry WHERE inode = ? ORDER BY parent, name", inode
+    )
+    if not rows:
+        return None
+    value: Value = {"names": build_name_list(rows)}
+    if rows[0][2] is not None:
+        value["seen"] = list(rows[0][2:])
+    row = db.row(f"SELECT {', '.join(_PUBLISHED_COLUMNS)} FROM published WHERE inode = ?", inode)
+    if row is not None:
+        value["published"] = [*row[:5], None if row[5] is None else bytes(row[5]).hex()]
+    return value
+
+
+def write_pfs_state(db: Database, inode: int, _: bytes, value: Value | None) -> None:
+    """Make the rows of an inode say so."""
+    wanted = {(parent, name.encode("latin-1")) for parent, name in (value or {"names": ()})["names"]}
+    before = {(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM pfs_entry WHERE inode = ?", inode)}
+    for parent, name in before - wanted:
+        db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+    if value is None:
+        db.run("DELETE FROM published WHERE inode = ?", inode)
+        return
+    for parent, name in wanted:
+        db.run(
+            "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
+            parent, name, inode, *value.get("seen", (None,) * 4),
+        )  # fmt: skip
+    _write_published(db, inode, value.get("published"))
+
+
+def _write_published(db: Database, inode: int, published: list[Any] | None) -> None:
+    if published is None:
+        db.run("DELETE FROM published WHERE inode = ?", inode)
+        return
+    digest = None if published[5] is None else bytes.fromhex(published[5])
+    row = [*published[:5], digest]
+    known = db.row("SELECT digest, pfs_inode FROM published WHERE inode = ?", inode)
+    if known is not None and digest is not None and known == (digest, published[4]):
+        db.run("UPDATE published SET generation = ?, complete = ?, size = ?, mtime_ns = ? WHERE inode = ?", *row[:4], inode)
+    else:
+        db.run(f"INSERT OR REPLACE INTO published (inode, {', '.join(_PUBLISHED_COLUMNS)}) VALUES (?,?,?,?,?,?,?)", inode, *row)
+
+
+def get_pfs_name_value(db: Database, parent: int, name: bytes) -> Value | None:
+    """What the PFS shows under a name."""
+    inode = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+    return None if inode is None else {"inode": inode}
+
+
+def write_pfs_name(db: Database, parent: int, name: bytes, value: Value | None) -> None:
+    """Make the row of a name say so. Of an intention the state before it counts."""
+    inode = 0 if value is None else value["inode"]
+    if not inode:
+        db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+    elif db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name) != inode:
+        db.run("INSERT OR REPLACE INTO pfs_entry (parent, name, inode) VALUES (?,?,?)", parent, name, inode)
+
+
+def build_row_name(instance: str, seq: int) -> bytes:
+    """How a row of the journal of the catalog `instance` is named in the store: in its order."""
+    return f"{instance}-{seq:016x}".encode()
+
+
+def get_row_value(db: Database, node: int, name: bytes) -> Value | None:
+    """What this node still has to tell the PFS."""
+    if node != identity.get_node_number(db):
+        return None
+    row = journal.get(db, int(name.rpartition(b"-")[2], 16))
+    if row is None:
+        return None
+    value: Value = {"op": row.op, "inode": row.inode, "mode": row.mode, "at_ns": row.at_ns}
+    if row.name is not None:
+        value |= {"parent": row.parent, "name": row.name.decode("latin-1")}
+    if row.new_name is not None:
+        value |= {"new_parent": row.new_parent, "new_name": row.new_name.decode("latin-1")}
+    if row.content is not None:
+        value["content"] = row.content
+    return value | ({"origin": row.origin} if row.origin else {})
+
+
+def parse_row(value: Value, node: int) -> journal.JournalRow:
+    """The row of `row_value`, which `node` had to tell; it has no number here yet."""
+    name, new = value.get("name"), value.get("new_name")
+    return journal.JournalRow(
+        0, value["op"], value["inode"], value.get("parent", 0), None if name is None else name.encode("latin-1"),
+        value.get("new_parent", 0), None if new is None else new.encode("latin-1"), value.get("content"), value["mode"], value["at_ns"],
+        value.get("origin", node),
+    )  # fmt: skip
+
+
+def ignore_row(db: Database, number: int, name: bytes, value: Value | None) -> None:
+    """What other nodes have to tell is not kept here."""
+
+
+NAME = "e"
+INODE = "i"
+TIMES = "m"
+CONTENT = "c"
+COPY = "p"
+PFS_STATE = "f"
+PFS_NAME = "x"
+JOURNAL_ROW = "j"
+
+LAST_COMMIT = "w"
+"""`w/<node>`: put with every transaction of a node, so that it can tell its own from others' when an answer was lost."""
+PRIOR_REVISION = "was"
+CONFLICT_MARK = b".ckptfs-conflict-"
+
+ISLAND_MARK = b".ckptfs-island-"
+"""In the names of what others made or deleted meanwhile: see `names_beside`."""
+
+INODE_FIELDS = (
+    "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "target", "content", "generation",
+    "parent", "complete", "missed",
+)  # fmt: skip
+
+FILE_ONLY_FIELDS = ("size", "mtime_ns", "ctime_ns")
+"""What a directory keeps under `m/` or has not: many nodes make names in one directory without contending."""
+_SELECT_INODE = f"SELECT {', '.join(INODE_FIELDS)} FROM inode WHERE id = ?"
+
+_SELECT_CONTENT = (
+    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.former_ns,"
+    " k.before_generation, k.before_ns FROM content k JOIN inode i ON i.id = k.inode"
+    " WHERE k.id = ? AND k.peer = 0 AND k.state <> 3 AND i.nlink > 0"
+)
+
+
+class SharedKey(NamedTuple):
+    """What names one shared value."""
+
+    kind: str
+    number: int
+    name: bytes = b""
+
+
+def encode_key(key: SharedKey) -> bytes:
+    """The key as the store has it."""
+    head = f"{key.kind}/{key.number:016x}".encode()
+    return head + b"/" + key.name if KINDS[key.kind].has_name else head
+
+
+def decode_key(raw: bytes) -> SharedKey:
+    """The key of `wire`. Raises ValueError."""
+    kind, number, *name = raw.split(b"/", 2)
+    return SharedKey(kind.decode(), int(number, 16), name[0] if name else b"")
+
+
+def build_names_prefix(directory: int) -> bytes:
+    """What the keys of all names in a directory begin with."""
+    return encode_key(SharedKey(NAME, directory))
+
+
+def encode_value(value: Value | None) -> bytes | None:
+    """A value as the store has it; equal values are equal bytes."""
+    return None if value is None else encode_fields(value)
+
+
+def encode_fields(value: Value) -> bytes:
+    """The same of what there is."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+
+def decode_value(raw: bytes | None) -> Value | None:
+    """The value of `pack`."""
+    if raw is None:
+        return None
+    value: Value = json.loads(raw)
+    value.pop(PRIOR_REVISION, None)
+    return value
+
+
+def get_prior_revision(raw: bytes | None) -> list[int] | None:
+    """How new a value was when it was told to a store that had lost its data: see `lost`. None: it was changed since."""
+    return None if raw is None or PRIOR_REVISION.encode() not in raw else json.loads(raw).get(PRIOR_REVISION)
+
+
+def _get_name_value(db: Database, number: int, name: bytes) -> Value | None:
+    row = db.row("SELECT e.child, i.mode FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? AND e.name = ?", number, name)
+    return None if row is None else {"child": row[0], "type": stat.S_IFMT(row[1])}
+
+
+def _get_inode_value(db: Database, number: int, _: bytes) -> Value | None:
+    row = db.row(_SELECT_INODE, number)
+    if row is None or row[4] == 0:
+        return None
+    value: Value = dict(zip(INODE_FIELDS, row, strict=True))
+    if stat.S_ISDIR(value["mode"]):
+        for field in FILE_ONLY_FIELDS:
+            del value[field]
+    else:
+        del value["nlink"]
+        value["names"] = list_shared_names(db, number)
+        if not value["names"]:
+            return None
+    if value["missed"] is None:
+        del value["missed"]
+    if value["target"] is not None:
+        value["target"] = bytes(value["target"]).decode("latin-1")
+    xattrs = db.rows("SELECT name, value FROM xattr WHERE inode = ?", number)
+    if xattrs:
+        value["xattrs"] = {bytes(name).decode("latin-1"): base64.b64encode(held).decode() for name, held in xattrs}
+    return value
+
+
+def list_local_names(db: Database, inode: int) -> list[SharedKey]:
+    """The keys of all names that lead to an inode here."""
+    return [SharedKey(NAME, parent, bytes(name)) for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
+
+
+def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
+    """[directory, name] of all names of what is no directory, in order: those that the store knows, as far as they were not taken away
+    here, and those that were given here. They are told by name and not counted, so that two nodes can take away the same one.
+    """
+    value = db.value("SELECT value FROM seen_key WHERE kind = 'i' AND number = ? AND name = x''", inode)
+    here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
+    there = None if value is None else {(parent, name) for parent, name in json.loads(value)["names"]}
+    if there is None:
+        return [list(name) for name in sorted(here)]
+    changed = {name for name in here | there if _is_name_changed(db, *name)}
+    return [list(name) for name in sorted((there - changed) | (here & changed))]
+
+
+def count_links(db: Database, directory: int) -> int:
+    """Links of a directory: those that the store knows, 2 of one that it does not have, and what this node changed in it."""
+    value = db.value("SELECT value FROM seen_key WHERE kind = 'i' AND number = ? AND name = x''", directory)
+    links = 2 if value is None else int(json.loads(value)["nlink"])
+    for (name,) in db.rows("SELECT DISTINCT name FROM touched_key WHERE kind = 'e' AND number = ?", directory):
+        there = db.value("SELECT value FROM seen_key WHERE kind = 'e' AND number = ? AND name = ?", directory, name)
+        here = _get_name_value(db, directory, bytes(name))
+        links += _is_directory(here) - _is_directory(decode_value(there))
+    return links
+
+
+def _is_directory(entry: Value | None) -> int:
+    return int(entry is not None and entry["type"] == stat.S_IFDIR)
+
+
+def set_link_count(db: Database, key: SharedKey) -> None:
+    """The links of a file are its names, those of a directory what is in it; what was removed stays so."""
+    if key.kind != INODE:
+        return
+    row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
+    if row is not None and row[1]:
+        links = count_links(db, key.number) if row[0] == stat.S_IFDIR else len(list_shared_names(db, key.number))
+        if links != row[1]:
+            db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, key.number)
+
+
+def _is_name_changed(db: Database, parent: int, name: str) -> bool:
+    """Whether this name leads elsewhere than in the store because of this node: what was taken back is still marked, and is no change."""
+    key = (parent, name.encode("latin-1"))
+    if db.value("SELECT 1 FROM touched_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
+        return False
+    value = db.value("SELECT value FROM seen_key WHERE kind = 'e' AND number = ? AND name = ?", *key)
+    there = None if value is None else json.loads(value)["child"]
+    return bool(there != db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *key))
+
+
+def _get_times_value(db: Database, number: int, _: bytes) -> Value | None:
+    row = db.row("SELECT mtime_ns, ctime_ns FROM inode WHERE id = ? AND nlink > 0 AND mode & 61440 = 16384", number)
+    return None if row is None else {"mtime_ns": row[0], "ctime_ns": row[1]}
+
+
+def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
+    row = db.row(_SELECT_CONTENT, number)
+    if row is None:
+        return _get_inherited_value(db, number)
+    digest = None if row[4] is None else bytes(row[4]).hex()
+    former = {} if row[6] is None else {"former_ns": row[6]}
+    if row[7] is not None:
+        former["before"] = [row[7], row[8]]
+    return {
+        "node": identity.get_node_number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
+        "closed_ns": row[5], **former,
+    }  # fmt: skip
+
+
+def _get_inherited_value(db: Database, number: int) -> Value | None:
+    """What another node wrote, and a file of this node has replaced: see `former.inherit`. It says itself what it has."""
+    row = db.row(
+        "SELECT k.inode, k.former_ns, s.value FROM content k JOIN inode i ON i.id = k.inode AND i.nlink > 0"
+        " JOIN seen_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.peer = 1 AND k.former_ns > 0 AND k.state <> 3",
+        number,
+    )
+    value = None if row is None else decode_value(row[2])
+    return None if row is None or value is None else {**value, "inode": row[0], "former_ns": row[1]}
+
+
+def _write_name(db: Database, number: int, name: bytes, value: Value | None) -> None:
+    if value is None:
+        db.run("DELETE FROM entry WHERE parent = ? AND name = ?", number, name)
+    elif not db.run("UPDATE entry SET child = ? WHERE parent = ? AND name = ?", value["child"], number, name):
+        db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", number, name, value["child"])
+
+
+def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> None:
+    """A row that is gone elsewhere stays here without a name, until the kernel forgets it."""
+    if value is None:
+        db.run("UPDATE inode SET nlink = 0 WHERE id = ?", number)
+        return
+    target = value["target"]
+    columns = {"missed": None, **value, "target": None if target is None else target.encode("latin-1")}
+    columns.pop("xattrs", None)
+    if (names := columns.pop("names", None)) is not None:
+        columns["nlink"] = len(names)
+    if db.row("SELECT 1 FROM inode WHERE id = ?", number):
+        db.run(f"UPDATE inode SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?", *columns.values(), number)
+    else:
+        born = columns["birth_ns"]
+        columns = {"id": number, "mtime_ns": born, "ctime_ns": born, **columns}
+        db.run(f"INSERT INTO inode ({', '.join(columns)}) VALUES ({','.join('?' * len(columns))})", *columns.values())
+    _write_xattrs(db, number, value.get("xattrs", {}))
+
+
+def _write_xattrs(db: Database, number: int, xattrs: Mapping[str, str]) -> None:
+    wanted = {name.encode("latin-1"): base64.b64decode(held) for name, held in xattrs.items()}
+    present = {bytes(name): bytes(held) for name, held in db.rows("SELECT name, value FROM xattr WHERE inode = ?", number)}
+    if wanted != present:
+        db.run("DELETE FROM xattr WHERE inode = ?", number)
+        for name, held in wanted.items():
+            db.run("INSERT INTO xattr (inode, name, value) VALUES (?,?,?)", number, name, held)
+
+
+def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> None:
+    """Whoever changed the directory last says what its times are, and no older word takes that back."""
+    if value is not None:
+        db.run(
+            "UPDATE inode SET mtime_ns = ?1, ctime_ns = ?2 WHERE id = ?3 AND mode & 61440 = 16384"
+            " AND (ctime_ns <= ?2 OR NOT EXISTS (SELECT 1 FROM seen_key WHERE kind = 'm' AND number = ?3))",
+            value["mtime_ns"], value["ctime_ns"], number,
+        )  # fmt: skip
+
+
+def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> None:
+    """What another node wrote last; what this node wrote itself it knows better."""
+    if value is None:
+        db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ? AND peer = 1 AND state <> 3", ContentState.DOOMED, number)
+        return
+    digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
+    is_open = value["state"] == ContentState.OPEN
+    remote_contents.record_remote(db, RemoteState(number, value["inode"], value["generation"], value["size"], digest, is_open=is_open))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyKind:
+    """How rows of one kind are read as a value (None: others see none) and written from one."""
+
+    read: Callable[[Database, int, bytes], Value | None]
+    write: Callable[[Database, int, bytes, Value | None], None]
+    has_name: bool = False
+    is_compared: bool = True
+    """False: put without comparing; whoever writes last has the last word."""
+
+
+def _get_no_value(db: Database, number: int, name: bytes) -> Value | None:
+    return None
+
+
+def _ignore_write(db: Database, number: int, name: bytes, value: Value | None) -> None:
+    pass
+
+
+KINDS: dict[str, KeyKind] = {
+    NAME: KeyKind(_get_name_value, _write_name, has_name=True),
+    INODE: KeyKind(_get_inode_value, _write_inode),
+    TIMES: KeyKind(_get_times_value, _write_times, is_compared=False),
+    CONTENT: KeyKind(_get_content_value, _write_content),
+    COPY: KeyKind(_get_no_value, _ignore_write, has_name=True, is_compared=False),
+    LAST_COMMIT: KeyKind(_get_no_value, _ignore_write, is_compared=False),
+    PFS_STATE: KeyKind(get_pfs_state_value, write_pfs_state),
+    PFS_NAME: KeyKind(get_pfs_name_value, write_pfs_name, has_name=True),
+    JOURNAL_ROW: KeyKind(get_row_value, ignore_row, has_name=True, is_compared=False),
+}
+
+
+def get_value(db: Database, key: SharedKey) -> Value | None:
+    """What the rows here say."""
+    return KINDS[key.kind].read(db, key.number, key.name)
+
+
+def write_value(db: Database, key: SharedKey, value: Value | None) -> None:
+    """Make the rows here say `value`."""
+    KINDS[key.kind].write(db, key.number, key.name, value)
+
+
+def build_conflict_names(stem: bytes, conflict_mark: bytes, node_label: bytes) -> Iterator[bytes]:
+    """Names for what cannot have the name `stem`, one after the other until one is free."""
+    for number in range(1, limits.LINKS_MAX):
+        end = conflict_mark + node_label + b"-%d" % number
+        yield stem[: limits.NAME_BYTES_MAX - len(end)] + end

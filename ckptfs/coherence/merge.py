@@ -1,0 +1,136 @@
+"""How two changes of one value become one: pure. `base` is what both began with, `ours` what it is here, `theirs` what the store has.
+
+A field is ours where we changed it, else theirs; names are a set, subdirectories a count; what is the file's bytes (content, generation,
+size, time of change) goes together, and is that of who wrote it; of two who did, that of who did it last: whoever writes it here just
+now, else by the time of change. What is told after the death of this node may be old. What the others miss no more, because it is told with
+what was written upon it, is not said to be missed.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, Value
+
+CONTENT_FIELDS = ("content", "generation", "size", "mtime_ns")
+LATEST_FIELDS = ("atime_ns", "ctime_ns", "mtime_ns")
+
+
+def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
+    """What shall be, here and in the store. `writing`: somebody here writes the file."""
+    if kind == INODE:
+        return merge_inode(base, ours, theirs, is_writing=is_writing)
+    if kind == CONTENT:
+        return merge_content(ours, theirs)
+    return theirs if kind in (PFS_STATE, PFS_NAME) else ours  # Who changed what the PFS shows said so before.
+
+
+def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
+    """Without a base (the root, which both had before they met) it is theirs, with the subdirectories of both."""
+    if base is None and "names" in theirs:
+        return merge_both(ours, theirs)
+    if base is None:
+        return {**theirs, "nlink": theirs["nlink"] + ours["nlink"] - 2}
+    merged: Value = {name: _merge_field(name, base, ours, theirs) for name in theirs}
+    if "names" in theirs:
+        merged["names"] = merge_names(base, ours, theirs)
+    else:
+        merged["nlink"] = theirs["nlink"] + ours["nlink"] - base["nlink"]
+    written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
+    # A time that was set here, or what was left of a lost tier, is no reason to hide what was written elsewhere.
+    is_theirs = written == [False, True] or (not is_writing and _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
+    newer = theirs if is_theirs else ours
+    if any(newer.get(name) != base.get(name) for name in CONTENT_FIELDS):
+        merged.update({name: newer[name] for name in CONTENT_FIELDS if name in newer})
+    if newer is ours and written[0] and is_salvaged(theirs, base, ours):
+        del merged["missed"]
+    for name in LATEST_FIELDS:
+        if name in theirs and not (name == "mtime_ns" and merged["mtime_ns"] == ours["mtime_ns"]):
+            merged[name] = max(ours[name], theirs[name])
+    xattrs = _merge_xattrs(base.get("xattrs", {}), ours.get("xattrs", {}), theirs.get("xattrs", {}))
+    merged.pop("xattrs", None)
+    if xattrs:
+        merged["xattrs"] = xattrs
+    return merged
+
+
+def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_written: bool) -> bool:
+    """Whether the others wrote a file after this node did. What they show because they miss ours is older, what they wrote upon that is
+    not, whatever its generation. `both`: there are later generations on both sides; those of one content can be compared.
+    """
+    if is_salvaged(theirs, base, ours):
+        return not is_showing_previous(theirs)
+    if ours.get("content") == theirs.get("content"):
+        return have_both_written and _get_write_order(theirs) > _get_write_order(ours)
+    return have_both_written and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
+
+
+def is_salvaged(theirs: Value, *ours: Value) -> bool:
+    """Whether the others took one of these states for lost, and show a former one (`inode.missed`, see falling_back.py)."""
+    return "missed" in theirs and json.loads(theirs["missed"])["content"] in [value.get("content") for value in ours]
+
+
+def must_yield_to_remote(ours: Value, theirs: Value, merged: Value) -> bool:
+    """Whether what this node wrote of a content is no more than what was before theirs."""
+    if merged.get("content") is None or not ours.get("content") == theirs.get("content") == merged["content"]:
+        return False
+    return any(merged[name] != ours[name] for name in CONTENT_FIELDS) and all(merged[name] == theirs[name] for name in CONTENT_FIELDS)
+
+
+def is_showing_previous(value: Value) -> bool:
+    """Whether it holds what is shown instead of what is missed: nobody has written it since."""
+    missed = json.loads(value["missed"]) if "missed" in value else None
+    return missed is not None and value["generation"] == missed["shown"] and missed["shows"] in (None, value["content"])
+
+
+def merge_both(ours: Value, theirs: Value) -> Value:
+    """What two nodes tell of one inode, and neither is older: all names and xattrs, and the later bytes."""
+    merged = merge_later_content(dict(theirs), ours)
+    if "names" in theirs:
+        merged["names"] = [list(name) for name in sorted({tuple(name) for value in (ours, theirs) for name in value["names"]})]
+    xattrs = {**ours.get("xattrs", {}), **theirs.get("xattrs", {})}
+    return {**merged, "xattrs": xattrs} if xattrs else merged
+
+
+def merge_later_content(newer: Value, other: Value) -> Value:
+    """`newer` with the later bytes of both: who changed it last may have known only what was before them."""
+    if "generation" not in newer or _get_write_order(newer) >= _get_write_order(other):
+        return newer
+    return {**newer, **{name: other[name] for name in CONTENT_FIELDS if name in other}}
+
+
+def _get_write_order(value: Value) -> tuple[int, int]:
+    return int(value.get("generation") or 0), int(value.get("mtime_ns") or 0)
+
+
+def merge_names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:
+    """Theirs, with what was given here, without what was taken away here (`ours` None: all that there was)."""
+    before, here, there = ({tuple(name) for name in (value or {"names": ()})["names"]} for value in (base, ours, theirs))
+    return [list(name) for name in sorted((there - (before - here)) | (here - before))]
+
+
+def _merge_field(name: str, base: Value, ours: Value, theirs: Value) -> Any:
+    return theirs[name] if ours.get(name) == base.get(name) else ours.get(name)
+
+
+def _merge_xattrs(base: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> Mapping[str, str]:
+    merged = dict(theirs)
+    for name in {*base, *ours}:
+        if ours.get(name) != base.get(name):
+            if name in ours:
+                merged[name] = ours[name]
+            else:
+                merged.pop(name, None)
+    return merged
+
+
+def merge_content(ours: Value, theirs: Value) -> Value:
+    """The later generation; of two of the same number, the one that was closed last."""
+    later = (theirs["generation"], theirs["closed_ns"]) > (ours["generation"], ours["closed_ns"])
+    return theirs if later and theirs["node"] != ours["node"] else ours
+
+
+def is_written_by_both(*values: Value | None) -> bool:
+    """Whether both nodes wrote a file: base, ours, theirs. Whenever one is written these two change."""
+    base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
+    return bool(base and ours and theirs) and base not in (ours, theirs)

@@ -1,0 +1,478 @@
+"""What the store says now of all that some rows of a journal are about: names and inodes, and what the PFS shows of them and where.
+
+Inodes, contents and what is on the PFS go into the catalog as they are read; what is gone there is only noted here, for it is the mount
+that takes names away. Everything that was read has its revision: who acts on it compares that.
+If we die here: what was read is in the catalog, or is read again.
+
+How write-back of several nodes works on one PFS: a batch is announced before the PFS is touched, and settled when the PFS shows it.
+
+Announced is every name that changes: `x/` says who is about to change it and what it will show then, and every inode that gets or loses a
+name: `f/` says who is at it. The announcement passes only while
+all that the batch was planned on is as it was read; so no two nodes ever act on one name, and nobody publishes a name that another has
+taken away. What an intention says of a node that is gone is settled by whoever needs the name, by what the PFS shows.
+If we die here: the batch is in the catalog with its intentions in the store; the next mover finds out by them how far it came.
+
+What a visit asks of the store, so that nodes which visit one directory import every name once, and none that a node of theirs made.
+
+A listing is older than what is read here: whatever another node was about to show there then has its name or an intention in the store.
+If we die here: what was read is in the catalog.
+"""
+
+import stat
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+from ckptfs import limits
+from ckptfs.catalog import identity, journal, pfs_state
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_state import ObservedStat, PfsBatch
+from ckptfs.coherence import key_state, read, store_loss
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import (
+    CONTENT,
+    INODE,
+    JOURNAL_ROW,
+    NAME,
+    PFS_NAME,
+    PFS_STATE,
+    TIMES,
+    SharedKey,
+    Value,
+    build_names_prefix,
+    build_row_name,
+    decode_key,
+    decode_value,
+    encode_fields,
+    encode_key,
+    encode_value,
+    get_value,
+)
+from ckptfs.coherence.read import RecentDeletes, StoreValue
+from ckptfs.errors import Busy
+from ckptfs.model import ROOT
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Store, iter_range, prefix_end
+
+Name = tuple[int, bytes]
+ROUNDS_MAX = 64
+
+
+def list_published_rows(db: Database, instance: str, rows: list[JournalRow]) -> list[JournalRow]:
+    """The rows up to the first of which the other nodes were not told yet: what it says may still be taken back."""
+    for place, row in enumerate(rows):
+        if key_state.is_dirty(db, build_row_key(db, instance, row)):
+            return rows[:place]
+    return rows
+
+
+def build_row_key(db: Database, instance: str, row: JournalRow) -> SharedKey:
+    """Under which key the store has a row of this node's journal."""
+    return SharedKey(JOURNAL_ROW, identity.get_node_number(db), build_row_name(instance, row.seq))
+
+
+def load_inodes(db: Database, store: Store, *inodes: int) -> None:
+    """The catalog knows what the store says of these inodes, and of where the PFS shows them. Raises what `Truth.learn` raises."""
+    StoreSnapshot(db, store).load(journal.get_instance_id(db), inodes=inodes)
+
+
+class NotLoaded(Busy):
+    """Of this inode nothing was read; it is to be read, too."""
+
+    def __init__(self, inode: int) -> None:
+        super().__init__(f"inode {inode} has to do with it")
+        self.inode = inode
+
+
+class StoreSnapshot:
+    """What the store says. Read with `learn`; questions that need more than that raise Unread."""
+
+    def __init__(self, db: Database, store: Store) -> None:
+        self._db = db
+        self._store = store
+        self.store_values: dict[SharedKey, StoreValue] = {}
+        self._directory_names: dict[int, Name | None] = {}
+        self._pfs_names: dict[int, list[Name]] = {}
+        self._is_loading = False
+
+    def load(self, instance: str, rows: Iterable[JournalRow] = (), inodes: Iterable[int] = ()) -> None:
+        """Read all that these rows and inodes lead to. Raises Unreachable, and Busy when that moves on all the time."""
+        rows, inodes = list(rows), list(inodes)
+        self._is_loading = True
+        try:
+            self._load_in_rounds(instance, rows, inodes)
+        finally:
+            self._is_loading = False
+
+    def _load_in_rounds(self, instance: str, rows: list[JournalRow], inodes: list[int]) -> None:
+        for _ in range(ROUNDS_MAX):
+            wanted = dict.fromkeys(self._list_needed_keys(instance, rows, inodes))
+            keys = [key for key in wanted if key not in self.store_values]
+            if not keys:
+                return self._require_published()
+            found = read.parse_outcome(keys, self._store.read(read.build_gets(keys)))
+            self.store_values |= found
+            self._apply_to_catalog(found)
+        raise Busy("what is to be written back moves about")
+
+    def _require_published(self) -> None:
+        """What was changed here of what the PFS shows, and elsewhere too, is told before anything is built on it."""
+        for key, one in self.store_values.items():
+            if key.kind in {PFS_STATE, PFS_NAME} and key_state.get_cached(self._db, key).revision != one.value.revision:
+                raise Busy("what the PFS shows is being told to the other nodes")
+
+    def _apply_to_catalog(self, found: dict[SharedKey, StoreValue]) -> None:
+        known = {PFS_STATE, PFS_NAME}
+        taken = {key: one for key, one in found.items() if key.kind in known or (key.kind in {INODE, TIMES, CONTENT} and one.value.raw)}
+        read.apply_values(self._db, taken, RecentDeletes(), _OpenForWriting(self._db))
+
+    # --- what is needed -----------------------------------------------------------------------------------------------
+
+    def _list_needed_keys(self, instance: str, rows: list[JournalRow], inodes: list[int]) -> Iterator[SharedKey]:
+        names: set[Name] = set()
+        subjects = set(inodes)
+        for row in rows:
+            yield build_row_key(self._db, instance, row)
+            subjects.add(row.inode)
+            names.update(list_row_names(row))
+            if row.content is not None:
+                yield SharedKey(CONTENT, row.content)
+        for _ in range(2):  # What a name leads to, and where that belongs.
+            names.update(name for inode in subjects for name in (*self.list_names(inode), *self.list_pfs_names(inode)))
+            subjects |= {inode for name in names for inode in (self.get_child(name), self.get_pfs_inode(name)) if inode}
+            names.update(name for inode in subjects if self._is_deleted_directory_on_pfs(inode) for name in self.list_pfs_names_in(inode))
+        for name in names:
+            yield SharedKey(NAME, *name)
+            yield SharedKey(PFS_NAME, *name)
+        for inode in subjects:
+            yield SharedKey(INODE, inode)
+            yield SharedKey(PFS_STATE, inode)
+        for inode in inodes:
+            yield SharedKey(TIMES, inode)
+        yield from self._list_ancestor_keys({parent for parent, _ in names})
+
+    def _is_deleted_directory_on_pfs(self, inode: int) -> bool:
+        """Whether the PFS still shows a directory that is gone: what it shows in there has to go first."""
+        seen = (self.get_value(SharedKey(PFS_STATE, inode)) or {}).get("seen")
+        return seen is not None and stat.S_ISDIR(seen[1]) and SharedKey(INODE, inode) in self.store_values and not self.is_alive(inode)
+
+    def _list_ancestor_keys(self, directories: set[int]) -> Iterator[SharedKey]:
+        """Where directories are, in the tree and on the PFS, up to the root."""
+        done: set[int] = set()
+        while directories:
+            directory = directories.pop()
+            done.add(directory)
+            yield SharedKey(INODE, directory)
+            yield SharedKey(PFS_STATE, directory)
+            for name in (*self.list_names(directory), *self.list_pfs_names(directory)):
+                yield SharedKey(NAME, *name)
+                yield SharedKey(PFS_NAME, *name)
+                directories |= {name[0]} - done
+
+    # --- what it says -------------------------------------------------------------------------------------------------
+
+    def list_pfs_names_in(self, directory: int) -> list[Name]:
+        """The names that the PFS shows in a directory, or is about to."""
+        if directory not in self._pfs_names:
+            start = encode_key(SharedKey(PFS_NAME, directory))
+            items = iter_range(self._store, start, prefix_end(start), keys_only=True)
+            self._pfs_names[directory] = [(directory, decode_key(item.key).name) for _, item in items]
+        return self._pfs_names[directory]
+
+    def get_value(self, key: SharedKey) -> Value | None:
+        """What was read; None for what is not there, or was not read."""
+        one = self.store_values.get(key)
+        if one is None and key.kind in {INODE, PFS_STATE} and not self._is_loading:
+            raise NotLoaded(key.number)
+        return None if one is None else one.value.fields
+
+    def get_revision(self, key: SharedKey) -> int:
+        """The revision of what was read; 0 for what is not there."""
+        one = self.store_values.get(key)
+        return 0 if one is None else one.value.revision
+
+    def require_loaded(self, inode: int) -> None:
+        """All was read of an inode and its names. Raises Unread."""
+        if any(SharedKey(PFS_NAME, *name) not in self.store_values for name in (*self.list_names(inode), *self.list_pfs_names(inode))):
+            raise NotLoaded(inode)
+
+    def is_alive(self, inode: int) -> bool:
+        """Whether it has a name."""
+        return inode == ROOT or self.get_value(SharedKey(INODE, inode)) is not None
+
+    def get_child(self, name: Name) -> int | None:
+        """What a name leads to."""
+        value = self.get_value(SharedKey(NAME, *name))
+        return None if value is None else int(value["child"])
+
+    def get_pfs_inode(self, name: Name) -> int | None:
+        """What the PFS shows under a name."""
+        value = self.get_value(SharedKey(PFS_NAME, *name))
+        return None if value is None else value["inode"] or None
+
+    def get_intent(self, name: Name) -> Value | None:
+        """The intention of a node to change what the PFS shows under a name."""
+        value = self.get_value(SharedKey(PFS_NAME, *name))
+        return value if value is not None and "by" in value else None
+
+    def has_intent(self, inode: int) -> bool:
+        """Whether a node is about to change what the PFS shows of an inode."""
+        return "by" in (self.get_value(SharedKey(PFS_STATE, inode)) or {})
+
+    def list_intents(self) -> list[tuple[SharedKey, int]]:
+        """All that were read: of which name or inode, by which node."""
+        values = [(key, one.value.fields or {}) for key, one in self.store_values.items() if key.kind in {PFS_NAME, PFS_STATE}]
+        return [(key, int(value["by"])) for key, value in values if "by" in value]
+
+    def list_names(self, inode: int) -> list[Name]:
+        """All names of an inode."""
+        value = self.get_value(SharedKey(INODE, inode))
+        if value is None or inode == ROOT:
+            return []
+        if "names" in value:
+            return [(parent, name.encode("latin-1")) for parent, name in value["names"]]
+        name = self._get_directory_name(inode, value["parent"])
+        return [] if name is None else [name]
+
+    def list_pfs_names(self, inode: int) -> list[Name]:
+        """The names under which the PFS shows an inode."""
+        value = self.get_value(SharedKey(PFS_STATE, inode))
+        return [] if value is None else [(parent, name.encode("latin-1")) for parent, name in value["names"]]
+
+    def get_writer(self, content: int) -> int:
+        """The node that wrote a content last; 0 where the store knows none."""
+        value = self.get_value(SharedKey(CONTENT, content))
+        return 0 if value is None else int(value["node"])
+
+    def get_content_id(self, inode: int) -> int | None:
+        """The content that a file has now."""
+        value = self.get_value(SharedKey(INODE, inode))
+        return None if value is None else value.get("content")
+
+    def _get_directory_name(self, directory: int, parent: int) -> Name | None:
+        """A directory's value says in which one it is; its name there is remembered, or looked for."""
+        if directory not in self._directory_names or (name := self._directory_names[directory]) is None or name[0] != parent:
+            self._directory_names[directory] = self._find_directory_name(directory, parent)
+        return self._directory_names[directory]
+
+    def _find_directory_name(self, directory: int, parent: int) -> Name | None:
+        rows = self._db.rows("SELECT name FROM entry WHERE parent = ? AND child = ?", parent, directory)
+        for (name,) in [*rows, *((key.name,) for key in self.store_values if key.kind == NAME and key.number == parent)]:
+            key = SharedKey(NAME, parent, bytes(name))
+            if key not in self.store_values:
+                found = read.parse_outcome([key], self._store.read(read.build_gets([key])))
+                self.store_values |= found
+            if self.get_child((parent, key.name)) == directory:
+                return parent, key.name
+        inside = build_names_prefix(parent)
+        for _, item in iter_range(self._store, inside, prefix_end(inside)):
+            if (decode_value(item.value) or {"child": 0})["child"] == directory:
+                return parent, decode_key(item.key).name
+        return None
+
+
+class _OpenForWriting(Container[int]):
+    """The inodes that are open for writing here."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def __contains__(self, inode: object) -> bool:
+        return self._db.value("SELECT 1 FROM handle WHERE inode = ? AND writer = 1 LIMIT 1", inode) is not None
+
+
+def list_row_names(row: JournalRow) -> list[Name]:
+    """The names that a row is about."""
+    found = [] if row.name is None else [(row.parent, row.name)]
+    return found if row.new_name is None else [*found, (row.new_parent, row.new_name)]
+
+
+FoundByName = dict[Name, ObservedStat | None]
+
+
+class _RolledBack(Exception):
+    """What was tried is taken back."""
+
+
+def list_pfs_name_keys(batch: PfsBatch) -> list[SharedKey]:
+    """The names that a batch changes."""
+    return [SharedKey(PFS_NAME, show.location.parent, show.location.name) for show in batch.expected_entries]
+
+
+def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
+    """Of what it changes what the PFS shows of them."""
+    now = (
+        {show.inode for show in batch.expected_entries if show.inode is not None}
+        | {row.inode for row in batch.published_rows}
+        | set(batch.inodes_with_set_attributes)
+    )
+    before = {
+        db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", key.number, key.name) for key in list_pfs_name_keys(batch)
+    }
+    return {inode for inode in now | before if inode}
+
+
+def publish_intents(db: Database, store: Store, snapshot: StoreSnapshot, batch: PfsBatch, instance: str) -> None:
+    """Say what is about to be done. Raises Busy when something that it was planned on is not so any more, and Unreachable."""
+    keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(_list_subjects(db, batch)))]
+    compares = [_build_unchanged_compare(snapshot, key) for key in keys]
+    for show in batch.expected_entries:
+        if show.inode is not None and snapshot.get_child((show.location.parent, show.location.name)) == show.inode:
+            compares.append(_build_unchanged_compare(snapshot, SharedKey(NAME, show.location.parent, show.location.name)))
+    mine = {"by": identity.get_node_number(db), "of": instance, "batch": batch.last_seq}
+    values = {
+        key: _build_intent(db, batch, key) | mine if key.kind == PFS_NAME else (snapshot.get_value(key) or {"names": []}) | mine
+        for key in keys
+    }
+    changes = [Put(encode_key(key), encode_fields(value)) for key, value in values.items()]
+    outcome = store.commit(compares, changes, read.build_gets(keys))
+    if outcome.succeeded:
+        revisions = dict.fromkeys(keys, outcome.revision)
+    else:
+        told = read.parse_outcome(keys, outcome)
+        if not all(told[key].value.fields == values[key] for key in keys) or not keys:
+            raise Busy("another node has changed what this was planned on")
+        revisions = {key: told[key].value.revision for key in keys}
+    with db.transaction():
+        for key, value in values.items():
+            key_state.set_cached(db, key, CachedValue(revisions[key], encode_value(value)))
+
+
+def _build_unchanged_compare(snapshot: StoreSnapshot, key: SharedKey) -> Compare:
+    return Compare(encode_key(key), CompareTarget.MOD, "=", snapshot.get_revision(key))
+
+
+def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
+    show = next(show for show in batch.expected_entries if (show.location.parent, show.location.name) == (key.number, key.name))
+    value = get_value(db, key) or {"inode": 0}
+    if show.inode is not None:
+        value |= {"next": show.inode, "ino": show.fingerprint.ino}
+        row = next((row for row in batch.published_rows if row.inode == show.inode), None)
+        if row is not None:
+            digest = None if row.digest is None else row.digest.hex()
+            value["published"] = [row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, digest]
+    return value
+
+
+def find_intents(store: Store, batch: PfsBatch, number: int, instance: str) -> dict[SharedKey, CachedValue] | None:
+    """The intentions of a batch that is in hand, if the store has them all; None: it never was announced, or was settled, or taken away."""
+    keys = list_pfs_name_keys(batch)
+    if not keys:
+        return {}
+    told = read.parse_outcome(keys, store.read(read.build_gets(keys)))
+    for key in keys:
+        value = told[key].value.fields or {}
+        if (value.get("by"), value.get("of"), value.get("batch")) != (number, instance, batch.last_seq):
+            return None
+    return {key: told[key].value for key in keys}
+
+
+def complete_intents(db: Database, store: Store, batch: PfsBatch, found: FoundByName, snapshot: StoreSnapshot | None) -> list[int]:
+    """Say what the PFS shows now, here and in the store; inodes whose attributes have changed meanwhile. Raises Busy when another node
+    has settled it, taking this one for dead, and Unreachable.
+    """
+    subjects = _list_subjects(db, batch) | set(pfs_state.list_unfinished(batch, found))
+    keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(subjects))]
+    values = _build_final_values(db, batch, found, keys)
+    changes: list[Operation] = []
+    for key, value in values.items():
+        changes.append(Delete(encode_key(key)) if value is None else Put(encode_key(key), value))
+    compares = [
+        Compare(encode_key(key), CompareTarget.MOD, "=", key_state.get_cached(db, key).revision) for key in list_pfs_name_keys(batch)
+    ]
+    attributes = [SharedKey(INODE, inode) for inode in sorted(subjects)]
+    outcome = store.commit(compares, [*changes, *read.build_gets(attributes)], read.build_gets(keys))
+    if outcome.succeeded:
+        revision, items = outcome.revision, outcome.results
+    elif all(one.value.raw == values[key] for key, one in read.parse_outcome(keys, outcome).items()):
+        revision, items = outcome.revision, ()
+    else:
+        raise Busy("this node was taken for dead, and another one settled what it had in hand")
+    with db.transaction():
+        pfs_state.record_batch_done(db, batch, found)
+        for key, value in values.items():
+            key_state.set_cached(db, key, CachedValue(revision, value))
+    if snapshot is None or not items:
+        return sorted(subjects)
+    told = {key: (one[0].mod_revision if one else 0) for key, one in zip(attributes, items, strict=True)}
+    return [key.number for key in attributes if key in snapshot.store_values and told[key] not in (0, snapshot.get_revision(key))]
+
+
+def _build_final_values(db: Database, batch: PfsBatch, found: FoundByName, keys: Iterable[SharedKey]) -> dict[SharedKey, bytes | None]:
+    """What the rows will say when the batch is finished."""
+    values: dict[SharedKey, bytes | None] = {}
+    try:
+        with db.transaction():
+            pfs_state.record_batch_done(db, batch, found)
+            values = {key: encode_value(get_value(db, key)) for key in keys}
+            raise _RolledBack
+    except _RolledBack:
+        return values
+
+
+def resolve_abandoned_intent(store: Store, key: SharedKey, cached: CachedValue, found: int | None) -> None:
+    """Settle the intention of a node that is gone: the PFS shows a thing of the number `found` under that name, None for nothing."""
+    value = cached.fields or {}
+    if key.kind == PFS_STATE:
+        _clear_pfs_state_intent(store, key, cached)
+        return
+    before, after = value.get("inode", 0), value.get("next", 0)
+    name = [key.number, key.name.decode("latin-1")]
+    done = found == (value.get("ino") if after else None)
+    shows = after if done else before
+    changes: list[Operation] = [Put(encode_key(key), encode_fields({"inode": shows})) if shows else Delete(encode_key(key))]
+    compares = [Compare(encode_key(key), CompareTarget.MOD, "=", cached.revision)]
+    subjects = [SharedKey(PFS_STATE, inode) for inode in sorted({before, after} - {0})]
+    for subject, one in read.parse_outcome(subjects, store.read(read.build_gets(subjects))).items():
+        now = _strip_intent(one.value.fields or {"names": []})
+        now["names"] = sorted([*(other for other in now["names"] if other != name), *([name] if subject.number == shows else [])])
+        if done and subject.number == after and "published" in value:
+            now["published"] = value["published"]
+        wire = encode_key(subject)
+        changes.append(Put(wire, encode_fields(now)) if now["names"] else Delete(wire))
+        compares.append(Compare(wire, CompareTarget.MOD, "=", one.value.revision))
+    store.commit(compares, changes)
+
+
+def _clear_pfs_state_intent(store: Store, key: SharedKey, cached: CachedValue) -> None:
+    """What the PFS shows of an inode was in the hands of a node that is gone; of its names each is decided by itself."""
+    value, wire = _strip_intent(cached.fields or {"names": []}), encode_key(key)
+    change: Operation = Put(wire, encode_fields(value)) if value["names"] else Delete(wire)
+    store.commit([Compare(wire, CompareTarget.MOD, "=", cached.revision)], [change])
+
+
+def _strip_intent(value: Value) -> Value:
+    return {name: held for name, held in value.items() if name not in {"by", "of", "batch"}}
+
+
+def refresh_names(db: Database, store: Store, directory: int, names: Sequence[bytes]) -> set[bytes]:
+    """The catalog knows what the store does of these names in a directory. Those of them that must be left alone: another node is at
+    them, or takes them away. Raises Unreachable.
+    """
+    store_loss.require_rebuilt(db)
+    left: set[bytes] = set()
+    for start in range(0, len(names), limits.ETCD_OPERATIONS_MAX // 2):
+        left |= _refresh_batch(db, store, directory, names[start : start + limits.ETCD_OPERATIONS_MAX // 2])
+    return left
+
+
+def _refresh_batch(db: Database, store: Store, directory: int, names: Sequence[bytes]) -> set[bytes]:
+    keys = [SharedKey(kind, directory, name) for name in names for kind in (NAME, PFS_NAME)]
+    told = read.parse_outcome(keys, store.read(read.build_gets(keys)))
+    subjects = {value["child"] for key in keys if key.kind == NAME and (value := told[key].value.fields)}
+    subjects |= {value["inode"] for key in keys if key.kind == PFS_NAME and (value := told[key].value.fields)}
+    more = [SharedKey(kind, inode) for inode in sorted(subjects - {0}) for kind in (INODE, PFS_STATE)]
+    if more:
+        told |= read.parse_outcome(more, store.read(read.build_gets(more)))
+    read.apply_values(
+        db, {key: one for key, one in told.items() if key.kind in {PFS_NAME, PFS_STATE} or one.value.raw is not None}, RecentDeletes()
+    )
+    return {name for name in names if _is_changed_elsewhere(db, told, directory, name)}
+
+
+def _is_changed_elsewhere(db: Database, store_values: dict[SharedKey, StoreValue], directory: int, name: bytes) -> bool:
+    """Whether another node is about to change what the PFS shows under a name, or has changed what it leads to and is not known here."""
+    named, place = SharedKey(NAME, directory, name), SharedKey(PFS_NAME, directory, name)
+    if "by" in (store_values[place].value.fields or {}) or key_state.is_dirty(db, named):
+        return True
+    here = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", directory, name)
+    there = (store_values[named].value.fields or {"child": None})["child"]
+    return here != there or (there is None and store_values[place].value.raw is not None)

@@ -1,0 +1,255 @@
+"""Which keys a question depends on: what must be read of the store before the rows here may answer it. Reads only.
+
+Takes over what was read of the store: never over a change of this node that was not told, never back to something older.
+
+If we die here: one change of the catalog, whole or not at all.
+
+Keeps the cache bounded: what this node remembers of other nodes' files, and needs least, it forgets. The store knows it all.
+
+What is open, held, marked, or to be told to the PFS here stays, and so do this node's own inodes; a directory goes after what was in it.
+If we die here: one change of the catalog; whoever asks for what was forgotten reads it again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Mapping
+from typing import NamedTuple
+
+from ckptfs import limits
+from ckptfs.catalog import contents, identity
+from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state, keys, merge
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, decode_key, encode_key
+from ckptfs.store.kv import Get, Outcome, prefix_end
+
+
+class StoreValue(NamedTuple):
+    """What the store said of a key, when it was at `asked`."""
+
+    read_revision: int
+    value: CachedValue
+
+
+class RecentDeletes:
+    """Keys that are gone, and since which revision: an answer that was under way then must not bring them back."""
+
+    def __init__(self) -> None:
+        self._deleted: OrderedDict[SharedKey, int] = OrderedDict()
+
+    def record_deleted(self, key: SharedKey, revision: int) -> None:
+        """It is not there from this revision on."""
+        self._deleted.pop(key, None)
+        self._deleted[key] = revision
+        if len(self._deleted) > limits.RECENT_KEYS_MAX:
+            self._deleted.popitem(last=False)
+
+    def is_outdated(self, key: SharedKey, store_value: StoreValue) -> bool:
+        """Whether this answer is older than what is known."""
+        return store_value.read_revision < self._deleted.get(key, 0)
+
+
+def list_new_values(
+    db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes
+) -> dict[SharedKey, StoreValue]:
+    """What of it is not known yet and may be taken over."""
+    return {key: one for key, one in store_values.items() if _is_new(db, key, one, recent_deletes)}
+
+
+def _is_new(db: Database, key: SharedKey, store_value: StoreValue, recent_deletes: RecentDeletes) -> bool:
+    known = key_state.get_cached(db, key)
+    if known.revision == store_value.value.revision:
+        return False
+    newer = known.revision <= store_value.read_revision if store_value.value.raw is None else store_value.value.revision > known.revision
+    return newer and not recent_deletes.is_outdated(key, store_value) and not key_state.is_dirty(db, key)
+
+
+def apply_values(
+    db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes, open_inodes: Container[int] = ()
+) -> list[int]:
+    """Make the rows say what the store says; `written` are inodes that are open for writing here. Inodes that have no name any more.
+
+    Names come last, so that none leads to an inode that is not there.
+    """
+    if not (found := list_new_values(db, store_values, recent_deletes)):
+        return []
+    nameless: list[int] = []
+    with key_state.change_unmarked(db):
+        for key, one in sorted(list_new_values(db, found, recent_deletes).items(), key=lambda pair: pair[0].kind == NAME):
+            apply_value(db, key, one.value, one.read_revision, recent_deletes, open_inodes)
+            if key.kind == INODE and one.value.raw is None:
+                nameless.append(key.number)
+    return nameless
+
+
+def apply_value(
+    db: Database, key: SharedKey, now: CachedValue, read_revision: int, recent_deletes: RecentDeletes, open_inodes: Container[int] = ()
+) -> None:
+    """One key, without asking anything."""
+    value = now.fields
+    if value is None:
+        recent_deletes.record_deleted(key, read_revision)
+        if key.kind == INODE:
+            apply_inode_deleted(db, key.number, read_revision, recent_deletes)
+            return
+    if key.kind == INODE and value is not None and key.number in open_inodes:
+        ours = keys.get_value(db, key)
+        if ours is not None:
+            value = {**value, **{name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}}
+    if key.kind == NAME and value is not None and db.value("SELECT 1 FROM inode WHERE id = ?", value["child"]) is None:
+        return  # It leads to what is not known here: whoever asks for it asks for both.
+    keys.write_value(db, key, value)
+    key_state.set_cached(db, key, now)
+    if key.kind == TIMES and value is not None and keys.get_value(db, key) not in (None, value):
+        key_state.mark_dirty(db, key)  # It is put without comparing: somebody who knew only older times was the last one.
+
+
+def apply_inode_deleted(db: Database, inode: int, read_revision: int, recent_deletes: RecentDeletes) -> None:
+    """An inode is not in the store any more: here it stays without a name until the kernel forgets it."""
+    keys.write_value(db, SharedKey(INODE, inode), None)
+    contents.mark_awaiting_store_check(db, inode)
+    for key in (SharedKey(INODE, inode), SharedKey(TIMES, inode)):
+        key_state.set_cached(db, key, key_state.ABSENT)
+        recent_deletes.record_deleted(key, read_revision)
+    for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?1 OR parent = ?1", inode):
+        key = SharedKey(NAME, parent, bytes(name))
+        if not key_state.is_dirty(db, key):
+            keys.write_value(db, key, None)
+            key_state.set_cached(db, key, key_state.ABSENT)
+
+
+DIRECTORY_TYPE = 0o040000
+FILE_TYPE = 0o100000
+
+
+def list_inode_keys(db: Database, inode: int) -> list[SharedKey]:
+    """What stat and open depend on: attributes; a directory's times; a file's content, and what the PFS shows of it."""
+    row = db.row("SELECT mode & 61440, content FROM inode WHERE id = ?", inode)
+    if row is None:
+        return [SharedKey(INODE, inode), SharedKey(TIMES, inode)]
+    if row[0] == DIRECTORY_TYPE:
+        return [SharedKey(INODE, inode), SharedKey(TIMES, inode)]
+    shown = [SharedKey(PFS_STATE, inode)] if db.is_journalled and row[0] == FILE_TYPE else []
+    return [SharedKey(INODE, inode), *shown] if row[1] is None else [SharedKey(INODE, inode), *shown, SharedKey(CONTENT, row[1])]
+
+
+def list_name_keys(db: Database, parent: int, name: bytes) -> list[SharedKey]:
+    """What a lookup depends on, as far as it is known here what the name leads to."""
+    child = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", parent, name)
+    return [SharedKey(NAME, parent, name), *(list_inode_keys(db, child) if child is not None else ())]
+
+
+def find_directory(db: Database, parent: int, name: bytes) -> int | None:
+    """The directory that a name leads to, as far as it is known here."""
+    found: int | None = db.value(
+        "SELECT i.id FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? AND e.name = ? AND i.mode & 61440 = 16384", parent, name
+    )
+    return found
+
+
+def load_directory_location(db: Database, inode: int) -> tuple[list[SharedKey], int]:
+    """What the place of a directory depends on, and its parent as far as it is known here."""
+    row = db.row("SELECT parent, name FROM entry WHERE child = ?", inode)
+    parent: int = db.value("SELECT parent FROM inode WHERE id = ?", inode) or 0
+    return [*list_inode_keys(db, inode), *([] if row is None else [SharedKey(NAME, row[0], bytes(row[1]))])], parent
+
+
+def list_missing_keys(db: Database, store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:
+    """What these answers lead to and do not tell: inodes of names, contents of inodes."""
+    wanted: list[SharedKey] = []
+    for key, one in store_values.items():
+        value = one.value.fields
+        if value is None:
+            continue
+        if key.kind == NAME:
+            wanted.append(SharedKey(INODE, value["child"]))
+            if value["type"] == DIRECTORY_TYPE:
+                wanted.append(SharedKey(TIMES, value["child"]))
+        elif key.kind == INODE and value["mode"] & 0o170000 == FILE_TYPE:
+            if db.is_journalled:
+                wanted.append(SharedKey(PFS_STATE, key.number))
+            if value["content"] is not None:
+                wanted.append(SharedKey(CONTENT, value["content"]))
+    return [key for key in dict.fromkeys(wanted) if key not in store_values]
+
+
+def list_overtaken_names(store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:
+    """Names that lead to what was gone when it was asked for a moment later: another file may have had its place at every moment. One that
+    is overtaken again was changed again within a round trip.
+    """
+    found = []
+    for key, one in store_values.items():
+        if key.kind == NAME and (value := one.value.fields) is not None:
+            child = store_values.get(SharedKey(INODE, value["child"]))
+            if child is not None and child.value.raw is None and child.read_revision > one.read_revision:
+                found.append(key)
+    return found
+
+
+def list_uncached(db: Database, keys: Iterable[SharedKey]) -> list[SharedKey]:
+    """Those of which nothing is known here."""
+    return [key for key in keys if not key_state.get_cached(db, key).revision]
+
+
+def build_gets(keys: Iterable[SharedKey]) -> list[Get]:
+    """How they are read."""
+    return [Get(encode_key(key)) for key in keys]
+
+
+def parse_outcome(keys: list[SharedKey], outcome: Outcome) -> dict[SharedKey, StoreValue]:
+    """What came of `gets(keys)`."""
+    found: dict[SharedKey, StoreValue] = {}
+    for key, items in zip(keys, outcome.results, strict=False):
+        item = items[0] if items else None
+        found[key] = StoreValue(outcome.revision, key_state.ABSENT if item is None else CachedValue(item.mod_revision, item.value))
+    return found
+
+
+def build_page_get(directory: int, after: bytes, at_most: int) -> Get:
+    """The names of a directory after one of them (empty: from the first)."""
+    names = encode_key(SharedKey(NAME, directory, after))
+    return Get(names + b"\0" if after else names, prefix_end(build_names_prefix(directory)), limit=at_most)
+
+
+def parse_page(
+    db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome
+) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
+    """What a page says, of names that are gone too; and the name after which the next one begins, None: there is none."""
+    items = outcome.results[0]
+    found = {decode_key(item.key): StoreValue(outcome.revision, CachedValue(item.mod_revision, item.value)) for item in items}
+    last = decode_key(items[-1].key).name if len(items) == at_most else None
+    for name in key_state.list_cached_names(db, directory, after, last):
+        found.setdefault(SharedKey(NAME, directory, name), StoreValue(outcome.revision, key_state.ABSENT))
+    return found, last
+
+
+_SELECT_UNNEEDED = (
+    "SELECT i.id FROM inode i WHERE i.id > ?1 AND i.id >> 40 <> ?2 AND i.id > 1 AND i.nlink > 0"
+    " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = i.id) AND NOT EXISTS (SELECT 1 FROM entry e WHERE e.parent = i.id)"
+    " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = i.content) AND NOT EXISTS (SELECT 1 FROM journal j WHERE j.inode = i.id)"
+    " AND NOT EXISTS (SELECT 1 FROM content k WHERE k.inode = i.id"
+    " AND (k.peer = 0 OR EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id)))"
+    " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = i.id) AND NOT EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = i.id)"
+    " AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE t.kind IN ('i', 'm') AND t.number = i.id)"
+    " AND NOT EXISTS (SELECT 1 FROM entry e JOIN touched_key t ON t.kind = 'e' AND t.number = e.parent AND t.name = e.name"
+    " WHERE e.child = i.id) ORDER BY i.id LIMIT ?3"
+)
+
+
+def is_cache_full(db: Database, keys_max: int = limits.SEEN_KEYS_MAX) -> bool:
+    """Whether more is remembered than should be."""
+    return int(db.value("SELECT count(*) FROM seen_key")) > keys_max
+
+
+def delete_unneeded(db: Database, after: int, at_most: int = limits.FORGET_KEYS) -> int:
+    """Forget some inodes of other nodes after the one with the id `after`; the last one, 0 at the end."""
+    with key_state.change_unmarked(db):
+        inodes = [row[0] for row in db.rows(_SELECT_UNNEEDED, after, identity.get_node_number(db), at_most)]
+        for inode in inodes:
+            db.run("DELETE FROM seen_key WHERE kind = 'e' AND (number, name) IN (SELECT parent, name FROM entry WHERE child = ?)", inode)
+            db.run("DELETE FROM entry WHERE child = ?", inode)
+            db.run("DELETE FROM seen_key WHERE kind = 'c' AND number IN (SELECT id FROM content WHERE inode = ?)", inode)
+            db.run("DELETE FROM content WHERE inode = ?", inode)
+            db.run("DELETE FROM xattr WHERE inode = ?", inode)
+            db.run("DELETE FROM seen_key WHERE kind IN ('i', 'm') AND number = ?", inode)
+            db.run("DELETE FROM inode WHERE id = ?", inode)
+    return inodes[-1] if inodes else 0

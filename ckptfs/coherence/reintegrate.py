@@ -1,0 +1,437 @@
+"""Settles what a node did while it could not reach the store: applications were told that it is done, so nothing of it may be lost.
+
+Two files of one name: the one that was closed later has it, the other stays beside it as `NAME.ckptfs-conflict-NODE-N`. Directories that
+both made are one. What was deleted there and written here comes back, with the directories above it, as `/.ckptfs-island-NODE-N` where it
+had no name here. What was deleted here and written there stays. A file that both wrote becomes two. What cannot be (a directory inside
+itself, one removed here and used there, one moved to two places) is taken back.
+If we die here: it happens inside one change of the catalog; a bytes' file that got a second name has no row then, and is swept.
+"""
+
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ckptfs.catalog import identity, journal
+from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state, merge, read
+from ckptfs.coherence.commit import StoreTransaction
+from ckptfs.coherence.conflict import CommitResult, ConflictResolver
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import (
+    CONFLICT_MARK,
+    CONTENT,
+    INODE,
+    ISLAND_MARK,
+    JOURNAL_ROW,
+    NAME,
+    TIMES,
+    SharedKey,
+    Value,
+    build_conflict_names,
+    build_row_name,
+    get_value,
+    list_local_names,
+    write_value,
+)
+from ckptfs.coherence.read import RecentDeletes, StoreValue
+from ckptfs.model import ROOT
+
+
+def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue]) -> list[SharedKey]:
+    """What else must be read before a refusal is settled: what the names lead to that others made, and who wrote what is known here."""
+    made = [
+        key
+        for key in read.list_missing_keys(db, {key: one for key, one in store_values.items() if key.kind == NAME})
+        if key.kind != CONTENT
+    ]
+    held = {SharedKey(CONTENT, (one.value.fields or {}).get("content") or 0) for key, one in store_values.items() if key.kind == INODE}
+    return made + [key for key in sorted(held) if key not in store_values and key_state.get_cached(db, key).revision]
+
+
+def list_move_targets(db: Database, transaction: StoreTransaction) -> list[int]:
+    """The directories into which this batch moves others: where they lie must be known before loops can be told."""
+    found = []
+    for key in transaction.new_values:
+        before, now = (key_state.get_cached(db, key).fields, get_value(db, key)) if key.kind == INODE else (None, None)
+        if before and now and now["parent"] != before["parent"]:
+            found.append(int(now["parent"]))
+    return found
+
+
+class ReintegrationResolver(ConflictResolver):
+    """A refused batch of a node that returns."""
+
+    def __init__(
+        self, db: Database, transaction: StoreTransaction, store_values: dict[SharedKey, StoreValue], read_revision: int, recent_deletes: RecentDeletes, *,
+        more: Mapping[SharedKey, StoreValue], label: str, again: Callable[[int, int], bool], is_written: Callable[[int], bool],
+    ) -> None:  # fmt: skip
+        """`more` is what `wanted` asked for; `label` names this node in names; `again(content, other)` gives its bytes here a second id."""
+        super().__init__(db, transaction, store_values, read_revision, recent_deletes)
+        self._extra_values = more
+        self._node_label = label.encode()
+        self._link_content = again
+        self._is_written = is_written
+        self._conflicting_names: dict[SharedKey, CachedValue] = {}
+        self._moved_in_store: set[int] = set()
+
+    def resolve(self) -> CommitResult:
+        """Names that are taken back first, those that stay side by side afterwards."""
+        for key, one in self._extra_values.items():
+            if one.value.raw is not None and not key_state.is_dirty(self._db, key) and not self._is_cached(key):
+                read.apply_value(self._db, key, one.value, one.read_revision, self._recent_deletes)
+        result = super().resolve()
+        names = {key: now for key, now in self._conflicting_names.items() if key not in result.reverted_names}
+        for key, now in names.items():
+            self._keep_moved_directory(self._get_store_child(key), now)
+        for key, now in names.items():
+            self._resolve_name(key, now)
+        self._set_link_counts()
+        return result
+
+    def _handle_difference(self, key: SharedKey, store_value: StoreValue) -> None:
+        if key.kind != NAME or key not in self._transaction.new_values:
+            super()._handle_difference(key, store_value)
+        elif self._is_moved_by_both(self._get_store_child(key)) or not (
+            self._get_local_child(key) or self._get_store_child(key) in self._restored_inodes
+        ):
+            self._contested_names.add(key)
+        else:
+            self._conflicting_names[key] = store_value.value
+
+    def _is_cached(self, key: SharedKey) -> bool:
+        return key_state.get_cached(self._db, key).revision != 0
+
+    def _is_moved_by_both(self, inode: int) -> bool:
+        """What both moved away from this name: it has another name there already."""
+        if not inode or inode in self._restored_inodes or inode in self._deleted_inodes:
+            return False
+        return any(self._get_local_child(key) == inode for key in key_state.list_dirty_names(self._db))
+
+    def _list_new_inodes(self, children: set[int]) -> set[int]:
+        """What was made here stays, and what is in it."""
+        return set()
+
+    def _revert_contested(self) -> None:
+        """What is back where it was finds its place taken by what comes back: that goes beside it."""
+        taken = [
+            (key, self._get_store_child(key))
+            for key in key_state.list_dirty_names(self._db)
+            if self._get_local_child(key) in self._restored_inodes
+        ]
+        super()._revert_contested()
+        for key, there in taken:
+            if not there or there in self._restored_inodes or there in self._deleted_inodes or not self._is_alive(there):
+                continue
+            if self._db.value("SELECT 1 FROM entry WHERE child = ?", there) is None and self._get_local_child(key) in self._restored_inodes:
+                self._add_conflict_name(key, self._get_local_child(key))
+                self._insert_name(key, there)
+                self._db.run("UPDATE inode SET parent = ? WHERE id = ? AND mode & 61440 = 16384", key.number, there)
+                self._inodes_to_recount |= {key.number, there}
+
+    def _set_name(self, key: SharedKey) -> None:
+        """What was made here and has no other name stays, beside what has this one."""
+        here = self._get_local_child(key)
+        made = here and here not in self._deleted_inodes and not self._is_cached(SharedKey(INODE, here))
+        super()._set_name(key)
+        if not made or self._get_local_child(key) == here:
+            return
+        self._add_conflict_name(key, here)
+        if stat.S_ISDIR(self._get_mode_and_mtime(here)[0]):
+            self._db.run("UPDATE inode SET nlink = 2, parent = ? WHERE id = ?", key.number, here)
+        self._inodes_to_recount |= {here, key.number}
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def _resolve_name(self, key: SharedKey, now: CachedValue) -> None:
+        """Both changed what this name leads to."""
+        here, before, there = self._get_local_child(key), self._get_store_child(key), int((now.fields or {"child": 0})["child"])
+        if not here:
+            self._take_store_name(key, now)
+            return
+        self._inodes_to_recount |= {key.number, here, before, there} - {0}
+        if here == there:
+            pass
+        elif there and not self._has_row(there):
+            return  # It went meanwhile: the next batch finds out.
+        else:
+            if there:
+                self._resolve_both_named(key, here, there, now)
+        key_state.set_cached(self._db, key, now)
+
+    def _resolve_both_named(self, key: SharedKey, here: int, there: int, now: CachedValue) -> None:
+        ours, theirs = self._get_mode_and_mtime(here), self._get_mode_and_mtime(there)
+        both = stat.S_ISDIR(ours[0]) and stat.S_ISDIR(theirs[0])
+        if both and not self._is_cached(SharedKey(INODE, here)):
+            self._merge_directories(here, there)
+            write_value(self._db, key, now.fields)
+        elif stat.S_ISDIR(ours[0]) or stat.S_ISDIR(theirs[0]) or theirs[1] >= ours[1]:
+            self._add_conflict_name(key, here)
+            write_value(self._db, key, now.fields)
+        else:
+            self._add_conflict_name(key, there)
+
+    def _add_conflict_name(self, key: SharedKey, child: int) -> None:
+        """Give what cannot have this name one beside it."""
+        self._add_first_free_name(key.number, key.name.split(CONFLICT_MARK)[0], CONFLICT_MARK, child)
+
+    def _add_first_free_name(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:
+        for name in build_conflict_names(stem, mark, self._node_label):
+            beside = SharedKey(NAME, directory, name)
+            if not self._get_local_child(beside) and not self._is_cached(beside):
+                self._insert_name(beside, child)
+                return
+
+    def _insert_name(self, key: SharedKey, child: int) -> None:
+        write_value(self._db, key, {"child": child})
+        key_state.mark_dirty(self._db, key)
+        key_state.mark_dirty(self._db, SharedKey(INODE, child))
+        self._append_journal_row("make", child, parent=key.number, name=key.name)
+
+    def _take_store_name(self, key: SharedKey, now: CachedValue) -> None:
+        """The name is as the store has it; what it led to has others here."""
+        self._inodes_to_recount.add(key.number)
+        child = (now.fields or {"child": 0})["child"]
+        now = now if child and self._has_row(child) else key_state.ABSENT
+        write_value(self._db, key, now.fields)
+        key_state.set_cached(self._db, key, now)
+
+    def _merge_directories(self, ours: int, theirs: int) -> None:
+        """What was put into the directory that was made here goes into the one that was made there."""
+        for name, child in self._db.rows("SELECT name, child FROM entry WHERE parent = ?", ours):
+            old, new = SharedKey(NAME, ours, bytes(name)), SharedKey(NAME, theirs, bytes(name))
+            write_value(self._db, old, None)
+            key_state.mark_dirty(self._db, old)
+            directory = stat.S_ISDIR(self._get_mode_and_mtime(child)[0])
+            other = self._get_local_child(new)
+            if other and directory and stat.S_ISDIR(self._get_mode_and_mtime(other)[0]) and not self._is_cached(SharedKey(INODE, child)):
+                self._merge_directories(child, other)
+                continue
+            self._inodes_to_recount.add(child)
+            if other:
+                self._add_conflict_name(new, child)
+            else:
+                self._insert_name(new, child)
+            if directory:
+                self._db.run("UPDATE inode SET parent = ? WHERE id = ?", theirs, child)
+                key_state.mark_dirty(self._db, SharedKey(INODE, child))
+        self._inodes_to_recount.add(theirs)
+        key_state.mark_dirty(self._db, SharedKey(INODE, theirs))
+        self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", ours)
+        key_state.mark_dirty(self._db, SharedKey(INODE, ours))
+        self._result.unlinked_inodes.append(ours)
+
+    def _has_row(self, inode: int) -> bool:
+        return self._db.value("SELECT 1 FROM inode WHERE id = ?", inode) is not None
+
+    def _is_alive(self, inode: int) -> bool:
+        """Whether there is such an inode; a directory that was removed here stays so."""
+        row = self._db.row("SELECT mode, nlink FROM inode WHERE id = ?", inode)
+        return row is not None and (row[1] > 0 or not stat.S_ISDIR(row[0]))
+
+    def _get_mode_and_mtime(self, inode: int) -> tuple[int, int]:
+        """(mode, time of change)."""
+        row = self._db.row("SELECT mode, mtime_ns FROM inode WHERE id = ?", inode)
+        return (0, 0) if row is None else (row[0], row[1])
+
+    # --- inodes -------------------------------------------------------------------------------------------------------
+
+    def _handle_ancestor_change(self, key: SharedKey, store_value: StoreValue) -> None:
+        """A directory was moved there below which something was moved here: wrong only where that makes a loop."""
+        if self._get_local_child(key) in self._restored_inodes:
+            self._conflicting_names[key] = store_value.value  # It comes back, and its name is another's by now.
+            return
+        read.apply_value(self._db, key, store_value.value, self._read_revision, self._recent_deletes)
+
+    def _mark_loops(self) -> None:
+        for changed in self._transaction.new_values:
+            if changed.kind == INODE and (now := get_value(self._db, changed)) and now["mode"] & 0o170000 == read.DIRECTORY_TYPE:
+                before = key_state.get_cached(self._db, changed).fields
+                if before and before["parent"] != now["parent"] and self._is_below(now["parent"], changed.number):
+                    self._contested_names |= self._list_names_of(changed.number)
+
+    def _is_below(self, directory: int, other: int) -> bool:
+        """Whether a directory is another one or lies below it, where those that were moved there lie there."""
+        passed: set[int] = set()
+        while directory not in passed and directory:
+            if directory == other:
+                return True
+            passed.add(directory)
+            told, before = (
+                self._store_values.get(SharedKey(INODE, directory)),
+                key_state.get_cached(self._db, SharedKey(INODE, directory)).fields,
+            )
+            theirs = None if told is None else told.value.fields
+            if theirs is not None and before is not None and theirs["parent"] != before["parent"]:
+                directory = theirs["parent"]
+            else:
+                directory = self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
+        return False
+
+    def _handle_inode_deleted(self, inode: int) -> None:
+        """It was deleted there. What was made in it or written into it here brings it back."""
+        row = self._get_mode_and_mtime(inode)
+        if row[0] and (self._has_changed_names(inode) if stat.S_ISDIR(row[0]) else self._is_worth_restoring(inode)):
+            self._restore_deleted(inode, directory=stat.S_ISDIR(row[0]))
+        else:
+            super()._handle_inode_deleted(inode)
+
+    def _has_changed_names(self, directory: int) -> bool:
+        return any(key.number == directory and self._get_local_child(key) for key in key_state.list_dirty_names(self._db)) or any(
+            self._get_local_child(key) == directory for key in key_state.list_dirty_names(self._db)
+        )
+
+    def _is_worth_restoring(self, inode: int) -> bool:
+        """Whether a file was written or given a name here, and its bytes are here."""
+        content, nlink = self._db.row("SELECT content, nlink FROM inode WHERE id = ?", inode) or (None, 0)
+        if not nlink:
+            return False
+        if content is not None and self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
+            return False
+        now, before = (
+            get_value(self._db, SharedKey(INODE, inode)) or {},
+            key_state.get_cached(self._db, SharedKey(INODE, inode)).fields or {},
+        )
+        written = any(now.get(name) != before.get(name) for name in merge.CONTENT_FIELDS)
+        return written or any(
+            self._get_local_child(key) == inode != self._get_store_child(key) for key in key_state.list_dirty_names(self._db)
+        )
+
+    def _restore_deleted(self, inode: int, *, directory: bool) -> None:
+        self._restored_inodes.add(inode)
+        content = self._db.value("SELECT content FROM inode WHERE id = ?", inode)
+        keys = [SharedKey(INODE, inode), SharedKey(TIMES, inode)] if directory else [SharedKey(INODE, inode)]
+        self._mark_unpublished([*keys, *([] if content is None else [SharedKey(CONTENT, content)])])
+        for key in key_state.list_dirty_names(self._db):
+            if self._get_store_child(key) == inode != self._get_local_child(key):
+                key_state.set_cached(
+                    self._db, key, key_state.ABSENT
+                )  # What it was called there went with it: whose that name is now is no matter of its.
+        if directory:
+            self._delete_clean_names(inode)
+            self._delete_stale_names(inode)
+        for key in list_local_names(self._db, inode):
+            if self._get_store_child(key) == inode or not key_state.is_dirty(self._db, key):
+                self._mark_unpublished([key])
+                self._inodes_to_recount.add(key.number)
+        if content is not None:
+            self._append_content_row(inode, content)
+        if self._db.value("SELECT 1 FROM entry WHERE child = ?", inode) is None:
+            self._add_first_free_name(ROOT, b"", ISLAND_MARK, inode)
+            if directory:
+                self._db.run("UPDATE inode SET parent = ? WHERE id = ?", ROOT, inode)
+                self._inodes_to_recount.add(ROOT)
+        self._inodes_to_recount.add(inode)
+
+    def _append_content_row(self, inode: int, content: int) -> None:
+        """What the journal says so far of these bytes is about another file, or about one that went from the PFS."""
+        self._append_journal_row("content", inode, content=content)
+
+    def _append_journal_row(self, op: str, inode: int, **what: Any) -> None:
+        if self._db.is_journalled:
+            journal.append(self._db, op, inode, **what)
+            row = build_row_name(journal.get_instance_id(self._db), journal.get_last_seq(self._db, inode))
+            key_state.mark_dirty(self._db, SharedKey(JOURNAL_ROW, identity.get_node_number(self._db), row))
+
+    def _mark_unpublished(self, keys: Iterable[SharedKey]) -> None:
+        """The store has these no more, and shall."""
+        for key in keys:
+            key_state.set_cached(self._db, key, key_state.ABSENT)
+            key_state.mark_dirty(self._db, key)
+
+    def _delete_stale_names(self, directory: int) -> None:
+        """A name from which others had moved it was known here beside the one that it had: nobody had asked for that again."""
+        keys = list_local_names(self._db, directory)
+        keys.sort(key=lambda key: (key_state.is_dirty(self._db, key), key_state.get_cached(self._db, key).revision))
+        for key in keys[:-1]:
+            write_value(self._db, key, None)
+            key_state.set_cached(self._db, key, key_state.ABSENT)
+            self._inodes_to_recount.add(key.number)
+
+    def _delete_clean_names(self, directory: int) -> None:
+        """Who deleted the directory had emptied it."""
+        for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", directory):
+            key = SharedKey(NAME, directory, bytes(name))
+            if not key_state.is_dirty(self._db, key):
+                write_value(self._db, key, None)
+            key_state.set_cached(self._db, key, key_state.ABSENT)
+
+    def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
+        base, ours, theirs = key_state.get_cached(self._db, key).fields, get_value(self._db, key), now.fields
+        wrote = merge.is_written_by_both(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
+        if (
+            wrote
+            and base
+            and ours
+            and theirs
+            and not self._is_written_here_only(base, ours, theirs)
+            and self._split_file(key, ours, theirs)
+        ):
+            write_value(self._db, key, theirs)
+            key_state.set_cached(self._db, key, now)
+        else:
+            super()._merge_key(key, now)
+
+    def _keep_moved_directory(self, child: int, now: CachedValue) -> None:
+        """A directory that was replaced here lives on where others had moved it: the name that it lost here they had taken away before."""
+        key = SharedKey(INODE, child)
+        there = key_state.get_cached(self._db, key).fields
+        if (
+            there is None
+            or "names" in there
+            or child in self._deleted_inodes | self._restored_inodes
+            or (now.fields or {}).get("child") == child
+        ):
+            return
+        if get_value(self._db, key) is None:
+            write_value(self._db, key, there)
+            self._moved_in_store.add(child)
+
+    def _set_link_counts(self) -> None:
+        # What is in a directory that lives on elsewhere was not all read.
+        self._inodes_to_recount -= self._moved_in_store
+        super()._set_link_counts()
+
+    def _is_written_here_only(self, base: Value, ours: Value, theirs: Value) -> bool:
+        """Whether nobody else wrote the file: the others show a former state while they miss this node's, or one that it gave them."""
+        if merge.is_showing_previous(theirs) and merge.is_salvaged(theirs, base, ours):
+            return True
+        key = SharedKey(CONTENT, theirs["content"] or 0)
+        told = self._store_values.get(key) or self._extra_values.get(key)
+        content = None if told is None else told.value.fields
+        return theirs["content"] == ours["content"] and content is not None and content["node"] == identity.get_node_number(self._db)
+
+    def _split_file(self, key: SharedKey, ours: Value, theirs: Value) -> bool:
+        """Both wrote this file: what was written here becomes a file of its own. False: its bytes are not here."""
+        content = ours["content"]
+        made, kept = identity.allocate_id(self._db, "inode"), content
+        if made is None or content is None or self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
+            return False
+        if content == theirs["content"]:
+            kept = identity.allocate_id(self._db, "content")
+            if kept is None or not self._link_content(content, kept):
+                return False
+            self._db.run(
+                "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns)"
+                " SELECT ?, ?, generation, state, size, digest, blocks, change + 1, closed_ns FROM content WHERE id = ?",
+                kept, made, content,
+            )  # fmt: skip
+            self._db.run("UPDATE copy SET content = ? WHERE content = ?", kept, content)
+            self._db.run("DELETE FROM content WHERE id = ?", content)
+        else:
+            self._db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
+        write_value(self._db, SharedKey(INODE, made), {**ours, "content": kept})
+        self._inodes_to_recount |= {made, key.number}
+        self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, kept)])
+        self._name_split_file(key.number, made, later=ours["mtime_ns"] > theirs["mtime_ns"])
+        self._append_content_row(made, kept)
+        return True
+
+    def _name_split_file(self, theirs: int, ours: int, *, later: bool) -> None:
+        """The later of the two has the name, the other one beside it."""
+        row = self._db.row("SELECT parent, name FROM entry WHERE child = ?", theirs)
+        if row is None:
+            return
+        key = SharedKey(NAME, row[0], bytes(row[1]))
+        self._add_conflict_name(key, theirs if later else ours)
+        if later:
+            self._insert_name(key, ours)

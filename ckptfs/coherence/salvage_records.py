@@ -1,0 +1,102 @@
+"""Owns `inode.missed` here: what the store was told of a file that shows a former content becomes rows, and what was missed becomes a file.
+
+`missed` is JSON: `content` and `generation` are what the file should hold, `node` wrote it, `mtime_ns` is the file's time with it; `shows`
+and `shown` are the content and generation that it shows instead, without a content when that is what the PFS shows. Whoever writes the file
+leaves it, so that the writer finds its own.
+If we die here: SQLite undoes the unfinished change; the store has it all, and who asks for the file reads it again.
+"""
+
+import time
+from collections.abc import Iterable
+
+from ckptfs.catalog import journal, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state, keys
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import CONTENT, INODE, SharedKey, Value
+from ckptfs.model import ROOT, Content, ContentState
+
+
+def build_content_value(content: Content, inode: int, node: int) -> Value:
+    """What `c/` shall say of a former content that is shown again: `node` answers for it."""
+    assert content.digest is not None
+    return {
+        "node": node, "inode": inode, "generation": content.generation, "state": int(ContentState.SEALED), "size": content.size,
+        "digest": content.digest.hex(), "closed_ns": time.time_ns(),
+    }  # fmt: skip
+
+
+def record_previous_shown(db: Database, content: Content, inode: int, values: tuple[Value, Value], revision: int) -> None:
+    """The store was told that `inode` shows `content`, which lies here: (value of the file, value of the content)."""
+    with db.transaction():
+        db.run(
+            "UPDATE content SET peer = 0, inode = ?, former_ns = NULL, lacking = 1, told = 0, closed_ns = ?, change = change + 1"
+            " WHERE id = ? AND generation = ? AND state = 2",
+            inode, values[1]["closed_ns"], content.id, content.generation,
+        )  # fmt: skip
+        journal.append(db, "content", inode, content=content.id)
+        key_state.set_cached(db, SharedKey(CONTENT, content.id), CachedValue(revision, keys.encode_value(values[1])))
+        apply_inode_value(db, inode, values[0], revision)
+
+
+def apply_inode_value(db: Database, inode: int, value: Value, revision: int) -> None:
+    """The store says this of a file; what was changed here and not told stays."""
+    _apply_value(db, SharedKey(INODE, inode), value, revision)
+
+
+def _apply_value(db: Database, key: SharedKey, value: Value | None, revision: int) -> None:
+    shared = isinstance(db.connection, key_state.DirtyTrackingConnection)
+    with key_state.change_unmarked(db) if shared else db.transaction():
+        if not key_state.is_dirty(db, key) and key_state.get_cached(db, key).revision < revision:
+            keys.write_value(db, key, value)
+            key_state.set_cached(db, key, CachedValue(revision, keys.encode_value(value)))
+
+
+def record_pfs_shown(db: Database, store_values: Iterable[tuple[SharedKey, Value | None, int]]) -> None:
+    """The store was told that a file shows what the PFS has of it: (key, value, revision) of all that says so, in this order."""
+    with db.transaction():
+        for key, value, revision in store_values:
+            _apply_value(db, key, value, revision)
+
+
+def record_salvage_undone(db: Database, inode: int, value: Value, revision: int, node: int) -> None:
+    """The store was told that `inode` holds what was missed, which `node` has: that one may have taken it for superseded, so the PFS is
+    told of it from here.
+    """
+    with db.transaction():
+        apply_inode_value(db, inode, value, revision)
+        if db.is_journalled:
+            row = journal.JournalRow(0, "content", inode, content=value["content"], mode=value["mode"], at_ns=time.time_ns(), origin=node)
+            journal.insert_taken_over(db, [row])
+
+
+def list_salvaged(db: Database) -> list[tuple[int, str]]:
+    """(inode, what it should hold) of the files that show a former content, as far as they are known here."""
+    return [(row[0], row[1]) for row in db.rows("SELECT id, missed FROM inode WHERE missed IS NOT NULL AND nlink > 0")]
+
+
+def delete_salvage_record(db: Database, inode: int) -> None:
+    """Nobody will bring what this file should hold."""
+    with db.transaction():
+        db.run("UPDATE inode SET missed = NULL WHERE id = ?", inode)
+
+
+def insert_conflict_copy(db: Database, content: Content, file: Value, node_label: str) -> bytes | None:
+    """What this node wrote, and others missed and wrote anew, becomes a file beside theirs; its name. None when it has moved on."""
+    parent, name = file["names"][0]
+    if db.value("SELECT 1 FROM inode WHERE id = ? AND nlink > 0", parent) is None:
+        parent = ROOT
+    with db.transaction():
+        if db.row("SELECT state, change FROM content WHERE id = ?", content.id) != (content.state, content.change):
+            return None
+        candidates = keys.build_conflict_names(name.encode("latin-1"), keys.CONFLICT_MARK, node_label.encode())
+        conflict_name = next(one for one in candidates if namespace.find_child(db, parent, one) is None)
+        made = namespace.create(db, parent, conflict_name, file["mode"], uid=file["uid"], gid=file["gid"], allow_unimported=True).id
+        db.run("UPDATE content SET inode = ?, change = change + 1 WHERE id = ?", made, content.id)
+        db.run(
+            "UPDATE inode SET content = ?, generation = ?, size = ?, mtime_ns = ? WHERE id = ?",
+            content.id, content.generation, content.size, file["missed_mtime_ns"], made,
+        )  # fmt: skip
+        journal.append(db, "content", made, content=content.id)
+        delete_salvage_record(db, content.inode)
+        return conflict_name

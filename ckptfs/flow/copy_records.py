@@ -1,0 +1,132 @@
+"""Takes: what nodes that are gone have said in the cluster's store of contents of which nobody who lives has anything.
+Leaves: no such word of a content whose file is gone, or holds another one by now that survives its writer.
+If we die here: each word goes in one transaction that compares all it rests on; whoever claims this next begins anew.
+
+Who lives sees to its own words (flow/reconcile.py), and whoever holds a copy buries its writer's. This is for those of which nobody is left
+who would look. One node does it for all, and only while nodes are gone that were known.
+
+Takes: copies of other nodes' contents that came here, or went, since the cluster's store was told; of this node's own, that it lost.
+Leaves: keys `p/<content>/<this node>` that say so.
+If we die here: what was not marked as told is told again, which changes nothing.
+"""
+
+import json
+import time
+
+from ckptfs import limits
+from ckptfs.catalog import peer_copies, remote_contents
+from ckptfs.catalog.database import Database
+from ckptfs.clique import locations, membership
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.locations import ContentLocations, SharedFile
+from ckptfs.clique.membership import ClusterView
+from ckptfs.coherence import store_loss
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, prefix_end
+
+DEAD_CONTENTS_BATCH = locations.LOAD_CONTENTS_MAX // 2
+CONTENTS_PREFIX = b"c/"
+
+
+class DropDeadRecords:
+    """Reads all that is said of contents now and then, a batch a step."""
+
+    def __init__(self, db: Database, cluster: Cluster) -> None:
+        self._db = db
+        self._cluster = cluster
+        self._next_s = time.monotonic() + limits.BURY_FIRST_S
+        self._after: bytes | None = None
+
+    def step(self) -> bool:
+        """True: there is more. Raises Unreachable; then the same batch comes again."""
+        if self._after is None:
+            if time.monotonic() < self._next_s:
+                return False
+            self._next_s = time.monotonic() + limits.BURY_INTERVAL_S
+            if not self._acquire_lock():
+                return False
+            self._after = CONTENTS_PREFIX
+        get = Get(self._after, prefix_end(CONTENTS_PREFIX), limit=DEAD_CONTENTS_BATCH)
+        items = self._cluster.store.read([get]).results[0]
+        self._drop_dead(items, self._cluster.view())
+        self._after = items[-1].key + b"\0" if len(items) == DEAD_CONTENTS_BATCH else None
+        return self._after is not None
+
+    def next_due_s(self) -> float | None:
+        """Until the next look."""
+        return max(0.0, self._next_s - time.monotonic())
+
+    def _acquire_lock(self) -> bool:
+        """Who claims it keeps it for as long as it lives, so that it is done once for all."""
+        gone = peer_copies.list_node_names(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
+        # A store that has lost its data does not say what nobody told it again.
+        if not gone or store_loss.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S or not self._cluster.lease():
+            return False
+        return self._cluster.claims is None or self._cluster.claims.try_acquire("bury") is not None
+
+    def _drop_dead(self, items: tuple[Item, ...], view: ClusterView) -> None:
+        content_ids = [number for item in items if (number := _parse_if_writer_dead(item, view)) is not None]
+        content_locations = locations.load(self._cluster.store, content_ids)
+        without_copy = {number: one for number, one in content_locations.items() if not any(copy.node in view for copy in one.copies)}
+        files = locations.load_files(
+            self._cluster.store, sorted({one.state.inode for one in without_copy.values() if one.state is not None})
+        )
+        for number, one in without_copy.items():
+            if one.state is None or one.writer is None or one.writer in view:
+                continue
+            file = files.get(one.state.inode)
+            if file is None or self._is_replaced(number, file, view):
+                self._delete_records(number, one, one.writer, file)
+
+    def _is_replaced(self, number: int, file: SharedFile, view: ClusterView) -> bool:
+        """Whether the file holds another content, and nobody misses this one."""
+        if file.content in {None, number} or (file.salvaged or {}).get("content") == number:
+            return False
+        assert file.content is not None
+        successor = locations.load(self._cluster.store, [file.content])[file.content]
+        return any(node in view for node in successor.holders if node != successor.writer or self._cluster.factor < 2)
+
+    def _delete_records(self, number: int, shared: ContentLocations, writer: int, file: SharedFile | None) -> None:
+        remote_state = shared.state
+        assert remote_state is not None
+        compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in shared.items]
+        compares.append(Compare(membership.node_key(writer), CompareTarget.VERSION, "=", 0))
+        key = locations.build_inode_key(remote_state.inode) if file is None else file.item.key
+        compares.append(Compare(key, CompareTarget.MOD, "=", 0 if file is None else file.item.mod_revision))
+        copies = locations.build_copies_prefix(number)
+        self._cluster.store.commit(compares, [Delete(locations.build_content_key(number)), Delete(copies, prefix_end(copies))])
+
+
+def _parse_if_writer_dead(item: Item, view: ClusterView) -> int | None:
+    """The content, when a node said this that does not live."""
+    try:
+        value = json.loads(item.value)
+        return None if int(value["node"]) in view else int(item.key.removeprefix(CONTENTS_PREFIX), 16)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+ANNOUNCE_BATCH_CONTENTS = 256
+
+
+class AnnounceCopies:
+    """One batch a step. Raises Unreachable while the store is."""
+
+    def __init__(self, db: Database, cluster: Cluster) -> None:
+        self._db = db
+        self._cluster = cluster
+
+    def prepare(self) -> None:
+        """Once, before the first step: a tier may have been lost, with copies that the store was told of."""
+        remote_contents.mark_dropped_unannounced(self._db)
+
+    def step(self) -> bool:
+        """Tell of one batch. True: there may be more at once."""
+        changes = remote_contents.list_unannounced(self._db, ANNOUNCE_BATCH_CONTENTS)
+        if changes:
+            locations.announce(self._cluster.store, self._cluster.node_number, changes, is_own_away=True)
+            remote_contents.mark_announced(self._db, changes)
+        return len(changes) == ANNOUNCE_BATCH_CONTENTS
+
+    def next_due_s(self) -> float | None:
+        """Only when something came or went."""
+        return None

@@ -1,0 +1,435 @@
+"""Takes: offers of peers, block by block, and their questions for what lies here; by content id only.
+Leaves: verified copies that count (`content.peer = 1`), in the share of the tiers that is set aside for peers.
+If we die here: a reception is a FILLING copy without a content, which recovery removes with its file; the peer offers again.
+
+What arrives lies under an id of its own until every digest was right, and takes the content's name then: whoever reads an older
+generation keeps the file that he has open, and a part is never taken for the whole (P4, P7). Called by the peer server's threads.
+
+Owns what files that are still being written held when another node asked for them: digests, as generations of their own.
+
+A reader on another node sees what was written so far, as on this one. The blocks come from the open file itself; those that have changed
+since no longer have their digests, and the reader asks anew. If we die here: readers ask anew.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import contents, copies, peer_copies, remote_contents
+from ckptfs.catalog.contents import get_content, is_unchanged
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.remote_contents import RemoteState
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.peer_api import CopyNotFound, CopyUnavailable, Offer, OpenCopy, Reception
+from ckptfs.errors import Busy, CkptfsError, InvalidArgument
+from ckptfs.flow.host.incoming import IncomingCopy, OfferValidator, PeerQuota
+from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
+from ckptfs.tiers import local_copies, transfer
+from ckptfs.tiers.storage import Tiers, TierStorage
+
+SNAPSHOTS_MAX = 64
+transfer.declare_labels("hold:open")
+
+
+class OpenFileSnapshots:
+    """The last ones that were asked for. Used by several threads."""
+
+    def __init__(self, db: Database, tiers: Tiers) -> None:
+        self._db = db
+        self._tiers = tiers
+        self._lock = threading.Lock()
+        self._snapshots: OrderedDict[tuple[int, bytes], OpenCopy] = OrderedDict()
+
+    def take_snapshot(self, content: int) -> OpenCopy | None:
+        """What an open content holds now; None when it is not open, or lies where nobody else may read."""
+        storage = self._find_storage(content)
+        if storage is None:
+            return None
+        fd = storage.open(content)
+        try:
+            # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
+            snapshot = peer_copies.record_open_snapshot(self._db, content)
+            size, whole, blocks = transfer.read(fd, label="hold:open")
+            if snapshot is None or not self._is_open(content) or len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES):
+                os.close(fd)
+                return None
+        except BaseException:
+            os.close(fd)
+            raise
+        opened = OpenCopy(content, snapshot.inode, snapshot.generation, size, whole, blocks, fd)
+        with self._lock:
+            self._snapshots[content, whole] = replace(opened, fd=-1)
+            while len(self._snapshots) > SNAPSHOTS_MAX:
+                self._snapshots.popitem(last=False)
+        return opened
+
+    def open_snapshot(self, content: int, wanted_digest: bytes | None) -> tuple[OpenCopy, TierStorage] | None:
+        """The state of an open content that has this digest; None: nobody asked for one."""
+        with self._lock:
+            snapshot = None if wanted_digest is None else self._snapshots.get((content, wanted_digest))
+        storage = self._find_storage(content)
+        if snapshot is None or storage is None:
+            return None
+        return replace(snapshot, fd=storage.open(content)), storage
+
+    def _is_open(self, content: int) -> bool:
+        known = contents.get_content(self._db, content)
+        return known is not None and known.state is ContentState.OPEN
+
+    def _find_storage(self, content: int) -> TierStorage | None:
+        good_tiers = [
+            copy.tier for copy in copies.list_copies(self._db, content) if copy.state is CopyState.GOOD and copy.tier is not Tier.PFS
+        ]
+        return self._tiers.get(good_tiers[0]) if good_tiers else None
+
+
+log = logging.getLogger(__name__)
+transfer.declare_labels("hold:check")
+disk.declare_labels("hold:fsync", "hold:directory", "hold:outdated", "hold:rename", "hold:counted", "hold:persist")
+SEAL_POLL_S = 0.01
+
+SEARCH_BYTES_MIN = 256 * limits.KIB
+"""Less than this is sent sooner than looked for."""
+
+
+class Host:
+    """The shelf: what peers may do on this node."""
+
+    def __init__(self, db: Database, tiers: Tiers, share: float, notify: Notifier, cluster: Cluster) -> None:
+        self._db = db
+        self._offer_validator = OfferValidator(db, cluster)
+        self._tiers = tiers
+        self._notify = notify
+        self._quota = PeerQuota(db, tiers, share)
+        self._lock = threading.Lock()
+        self._tokens = itertools.count(1)
+        self._incoming: dict[int, IncomingCopy] = {}
+        self._busy_tokens: dict[int, int] = {}
+        """Content -> the token of who is sending it now."""
+        self._pause = threading.Event()
+        self._open_snapshots = OpenFileSnapshots(db, tiers)
+        self.reported_unneeded: set[int] = set()
+        """Contents that a peer said need not be held: the reconcile flow asks the store."""
+
+    def step(self) -> bool:
+        """Drop what nobody went on sending. Never more to do."""
+        self._drop_idle()
+        return False
+
+    def next_due_s(self) -> float | None:
+        """Until the next look."""
+        return limits.RECEPTION_KEPT_S if self._incoming else None
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def begin_reception(self, offer: Offer) -> Reception:
+        """Prepare for the blocks of `offer`."""
+        _validate_offer(offer)
+        self._validate_generation(offer)
+        self._offer_validator.validate(offer)
+        token = self._take_token(offer.content)
+        try:
+            arriving = self._prepare_incoming(offer)
+        except BaseException:
+            self._release_token(offer.content)
+            raise
+        return Reception(token, arriving.fd, arriving.missing_blocks)
+
+    def _take_token(self, content: int) -> int:
+        with self._lock:
+            if content in self._busy_tokens:
+                raise Busy(f"content {content} is arriving already")
+            if len(self._busy_tokens) >= limits.RECEPTIONS_MAX:
+                raise Busy(f"{limits.RECEPTIONS_MAX} contents are arriving already")
+            token = self._busy_tokens[content] = next(self._tokens)
+        self._drop_idle()
+        return token
+
+    def _release_token(self, content: int) -> None:
+        with self._lock:
+            self._busy_tokens.pop(content, None)
+
+    def _validate_generation(self, offer: Offer) -> None:
+        """Refuse what is older than what is known here, and what somebody writes here just now."""
+        known = get_content(self._db, offer.content)
+        ahead = offer.generation - (0 if known is None else known.generation)
+        if ahead > limits.GENERATIONS_AHEAD_MAX:
+            raise InvalidArgument(f"generation {offer.generation} of this content is too far ahead of what is known here")
+        if known is None:
+            return
+        if known.state is ContentState.OPEN:
+            raise Busy("somebody writes this content here")
+        if known.state is ContentState.DOOMED:
+            raise InvalidArgument("this content was deleted")
+        if known.generation > offer.generation:
+            raise InvalidArgument(f"generation {known.generation} of this content is known here; offered: {offer.generation}")
+        if known.generation == offer.generation and None not in (known.digest, offer.digest) and known.digest != offer.digest:
+            raise InvalidArgument("this generation of the content has another digest here")
+
+    def _prepare_incoming(self, offer: Offer) -> IncomingCopy:
+        """What arrived of this content before, or a new file with what blocks are here already."""
+        with self._lock:
+            incoming = self._incoming.pop(offer.content, None)
+        if incoming is None:
+            if offer.digest is not None and (local_copy := self._open_verified_copy(offer)) is not None:
+                incoming = IncomingCopy.from_local_copy(offer, *local_copy)
+            else:
+                incoming = IncomingCopy.create(self._db, self._tiers[self._quota.choose_tier(offer.size)], offer)
+        try:
+            incoming.set_offer(offer)
+            if not incoming.is_complete:
+                self._copy_local_blocks(incoming)
+        except BaseException:
+            incoming.discard(self._db)
+            raise
+        with self._lock:
+            self._incoming[offer.content] = incoming
+        return incoming
+
+    def _open_verified_copy(self, offer: Offer) -> tuple[TierStorage, int] | None:
+        """(place, descriptor) of a verified copy of exactly this; None when there is none."""
+        try:
+            opened, storage = self._open_copy(offer.content, offer.digest)
+        except CopyNotFound:
+            return None
+        return storage, opened.fd
+
+    def _copy_local_blocks(self, incoming: IncomingCopy) -> None:
+        """Blocks of an older generation, or of whatever came last."""
+        number = incoming.offer.content
+        if incoming.is_unsearched and incoming.offer.size >= SEARCH_BYTES_MIN:
+            known = get_content(self._db, number)
+            for copy in copies.list_copies(self._db, number):
+                if copy.state in (CopyState.GOOD, CopyState.STALE) and copy.tier in self._tiers and copy.tier is not Tier.PFS:
+                    is_good = known is not None and copy.state is CopyState.GOOD
+                    incoming.add_source(self._tiers[copy.tier], number, known.block_digests if known is not None and is_good else None)
+            blocks_left = limits.BLOCK_SOURCES_BLOCKS_MAX
+            for content, tier, blocks in remote_contents.list_recent_blocks(self._db, SEARCH_BYTES_MIN, limits.BLOCK_SOURCES_MAX):
+                blocks_left -= len(blocks) // digest.BLOCK_DIGEST_BYTES
+                if content != number and tier in self._tiers and blocks_left >= 0:
+                    incoming.add_source(self._tiers[tier], content, blocks)
+        incoming.is_unsearched = False
+        incoming.copy_local_blocks()
+
+    def finish_reception(self, token: int) -> bool:
+        """Every lacking block was written, and its digest was right as it arrived."""
+        arriving = self._find_incoming(token)
+        offer = arriving.offer
+        try:
+            if arriving.is_complete:
+                arriving.close()
+                counts = remote_contents.record_remote(self._db, _build_remote_state(offer))
+                remote_contents.mark_unannounced(self._db, offer.content)
+                return self._finish(arriving, counts)
+            arriving.mark_received()
+            if offer.is_early:
+                arriving.idle_s = time.monotonic()
+                return True
+            return self._finish(arriving, self._record_copy(arriving, offer))
+        except BaseException:
+            self._finish(arriving, False)
+            raise
+        finally:
+            self._release_token(offer.content)
+
+    def _finish(self, incoming: IncomingCopy, is_counted: bool) -> bool:
+        with self._lock:
+            self._incoming.pop(incoming.offer.content, None)
+        if not is_counted:
+            incoming.discard(self._db)
+        return is_counted
+
+    def _record_copy(self, incoming: IncomingCopy, offer: Offer) -> bool:
+        """Make what is all there a copy that counts, under the content's own name."""
+        if not incoming.has_whole_offer() or not self._verify_on_disk(incoming.storage, incoming.fd, offer):
+            log.error("what arrived of content %d does not have the digest that was offered; it was thrown away", offer.content)
+            return False
+        storage = incoming.storage
+        # What the file held so far must not count any more before it is another one. What was written here since does not give way.
+        with self._db.transaction():
+            self._require_replaceable(offer)
+            disk.act("hold:outdated", remote_contents.mark_copies_stale, self._db, offer.content)
+        with self._db.transaction():
+            # Only one generation of a content can arrive at a time. Who fetches it just now finds this one in its place.
+            self._require_replaceable(offer)
+            disk.act("hold:rename", storage.rename, incoming.reserved_id, offer.content)
+            if not remote_contents.record_hosted_copy(self._db, _build_remote_state(offer), incoming.reserved_id, storage.tier):
+                raise Busy("the content moved on")
+        incoming.close()
+        disk.act("hold:counted", lambda: None)
+        if storage.tier is not Tier.RAM:
+            storage.fsync_directory()
+            disk.act("hold:persist", self._db.persist)
+        self._drop_stale_copies(offer.content, storage.tier)
+        self._notify.wake_lanes()
+        return True
+
+    def _require_replaceable(self, offer: Offer) -> None:
+        """Refuse when what is known here does not give way to what is offered any more: somebody wrote here meanwhile, or deleted it."""
+        known = get_content(self._db, offer.content)
+        if known is None:
+            return
+        is_written_here = known.state is ContentState.CLOSED and not known.is_remote
+        is_same = known.generation == offer.generation and known.digest in (None, offer.digest)
+        can_replace = known.generation < offer.generation and not remote_contents.is_own_unpublished(self._db, offer.content)
+        if known.state in (ContentState.OPEN, ContentState.DOOMED) or is_written_here or not (is_same or can_replace):
+            raise Busy("the content moved on")
+
+    def _verify_on_disk(self, storage: TierStorage, fd: int, offer: Offer) -> bool:
+        """On a disk the bytes are read back from where they lie; in RAM they were written a moment ago by the one who checked them."""
+        if storage.tier is Tier.RAM:
+            return True
+        disk.act("hold:fsync", os.fsync, fd)
+        disk.act("hold:directory", storage.fsync_directory)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return transfer.read(fd, label="hold:check") == (offer.size, offer.digest, offer.blocks)
+
+    def _drop_stale_copies(self, content: int, tier: Tier) -> None:
+        """Copies of the former generation in other tiers."""
+        for copy in copies.list_copies(self._db, content):
+            if copy.tier is not tier and copy.state is CopyState.STALE and copy.tier is not Tier.PFS and copy.tier in self._tiers:
+                copies.delete_copy(self._db, content, copy.tier)
+                self._tiers[copy.tier].remove(content)
+
+    def abort_reception(self, token: int, *, keep_blocks: bool = True) -> None:
+        """The transfer ended early: what came is looked at again when the rest is offered."""
+        try:
+            arriving = self._find_incoming(token)
+        except InvalidArgument:
+            return
+        if arriving.is_complete:
+            arriving.close()
+            self._finish(arriving, True)
+        elif not (keep_blocks or arriving.has_received):
+            self._finish(arriving, False)
+        else:
+            arriving.mark_unverified()
+            arriving.idle_s = time.monotonic()
+        self._release_token(arriving.offer.content)
+
+    def _find_incoming(self, token: int) -> IncomingCopy:
+        with self._lock:
+            for content, known in self._busy_tokens.items():
+                if known == token and content in self._incoming:
+                    return self._incoming[content]
+        raise InvalidArgument("no such transfer is under way")
+
+    def _drop_idle(self) -> None:
+        """What nobody went on sending goes, the oldest first where there are too many."""
+        now_s = time.monotonic()
+        with self._lock:
+            idle = sorted((one.idle_s, content) for content, one in self._incoming.items() if content not in self._busy_tokens)
+            excess = len(idle) - limits.RECEPTIONS_MAX
+            gone = [content for rank, (since_s, content) in enumerate(idle) if rank < excess or now_s - since_s > limits.RECEPTION_KEPT_S]
+            stale = [self._incoming.pop(content) for content in gone]
+        for incoming in stale:
+            incoming.discard(self._db)
+
+    # --- lending -----------------------------------------------------------------------------------------------------
+
+    def open_copy(self, content: int, digest: bytes | None) -> OpenCopy:
+        """A copy to read from. It stays readable when it is dropped meanwhile."""
+        return self._open_copy(content, digest)[0]
+
+    def _open_copy(self, number: int, digest: bytes | None) -> tuple[OpenCopy, TierStorage]:
+        known = get_content(self._db, number)
+        if (
+            known is not None
+            and known.state is ContentState.OPEN
+            and (opened := self._open_snapshots.open_snapshot(number, digest)) is not None
+        ):
+            return opened
+        if known is not None and known.is_remote and known.state is ContentState.CLOSED and digest is not None:
+            return self._open_stale_copy(known, digest)
+        if known is None or known.state is not ContentState.SEALED or known.digest is None or digest not in (None, known.digest):
+            raise _build_not_found(known, f"content {number} is not here, or not in that state")
+        for copy in copies.list_copies(self._db, number):
+            if copy.state is not CopyState.GOOD or copy.tier not in self._tiers or copy.tier is Tier.PFS:
+                continue
+            try:
+                fd = self._tiers[copy.tier].open(number)
+            except FileNotFoundError:
+                continue
+            if is_unchanged(self._db, known):
+                return OpenCopy(
+                    number, known.inode, known.generation, known.size, known.digest, known.block_digests or b"", fd
+                ), self._tiers[copy.tier]
+            os.close(fd)
+        raise _build_not_found(known, f"no copy of content {number} is here")
+
+    def _open_stale_copy(self, known: Content, wanted_digest: bytes) -> tuple[OpenCopy, TierStorage]:
+        """What lay here before its writer told that there is more, and has not sealed it: all that is left when that one dies."""
+        found = local_copies.find_stale(self._db, self._tiers, known.id, wanted_digest)
+        if found is None:
+            raise CopyNotFound(f"content {known.id} is not here in that state")
+        return OpenCopy(known.id, known.inode, known.generation, found.size, wanted_digest, found.blocks, found.fd), found.storage
+
+    def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
+        """Wait until a content that is closed here is sealed. Of one that is still written: what it holds now."""
+        until_s = time.monotonic() + min(timeout_s, limits.SEAL_SOON_MAX_S)
+        while True:
+            known = get_content(self._db, content)
+            if known is None or known.is_remote:
+                raise CopyNotFound(f"content {content} is not this node's own")
+            if known.state is ContentState.SEALED:
+                return self.open_copy(content, None)
+            if known.state not in (ContentState.OPEN, ContentState.CLOSED):
+                raise CopyNotFound(f"content {content} is gone")
+            if known.state is ContentState.OPEN and (loan := self._open_snapshots.take_snapshot(content)) is not None:
+                return loan
+            if time.monotonic() > until_s:
+                return None
+            self._notify.wake_lanes()
+            self._pause.wait(SEAL_POLL_S)
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    def release_copies(self, contents: Sequence[int]) -> None:
+        """Nothing goes at a peer's word alone: the store is asked first."""
+        with self._lock:
+            # What is too much is found by the next sweep.
+            self.reported_unneeded.update(contents[: max(0, limits.DOUBTED_MAX - len(self.reported_unneeded))])
+        self._notify.wake_lanes()
+
+    def get_free_bytes(self) -> int:
+        """How many more bytes this node would hold for its peers."""
+        return self._quota.get_largest_free_bytes()
+
+    def close(self) -> None:
+        """Give back what is arriving."""
+        with self._lock:
+            unfinished, self._incoming = list(self._incoming.values()), {}
+        for incoming in unfinished:
+            try:
+                incoming.discard(self._db)
+            except (OSError, CkptfsError) as failure:
+                log.warning("what had arrived of content %d stays until the next start: %s", incoming.offer.content, failure)
+
+
+def _validate_offer(offer: Offer) -> None:
+    """An offer that contradicts itself is refused before anything is made for it."""
+    count = -(-offer.size // limits.BLOCK_BYTES)
+    if not 0 <= offer.size <= limits.FILE_BYTES_MAX or count > limits.BLOCK_DIGESTS_MAX:
+        raise InvalidArgument(f"{offer.size} bytes are too many for a copy on another node")
+    if len(offer.blocks) != count * digest.BLOCK_DIGEST_BYTES:
+        raise InvalidArgument(f"{offer.size} bytes have {count} blocks; {len(offer.blocks)} bytes of digests were offered")
+    if offer.digest is not None and digest.hash_content(offer.blocks, offer.size) != offer.digest:
+        raise InvalidArgument("the digest that was offered is not that of the blocks")
+    if offer.content <= 0 or offer.inode <= 0 or offer.generation < 0:
+        raise InvalidArgument("no such content can be")
+
+
+def _build_not_found(known: Content | None, message: str) -> CopyNotFound:
+    """What this node wrote itself is not gone because it cannot be lent."""
+    is_own = known is not None and not known.is_remote and known.state is not ContentState.DOOMED
+    return CopyUnavailable(message) if is_own else CopyNotFound(message)
+
+
+def _build_remote_state(offer: Offer) -> RemoteState:
+    return RemoteState(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)

@@ -1,0 +1,277 @@
+"""Owns one content on its way here: its file under a reserved id, and which of its blocks are in place.
+
+Invariant: `present` names only blocks whose digest was found right in the file, by us or by the server as they came.
+If we die here: the FILLING copy and its file are removed by recovery.
+
+Owns whose offer is believed: nobody makes another node hold, and show, bytes that its file never had.
+
+A content's id says which node made it, and that one is believed; so is its last writer, as the store says, and whoever offers what the
+store says that it is. Anybody else is told to come again: the store may not have heard yet. An island believes its peers.
+If we die here: nothing is kept.
+
+Owns how much of this node's tiers may be filled for its peers, and in which tier the next of their contents goes.
+
+Invariant: what is held for others never takes more than its share of a tier, and leaves RAM below its watermark: it can never push out
+what this node writes. If we die here: nothing is remembered.
+"""
+
+import contextlib
+import errno
+import os
+import time
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import contents, copies, identity, remote_contents
+from ckptfs.catalog.database import Database
+from ckptfs.clique import locations
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer
+from ckptfs.errors import Busy, CkptfsError, NoSpace, StoreRefused, StoreUnreachable
+from ckptfs.model import Tier
+from ckptfs.tiers import transfer
+from ckptfs.tiers.storage import Tiers, TierStorage
+
+transfer.declare_labels("hold")
+disk.declare_labels("hold:create", "hold:allocate")
+
+
+class IncomingCopy:
+    """A reception between its first offer and its end. Used by one thread at a time."""
+
+    def __init__(self, storage: TierStorage, reserved_id: int, fd: int, offer: Offer) -> None:
+        self.storage = storage
+        self.reserved_id = reserved_id
+        self.fd = fd
+        self.offer = offer
+        self.missing_blocks: list[int] = []
+        self.is_complete = False
+        """All of it was here before: there is nothing to receive, and nothing to make of it."""
+        self.is_unsearched = True
+        """Nothing was looked for on this node yet."""
+        self.has_received = False
+        """A peer has sent some of it."""
+        self.idle_s = time.monotonic()
+        self._present: dict[int, bytes] = {}
+        self._unverified: set[int] = set()
+        self._allocated_bytes = 0
+        self._sources: list[tuple[TierStorage, int, dict[bytes, int]]] = []
+
+    @classmethod
+    def create(cls, db: Database, storage: TierStorage, offer: Offer) -> "IncomingCopy":
+        """A new file for an offer. Raises NoRoom."""
+        reserved_id = copies.insert_reserved_copy(db, storage.tier)
+        try:
+            storage.remove(reserved_id)
+            return cls(storage, reserved_id, disk.act("hold:create", storage.create, reserved_id), offer)
+        except BaseException:
+            _delete_reserved(db, storage, reserved_id)
+            raise
+
+    @classmethod
+    def from_local_copy(cls, offer: Offer, storage: TierStorage, fd: int) -> "IncomingCopy":
+        """What is here already."""
+        incoming = cls(storage, 0, fd, offer)
+        incoming.is_complete = True
+        return incoming
+
+    def set_offer(self, offer: Offer) -> None:
+        """From now on `offer` is what shall come; `lacking` is what it takes."""
+        self.offer = offer
+        if self.is_complete:
+            return
+        digests = digest.split_digests(offer.blocks)
+        self._allocate(offer.size, digests)
+        self._present = {number: known for number, known in self._present.items() if number < len(digests)}
+        buffer = _BlockBuffer()
+        for number in sorted(self._unverified):
+            if (
+                number < len(digests)
+                and digests[number] != UNKNOWN_BLOCK
+                and digest.hash_block(buffer.read(self.fd, number)) == digests[number]
+            ):
+                self._present[number] = digests[number]
+        self._unverified = set()
+        if self.is_unsearched:
+            # A hole reads as zeros, and need not come.
+            self._present |= {number: known for number, known in enumerate(digests) if known == digest.ZERO_BLOCK}
+        self._find_missing(digests)
+
+    def _find_missing(self, digests: list[bytes]) -> None:
+        self.missing_blocks = [
+            number for number, wanted in enumerate(digests) if wanted != UNKNOWN_BLOCK and self._present.get(number) != wanted
+        ]
+
+    def _allocate(self, size: int, digests: list[bytes]) -> None:
+        """The file's length, and room for all that is no hole."""
+        os.ftruncate(self.fd, size)
+        try:
+            for start, end in _find_data_runs(digests):
+                first, last = max(start * limits.BLOCK_BYTES, self._allocated_bytes), min(end * limits.BLOCK_BYTES, size)
+                if first < last:
+                    disk.act("hold:allocate", os.posix_fallocate, self.fd, first, last - first)
+        except OSError as failure:
+            if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise NoSpace(f"{self.storage.tier} is full") from failure
+        self._allocated_bytes = size
+
+    def add_source(self, storage: TierStorage, content: int, block_digests: bytes | None) -> None:
+        """A file here that may have blocks of this one. `joined`: its digests; None: they are found out now."""
+        if block_digests is None:
+            block_digests = _read_digests(storage, content)
+        self._sources.append((storage, content, {known: number for number, known in enumerate(digest.split_digests(block_digests))}))
+
+    def copy_local_blocks(self) -> None:
+        """Copy what blocks those files have in common with what is lacking."""
+        digests = digest.split_digests(self.offer.blocks)
+        buffer = _BlockBuffer()
+        for storage, content, index in self._sources:
+            wanted = [number for number in self.missing_blocks if digests[number] in index]
+            if wanted:
+                with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(content)) as fd:
+                    for number in wanted:
+                        self._copy_block(buffer.read(fd, index[digests[number]]), number, digests[number])
+                self._find_missing(digests)
+
+    def _copy_block(self, data: memoryview, number: int, wanted: bytes) -> None:
+        """Put a block of another file in place, if it is what it is said to be."""
+        if digest.hash_block(data) == wanted:
+            disk.write_all("hold:write", self.fd, data, number * limits.BLOCK_BYTES)
+            self._present[number] = wanted
+
+    def mark_received(self) -> None:
+        """All that was lacking is in place, and right."""
+        digests = digest.split_digests(self.offer.blocks)
+        for number in self.missing_blocks:
+            self._present[number] = digests[number]
+        self.has_received |= bool(self.missing_blocks)
+        self.missing_blocks = []
+
+    def mark_unverified(self) -> None:
+        """Of what was lacking some may have come."""
+        self.has_received = True
+        self._unverified = set(self.missing_blocks)
+        for number in self.missing_blocks:
+            self._present.pop(number, None)
+        self.missing_blocks = []
+
+    def has_whole_offer(self) -> bool:
+        """Whether every block of the offer is in place, and the file as long as it says."""
+        has_all_blocks = all(self._present.get(number) == wanted for number, wanted in enumerate(digest.split_digests(self.offer.blocks)))
+        return has_all_blocks and os.fstat(self.fd).st_size == self.offer.size
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def discard(self, db: Database) -> None:
+        """Throw away what came."""
+        self.close()
+        if self.reserved_id:
+            _delete_reserved(db, self.storage, self.reserved_id)
+
+
+def _delete_reserved(db: Database, storage: TierStorage, reserved_id: int) -> None:
+    with contextlib.suppress(OSError, CkptfsError):
+        storage.remove(reserved_id)
+    copies.delete_filling_copy(db, reserved_id, storage.tier)
+
+
+class _BlockBuffer:
+    """One block's room, used over and over: fresh memory for each would cost more than the reading."""
+
+    def __init__(self) -> None:
+        self._bytes: memoryview | None = None
+
+    def read(self, fd: int, number: int) -> memoryview:
+        """A block of a file, until the next is read."""
+        if self._bytes is None:
+            self._bytes = memoryview(bytearray(limits.BLOCK_BYTES))
+        count = disk.act("hold:read", os.preadv, fd, [self._bytes], number * limits.BLOCK_BYTES)
+        return self._bytes[:count]
+
+
+def _read_digests(storage: TierStorage, content: int) -> bytes:
+    """The digests of a file's blocks; none of a file that is gone."""
+    try:
+        fd = storage.open(content)
+    except FileNotFoundError:
+        return b""
+    with disk.closing(fd):
+        return transfer.read(fd, label="hold")[2]
+
+
+def _find_data_runs(digests: list[bytes]) -> list[tuple[int, int]]:
+    """(first, end) of the blocks that are no holes, joined where they touch."""
+    runs: list[tuple[int, int]] = []
+    for number, wanted in enumerate(digests):
+        if wanted == digest.ZERO_BLOCK:
+            continue
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+class OfferValidator:
+    """Any thread."""
+
+    def __init__(self, db: Database, cluster: Cluster) -> None:
+        self._db = db
+        self._cluster = cluster
+
+    def validate(self, offer: Offer) -> None:
+        """Raises Busy when nobody who may says that the content holds what is offered. An early offer changes nothing yet, and passes."""
+        if offer.is_early or self._is_node(identity.get_origin_node(offer.content), offer.sender) or self._is_known(offer):
+            return
+        try:
+            shared = locations.load(self._cluster.store, [offer.content])[offer.content]
+        except (StoreUnreachable, StoreRefused):
+            return
+        remote_state = shared.state
+        if self._is_node(shared.writer, offer.sender) or (
+            remote_state is not None and (remote_state.generation, remote_state.digest) == (offer.generation, offer.digest)
+        ):
+            return
+        if offer.digest is None or not shared.list_holders_of(offer.generation, offer.digest):
+            raise Busy("the store does not say that this content holds what is offered")
+
+    def _is_node(self, number: int | None, name: str) -> bool:
+        node = None if number is None else self._cluster.view().by_number.get(number)
+        return node is not None and node.name == name
+
+    def _is_known(self, offer: Offer) -> bool:
+        known = contents.get_content(self._db, offer.content)
+        return known is not None and (known.inode, known.generation, known.digest) == (offer.inode, offer.generation, offer.digest)
+
+
+WATERMARKS = {Tier.RAM: 0.80, Tier.NVME: 0.90}
+
+
+class PeerQuota:
+    """The peers' share of RAM and NVMe."""
+
+    def __init__(self, db: Database, tiers: Tiers, share: float) -> None:
+        self._db = db
+        self._tiers = tiers
+        self._share = share
+
+    def choose_tier(self, size: int) -> Tier:
+        """Where `size` more bytes go: RAM while they fit, then NVMe. Raises NoRoom."""
+        for tier in WATERMARKS:
+            if tier in self._tiers and self.get_free_bytes_in(tier) >= size:
+                return tier
+        raise NoSpace(f"the share of this node's tiers that is set aside for peers has no room for {size} bytes")
+
+    def get_largest_free_bytes(self) -> int:
+        """The largest content that would be taken now."""
+        return max(0, *(self.get_free_bytes_in(tier) for tier in WATERMARKS if tier in self._tiers), 0)
+
+    def get_free_bytes_in(self, tier: Tier) -> int:
+        """How many bytes more may be held in a tier."""
+        capacity = self._tiers.get_capacity(tier)
+        share = int(self._share * capacity.total) - remote_contents.count_hosted_bytes(self._db, tier)
+        return max(0, min(share, capacity.free, int(WATERMARKS[tier] * capacity.total) - capacity.used))

@@ -1,0 +1,141 @@
+"""Takes: large files that are being written just now.
+Leaves: on the peers that will hold them, the blocks that are complete: with the seal only what is left has to go (X7).
+If we die here: peers keep what came for a while; the next mover offers it again, and what is there does not travel twice.
+
+Nothing that is sent here counts for anything: the offer after the seal names every block's digest, and the peer asks for what it lacks.
+A block is taken for complete when the file has grown beyond it since the last look; each is read once. While somebody writes little is
+read at once, so that the writer keeps the processor.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import peer_copies
+from ckptfs.catalog.database import Database
+from ckptfs.clique import placement
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.membership import Node
+from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer, PeerCorrupt, PeerFailed
+from ckptfs.model import Content, Tier
+from ckptfs.tiers.storage import Tiers
+
+log = logging.getLogger(__name__)
+
+disk.declare_labels("ahead:read")
+
+BLOCK = limits.BLOCK_BYTES
+NICE = 15
+
+
+@contextlib.contextmanager
+def _low_priority() -> Iterator[None]:
+    """This thread has less claim to a processor than the rest of the mover. Only root can take that back; others go on as they are."""
+    thread = threading.get_native_id()
+    before = os.getpriority(os.PRIO_PROCESS, thread)
+    if os.geteuid() != 0:
+        yield
+        return
+    os.setpriority(os.PRIO_PROCESS, thread, max(before, NICE))
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, thread, before)
+
+
+@dataclass(slots=True)
+class _GrowingFile:
+    """A file that is being written: the digests of its first blocks, and how long it was at the last look."""
+
+    content: Content
+    blocks: list[bytes] = field(default_factory=list)
+    last_size: int = 0
+    sent_count: int = 0
+
+
+class EarlyReplication:
+    """Looks at what is being written, a piece at a time."""
+
+    def __init__(self, db: Database, tiers: Tiers, cluster: Cluster) -> None:
+        self._db = db
+        self._tiers = tiers
+        self._cluster = cluster
+        self._growing_files: dict[int, _GrowingFile] = {}
+        self._block = memoryview(bytearray(BLOCK))
+
+    def step(self) -> bool:
+        """Send what has become complete of each file. True: there is more that is complete."""
+        with _low_priority():
+            return self._step()
+
+    def _step(self) -> bool:
+        if len(self._cluster.view()) < 2 or self._cluster.factor < 2:
+            self._growing_files = {}
+            return False
+        written = peer_copies.list_being_written(self._db, limits.AHEAD_FILES_MAX)
+        self._growing_files = {content.id: self._growing_files.get(content.id, _GrowingFile(content)) for content, _ in written}
+        more = False
+        for content, tier in written:
+            if tier not in self._tiers:
+                continue
+            try:
+                more |= self._send_complete(self._growing_files[content.id], content, tier)
+            except OSError as failure:
+                log.debug("content %d cannot be read while it is written: %s", content.id, failure)
+        return more
+
+    def next_due_s(self) -> float | None:
+        """Soon while somebody writes; now and then else: that a file was opened is a hint, which may be lost."""
+        return limits.AHEAD_LOOK_S if self._growing_files else limits.AHEAD_IDLE_S
+
+    def _send_complete(self, growing: _GrowingFile, content: Content, tier: Tier) -> bool:
+        """Send the next blocks of one file; whether more of it are complete."""
+        if growing.content.generation != content.generation:
+            growing.content, growing.blocks, growing.last_size, growing.sent_count = content, [], 0, 0
+        found = self._tiers[tier].stat(content.id)
+        if found is None or found.st_size < limits.AHEAD_BYTES_MIN:
+            return False
+        # The block that the file ended in when it was looked at last, and those after it, may still change.
+        complete, growing.last_size = min(growing.last_size, found.st_size) // BLOCK, found.st_size
+        with disk.closing(self._tiers[tier].open(content.id)) as fd:
+            self._digest_complete(growing, fd, complete)
+            is_sent = len(growing.blocks) > growing.sent_count and self._send_new(growing, fd)
+        return is_sent and growing.sent_count < complete
+
+    def _digest_complete(self, growing: _GrowingFile, fd: int, complete: int) -> None:
+        """The digests of what is complete and was not read yet, a bounded number of blocks."""
+        del growing.blocks[complete:]
+        growing.sent_count = min(growing.sent_count, complete)
+        for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.AHEAD_BLOCKS_MAX)):
+            if disk.act("ahead:read", os.preadv, fd, [self._block], number * BLOCK) < BLOCK:
+                return
+            growing.blocks.append(digest.hash_block(self._block))
+
+    def _send_new(self, growing: _GrowingFile, fd: int) -> bool:
+        """Send what was read and not sent yet; whether everybody took it."""
+        content, cluster = growing.content, self._cluster
+        count = -(-growing.last_size // BLOCK)
+        stable = growing.blocks[:count]
+        # What reads as zeros may not have been written yet.
+        digests = [UNKNOWN_BLOCK if one == digest.ZERO_BLOCK else one for one in stable]
+        blocks = b"".join(digests) + UNKNOWN_BLOCK * (count - len(digests))
+        offer = Offer(content.id, content.inode, content.generation, growing.last_size, None, blocks)
+        nodes = placement.choose_peers(cluster.view(), cluster.node_number, cluster.factor, cluster.jump)
+        taken = [self._send_to(node, offer, growing, fd) for node in nodes]
+        growing.sent_count = len(growing.blocks)
+        return all(taken)
+
+    def _send_to(self, node: Node, offer: Offer, growing: _GrowingFile, fd: int) -> bool:
+        try:
+            sent = self._cluster.peers.send(node, offer, fd)
+            log.debug("%d bytes of content %d went ahead to %s", sent.bytes_moved, offer.content, node.name)
+            return True
+        except PeerCorrupt:
+            growing.blocks = []  # It is written here and there: what was read is not what is there now.
+        except PeerFailed as failure:
+            log.debug("%s does not take blocks of content %d ahead: %s", node.name, offer.content, failure)
+        return False

@@ -1,0 +1,224 @@
+"""Owns one bounded queue and a few threads for each peer, so that none of them waits for another.
+
+If we die here: what was queued stands in the catalog.
+
+Owns which peers are left alone for a while, and for how long: all contents for one that failed or is full, one content for one that
+refused that content. If we die here: everybody is asked again.
+"""
+
+import errno
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptfs import limits
+from ckptfs.clique.membership import Node
+from ckptfs.model import Content, Tier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLoad:
+    """What one peer is still to get: what waits for it, and what is on its way."""
+
+    node: str
+    waiting_files: int
+    waiting_bytes: int
+    sending_files: int
+    sending_bytes: int
+
+
+Job = tuple[Content, Tier]
+SendBatch = Callable[[Node, Sequence[Job]], bool]
+OnBatchEnd = Callable[[Node, bool], None]
+
+
+class _PeerQueue:
+    """What one peer shall get, in order."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.waiting: deque[Job] = deque()
+        self.may_have_more = False
+        """Whether there was so much that there may be more in the catalog."""
+        self.sending: dict[int, int] = {}
+        self.threads = 0
+
+
+class PeerQueues:
+    """Safe to use from several threads. `act` runs in the peers' own threads and must not raise; `ended` hears what it said."""
+
+    def __init__(self, send: SendBatch, on_batch_end: OnBatchEnd) -> None:
+        self._send = send
+        self._on_batch_end = on_batch_end
+        self._lock = threading.Lock()
+        self._queues: dict[int, _PeerQueue] = {}
+        self._in_flight: dict[int, dict[int, int]] = {}
+        self._is_closed = False
+
+    def put(self, node: Node, content: Content, tier: Tier) -> bool:
+        """Queue a content for a peer. False when it is queued for it already, or the queue is full."""
+        with self._lock:
+            queue = self._queues.setdefault(node.number, _PeerQueue(node))
+            queue.node = node
+            if self._is_closed or node.number in self._in_flight.get(content.id, {}) or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
+                return False
+            queue.waiting.append((content, tier))
+            queue.may_have_more |= len(queue.waiting) > limits.PEER_QUEUE_MAX // 4
+            self._in_flight.setdefault(content.id, {})[node.number] = content.size
+            if queue.threads < limits.PEER_SENDS_MAX and queue.threads < len(queue.waiting) + len(queue.sending):
+                queue.threads += 1
+                threading.Thread(target=self._run, args=(queue,), name=f"replicate {node.name}", daemon=True).start()
+            return True
+
+    def list_nodes_for(self, content: int) -> set[int]:
+        """For whom this content is queued, or on its way to."""
+        with self._lock:
+            return set(self._in_flight.get(content, ()))
+
+    def take_refill_request(self, node: Node) -> bool:
+        """Whether this peer has little left to do although there may be more. True once, until it has more again."""
+        with self._lock:
+            queue = self._queues.get(node.number)
+            if queue is None or self._is_closed or not queue.may_have_more or len(queue.waiting) > limits.PEER_QUEUE_MAX // 4:
+                return False
+            queue.may_have_more = False
+            return True
+
+    def count_in_flight(self) -> tuple[int, int]:
+        """(contents, bytes) that are queued or on their way, once for each peer."""
+        with self._lock:
+            sizes = [size for nodes in self._in_flight.values() for size in nodes.values()]
+        return len(sizes), sum(sizes)
+
+    def list_loads(self) -> list[PeerLoad]:
+        """The same by peer, of those that there was ever something for."""
+        with self._lock:
+            return [
+                PeerLoad(
+                    queue.node.name, len(queue.waiting), sum(content.size for content, _ in queue.waiting),
+                    len(queue.sending), sum(queue.sending.values()),
+                )
+                for queue in self._queues.values()
+            ]  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing more is begun."""
+        with self._lock:
+            self._is_closed = True
+            for queue in self._queues.values():
+                queue.waiting.clear()
+
+    def _run(self, queue: _PeerQueue) -> None:
+        """Until the queue is empty: threads are cheap, and one that waits for ever would hold a database connection."""
+        while jobs := self._take_next(queue):
+            is_ok = False
+            try:
+                is_ok = self._send(queue.node, jobs)
+            except Exception:
+                first = jobs[0][0].id
+                log.exception("sending %d contents from %d on to %s failed in a way that nobody foresaw", len(jobs), first, queue.node.name)
+            finally:
+                self._record_sent(queue, jobs)
+                self._on_batch_end(queue.node, is_ok)
+
+    def _record_sent(self, queue: _PeerQueue, jobs: Sequence[Job]) -> None:
+        with self._lock:
+            for content, _ in jobs:
+                queue.sending.pop(content.id, None)
+                nodes = self._in_flight.get(content.id, {})
+                nodes.pop(queue.node.number, None)
+                if not nodes:
+                    self._in_flight.pop(content.id, None)
+
+    def _take_next(self, queue: _PeerQueue) -> list[Job]:
+        """The next content, or as many small ones as travel together; empty, and the thread ends, where there is none."""
+        with self._lock:
+            jobs: list[Job] = []
+            left = limits.PEER_MANY_BYTES_MAX
+            while queue.waiting and (not jobs or (_is_small(jobs[0]) and _is_small(queue.waiting[0]))):
+                left -= queue.waiting[0][0].size
+                if jobs and (left < 0 or len(jobs) == limits.PEER_MANY_MAX):
+                    break
+                jobs.append(queue.waiting.popleft())
+            for content, _ in jobs:
+                queue.sending[content.id] = content.size
+            if not jobs:
+                queue.threads -= 1
+            return jobs
+
+
+def _is_small(job: Job) -> bool:
+    return job[0].size <= limits.PEER_WHOLE_BYTES_MAX
+
+
+FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+CONTENTS_MAX = 10_000
+
+
+class PeerBackoff:
+    """Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: dict[int, tuple[float, float]] = {}
+        self._contents: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def record_failure(self, node: int) -> bool:
+        """A peer did not do what it was asked. True: it did before."""
+        with self._lock:
+            previous = self._nodes.get(node)
+            self._nodes[node] = _build_next_wait(previous)
+            return previous is None
+
+    def record_refusal(self, node: int, content: int, code: int) -> None:
+        """A peer does not take this content; any other neither where it is full."""
+        with self._lock:
+            if code in FULL_ERRNOS:
+                self._nodes[node] = _build_next_wait(self._nodes.get(node))
+            if len(self._contents) >= CONTENTS_MAX:
+                self._contents.clear()
+            self._contents[node, content] = _build_next_wait(self._contents.get((node, content)))
+
+    def record_success(self, node: int) -> None:
+        """A peer does what it is asked."""
+        with self._lock:
+            self._nodes.pop(node, None)
+
+    def list_avoided(self) -> frozenset[int]:
+        """Who is left alone just now."""
+        now_s = time.monotonic()
+        with self._lock:
+            return frozenset(node for node, (until_s, _) in self._nodes.items() if until_s > now_s)
+
+    def list_avoided_for(self, content: int) -> frozenset[int]:
+        """Who shall not be asked to take this content now."""
+        now_s = time.monotonic()
+        with self._lock:
+            nodes = {node for node, (until_s, _) in self._nodes.items() if until_s > now_s}
+            return frozenset(nodes | {node for (node, of), (until_s, _) in self._contents.items() if of == content and until_s > now_s})
+
+    def next_due_s(self) -> float | None:
+        """Until the first of them may be asked again; None when nobody is avoided."""
+        now_s = time.monotonic()
+        with self._lock:
+            # What is long past was asked again, or is not wanted any more.
+            self._contents = {key: wait for key, wait in self._contents.items() if wait[0] > now_s - limits.RETRY_LAST_S}
+            waits = [until_s - now_s for until_s, _ in (*self._nodes.values(), *self._contents.values()) if until_s > now_s]
+        return min(waits) if waits else None
+
+    def clear(self) -> None:
+        """Ask everybody again."""
+        with self._lock:
+            self._nodes.clear()
+            self._contents.clear()
+
+
+def _build_next_wait(previous: tuple[float, float] | None) -> tuple[float, float]:
+    """(until when, how long that is): longer each time."""
+    delay_s = limits.RETRY_FIRST_S if previous is None else min(2 * previous[1], limits.RETRY_LAST_S)
+    return time.monotonic() + delay_s, delay_s

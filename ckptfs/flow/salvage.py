@@ -1,0 +1,380 @@
+"""Takes: files whose content was on a node that died, and on no other, and of which a former one lies here: what the file held before it
+was written anew (catalog/former.py), or the same content before it was changed in place (an OLDER copy, catalog/holding.py). Wants of the
+kind 'left': somebody opens such a file, and no node that lives has any of it. What the PFS has may be of the file that was there before.
+Leaves: the former content as what the file holds, or what the PFS shows where that is newer or all that is left; and in `inode.missed` what
+it should hold; that again when its writer returns with it.
+If we die here: the store was told all of it or nothing; the next mover looks through everything once.
+
+A generation of a content that was changed in place becomes a content of its own, so that its writer may return with the newer one. Each
+decision is one transaction of the store that compares all it rests on, so of several holders one decides, and whoever writes the file
+meanwhile wins. What was written since then stays, and what was missed is put beside it by its writer, which alone has it.
+"""
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ckptfs import disk, limits
+from ckptfs.catalog import contents, copies, mover_requests, namespace, remote_contents, summary
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.remote_contents import HeldCopy, RemoteState
+from ckptfs.clique import locations
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.locations import ContentLocations, SharedFile, SharedPfsState
+from ckptfs.clique.membership import ClusterView
+from ckptfs.clique.peer_api import PeerFailed, PeerRefused
+from ckptfs.coherence import keys, salvage_records, store_loss
+from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
+from ckptfs.errors import DigestMismatch
+from ckptfs.model import Content, ContentState, Notifier
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, Store
+from ckptfs.tiers import local_copies
+from ckptfs.tiers.storage import Tiers
+
+log = logging.getLogger(__name__)
+
+disk.declare_labels("fallback:shown", "fallback:pfs")
+
+BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
+
+
+class Salvage:
+    """Looks through what lies here whenever the world has changed, and again while something is not decided. One batch a step."""
+
+    def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster) -> None:
+        self._db = db
+        self._tiers = tiers
+        self._notify = notify
+        self._cluster = cluster
+        self._last_view: ClusterView | None = None
+        self._after: int | None = None
+        self._undecided: set[int] = set()
+        self._writers_may_return = False
+        self._next_look_s = 0.0
+        self._view_since_s = 0.0
+
+    def step(self) -> bool:
+        """True: there is more to look through. Raises Unreachable; then the same batch comes again."""
+        view = self._cluster.view()
+        if store_loss.is_recently_lost(self._db):
+            return False
+        if view is not self._last_view:
+            self._after, self._writers_may_return, self._last_view, self._view_since_s = 0, True, view, time.monotonic()
+        if self._cluster.factor < 2:
+            self._after = None  # Nobody holds anything for others; the PFS has what it has.
+        if self._after is not None:
+            batch = remote_contents.list_held_copies(self._db, self._after, BATCH_CONTENTS)
+            self._salvage_batch(batch, view)
+            self._after = batch[-1].content.id if batch else None
+            self._undecided |= copies.list_stashed_contents(self._db)
+            return True
+        self._answer_all(view)
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + limits.FALL_BACK_LOOK_S
+            numbers = sorted(self._undecided)[:BATCH_CONTENTS]
+            self._undecided -= set(numbers)
+            self._salvage_batch(
+                [found for number in numbers if (found := remote_contents.find_held_copy(self._db, number)) is not None], view
+            )
+            self._undecided |= copies.list_stashed_contents(self._db)
+            self._writers_may_return = self._writers_may_return and self._restore_returned(view)
+        return False
+
+    def next_due_s(self) -> float | None:
+        """Until the next look at what is not decided; nothing is decided while nodes tell a store anew that has lost its data."""
+        if store_loss.is_recently_lost(self._db):
+            return limits.FALL_BACK_LOOK_S
+        waiting = self._undecided or self._writers_may_return or mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=1)
+        return max(0.0, self._next_look_s - time.monotonic()) if waiting else None
+
+    # --- falling back ------------------------------------------------------------------------------------------------
+
+    def _salvage_batch(self, batch: list[HeldCopy], view: ClusterView) -> None:
+        if not batch:
+            return
+        store = self._cluster.store
+        content_locations = locations.load(store, [kept.content.id for kept in batch])
+        inodes = {number: one.state.inode for number, one in content_locations.items() if one.state is not None}
+        files = locations.load_files(store, sorted(set(inodes.values())))
+        candidates = [
+            kept for kept in batch if _is_candidate(kept, content_locations[kept.content.id], files.get(inodes.get(kept.content.id, 0)))
+        ]
+        successors = {kept.content.id: files[inodes[kept.content.id]].expected_state["content"] or 0 for kept in candidates}
+        successor_locations = locations.load(store, sorted(set(successors.values())))
+        for held_copy in sorted(
+            candidates, key=lambda one: (content_locations[one.content.id].superseded_mtime_ns is None, -one.generation)
+        ):
+            number = held_copy.content.id
+            inode, one, now = inodes[number], content_locations[number], successor_locations[successors[number]]
+            if self._is_already_shown(held_copy, one, files[inode]):
+                self._finish_restore(held_copy.content, inode, files[inode], one)
+                continue
+            on_pfs = locations.load_pfs_state(store, inode)
+            if self._is_safe(on_pfs, now, view, is_same_content=successors[number] == number):
+                continue
+            if (not now.is_lost and now.writer in view) or self._has_rivals(held_copy, one, view):
+                self._undecided.add(number)
+            elif on_pfs is None or on_pfs.generation <= held_copy.generation:
+                self._show_held_copy(inode, files[inode], held_copy, one, now)
+            elif not self._show_pfs(inode, files[inode], on_pfs, now):
+                self._undecided.add(number)
+
+    def _is_safe(self, on_pfs: SharedPfsState | None, successor: ContentLocations, view: ClusterView, *, is_same_content: bool) -> bool:
+        """Whether a living node besides its writer, or the PFS, has what the file holds; or, of another content than the one that lies
+        here, a state of it. What an open file held last nobody can know, and its writer, while it lives, goes on.
+        """
+        remote_state = successor.state
+        if remote_state is None or (is_same_content and remote_state.is_open and not successor.is_lost and successor.writer in view):
+            return True
+        living = [copy for copy in successor.copies if copy.node in view and copy.node != successor.writer]
+        if any(not is_same_content or _is_same_state(copy.generation, copy.digest, remote_state) for copy in living):
+            return True
+        return on_pfs is not None and on_pfs.generation >= remote_state.generation and (on_pfs.is_complete or not is_same_content)
+
+    def _has_rivals(self, held_copy: HeldCopy, shared: ContentLocations, view: ClusterView) -> bool:
+        """Whether another node that lives has a newer generation of it, or may have and did not say so yet."""
+        newest, _ = shared.get_newest([node.number for node in view.nodes if node.number != self._cluster.node_number])
+        if newest > held_copy.generation:
+            return True
+        is_recent = time.monotonic() - self._view_since_s < limits.FALL_BACK_RIVALS_S
+        return is_recent and shared.replicated_before is not None and shared.replicated_before[0] > held_copy.generation
+
+    def _show_held_copy(
+        self, inode: int, file: SharedFile, held_copy: HeldCopy, shared: ContentLocations, successor: ContentLocations
+    ) -> None:
+        """Let the file hold what lies here, if the store agrees."""
+        remote_state, content = shared.state, held_copy.content
+        if remote_state is not None and _is_same_state(held_copy.generation, held_copy.digest, remote_state):
+            if not self._restore_previous(inode, file, content, shared, successor):
+                self._undecided.add(content.id)
+            return
+        try:
+            promoted = local_copies.promote_stale(self._db, self._tiers, held_copy, inode)
+        except (OSError, DigestMismatch) as failure:
+            log.error("what is left of %s cannot be shown: %s", self._name(inode, file), failure)
+            promoted = None
+        if promoted is None:
+            self._undecided.add(content.id)
+        elif self._restore_previous(inode, file, promoted, shared, successor):
+            copies.delete_copy(self._db, content.id, held_copy.tier)
+            local_copies.remove_unrecorded(self._db, self._tiers[held_copy.tier], content.id)
+        else:
+            contents.set_state(self._db, promoted.id, ContentState.DOOMED)
+            self._undecided.add(content.id)
+
+    def _restore_previous(
+        self, inode: int, file: SharedFile, content: Content, shared: ContentLocations, successor: ContentLocations
+    ) -> bool:
+        salvaged = _build_salvaged(file, successor, content.id, content.generation)
+        shows = {
+            "content": content.id,
+            "generation": content.generation,
+            "size": content.size,
+            "mtime_ns": _get_mtime_ns(content, shared, file),
+        }
+        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": keys.encode_fields(salvaged).decode()}
+        content_value = salvage_records.build_content_value(content, inode, self._cluster.node_number)
+        items = {item.key: item for item in (file.item, *shared.items, *_list_content_items(successor.items))}
+        revision = _commit_if_unchanged(
+            self._cluster.store, list(items.values()), [(file.item.key, value), (locations.build_content_key(content.id), content_value)]
+        )
+        if not revision:
+            return False
+        disk.act("fallback:shown", lambda: None)
+        salvage_records.record_previous_shown(self._db, content, inode, (value, content_value), revision)
+        self._report(inode, file, successor)
+        self._notify.wake_lanes()
+        return True
+
+    # --- falling back to the PFS --------------------------------------------------------------------------------------
+
+    def _answer_all(self, view: ClusterView) -> None:
+        """Decide for those who wait for it; what cannot be decided yet stays to be asked."""
+        for request in mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=BATCH_CONTENTS):
+            is_shown = self._try_show_pfs(request.inode, view)
+            if is_shown is not None:
+                mover_requests.mark_done(self._db, request.id) if is_shown else mover_requests.mark_failed(self._db, request.id, errno.EIO)
+                self._notify.wake_lanes()
+
+    def _try_show_pfs(self, inode: int, view: ClusterView) -> bool | None:
+        """Have the file show what the PFS has of it, when no node that lives has any newer state. None: that is not certain yet.
+
+        A node that has one, and did not say so in that time, shows it all the same when it comes to it: see `_may_be_left`.
+        """
+        store = self._cluster.store
+        file, on_pfs = locations.load_files(store, [inode]).get(inode), locations.load_pfs_state(store, inode)
+        if file is None:
+            return False
+        if file.content is None or file.content != copies.get_content_id(self._db, inode):
+            return on_pfs is not None and self._record_pfs_shown(inode, file, on_pfs)
+        on_pfs = on_pfs or locations.find_replaced_pfs_state(store, inode, file)
+        if on_pfs is None:
+            return False
+        successor = locations.load(store, [file.content])[file.content]
+        if (
+            successor.state is None
+            or (not successor.is_lost and successor.writer in view)
+            or successor.state.generation < on_pfs.generation
+        ):
+            return False
+        newer = on_pfs.generation + on_pfs.is_complete
+        if any(copy.node in view and copy.generation >= newer and copy.node != successor.writer for copy in successor.copies):
+            return False
+        if time.monotonic() - self._view_since_s < limits.FALL_BACK_RIVALS_S:
+            return None
+        return self._show_pfs(inode, file, on_pfs, successor) or None
+
+    def _record_pfs_shown(self, inode: int, file: SharedFile, on_pfs: SharedPfsState) -> bool:
+        """Another node was faster."""
+        rows = [(PFS_STATE, on_pfs.value, on_pfs.item), (INODE, file.value, file.item)]
+        salvage_records.record_pfs_shown(self._db, [(SharedKey(kind, inode), value, item.mod_revision) for kind, value, item in rows])
+        self._notify.invalidate_inode(inode)
+        return True
+
+    def _show_pfs(self, inode: int, file: SharedFile, on_pfs: SharedPfsState, successor: ContentLocations) -> bool:
+        """Let the file show what the PFS has of it, if the store agrees; what was fsynced of an open file is the whole of it now."""
+        if on_pfs.in_hand:
+            return False
+        salvaged = _build_salvaged(file, successor, None, on_pfs.generation)
+        shows = {"content": None, "generation": on_pfs.generation, "size": on_pfs.size, "mtime_ns": on_pfs.mtime_ns}
+        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": keys.encode_fields(salvaged).decode()}
+        puts = [*on_pfs.build_puts(inode, complete=True), (file.item.key, value)]
+        revision = _commit_if_unchanged(self._cluster.store, [file.item, on_pfs.item, *on_pfs.rests_on, *successor.items], puts)
+        if not revision:
+            return False
+        disk.act("fallback:pfs", lambda: None)
+        known = [] if on_pfs.replaces else [(SharedKey(PFS_STATE, inode), on_pfs.value, on_pfs.item.mod_revision)]
+        salvage_records.record_pfs_shown(self._db, [*known, *((keys.decode_key(key), said, revision) for key, said in puts)])
+        self._writers_may_return = True
+        self._report(inode, file, successor)
+        self._notify.invalidate_inode(inode)
+        return True
+
+    def _is_already_shown(self, held_copy: HeldCopy, shared: ContentLocations, file: SharedFile) -> bool:
+        """Whether the store was told that the file holds this, and this node died before it wrote that down."""
+        return (
+            held_copy.is_current
+            and held_copy.content.is_remote
+            and shared.writer == self._cluster.node_number
+            and file.content == held_copy.content.id
+        )
+
+    def _finish_restore(self, content: Content, inode: int, file: SharedFile, shared: ContentLocations) -> None:
+        values = file.value, json.loads(_list_content_items(shared.items)[0].value)
+        salvage_records.record_previous_shown(
+            self._db, content, inode, values, max(file.item.mod_revision, *(item.mod_revision for item in shared.items))
+        )
+        self._notify.wake_lanes()
+
+    def _report(self, inode: int, file: SharedFile, successor: ContentLocations) -> None:
+        name, node = self._name(inode, file), successor.writer
+        log.warning("%s shows its former content: the newer one is lost with node %s, which alone had it", name, node)
+        what = f"the file shows its former content: the newer one is lost with node {node}, unless that returns with it"
+        remedy = "start that node again without wiping its RAM, or go on with the former content"
+        summary.set_report(self._db, _get_trouble_key(inode), {"what": what, "path": name, "remedy": remedy})
+
+    def _name(self, inode: int, file: SharedFile) -> str:
+        name = os.fsdecode(namespace.get_path(self._db, inode))
+        return "/".join(str(part) for _, part in file.value["names"][:1]) if name == "?" else name
+
+    # --- when the writer returns ---------------------------------------------------------------------------------------
+
+    def _restore_returned(self, view: ClusterView) -> bool:
+        """Ask writers that live for what is missed. True: something is not decided."""
+        is_undecided = False
+        for inode, raw in salvage_records.list_salvaged(self._db):
+            salvaged = json.loads(raw)
+            file = locations.load_files(self._cluster.store, [inode]).get(inode)
+            if file is None or file.salvaged != salvaged:
+                if file is None:
+                    salvage_records.delete_salvage_record(self._db, inode)
+                else:
+                    salvage_records.apply_inode_value(self._db, inode, file.value, file.item.mod_revision)
+                summary.set_report(self._db, _get_trouble_key(inode), None)
+            elif salvaged["node"] in view:
+                is_undecided = not self._restore_from_writer(inode, file, salvaged, view) or is_undecided
+        return is_undecided
+
+    def _restore_from_writer(self, inode: int, file: SharedFile, salvaged: dict[str, Any], view: ClusterView) -> bool:
+        """Show again what was missed, when its writer has it and the file was not written since. False: later."""
+        node = view.by_number[salvaged["node"]]
+        value = {name: held for name, held in file.value.items() if name != "missed"}
+        if file.active_salvage is None:
+            return True  # The writer puts it beside: see `Reconcile`.
+        try:
+            record = self._cluster.peers.request_seal(node, salvaged["content"], limits.SEAL_ASKED_S)
+        except PeerRefused:
+            return True  # It has lost it, too.
+        except PeerFailed:
+            return False
+        if record is None:
+            return False
+        shows = {"content": salvaged["content"], "generation": record.generation, "size": record.size, "mtime_ns": salvaged["mtime_ns"]}
+        value |= {**shows, "ctime_ns": time.time_ns()}
+        revision = _commit_if_unchanged(self._cluster.store, [file.item], [(file.item.key, value)])
+        if not revision:
+            return False
+        remote_contents.record_remote(
+            self._db, RemoteState(record.content, inode, record.generation, record.size, record.digest, record.blocks)
+        )
+        salvage_records.record_salvage_undone(self._db, inode, value, revision, node.number)
+        self._notify.wake_lanes()
+        summary.set_report(self._db, _get_trouble_key(inode), None)
+        log.info("%s has returned with what %s should hold", node.name, os.fsdecode(namespace.get_path(self._db, inode)))
+        return True
+
+
+def _is_candidate(held_copy: HeldCopy, shared: ContentLocations, file: SharedFile | None) -> bool:
+    """Whether the file of a content that lies here holds another one by now, or a later generation of it."""
+    remote_state = shared.state
+    if remote_state is None or file is None or (file.content is None and file.pfs_generation is None):
+        return False
+    if file.pfs_generation is not None and held_copy.generation <= file.pfs_generation:
+        return False
+    if not _is_same_state(held_copy.generation, held_copy.digest, remote_state):
+        return remote_state.digest is None or held_copy.generation < remote_state.generation
+    if file.content == held_copy.content.id:
+        return held_copy.content.is_remote and held_copy.is_current  # It may be this node's by now: see `_is_shown_by_us`.
+    return (file.salvaged or {}).get("content") != held_copy.content.id
+
+
+def _build_salvaged(file: SharedFile, successor: ContentLocations, shows: int | None, shown: int) -> dict[str, Any]:
+    """What `inode.missed` shall say (catalog/sharing/falling_back.py)."""
+    return {"node": successor.writer, **file.expected_state, "shows": shows, "shown": shown}
+
+
+def _is_same_state(generation: int, digest: bytes, remote_state: RemoteState) -> bool:
+    """Whether this generation is what was heard of a content: of one that was closed and not sealed the digest is not known."""
+    return generation == remote_state.generation and (
+        remote_state.digest == digest if remote_state.digest is not None else not remote_state.is_open
+    )
+
+
+def _get_mtime_ns(content: Content, shared: ContentLocations, file: SharedFile) -> int:
+    """The file's time of change when it held this, as far as that is known."""
+    remote_state = shared.state
+    if shared.replicated_before is not None and shared.replicated_before[0] == content.generation:
+        return shared.replicated_before[1]
+    if shared.superseded_mtime_ns is not None and remote_state is not None and remote_state.generation == content.generation:
+        return shared.superseded_mtime_ns
+    return int(file.value["mtime_ns"])
+
+
+def _list_content_items(items: Sequence[Item]) -> list[Item]:
+    return [item for item in items if item.key.startswith(b"c/")]
+
+
+def _commit_if_unchanged(store: Store, compared: Sequence[Item], puts: Sequence[tuple[bytes, dict[str, Any] | None]]) -> int:
+    """Put these, None: delete it, while all that was compared is as it was read; the revision, 0 when something has changed."""
+    compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in compared]
+    changes: list[Operation] = [Delete(key) if value is None else Put(key, keys.encode_fields(value)) for key, value in puts]
+    outcome = store.commit(compares, changes, [Get(item.key) for item in compared])
+    return outcome.revision if outcome.succeeded else 0
+
+
+def _get_trouble_key(inode: int) -> str:
+    return f"trouble:former:{inode:016x}"

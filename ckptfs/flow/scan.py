@@ -1,0 +1,496 @@
+"""Takes: wants of the kind 'visit', and directories that the PFS was not compared with for a while.
+Leaves: a catalog that shows what strangers put on the PFS, changed there and took away; new directories complete=0 until their own visit.
+If we die here: what was imported stays, the directory is as complete as before and is visited again.
+
+Lists outside of any transaction and takes over in short ones. What was written here and is not on the PFS yet always stays.
+
+Takes: one directory that was opened on the PFS, and what is pending in it.
+Leaves: the catalog as the PFS shows this directory, but for what is newer here.
+If we die here: what was taken over stays; the directory counts as unvisited, or as it was compared before, and is compared again.
+
+The catalog is changed in short transactions, each of which looks again before it believes the listing (catalog/visits.py).
+"""
+
+import errno
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from ckptfs import disk, limits
+from ckptfs.catalog import copies, mover_requests, namespace, pfs_state, scans, summary
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.scans import PendingChanges, ScanVerdict
+from ckptfs.clique import locations
+from ckptfs.clique.cluster import Cluster
+from ckptfs.coherence import key_state, pfs_coordination, store_loss
+from ckptfs.config import Config
+from ckptfs.errors import CkptfsError, TierUnavailable
+from ckptfs.model import ROOT, Notifier, PfsEntryStat, Tier
+from ckptfs.store.kv import Get
+from ckptfs.tiers import health, pfs_ownership, pfs_tree
+from ckptfs.tiers.storage import Tiers
+
+log = logging.getLogger(__name__)
+disk.declare_labels("visit:import", "visit:vanish", "visit:parked")
+LISTED_BATCH = 256
+
+IMPORT_BATCH = limits.CHANGE_ROWS_MAX // 8
+"""Names in one transaction: each takes four rows, and some more for its xattrs."""
+
+CLUSTER_IMPORT_BATCH = limits.ETCD_OPERATIONS_MAX // 10
+"""The same in a cluster: the store has to take all that is about a name at once, and that is up to six keys."""
+Item = TypeVar("Item")
+RefreshNames = Callable[[list[bytes]], set[bytes]]
+
+
+class DirectoryScan:
+    """One listed directory and the catalog."""
+
+    def __init__(
+        self, db: Database, notify: Notifier, pending: PendingChanges, fd: int, progress: Callable[[], None] = lambda: None,
+        refresh_names: RefreshNames | None = None, is_gone: Callable[[int], bool] = lambda inode: False,
+    ) -> None:  # fmt: skip
+        """`look_again` learns what other nodes know of names, and says which must be left to them; `gone`: whether a file certainly has
+        no name any more.
+        """
+        self._is_gone = is_gone
+        self._refresh_names = refresh_names
+        self._db = db
+        self._notify = notify
+        self._pending = pending
+        self._directory = pending.directory
+        self._fd = fd
+        self._can_cache_absent_names = scans.can_cache_absent_names(db, pending.directory)
+        self._is_first_scan = not scans.is_imported(db, pending.directory)
+        self._progress = progress
+        self._names_changed = False
+        self._external_names: list[bytes] = []
+
+    def run(self) -> None:
+        """Take over everything: what is there, then what is not there any more, then what stands where a directory was."""
+        if self._directory == ROOT:
+            self._import_root()
+        names: set[bytes] = set()
+        replaced: list[PfsEntryStat] = []
+        listing = pfs_tree.list_entries(self._fd, is_root=self._directory == ROOT, on_external=self._external_names.append)
+        for batch in _split(listing, LISTED_BATCH):
+            self._progress()
+            names.update(seen.name for seen in batch)
+            self._exclude_pending_elsewhere([seen.name for seen in batch])
+            replaced += self._import_entries(self._list_differing(batch))
+        self._report_external()
+        self._record_vanished(name for name, _, _ in scans.list_expected(self._db, self._directory) if name not in names)
+        for seen in replaced:
+            self._delete_tree(seen.name)
+            self._import_entries([seen])
+        if self._names_changed:
+            with self._db.transaction():
+                scans.record_external_change(self._db, self._directory, pfs_tree.stat_descriptor(self._fd))
+            self._notify.invalidate_inode(self._directory)
+
+    def _remove_parked(self, name: bytes) -> bool:
+        """What a node that died was about to rename goes when nobody calls it anything any more. What lives stays, and is told of."""
+        inode = pfs_tree.parse_parked_name(name)
+        if inode is None or not self._is_gone(inode):
+            return False
+        parent = pfs_tree.stat_descriptor(self._fd)
+        try:
+            pfs_ownership.retry_as_owner(lambda: disk.unlink("visit:parked", name, dir_fd=self._fd), lambda: [(parent.uid, parent.gid)])
+        except OSError as failure:
+            log.debug("%s stays: %s", os.fsdecode(name), failure)
+            return False
+        log.info("%s is gone from the PFS: a node had died while it renamed it, and it was deleted since", os.fsdecode(name))
+        return True
+
+    def _report_external(self) -> None:
+        """What somebody calls like what is ours is not shown in the mount: people shall know."""
+        self._external_names = [name for name in self._external_names if not self._remove_parked(name)]
+        key = f"trouble:hidden:{self._directory:016x}"
+        if not self._external_names:
+            summary.set_report(self._db, key, None)
+            return
+        path = b"/".join(part for part in (namespace.get_path(self._db, self._directory), min(self._external_names)) if part)
+        count = len(self._external_names)
+        what = "is hidden in the mount" if count == 1 else f"and {count - 1} more are hidden in the mount"
+        if not summary.list_reports(self._db, key):
+            log.warning("%s %s: names like it are for ckptfs's own files", os.fsdecode(path), what)
+        remedy = "give it another name on the PFS, one that does not begin with .ckptfs"
+        summary.set_report(
+            self._db, key, {"what": f"{what}: names like it are for ckptfs's own files", "path": os.fsdecode(path), "remedy": remedy}
+        )
+
+    def _import_root(self) -> None:
+        with scans.import_transaction(self._db, ROOT):
+            is_changed = scans.set_root_attributes(self._db, self._pending, pfs_tree.stat_descriptor(self._fd))
+        if is_changed:
+            self._notify.invalidate_inode(ROOT)
+
+    def record_vanished_name(self, name: bytes) -> None:
+        """Take over that one name is not there any more."""
+        self._record_vanished([name])
+        if self._names_changed:
+            self._notify.invalidate_inode(self._directory)
+
+    def _list_differing(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
+        """Those for which there may be something to do; the others cost one query and no transaction."""
+        if self._is_first_scan:
+            return batch
+        with self._db.read_transaction():
+            return [
+                seen
+                for seen in batch
+                if scans.choose_verdict(seen, scans.get_known_name(self._db, self._directory, seen.name)) is not ScanVerdict.SAME
+            ]
+
+    def _import_entries(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
+        """Take over what differs; what stands where a directory was is left, and returned."""
+        replaced = []
+        for part in _split(self._load_details(batch), IMPORT_BATCH if self._refresh_names is None else CLUSTER_IMPORT_BATCH):
+            done: list[tuple[PfsEntryStat, ScanVerdict, int | None]] = []
+            with scans.import_transaction(self._db, self._directory):
+                self._pending.update(self._db)
+                done += [(seen, *scans.import_entry(self._db, self._pending, seen)) for seen in part]
+                disk.act("visit:import", lambda: None)
+            for seen, verdict, inode in done:
+                self._notify_mount(seen, verdict, inode)
+                if verdict is ScanVerdict.REPLACED and seen.is_directory != scans.is_directory(self._db, inode):
+                    replaced.append(seen)
+        return replaced
+
+    def _load_details(self, batch: Iterable[PfsEntryStat]) -> Iterator[PfsEntryStat]:
+        for entry in batch:
+            try:
+                yield pfs_tree.load_details(self._fd, entry)
+            except FileNotFoundError:
+                continue
+
+    def _notify_mount(self, entry: PfsEntryStat, verdict: ScanVerdict, inode: int | None) -> None:
+        """Let the mount's kernel forget what is not true any more. Of an unvisited directory it knows no absent names."""
+        if verdict in {ScanVerdict.NEW, ScanVerdict.REPLACED}:
+            self._names_changed = self._names_changed or self._can_cache_absent_names
+            if self._can_cache_absent_names:
+                self._notify.invalidate_entry(self._directory, entry.name)
+        if verdict in {ScanVerdict.ATTRIBUTES, ScanVerdict.CONTENT, ScanVerdict.ADOPT} and inode is not None:
+            self._notify.invalidate_inode(inode)
+        if verdict is ScanVerdict.CONTENT and inode is not None:
+            # A kernel that caches writes believes its own size and times for as long as it knows the inode: it must forget its names.
+            for parent, name in scans.list_names(self._db, inode):
+                self._notify.invalidate_entry(parent, name)
+            log.info("%s was changed on the PFS by somebody else", os.fsdecode(entry.name))
+
+    def _exclude_pending_elsewhere(self, names: list[bytes]) -> None:
+        if self._refresh_names is not None and names:
+            self._pending.names |= self._refresh_names(names)
+
+    def _record_vanished(self, candidates: Iterable[bytes]) -> None:
+        """Take over that these names are gone, once each was looked for by itself."""
+        gone = list(candidates)
+        self._exclude_pending_elsewhere(gone)
+        for name in gone:
+            if pfs_tree.is_absent(self._fd, name):
+                self._delete_tree(name)
+
+    def _delete_tree(self, name: bytes) -> None:
+        """Forget a name with all that is below it, from the bottom up; what is newer than the PFS stays, with what holds it."""
+        inode = scans.get_known_name(self._db, self._directory, name).inode
+        if inode is None or self._is_pending(name, inode):
+            return
+        for directory, below in scans.list_tree(self._db, inode):
+            pending = scans.record_scan_begin(self._db, directory)
+            try:
+                self._delete_names(pending, below)
+            finally:
+                scans.record_scan_end(self._db, directory, whole=False)
+        self._names_changed = self._delete_names(self._pending, [name]) or self._names_changed
+
+    def _is_pending(self, name: bytes, inode: int) -> bool:
+        self._pending.update(self._db)
+        return self._pending.is_pending(name, inode)
+
+    def _delete_names(self, pending: PendingChanges, names: list[bytes]) -> bool:
+        """Forget names in one directory; whether any went."""
+        gone: list[bytes] = []
+        for part in _split(names, IMPORT_BATCH):
+            with scans.import_transaction(self._db, pending.directory):
+                pending.update(self._db)
+                gone += [name for name in part if scans.record_vanished(self._db, pending, name)]
+                disk.act("visit:vanish", lambda: None)
+        for name in gone:
+            self._notify.invalidate_entry(pending.directory, name)
+        if gone:
+            self._notify.wake_lanes()
+        return bool(gone)
+
+
+def _split(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
+
+
+disk.declare_labels("visit:begin", "visit:end")
+
+# A refresh that took t seconds is followed by a pause of this many times t, so that refreshing never loads the PFS.
+PAUSE_RATIO = 9
+BUSY_TRIES = 5
+PUBLISHED_POLL_S = 0.005
+
+DIRECTORY_ERRNOS = {errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY}
+"""Errors of one directory, not of the PFS."""
+
+
+def request_scan(db: Database, inode: int, *, recursive: bool, wait_s: float = limits.VISIT_WAIT_S) -> int:
+    """Want the directory `inode` to be compared with the PFS now, with all visited ones below it if `recursive`. The want's id."""
+    return mover_requests.insert_request(
+        db, mover_requests.SCAN, inode, mover_requests.TREE if recursive else mover_requests.COMPARE_AGAIN, wait_s=wait_s
+    )
+
+
+class Scan:
+    """One directory a step: those that somebody waits for first."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
+        """`around`: the other nodes, which look at the same PFS; None on a node that is alone."""
+        self._cluster = cluster
+        self._db = db
+        self._tiers = tiers
+        self._config = config
+        self._notify = notify
+        self._tree_queues: dict[int, deque[int]] = {}
+        self._next_refresh_s = 0.0
+        self._swept_s = 0.0
+        self._progress_s = 0.0
+        self._request_id = 0
+
+    def prepare(self) -> None:
+        """Once, before the mover is ready: forget visits that died. Asks nothing of the PFS."""
+        if self._config.pfs is not None:
+            scans.reset_scans(self._db, os.fsdecode(self._config.pfs))
+
+    def step(self) -> bool:
+        """Visit one directory. True: there may be more at once."""
+        self._request_id = 0
+        self._sweep_requests()
+        requests = mover_requests.list_open(self._db, mover_requests.SCAN)
+        single = next((want for want in requests if want.argument != mover_requests.TREE), None)
+        if single is not None:
+            self._answer(single)
+            return True
+        self._tree_queues = {want.id: self._tree_queues.get(want.id) or deque([want.inode]) for want in requests}
+        if requests:
+            self._scan_next_of_tree(requests[0])
+            return True
+        return self._refresh_next()
+
+    def next_due_s(self) -> float | None:
+        """Until directories whose turn it may be are looked for."""
+        return max(0.0, self._next_refresh_s - time.monotonic())
+
+    # --- what is asked --------------------------------------------------------------------------------------------------
+
+    def _sweep_requests(self) -> None:
+        if time.monotonic() - self._swept_s > limits.WANT_SWEEP_S:
+            self._swept_s = time.monotonic()
+            mover_requests.delete_stale(self._db)
+
+    def _report_progress(self) -> None:
+        """Whoever waits for a large directory shall know that it is coming."""
+        if self._request_id and time.monotonic() - self._progress_s > limits.WANT_LOOK_S:
+            self._progress_s = time.monotonic()
+            mover_requests.record_progress(self._db, self._request_id, wait_s=limits.VISIT_WAIT_S)
+
+    def _answer(self, request: mover_requests.MoverRequest) -> None:
+        """Visit what one want asks for. It fails with the visit, at once: whoever asked may ask again."""
+        self._request_id = request.id
+        try:
+            if request.argument == mover_requests.COMPARE_AGAIN or not scans.is_imported(self._db, request.inode):
+                self._scan_when_undisturbed(request.inode)
+        except Exception as failure:
+            if self._fail_request(request.id, request.inode, failure):
+                return
+            raise
+        mover_requests.mark_done(self._db, request.id)
+        self._notify.notify_replies()
+
+    def _fail_request(self, request_id: int, inode: int, failure: Exception) -> bool:
+        """Answer with what went wrong; whether that is the asker's business only, and no trouble of the PFS."""
+        code = failure.errno if isinstance(failure, OSError) and _is_directory_error(failure) else errno.EIO
+        mover_requests.mark_failed(self._db, request_id, code or errno.EIO)
+        self._notify.notify_replies()
+        log.debug("visit of inode %d: %s", inode, failure)
+        return _is_directory_error(failure)
+
+    def _scan_next_of_tree(self, request: mover_requests.MoverRequest) -> None:
+        """Visit the next directory of a tree; the want is done with the last one. One below that cannot be listed is left out."""
+        self._request_id = request.id
+        queue = self._tree_queues[request.id]
+        directory = queue.popleft()
+        try:
+            self._scan_when_undisturbed(directory)
+        except Exception as failure:
+            if not _is_directory_error(failure) or directory == request.inode:
+                del self._tree_queues[request.id]
+                if self._fail_request(request.id, directory, failure):
+                    return
+                raise
+        queue.extend(scans.list_scanned_directories(self._db, directory))
+        if queue:
+            mover_requests.record_progress(self._db, request.id, wait_s=limits.VISIT_WAIT_S)
+            return
+        del self._tree_queues[request.id]
+        mover_requests.mark_done(self._db, request.id)
+        self._notify.notify_replies()
+
+    def _refresh_next(self) -> bool:
+        """Compare the directory whose turn it is; never True, so that the pause after it is kept. In a cluster one node does it for all."""
+        if time.monotonic() < self._next_refresh_s:
+            return False
+        if self._cluster is not None and self._cluster.node_number != min(
+            self._cluster.view().by_number, default=self._cluster.node_number
+        ):
+            self._next_refresh_s = time.monotonic() + limits.DUE_LOOK_S
+            return False
+        started_s = time.monotonic()
+        found = scans.find_due_directory(self._db, time.time_ns() - int(self._config.refresh_interval_s * 1e9))
+        if found is None:
+            self._next_refresh_s = started_s + min(self._config.refresh_interval_s, limits.DUE_LOOK_S)
+            return False
+        try:
+            self._scan(found)
+        except Exception as failure:
+            scans.record_postponed(self._db, found)
+            if not _is_directory_error(failure):
+                raise
+        finally:
+            ended_s = time.monotonic()
+            self._next_refresh_s = ended_s + PAUSE_RATIO * (ended_s - started_s)
+        return False
+
+    def _scan_when_undisturbed(self, directory: int) -> None:
+        """Write-back may be renaming a directory on the way just now: look again in a moment."""
+        for _ in range(BUSY_TRIES):
+            try:
+                return self._scan(directory)
+            except OSError as failure:
+                if failure.errno != errno.EBUSY:
+                    raise
+            time.sleep(limits.RETRY_FIRST_S)
+        return self._scan(directory)
+
+    # --- one visit ------------------------------------------------------------------------------------------------------
+
+    def _scan(self, directory: int) -> None:
+        """Compare one directory with the PFS. Raises OSError and TierUnavailable when it cannot be listed."""
+        root_fd = self._open_root()
+        try:
+            pending = disk.act("visit:begin", scans.record_scan_begin, self._db, directory)
+            self._refresh_pfs_path(directory)
+            names = pfs_state.find_path(self._db, directory)
+            if names is None:
+                scans.record_scan_end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
+                return
+            with disk.closing(self._open_directory(root_fd, names, directory)) as fd:
+                DirectoryScan(
+                    self._db, self._notify, pending, fd, self._report_progress, self._build_refresh_names(directory), self._is_gone
+                ).run()
+        except BaseException:
+            scans.record_scan_end(self._db, directory, whole=False)
+            raise
+        finally:
+            os.close(root_fd)
+        disk.act("visit:end", scans.record_scan_end, self._db, directory, whole=True)
+        self._wait_published()
+
+    def _is_gone(self, inode: int) -> bool:
+        """Whether the store has no such file; not while nodes tell one anew that has lost its data."""
+        if self._cluster is None or store_loss.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S:
+            return False
+        try:
+            return not self._cluster.store.read([Get(locations.build_inode_key(inode), keys_only=True)]).results[0]
+        except CkptfsError:
+            return False
+
+    def _refresh_pfs_path(self, directory: int) -> None:
+        """Where the PFS shows a directory now: other nodes may have moved it."""
+        if self._cluster is not None:
+            pfs_coordination.load_inodes(self._db, self._cluster.store, directory)
+
+    def _build_refresh_names(self, directory: int) -> RefreshNames | None:
+        """What asks the store about names that were listed."""
+        if self._cluster is None:
+            return None
+        store = self._cluster.store
+        return lambda names: pfs_coordination.refresh_names(self._db, store, directory, names)
+
+    def _wait_published(self) -> None:
+        """What was imported is the other nodes' before anybody here uses it; or theirs is, where they were faster."""
+        until_s, last = time.monotonic() + limits.ETCD_WAIT_S, key_state.get_last_change(self._db)
+        while self._cluster is not None and key_state.has_dirty(self._db, last) and time.monotonic() < until_s:
+            time.sleep(PUBLISHED_POLL_S)
+
+    def _open_root(self) -> int:
+        if self._config.pfs is None:
+            raise TierUnavailable("there is no PFS to visit")
+        if copies.get_tier_uuid(self._db, Tier.PFS) is None:
+            self._adopt_pfs()
+        try:
+            return pfs_tree.open_root(self._config.pfs, copies.get_tier_uuid(self._db, Tier.PFS))
+        except OSError as failure:
+            remedy = health.remedy(failure.errno)
+            raise TierUnavailable(f"{self._config.pfs} cannot be opened: {failure.strerror}", remedy=remedy) from failure
+
+    def _adopt_pfs(self) -> None:
+        """The first time: leave a mark by which this PFS is known again. One that takes no mark is believed whatever it shows."""
+        try:
+            uuid = self._tiers[Tier.PFS].uuid
+        except (OSError, TierUnavailable) as failure:
+            log.info("the PFS takes no mark of ours: %s", failure)
+            return
+        copies.set_tier_uuid(self._db, Tier.PFS, uuid)
+
+    def _open_directory(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> int:
+        """A descriptor of the directory itself, also while write-back is about to rename what is above it."""
+        try:
+            fd = pfs_tree.open_directory(root_fd, names)
+        except (FileNotFoundError, NotADirectoryError):
+            if pfs_state.is_path_changing(self._db, directory):
+                raise _build_busy_error(names) from None
+            self._scan_missing_ancestor(root_fd, names, directory)
+            raise
+        known = pfs_state.find_pfs_inode(self._db, directory)
+        is_moved = directory != ROOT and known != os.fstat(fd).st_ino
+        if is_moved and (pfs_state.is_path_changing(self._db, directory) or (self._cluster is not None and known is not None)):
+            os.close(fd)
+            raise _build_busy_error(names)
+        return fd
+
+    def _scan_missing_ancestor(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> None:
+        """A directory is gone from the PFS: compare the nearest one above that is there, so that the catalog learns of it."""
+        ancestor = directory
+        for depth in range(len(names) - 1, -1, -1):
+            ancestor = pfs_state.get_parent(self._db, ancestor)
+            try:
+                fd = pfs_tree.open_directory(root_fd, names[:depth])
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            with disk.closing(fd):
+                pending = scans.record_scan_begin(self._db, ancestor)
+                try:
+                    DirectoryScan(
+                        self._db, self._notify, pending, fd, refresh_names=self._build_refresh_names(ancestor)
+                    ).record_vanished_name(names[depth])
+                finally:
+                    scans.record_scan_end(self._db, ancestor, whole=False)
+            return
+
+
+def _is_directory_error(failure: Exception) -> bool:
+    return isinstance(failure, OSError) and failure.errno in DIRECTORY_ERRNOS
+
+
+def _build_busy_error(names: tuple[bytes, ...]) -> OSError:
+    return OSError(errno.EBUSY, "a directory on the way is being renamed", os.fsdecode(b"/".join(names)))

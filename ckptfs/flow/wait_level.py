@@ -1,0 +1,58 @@
+"""Takes: wants of the kind 'settle': somebody waits until a file has reached a level, or until the PFS was told of what was recorded.
+Leaves: those answered that are so by now.
+If we die here: nothing was changed; the next mover looks at the same wants.
+
+Only looks: whoever brings files to their levels says `notify.work()` when it has got on.
+"""
+
+import errno
+
+from ckptfs import limits
+from ckptfs.catalog import journal, mover_requests, summary
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.model import Level, Notifier
+from ckptfs.tiers.storage import Tiers
+
+
+class WaitLevel:
+    """Answers who waits for a level."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
+        self._db = db
+        self._notify = notify
+        self._waiting = False
+
+    def step(self) -> bool:
+        """Answer all that can be answered now."""
+        requests = mover_requests.list_open(self._db, mover_requests.WAIT_LEVEL)
+        answered = [want for want in requests if self._answer(want)]
+        self._waiting = len(answered) < len(requests)
+        if answered:
+            self._notify.notify_replies()
+        return len(requests) == limits.CHANGE_ROWS_MAX and bool(answered)
+
+    def next_due_s(self) -> float | None:
+        """While somebody waits a look now and then costs little; a hint that got lost costs no more than that."""
+        return limits.WANT_LOOK_S if self._waiting else None
+
+    def _answer(self, request: mover_requests.MoverRequest) -> bool:
+        kind, _, number = request.argument.partition(":")
+        if kind == "journal":
+            if journal.has_pending(self._db, request.inode, int(number)):
+                return False
+            mover_requests.mark_done(self._db, request.id)
+            return True
+        listed = summary.get_listed_file(self._db, request.inode)
+        if listed is None:
+            mover_requests.mark_failed(self._db, request.id, errno.ENOENT)
+            return True
+        if not _has_reached(listed, Level(request.argument)):
+            return False
+        mover_requests.mark_done(self._db, request.id)
+        return True
+
+
+def _has_reached(listed: summary.ListedFile, level: Level) -> bool:
+    order = list(Level)
+    return order.index(listed.level) >= order.index(level) and not (level is Level.PFS and listed.has_pending_changes)

@@ -1,0 +1,261 @@
+"""Takes: the journal of a node in a cluster, batches that are planned and staged, and the store that all nodes share.
+Leaves: batches that are announced to the others before they touch the PFS, and settled after it; intentions of dead nodes decided.
+If we die here: the batch in hand is in the catalog, its intentions in the store; `stands` finds out whether it is still ours to finish.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckptfs import disk, limits
+from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_state
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_state import ExpectedEntry, ObservedStat, PfsAction, PfsBatch, PfsLocation, PfsName, PfsView
+from ckptfs.clique import membership
+from ckptfs.clique.cluster import Cluster
+from ckptfs.coherence import key_state, pfs_coordination
+from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
+from ckptfs.coherence.pfs_coordination import StoreSnapshot, build_row_key, list_published_rows
+from ckptfs.errors import Busy, StoreUnreachable
+from ckptfs.flow.write_back.plan import Facts
+from ckptfs.flow.write_back.plan_shared import SharedPlanner
+from ckptfs.model import ROOT
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, find_stat
+
+log = logging.getLogger(__name__)
+
+disk.declare_labels("together:announced", "together:settled")
+
+BATCH_ROWS = 32
+
+
+class ClusterWriteBack:
+    """What write-back does about the other nodes."""
+
+    def __init__(self, db: Database, cluster: Cluster, instance: str, tree: PfsTree) -> None:
+        self._db = db
+        self._cluster = cluster
+        self._instance = instance
+        self._tree = tree
+        self._snapshot = StoreSnapshot(db, cluster.store)
+        self._fetch_requests: dict[int, int] = {}
+        self._extra_inodes: set[int] = set()
+        self._lost_contents: set[int] = set()
+        self._lease = 0
+        self._reintegrated_ns = key_state.get_reintegrated_ns(db)
+        self._restart_search()
+
+    # --- before a batch -----------------------------------------------------------------------------------------------
+
+    def list_rows(self, after: int) -> list[JournalRow]:
+        """The next rows that the other nodes know of, and that no other node has taken over. Raises Unreachable."""
+        rows = list_published_rows(self._db, self._instance, journal.list_oldest(self._db, BATCH_ROWS, after))
+        if not rows:
+            return rows
+        self._take_lease()
+        self._load(rows)
+        if self._resolve_dead_intents():
+            self._load(rows)
+        taken = [row for row in rows if self._snapshot.get_value(build_row_key(self._db, self._instance, row)) is None]
+        if taken:
+            log.info("%d changes of this node were written back by another one", len(taken))
+            journal.delete_rows(self._db, taken)
+            self._restart_search()
+        self._set_expected_inodes(PfsView(self._db))
+        return [row for row in rows if row not in taken]
+
+    def _restart_search(self) -> None:
+        self._next_search_s = time.monotonic()
+        self._search_until_s = self._next_search_s + limits.LEFT_OUT_S
+
+    def requeue_left_out(self) -> bool:
+        """Begin again with what the others, which have taken this node's rows, had no bytes of or took for lost, and with what an island
+        had to take back; whether there is any.
+        """
+        reintegrated_ns = key_state.get_reintegrated_ns(self._db)
+        if self._reintegrated_ns != reintegrated_ns:
+            self._reintegrated_ns = reintegrated_ns
+            self._restart_search()
+        now_s = time.monotonic()
+        if not self._next_search_s <= now_s < self._search_until_s:
+            return False
+        self._next_search_s = now_s + limits.LEFT_OUT_LOOK_S
+        return journal.insert_missing(self._db, limits.CHANGE_ROWS_MAX) > 0
+
+    def next_due_s(self) -> float | None:
+        """Until the next look for that, which waits until the journal is done."""
+        return max(limits.WANT_LOOK_S, self._next_search_s - time.monotonic()) if self._next_search_s < self._search_until_s else None
+
+    def _load(self, rows: list[JournalRow]) -> None:
+        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot.load(self._instance, rows, self._extra_inodes)
+
+    def load_also(self, inode: int) -> None:
+        """What a plan turned out to need is read for the next one, too."""
+        self._extra_inodes.add(inode)
+
+    def build_planner(self, facts: Facts, temporary: Callable[[int], bytes]) -> SharedPlanner:
+        """A planner on what is true now."""
+        return SharedPlanner(self._db, PfsView(self._db), facts, temporary, self._snapshot, self._cluster.node_number, self._lost_contents)
+
+    def fetch(self, inode: int) -> None:
+        """Have the bytes of a file brought here, which a dead node wrote. What nobody gives is left out on the PFS."""
+        request = mover_requests.get(self._db, self._fetch_requests[inode]) if inode in self._fetch_requests else None
+        if request is not None and request.state == mover_requests.FAILED:
+            self._lost_contents.add(copies.get_content_id(self._db, inode) or 0)
+            log.warning(
+                "%s cannot be written back: no node that lives has what was written", os.fsdecode(namespace.get_path(self._db, inode))
+            )
+        elif request is None or request.state != mover_requests.OPEN:
+            self._fetch_requests = {inode: mover_requests.insert_request(self._db, mover_requests.FETCH, inode, mover_requests.FOR_WRITING)}
+
+    def load_directories(self, directories: list[int]) -> None:
+        """Learn where these are now. Raises Unreachable."""
+        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot.load(self._instance, inodes=directories)
+        self._set_expected_inodes(PfsView(self._db))
+
+    def confirm_gone(self, names: DirectoryPath) -> DirectoryPath | None:
+        """The same names if the PFS shows this directory no more although it is said to. None: somebody moves it just now, or has moved it,
+        and it is to be planned anew in a while.
+        """
+        try:
+            before = self._load_path_revisions(names)
+            self._tree.clear_cache()
+            self._tree.get_directory(names)
+        except DirectoryMissing:
+            with contextlib.suppress(Busy, StoreUnreachable):
+                return names if self._load_path_revisions(names) == before else None
+        except (OSError, Busy, StoreUnreachable) as reason:
+            log.debug("%s is not where it was: %s", os.fsdecode(b"/".join(names)), reason)
+        return None
+
+    def _load_path_revisions(self, names: DirectoryPath) -> dict[SharedKey, int]:
+        """The revisions of all that says that the PFS shows a directory here; nothing if nobody says so. Raises Busy while another node
+        changes any of it, and Unreachable.
+        """
+        inode = pfs_state.find_inode(self._db, names)
+        if inode is None:
+            return {}
+        self.load_directories([inode])
+        others = [(key, number) for key, number in self._snapshot.list_intents() if number != self._cluster.node_number]
+        self._resolve_intents(others)
+        if others or PfsView(self._db).get_path(inode) != names:
+            raise Busy("another node moves what is there")
+        return {key: self._snapshot.get_revision(key) for key in self._snapshot.store_values if key.kind in {PFS_NAME, PFS_STATE}}
+
+    def _set_expected_inodes(self, view: PfsView) -> None:
+        """Directories are recognised by their numbers: names may have been exchanged since they were read. None is kept open from one
+        batch to the next: another node may have removed it and made a new one.
+        """
+        self._tree.clear_cache()
+        inodes: dict[tuple[bytes, ...], int] = {}
+        for key in self._snapshot.store_values:
+            number = None if key.kind != PFS_NAME or key.number == ROOT else pfs_state.find_pfs_inode(self._db, key.number)
+            path = None if number is None else view.get_path(key.number)
+            if path and number is not None:
+                inodes[path] = number
+        self._tree.set_expected_inodes(inodes)
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
+
+    def publish_intents(self, batch: PfsBatch) -> None:
+        """Raises Busy when it has to be planned anew, Unreachable when nobody knows whether it was announced."""
+        if batch.expected_entries or batch.published_rows:
+            pfs_coordination.publish_intents(self._db, self._cluster.store, self._snapshot, batch, self._instance)
+        disk.act("together:announced", lambda: None)
+
+    def resume(self, batch: PfsBatch) -> PfsBatch | None:
+        """A batch of an earlier life, or that was interrupted, where its names lie now; None when it is not ours to finish any more."""
+        self._take_lease()
+        intents = pfs_coordination.find_intents(self._cluster.store, batch, self._cluster.node_number, self._instance)
+        if intents is None:
+            return None
+        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot.load(self._instance, inodes={spot.parent for spot in _list_locations(batch)})
+        with self._db.transaction():
+            for key, one in intents.items():
+                key_state.set_cached(self._db, key, one)
+        view = PfsView(self._db)
+        self._set_expected_inodes(view)
+        return _relocate_batch(view, batch)
+
+    def complete_intents(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
+        """The PFS shows it. Raises Busy when this node was taken for dead meanwhile, Unreachable."""
+        changed = pfs_coordination.complete_intents(self._db, self._cluster.store, batch, found, self._snapshot)
+        disk.act("together:settled", lambda: None)
+        self._extra_inodes = set()
+        if changed:
+            with self._db.transaction():
+                for inode in changed:
+                    journal.append(self._db, "attributes", inode)
+
+    # --- living -------------------------------------------------------------------------------------------------------
+
+    def _take_lease(self) -> None:
+        """What is read from now on holds as long as this lease does. Raises Busy without one."""
+        self._lease = self._cluster.lease()
+        if not self._lease:
+            raise Busy("this node has no lease just now")
+
+    def require_lease(self) -> None:
+        """Raises Busy when the others may have taken this node for dead since what it is about to do was found to be its own: it may have
+        stood still for a while, and they have settled it.
+        """
+        if self._cluster.lease() != self._lease:
+            raise Busy("this node may have been taken for dead")
+
+    # --- those who are gone -------------------------------------------------------------------------------------------
+
+    def _resolve_dead_intents(self) -> bool:
+        """Settle intentions of nodes that do not live, or of a former catalog of this one; whether there were any."""
+        return self._resolve_intents(self._snapshot.list_intents())
+
+    def _resolve_intents(self, intended: list[tuple[SharedKey, int]]) -> bool:
+        if not intended:
+            return False
+        live = membership.list_live(self._cluster.store, sorted({number for _, number in intended} - {self._cluster.node_number}))
+        gone = [key for key, number in intended if number not in live]
+        for key in gone:
+            found = self._find_pfs_inode((key.number, key.name)) if key.kind == PFS_NAME else None
+            pfs_coordination.resolve_abandoned_intent(self._cluster.store, key, self._snapshot.store_values[key].value, found)
+        return bool(gone)
+
+    def _find_pfs_inode(self, name: PfsName) -> int | None:
+        """st_ino of what the PFS shows under a name."""
+        path = PfsView(self._db).get_path(name[0])
+        if path is None:
+            return None
+        try:
+            found = find_stat(self._tree.get_directory(path), name[1])
+        except DirectoryMissing:
+            return None
+        return None if found is None else found.st_ino
+
+
+def _list_locations(batch: PfsBatch) -> list[PfsLocation]:
+    spots = [spot for action in batch.actions for spot in (action.location, action.new_location) if spot is not None]
+    return spots + [show.location for show in batch.expected_entries]
+
+
+def _relocate_batch(view: PfsView, batch: PfsBatch) -> PfsBatch:
+    """The same batch with the paths that its directories have now; what nobody knows any more keeps its path."""
+
+    def now(spot: PfsLocation) -> PfsLocation:
+        path = view.get_path(spot.parent)
+        return spot if path is None else PfsLocation(spot.parent, spot.name, path)
+
+    actions = [_relocate_action(action, now) for action in batch.actions]
+    return replace(
+        batch,
+        actions=actions,
+        expected_entries=[ExpectedEntry(now(show.location), show.inode, show.fingerprint) for show in batch.expected_entries],
+    )
+
+
+def _relocate_action(action: PfsAction, now: Callable[[PfsLocation], PfsLocation]) -> PfsAction:
+    return replace(action, location=now(action.location), new_location=None if action.new_location is None else now(action.new_location))

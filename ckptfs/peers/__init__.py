@@ -1,0 +1,1 @@
+"""The transport between nodes: gRPC calls and encrypted bulk connections, both sides."""

@@ -1,0 +1,453 @@
+"""Brings blocks of a content from several peers at once into one file.
+
+Each source has a thread (a single source several), which takes runs of blocks from one list. What it does not bring goes back: a source
+that fails or lies is left for good; when nothing moves for `limits.PEER_PATIENCE_S` others take over its blocks; and who has nothing left
+to do brings what others still owe. What a reader waits for comes first, also from a second source when the one that owes it is slow. A
+block is compared with its digest before it is written, and written by one thread only.
+If we die here: the target has some of the blocks; the caller knows which, from `on_block`.
+
+Sends the blocks that a peer lacks: several streams take them from one list, so that none waits for another.
+
+A stream that breaks leaves its block to the next try, which asks the peer what is still lacking. Memory: a block and two pieces per stream.
+If we die here: the peer keeps what came for a while, and offers of the same content begin there.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from ckptfs import limits
+from ckptfs.clique.peer_api import ContentManifest, OnBlock, PeerCorrupt, PeerFailed, UrgentBlocks
+from ckptfs.digest import BLOCK_DIGEST_BYTES
+from ckptfs.peers import messages
+from ckptfs.peers.bulk_server import receive_blocks
+from ckptfs.peers.link import Link, NoLongerWanted, cancel_call, hold_slot, translate_errors
+from ckptfs.peers.messages import HEADER, BlockReceiver, Command, CommandKind, Encoding, Rejection, RejectReason, SourceChanged, block_bytes
+from ckptfs.peers.security import ConnectionEnded, EncryptedConnection
+from ckptfs.peers.transfer_table import pwrite_all
+from ckptfs.protocol import peer_pb2 as pb
+
+FETCH_POLL_S = 0.25
+
+
+class FetchJob:
+    """What is wanted and what has come. Its lock guards everything but the writing itself."""
+
+    def __init__(
+        self,
+        manifest: ContentManifest,
+        wanted: Sequence[int],
+        target_fd: int,
+        on_block: OnBlock,
+        workers: int,
+        urgent_blocks: UrgentBlocks = tuple,
+    ) -> None:
+        self.manifest = manifest
+        self.condition = threading.Condition()
+        self.received_bytes = 0
+        self.is_stopped = False
+        self.failure: Exception | None = None
+        self._pending = deque(wanted)
+        self._missing = set(wanted)
+        self._assigned: dict[int, set[object]] = {}
+        self._assigned_at: dict[int, float] = {}
+        self._writer_count = 0
+        self._fd = target_fd
+        self._on_block = on_block
+        self._workers = workers
+        self._urgent_blocks = urgent_blocks
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._missing
+
+    def assign_run(self, worker: object, at_most: int = limits.PEER_RUN_BLOCKS_MAX) -> list[int]:
+        """The next blocks for `worker`, one after the other in the file; empty when all is over."""
+        with self.condition:
+            while not self.is_stopped and not self.is_complete:
+                urgent = [number for number in self._urgent_blocks() if number in self._missing]
+                if (
+                    found := self._find_overdue(worker, urgent)
+                    or self._take_next_run(urgent, at_most)
+                    or self._find_assigned_to_other(worker)
+                ):
+                    for number in found:
+                        self._assigned.setdefault(number, set()).add(worker)
+                        self._assigned_at[number] = time.monotonic()
+                    return found
+                self.condition.wait(FETCH_POLL_S)
+            return []
+
+    def return_blocks(self, worker: object, numbers: Sequence[int]) -> None:
+        """`worker` will not bring these (soon): they are the next to be asked for."""
+        with self.condition:
+            left = [number for number in numbers if number in self._missing and worker in self._assigned.get(number, ())]
+            for number in left:
+                self._assigned[number].discard(worker)
+            self._pending.extendleft(number for number in reversed(left) if not self._assigned[number])
+            self.condition.notify_all()
+
+    def write_block(self, number: int, data: memoryview) -> None:
+        """Write a block that is right, unless another worker did."""
+        with self.condition:
+            if self.is_stopped:
+                raise Rejection(RejectReason.ENDED, "it is over")
+            if number not in self._missing:
+                return
+            self._missing.discard(number)
+            self._assigned.pop(number, None)
+            self._writer_count += 1
+        try:
+            pwrite_all(self._fd, data, number * limits.BLOCK_BYTES)
+            self._on_block(number)
+        except BaseException as failure:
+            self.stop(failure if isinstance(failure, Exception) else None)
+            raise
+        finally:
+            with self.condition:
+                self._writer_count -= 1
+                self.received_bytes += len(data)
+                self.condition.notify_all()
+
+    def stop(self, failure: Exception | None = None) -> None:
+        """Nothing more is written once this has returned from the last writer."""
+        with self.condition:
+            self.is_stopped = True
+            self.failure = self.failure or failure
+            self.condition.notify_all()
+
+    def wait_for_writers(self) -> None:
+        """Wait until nobody writes."""
+        with self.condition:
+            self.condition.wait_for(lambda: not self._writer_count)
+
+    def _take_next_run(self, urgent: Sequence[int], at_most: int) -> list[int]:
+        """From what somebody waits for on, if nobody brings that yet."""
+        for number in urgent:
+            if not self._assigned.get(number) and number in self._pending:
+                self._pending.rotate(-self._pending.index(number))
+                break
+        found: list[int] = []
+        most = max(1, min(at_most, limits.PEER_RUN_BLOCKS_MAX // 4, len(self._pending) // (2 * self._workers)))
+        while self._pending and len(found) < most and (not found or self._pending[0] == found[-1] + 1):
+            number = self._pending.popleft()
+            if number in self._missing:
+                found.append(number)
+        return found
+
+    def _find_overdue(self, worker: object, urgent: Sequence[int]) -> list[int]:
+        """A block that somebody waits for, and that one other worker owes for long."""
+        late_s = time.monotonic() - limits.PEER_HEDGE_S
+        for number in urgent:
+            owing = self._assigned.get(number, ())
+            if len(owing) == 1 and worker not in owing and self._assigned_at[number] < late_s:
+                return [number]
+        return []
+
+    def _find_assigned_to_other(self, worker: object) -> list[int]:
+        """A block that one other worker still owes, the one he would come to last."""
+        for number in reversed(self._assigned):
+            if number in self._missing and len(self._assigned[number]) == 1 and worker not in self._assigned[number]:
+                return [number]
+        return []
+
+
+class FetchWorker:
+    """One stream from one source: a `peer_frames.Landing` for the run that it asked for."""
+
+    def __init__(self, link: Link, job: FetchJob) -> None:
+        self.link = link
+        self.size = job.manifest.size
+        self.progress_at = time.monotonic()
+        self.assigned_run: list[int] = []
+        self.failure: PeerFailed | None = None
+        self._job = job
+        self._expected_blocks: deque[int] = deque()
+        self._interrupt_wait: Callable[[], Any] = lambda: None
+        self.thread = threading.Thread(target=self._run, name="peer fetch", daemon=True)
+
+    def claim_block(self, number: int) -> bytes:
+        if not self._expected_blocks or number != self._expected_blocks[0]:
+            raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} was not due")
+        self._expected_blocks.popleft()
+        return self._job.manifest.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
+
+    def write_block(self, number: int, data: memoryview) -> None:
+        self._job.write_block(number, data)
+
+    def release_block(self, number: int) -> None:
+        """It is given back with the rest of the run."""
+
+    def interrupt(self) -> None:
+        """Wake the thread wherever it waits."""
+        self._interrupt_wait()
+
+    def _run(self) -> None:
+        try:
+            self._fetch_in_slot()
+        except PeerFailed as failure:
+            self.failure = failure
+        except Exception as failure:
+            self.failure = self.link.record_failure(failure)
+        finally:
+            self._job.return_blocks(self, self.assigned_run)
+
+    def _fetch_in_slot(self) -> None:
+        with hold_slot(self.link.read_slots, lambda: not self._job.is_stopped):
+            self._fetch_runs()
+
+    def _fetch_runs(self) -> None:
+        manifest = self._job.manifest
+        request = pb.RecordRequest(content=manifest.content, digest=manifest.digest, borrow=True)
+        reply = self.link.call(self.link.stub.GetRecord, request, limits.PEER_STALL_S)
+        try:
+            if reply.digest != manifest.digest or reply.size != manifest.size:
+                raise PeerCorrupt(f"{self.link.name} lends another content than the one asked for")
+            while run := self._job.assign_run(self, self._choose_run_blocks()):
+                self.assigned_run, self._expected_blocks = run, deque(run)
+                self.progress_at = time.monotonic()
+                self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
+                self.assigned_run = []
+        finally:
+            self.link.notify(self.link.stub.Return, pb.ReturnRequest(loan=reply.loan))
+
+    def _choose_run_blocks(self) -> int:
+        """What the source sends in a short while; of one that is not known yet, one block."""
+        return max(1, int((self.link.stats.bytes_per_s or 0.0) * limits.PEER_RUN_S) // limits.BLOCK_BYTES)
+
+    def _read_run(self, command: Command) -> None:
+        begun = time.monotonic()
+        receiver = BlockReceiver(self)
+        try:
+            with translate_errors(self.link):
+                try:
+                    self._receive_run(command, receiver)
+                except (ConnectionEnded, grpc.RpcError) as failure:
+                    # Who brings what another one was about to bring, too, ends that one: it did not fail, unless it kept us waiting.
+                    if self._job.is_stopped and time.monotonic() - self.progress_at < limits.PEER_PATIENCE_S:
+                        raise NoLongerWanted("all of it is here") from failure
+                    raise
+        except PeerFailed as failure:
+            if isinstance(failure.__cause__, Rejection) and failure.__cause__.reason in (
+                RejectReason.WRONG_DIGEST,
+                RejectReason.OUT_OF_ORDER,
+                RejectReason.MALFORMED,
+            ):
+                raise PeerCorrupt(f"{self.link.name} sends what it should not: {failure}") from failure
+            raise
+        finally:
+            receiver.close()
+        if self._expected_blocks:
+            raise PeerCorrupt(f"{self.link.name} left out {len(self._expected_blocks)} blocks")
+        content_bytes = sum(block_bytes(self.size, number) for number in self.assigned_run)
+        self.link.stats.record_transfer(content_bytes, receiver.wire_bytes, time.monotonic() - begun)
+
+    def _receive_run(self, command: Command, receiver: BlockReceiver) -> None:
+        with self.link.use_connection() as connection:
+            if connection is None:
+                self._receive_run_over_grpc(command, receiver)
+                return
+            self._interrupt_wait = connection.shutdown
+            connection.send(command.pack())
+            connection.send_buffered()
+            receive_blocks(connection, receiver, self._record_progress)
+            if not receiver.has_ended:
+                raise Rejection(RejectReason.ENDED, "it is over")
+            self._interrupt_wait = lambda: None
+
+    def _receive_run_over_grpc(self, command: Command, receiver: BlockReceiver) -> None:
+        call = self.link.open_read_stream(command.pack())
+        self._interrupt_wait = call.cancel
+        try:
+            for message in call:
+                receiver.accept_message(message)
+                self._record_progress()
+        finally:
+            cancel_call(call)
+        if not receiver.has_ended:
+            raise Rejection(RejectReason.OUT_OF_ORDER, "the stream stopped before its end")
+
+    def _record_progress(self) -> bool:
+        self.progress_at = time.monotonic()
+        return not self._job.is_stopped
+
+
+def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
+    """Fetch until all is there; the bytes that came. Raises the last failure when no source is left.
+
+    The first `limits.PEER_SOURCES_MAX` sources work at once, the others take the places of those that fail.
+    """
+    waiting = deque(links)
+    workers: list[FetchWorker] = []
+    last: PeerFailed | None = None
+    try:
+        while not job.is_complete:
+            while waiting and len({worker.link for worker in workers}) < limits.PEER_SOURCES_MAX:
+                workers += _start_workers(waiting.popleft(), job, streams if len(links) == 1 else 1)
+            with job.condition:
+                job.condition.wait(FETCH_POLL_S)
+            if job.failure is not None:
+                raise job.failure
+            for worker in [worker for worker in workers if not worker.thread.is_alive() or _end_if_stalled(worker, job, len(workers))]:
+                workers.remove(worker)
+                last = worker.failure or last
+            if not workers and not waiting and not job.is_complete:
+                raise last or PeerFailed("no peer is left to fetch from")
+    finally:
+        job.stop()
+        for worker in workers:
+            worker.interrupt()
+        job.wait_for_writers()
+    if job.failure is not None:
+        raise job.failure
+    return job.received_bytes
+
+
+def _start_workers(link: Link, job: FetchJob, streams: int) -> list[FetchWorker]:
+    workers = [FetchWorker(link, job) for _ in range(streams)]
+    for worker in workers:
+        worker.thread.start()
+    return workers
+
+
+def _end_if_stalled(worker: FetchWorker, job: FetchJob, workers: int) -> bool:
+    """Whether nothing moves at this source: others take its blocks at once where there are others, else it is left in the end."""
+    still = time.monotonic() - worker.progress_at
+    if workers > 1 and worker.assigned_run and still > limits.PEER_PATIENCE_S:
+        job.return_blocks(worker, worker.assigned_run)
+    if not worker.assigned_run or still <= limits.PEER_STALL_S:
+        return False
+    worker.failure = PeerFailed(f"{worker.link.name} sends nothing")
+    worker.interrupt()
+    return True
+
+
+@dataclass(slots=True)
+class SendJob:
+    """What is to be sent, from where, and how much of it went. Shared by the streams of one try."""
+
+    fd: int
+    size: int
+    transfer: int
+    pending_blocks: list[int]
+    wanted: Callable[[], bool]
+    compress: bool
+    sent_bytes: int = 0
+    progress_at: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take_blocks(self, taken: list[int]) -> Iterator[int]:
+        """Blocks for one stream, one at a time; noted in `taken`."""
+        while self.wanted():
+            with self.lock:
+                if not self.pending_blocks:
+                    return
+                taken.append(self.pending_blocks.pop())
+            yield taken[-1]
+        raise NoLongerWanted("it is no longer wanted")
+
+    def encode_messages(self) -> Iterator[bytes | memoryview]:
+        """The raw messages of one stream. Raises PeerFailed, PeerLied, OSError."""
+        yield Command(CommandKind.SEND, self.transfer).pack()
+        taken: list[int] = []
+        try:
+            for message in messages.encode_blocks(
+                self.fd, self.size, self.take_blocks(taken), messages.is_compressible if self.compress else messages.never_compress
+            ):
+                yield message
+                self.sent_bytes += len(message)
+                self.progress_at = time.monotonic()
+        except SourceChanged:
+            raise PeerCorrupt("the file became shorter while it was sent") from None
+        yield messages.encode_end(len(taken))
+
+
+def send_stream(link: Link, job: SendJob) -> None:
+    """One stream, until there is nothing left to send. Raises PeerFailed."""
+    with hold_slot(link.send_slots, job.wanted), translate_errors(link), link.use_connection() as connection:
+        if connection is None:
+            _send_over_grpc(link, job)
+        else:
+            _send_over_socket(connection, job)
+
+
+def _send_over_socket(connection: EncryptedConnection, job: SendJob) -> None:
+    for message in job.encode_messages():
+        if len(message) == HEADER.size and connection.has_input():
+            break  # The peer says something before the end: it refuses.
+        connection.send(message)
+    else:
+        connection.send_buffered()
+    answer = memoryview(bytearray(HEADER.size))
+    connection.receive_into(answer)
+    number, length, encoding = HEADER.unpack(answer)
+    if encoding == Encoding.FAILED and length <= 256:
+        text = memoryview(bytearray(length))
+        if length:
+            connection.receive_into(text)
+        raise Rejection(RejectReason(number) if number in set(RejectReason) else RejectReason.BROKEN, bytes(text).decode(errors="replace"))
+    if encoding != Encoding.END:
+        raise Rejection(RejectReason.OUT_OF_ORDER, "an answer that is none")
+
+
+def _send_over_grpc(link: Link, job: SendJob) -> None:
+    source = _MessageSource(job)
+    call = link.open_send_stream(iter(source))
+    try:
+        while not call.done():
+            if not source.finished.wait(1.0) and time.monotonic() - job.progress_at <= limits.PEER_STALL_S:
+                continue
+            if not source.finished.is_set():
+                raise PeerFailed(f"{link.name} takes nothing")
+            call.result(limits.PEER_DISK_S)
+        call.result()
+    except (grpc.RpcError, grpc.FutureTimeoutError) as failure:
+        raise source.failure or (failure if isinstance(failure, grpc.RpcError) else PeerFailed(f"{link.name} does not answer")) from failure
+    finally:
+        cancel_call(call)
+        source.finished.wait(limits.PEER_CALL_S)
+
+
+class _MessageSource:
+    """The messages of a gRPC stream, which gRPC takes in a thread of its own; what fails there is kept for the caller."""
+
+    def __init__(self, job: SendJob) -> None:
+        self._job = job
+        self.finished = threading.Event()
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for message in self._job.encode_messages():
+                yield bytes(message)
+        except (PeerFailed, OSError) as failure:
+            self.failure = failure
+        finally:
+            self.finished.set()
+
+
+def send_blocks(link: Link, job: SendJob, count: int) -> None:
+    """Send all of `work` with `count` streams at once; the first failure of any, after all have ended. Raises PeerFailed."""
+    failures: list[PeerFailed] = []
+
+    def one() -> None:
+        try:
+            send_stream(link, job)
+        except PeerFailed as failure:
+            failures.append(failure)
+        except Exception as failure:
+            failures.append(PeerFailed(f"sending to {link.name} failed: {failure!r}"))
+
+    others = [threading.Thread(target=one, name="peer send", daemon=True) for _ in range(count - 1)]
+    for thread in others:
+        thread.start()
+    one()
+    for thread in others:
+        thread.join()
+    if failures:
+        raise next((failure for failure in failures if isinstance(failure, PeerCorrupt)), failures[0])

@@ -1,0 +1,476 @@
+"""The gRPC server for peers, inside the mover: each call checked, bounded, and handed to the shelf.
+
+Calls run in a bounded number of threads. Send and Read hold one for as long as bytes move, any other until its message is here: they
+have shares, and a watch ends those that stall. Everything else is short, or bounded by the disk. What is refused gets a status that says
+why: `<ERRNO>: sentence`.
+If we die here: peers see their calls fail and begin anew with the next mover; the shelf finds what never came to its end.
+
+Where calls of peers come in: each named, its message parsed, what is raised turned into a status, and every refusal counted.
+
+What gRPC itself ends before that is not seen here: failed TLS handshakes, and headers or messages beyond the bounds.
+If we die here: nothing is kept.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+import trio
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from ckptfs import limits, server_limits
+from ckptfs.clique.certificates import Identity, RevocationList
+from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy
+from ckptfs.config import parse_host
+from ckptfs.digest import hash_block
+from ckptfs.errors import CkptfsError
+from ckptfs.peers.bulk_server import BulkServer
+from ckptfs.peers.messages import (
+    Command,
+    PeerRejections,
+    Rejection,
+    RejectReason,
+    build_rejection,
+    count_blocks,
+    encode_bitmap,
+    encode_end,
+    parse_content_id,
+    parse_digest,
+    parse_forgotten_contents,
+    parse_offer,
+    parse_offers,
+    parse_seal_timeout_s,
+)
+from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, server_credentials
+from ckptfs.peers.transfer_table import BlockStreams, ConcurrencyLimit, TransferTable
+from ckptfs.protocol import peer_pb2 as pb
+from ckptfs.protocol import peer_pb2_grpc as rpc
+from ckptfs.server_limits import CallWatchdog
+
+log = logging.getLogger(__name__)
+SERVICE = "ckptfs.peer.Peer"
+LARGE_BYTES = limits.MIB
+
+STATUS_OF_REASON = {
+    RejectReason.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
+    RejectReason.OUT_OF_ORDER: grpc.StatusCode.FAILED_PRECONDITION,
+    RejectReason.UNKNOWN: grpc.StatusCode.NOT_FOUND,
+    RejectReason.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RejectReason.BUSY: grpc.StatusCode.ABORTED,
+    RejectReason.TOO_MANY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RejectReason.STRANGER: grpc.StatusCode.PERMISSION_DENIED,
+    RejectReason.WRONG_DIGEST: grpc.StatusCode.DATA_LOSS,
+    RejectReason.INCOMPLETE: grpc.StatusCode.FAILED_PRECONDITION,
+    RejectReason.ENDED: grpc.StatusCode.ABORTED,
+    RejectReason.STALLED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RejectReason.BROKEN: grpc.StatusCode.INTERNAL,
+    RejectReason.NO_METHOD: grpc.StatusCode.UNIMPLEMENTED,
+}
+RpcHandler = Callable[..., Any]
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
+"""Of glibc; others do without."""
+
+
+class RpcGuard:
+    """Receives each caller: names him, turns failures into statuses, counts refusals."""
+
+    def __init__(self, authenticator: PeerAuthenticator, rejections: PeerRejections) -> None:
+        self._authenticator = authenticator
+        self._rejections = rejections
+
+    @contextmanager
+    def guard_call(self, context: grpc.ServicerContext) -> Iterator[str]:
+        """The name of the peer; what is raised inside becomes the call's status."""
+        peer = UNKNOWN
+        try:
+            peer = self._authenticator.authenticate(context)
+            yield peer
+        except (Rejection, CkptfsError, OSError) as failure:
+            self._abort_call(context, peer, build_rejection(failure))
+        except Exception as failure:
+            if not context.is_active():
+                raise  # The peer went away in the middle of it: gRPC knows.
+            log.exception("a call of peer %s failed", peer)
+            self._abort_call(context, peer, build_rejection(failure))
+
+    def record_rejection(self, peer: str, rejection: Rejection) -> Rejection:
+        """A refusal of a part of what a peer asked."""
+        self._rejections.record(peer, rejection)
+        return rejection
+
+    def _abort_call(self, context: grpc.ServicerContext, peer: str, rejection: Rejection) -> NoReturn:
+        self._rejections.record(peer, rejection)
+        context.abort(STATUS_OF_REASON[rejection.reason], f"{errno.errorcode[rejection.reason]}: {rejection}")
+        raise AssertionError("abort raises")
+
+
+class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Every method by its name. Messages come as bytes and are parsed at the desk, so that what is no message, and what is asked of a
+    method that does not exist, is counted as well.
+
+    On the wire they are calls with one message. Here that is awaited as a stream's first one: after the caller was named, by as many
+    calls of his as he may hold threads with, and no longer than `limits.PEER_PIECE_S`.
+    """
+
+    def __init__(self, calls: Any, send: RpcHandler, read: RpcHandler, guard: RpcGuard, watchdog: CallWatchdog) -> None:
+        self._guard = guard
+        self._watchdog = watchdog
+        self._awaited = ConcurrencyLimit("call", limits.PEER_CALLS_MAX, limits.PEER_AWAITED_OF_ONE_MAX)
+        self._has_read_large_message = False
+        self._handlers = {
+            f"/{SERVICE}/Send": grpc.stream_unary_rpc_method_handler(send),
+            f"/{SERVICE}/Read": grpc.stream_stream_rpc_method_handler(self._build_read_handler(read)),
+        }
+        for method in pb.DESCRIPTOR.services_by_name["Peer"].methods:
+            parsed = self._build_unary_handler(GetMessageClass(method.input_type), getattr(calls, method.name))
+            handler = grpc.stream_unary_rpc_method_handler(parsed, response_serializer=lambda reply: reply.SerializeToString())
+            self._handlers[f"/{SERVICE}/{method.name}"] = handler
+        self._unknown = grpc.stream_unary_rpc_method_handler(self._reject_unknown_method)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The handler of a call."""
+        return self._handlers.get(handler_call_details.method, self._unknown)
+
+    def _read_message(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """The one message of a call."""
+        with (
+            self._guard.guard_call(context) as peer,
+            self._awaited.hold_slot(peer),
+            self._watchdog.watch_call(context, limits.PEER_PIECE_S),
+        ):
+            for message in messages:
+                self._has_read_large_message |= len(message) > LARGE_BYTES
+                return message
+            raise Rejection(RejectReason.MALFORMED, "a call has a message")
+        raise AssertionError
+
+    def _build_unary_handler(self, kind: Any, call: RpcHandler) -> RpcHandler:
+        def parsed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            message = self._read_message(messages, context)
+            try:
+                request = kind.FromString(message)
+            except DecodeError:
+                with self._guard.guard_call(context):
+                    raise Rejection(RejectReason.MALFORMED, f"this is no {kind.DESCRIPTOR.name}") from None
+            return call(request, context)
+
+        return parsed
+
+    def _build_read_handler(self, read: RpcHandler) -> RpcHandler:
+        def asked(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            yield from read(self._read_message(messages, context), context)
+
+        return asked
+
+    def trim_memory(self) -> None:
+        """After large messages what they took goes back to the system: they come in pieces, which malloc would keep for ever."""
+        if self._has_read_large_message:
+            self._has_read_large_message = False
+            _trim(0)
+
+    def _reject_unknown_method(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._guard.guard_call(context):
+            raise Rejection(RejectReason.NO_METHOD, "there is no such method")
+        raise AssertionError
+
+
+STOP_GRACE_S = 1.0
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", limits.PEER_MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", limits.PEER_MESSAGE_BYTES_MAX),
+    ("grpc.max_metadata_size", 16 * limits.KIB),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", int(limits.PEER_KEEP_ALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(limits.PEER_KEEP_ALIVE_WAIT_S * 1000)),
+    ("grpc.http2.min_ping_interval_without_data_ms", int(limits.PEER_KEEP_ALIVE_S * 500)),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
+    """The short calls."""
+
+    def __init__(self, table: TransferTable, guard: RpcGuard, connect: Callable[[str], pb.ConnectReply]) -> None:
+        self._table = table
+        self._content_host = table.content_host
+        self._guard = guard
+        self._connect = connect
+        self._seal_slots = ConcurrencyLimit("wait", limits.PEER_SEALS_MAX, limits.PEER_SEALS_MAX)
+
+    def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
+        with self._guard.guard_call(context) as peer:
+            offer = parse_offer(request)
+            if request.whole or not offer.size:
+                require_digest(request, offer.blocks)
+            if request.whole:
+                return pb.OfferReply(verified=self._table.receive_whole(peer, offer, request.whole))
+            number, missing_blocks = self._table.begin_transfer(peer, offer)
+            return pb.OfferReply(transfer=number, lacking=encode_bitmap(missing_blocks, count_blocks(offer.size)))
+        raise AssertionError
+
+    def OfferMany(self, request: pb.OffersRequest, context: grpc.ServicerContext) -> pb.OffersReply:
+        with self._guard.guard_call(context) as peer:
+            pairs = zip(parse_offers(request), request.offers, strict=True)
+            verdicts = [receive_one(self._table, self._guard, peer, offer, one.whole) for offer, one in pairs]
+            return pb.OffersReply(verdicts=verdicts)
+        raise AssertionError
+
+    def Progress(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.ProgressReply:
+        with self._guard.guard_call(context) as peer:
+            transfer = self._table.transfers.get(peer, request.transfer)
+            transfer.touch()
+            return pb.ProgressReply(lacking=encode_bitmap(transfer.list_missing_blocks(), count_blocks(transfer.size)))
+        raise AssertionError
+
+    def Finish(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.FinishReply:
+        with self._guard.guard_call(context) as peer:
+            return pb.FinishReply(verified=self._table.finish(peer, request.transfer))
+        raise AssertionError
+
+    def Abandon(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.Nothing:
+        with self._guard.guard_call(context) as peer:
+            self._table.abandon(peer, request.transfer)
+        return pb.Nothing()
+
+    def GetRecord(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.Record:
+        with self._guard.guard_call(context) as peer:
+            content = parse_content_id(request.content)
+            number, copy = self._table.open_copy(peer, content, parse_digest(request.digest))
+            if not request.borrow:
+                self._table.close_copy(peer, number)
+            return build_manifest(copy, number if request.borrow else 0)
+        raise AssertionError
+
+    def Return(self, request: pb.ReturnRequest, context: grpc.ServicerContext) -> pb.Nothing:
+        with self._guard.guard_call(context) as peer:
+            self._table.close_copy(peer, request.loan)
+        return pb.Nothing()
+
+    def SealSoon(self, request: pb.SealRequest, context: grpc.ServicerContext) -> pb.SealReply:
+        with self._guard.guard_call(context) as peer, self._seal_slots.hold_slot(peer):
+            content, timeout_s = parse_content_id(request.content), parse_seal_timeout_s(request)
+            copy = self._content_host.seal_and_open(content, timeout_s)
+            if copy is None:
+                return pb.SealReply()
+            os.close(copy.fd)
+            return pb.SealReply(record=build_manifest(copy, 0))
+        raise AssertionError
+
+    def Forget(self, request: pb.ForgetRequest, context: grpc.ServicerContext) -> pb.Nothing:
+        with self._guard.guard_call(context):
+            self._content_host.release_copies(parse_forgotten_contents(request))
+        return pb.Nothing()
+
+    def Ping(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.PingReply:
+        with self._guard.guard_call(context):
+            return pb.PingReply(room=max(0, self._content_host.get_free_bytes()), now_ns=time.time_ns())
+        raise AssertionError
+
+    def Connect(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.ConnectReply:
+        with self._guard.guard_call(context) as peer:
+            return self._connect(peer)
+        raise AssertionError
+
+
+def receive_one(table: TransferTable, guard: RpcGuard, peer: str, offer: Offer, data: bytes) -> pb.Verdict:
+    """Take one of several contents; what is wrong with it does not concern the others."""
+    try:
+        return pb.Verdict(verified=table.receive_whole(peer, offer, data))
+    except (Rejection, CkptfsError, OSError) as failure:
+        rejection = guard.record_rejection(peer, build_rejection(failure))
+        return pb.Verdict(code=rejection.reason, why=str(rejection))
+
+
+def require_digest(request: pb.OfferRequest, blocks: bytes) -> None:
+    """A content that travels inside its offer has the digest that the offer says."""
+    if request.whole and hash_block(request.whole) != blocks:
+        raise Rejection(RejectReason.WRONG_DIGEST, "the bytes are not those of the digest")
+
+
+def build_manifest(copy: OpenCopy, number: int) -> pb.Record:
+    """A loan as it travels."""
+    return pb.Record(
+        content=copy.content,
+        inode=copy.inode,
+        generation=copy.generation,
+        size=copy.size,
+        digest=copy.digest,
+        blocks=copy.blocks,
+        loan=number,
+    )
+
+
+class RawStreams:
+    """Send and Read: raw messages over gRPC. A watch cancels those in which nothing moves."""
+
+    def __init__(self, streams: BlockStreams, guard: RpcGuard, watchdog: CallWatchdog) -> None:
+        self._streams = streams
+        self._guard = guard
+        self._watchdog = watchdog
+        self._stream_slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
+
+    def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Blocks of a transfer. Whoever opens streams and says nothing holds no more threads than those who send."""
+        with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._stream_slots.hold_slot(peer):
+            command = Command.parse(next(messages, b""))
+            with self._streams.open_incoming(peer, command) as receiver:
+                for message in messages:
+                    receiver.accept_message(message)
+                    self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
+                if not receiver.has_ended:
+                    raise Rejection(RejectReason.INCOMPLETE, "the stream stopped before its end")
+                return encode_end(receiver.block_count)
+        raise AssertionError
+
+    def read(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Blocks of a loan."""
+        with (
+            self._guard.guard_call(context) as peer,
+            self._watch_call(context, peer),
+            self._streams.open_outgoing(peer, Command.parse(request)) as messages,
+        ):
+            for message in messages:
+                yield bytes(message)
+                self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
+
+    def _watch_call(self, context: grpc.ServicerContext, peer: str) -> AbstractContextManager[None]:
+        return self._watchdog.watch_call(
+            context, limits.PEER_STALL_S, partial(self._guard.record_rejection, peer, Rejection(RejectReason.STALLED, ""))
+        )
+
+
+class PeerServer:
+    """All of it, started; `stop` ends it. `port` is where it listens."""
+
+    def __init__(
+        self,
+        content_host: ContentHost,
+        listen: str,
+        cluster: str,
+        identity: Identity | None,
+        *,
+        bulk: bool = True,
+        revoked: RevocationList | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rejections = PeerRejections()
+        self.table = TransferTable(content_host, clock)
+        streams = BlockStreams(self.table)
+        self._revoked = revoked or RevocationList(None)
+        self._revoked_before = self._revoked.get_counts()
+        guard = RpcGuard(PeerAuthenticator(cluster, identity, self._revoked), self.rejections)
+        self._watchdog = CallWatchdog()
+        self._raw_streams = RawStreams(streams, guard, self._watchdog)
+        self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
+        channels = server_limits.get_connections_max(limits.PEER_CHANNELS_MAX)
+        options = [
+            *OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_TOKEN_S * 1000)),
+            ("grpc.max_allowed_incoming_connections", channels),
+        ]  # fmt: skip
+        self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
+        self._methods = PeerMethods(
+            UnaryCalls(self.table, guard, self._connect), self._raw_streams.send, self._raw_streams.read, guard, self._watchdog
+        )
+        self._server.add_generic_rpc_handlers((self._methods,))
+        self.port = _bind(self._server, listen, identity)
+        self.bulk = BulkServer(streams, self.rejections, parse_host(listen), self.port + 1) if bulk else None
+        self._departed_nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._sweeper = threading.Thread(target=self._run_sweep_loop, name="peer sweep", daemon=True)
+        self._server.start()
+        self._sweeper.start()
+
+    def get_figures(self) -> dict[str, Any]:
+        """What status shows."""
+        connections = self.bulk.count_connections() if self.bulk else 0
+        return {
+            "transfers": len(self.table.transfers), "loans": len(self.table.reads), "connections": connections,
+            "refused": self.rejections.get_counts(),
+        }  # fmt: skip
+
+    def end_all_of_node(self, node: str) -> None:
+        """This node does not live any more, or lives anew: nobody goes on with what it had begun, which ends soon."""
+        self._departed_nodes.put(node)
+
+    def stop(self) -> None:
+        """End every call, and whatever peers had begun."""
+        self._stopped.set()
+        stopping = self._server.stop(STOP_GRACE_S)
+        if self.bulk:
+            self.bulk.stop()
+        stopping.wait(2 * STOP_GRACE_S)
+        self._sweeper.join()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self.table.end_idle(everything=True)
+
+    def _connect(self, peer: str) -> pb.ConnectReply:
+        if self.bulk is None:
+            return pb.ConnectReply()
+        connect_token = self.bulk.tokens.issue(peer)
+        return pb.ConnectReply(port=self.bulk.port, token=connect_token.token, keys=connect_token.keys)
+
+    def _run_sweep_loop(self) -> None:
+        while not self._stopped.wait(limits.PEER_SWEEP_S):
+            try:
+                self._watchdog.cancel_late_calls()
+                self._end_departed()
+                self.table.end_idle()
+                self._end_revoked()
+                self._methods.trim_memory()
+            except Exception:
+                log.exception("what peers left could not be ended")
+
+    def _end_departed(self) -> None:
+        while not self._departed_nodes.empty():
+            self.table.end_all_of_peer(self._departed_nodes.get())
+
+    def _end_revoked(self) -> None:
+        """Nodes whose keys were revoked just now keep nothing that they had begun; with new keys they begin anew."""
+        before, self._revoked_before = self._revoked_before, self._revoked.get_counts()
+        for node, count in self._revoked_before.items():
+            if count > before.get(node, 0):
+                log.info("the keys of node %s were revoked", node)
+                self.table.end_all_of_peer(node)
+                if self.bulk:
+                    self.bulk.close_peer(node)
+
+
+def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:
+    """Raises RuntimeError when the address is taken."""
+    if identity is None:
+        return server.add_insecure_port(listen)
+    return server.add_secure_port(listen, server_credentials(identity))
+
+
+async def serve_peers(
+    build_server: Callable[[], PeerServer], on_started: Callable[[PeerServer], None], on_start_failed: Callable[[str], None]
+) -> None:
+    """Serve until cancelled. A server that cannot start, because its port is still taken, is tried again, after `failed` heard of it."""
+    while True:
+        try:
+            running = await trio.to_thread.run_sync(build_server)
+        except (OSError, RuntimeError) as failure:
+            what = str(failure).partition("; set GRPC_VERBOSITY")[0]
+            log.error("peers cannot reach this node: %s", what)
+            await trio.to_thread.run_sync(on_start_failed, what)
+            await trio.sleep(limits.RETRY_LAST_S)
+            continue
+        try:
+            await trio.to_thread.run_sync(on_started, running)
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(running.stop)

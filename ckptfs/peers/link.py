@@ -1,0 +1,311 @@
+"""One other node, seen from here: its gRPC channel, a few bulk connections that are kept for the next transfer, and how fast it was.
+
+Errors of gRPC, sockets and refusals become `PeerFailed` and its kinds here, once. A node whose bulk port cannot be reached is asked over
+gRPC for a while. If we die here: the node ends what we left after `limits.PEER_IDLE_S`.
+"""
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ckptfs import limits
+from ckptfs.clique.certificates import Identity, target_name
+from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed, PeerRefused, PeerStats
+from ckptfs.config import parse_host
+from ckptfs.peers.messages import Rejection, RejectReason
+from ckptfs.peers.security import CLUSTER_METADATA, NODE_METADATA, ConnectionEnded, EncryptedConnection, channel_credentials
+from ckptfs.protocol import peer_pb2 as pb
+from ckptfs.protocol import peer_pb2_grpc as rpc
+
+WEIGHT = 0.3
+SLOT_POLL_S = 0.25
+WRONG_NAME = "Hostname Verification Check failed"
+"""What gRPC says when a server's certificate does not have the name that we demand."""
+OPTIONS = [
+    ("grpc.max_receive_message_length", limits.PEER_MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", limits.PEER_MESSAGE_BYTES_MAX),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # So long a connection may take to come about; after one that was refused the next try comes sooner.
+    ("grpc.min_reconnect_backoff_ms", int(limits.PEER_CONNECT_S * 1000)),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", int(limits.PEER_KEEP_ALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(limits.PEER_KEEP_ALIVE_WAIT_S * 1000)),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+ERRNO_OF_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: errno.EINVAL, grpc.StatusCode.NOT_FOUND: errno.ENOENT, grpc.StatusCode.ABORTED: errno.EBUSY,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errno.EAGAIN, grpc.StatusCode.PERMISSION_DENIED: errno.EACCES,
+    grpc.StatusCode.DATA_LOSS: errno.EILSEQ, grpc.StatusCode.FAILED_PRECONDITION: errno.ENODATA,
+    grpc.StatusCode.UNIMPLEMENTED: errno.ENOSYS,
+}  # fmt: skip
+
+
+class LinkStats:
+    """Exponentially averaged figures of one peer. `wire` is what the link carried, which zstd makes less than the content."""
+
+    def __init__(self) -> None:
+        self.rtt_s: float | None = None
+        self.bytes_per_s: float | None = None
+        self.wire_bytes_per_s: float | None = None
+        self.free_bytes: int | None = None
+        self.clock_offset_s: float | None = None
+        self.failed_at = -limits.PEER_DOUBT_S
+
+    def record_rtt(self, seconds: float) -> None:
+        self.rtt_s = _average(self.rtt_s, seconds)
+
+    def record_transfer(self, content_bytes: int, wire_bytes: int, seconds: float) -> None:
+        """A stream that moved so much; short ones say nothing."""
+        if content_bytes >= limits.PEER_SPEED_SAMPLE_BYTES_MIN and seconds > 0:
+            self.bytes_per_s = _average(self.bytes_per_s, content_bytes / seconds)
+            self.wire_bytes_per_s = _average(self.wire_bytes_per_s, wire_bytes / seconds)
+
+    def record_failure(self) -> None:
+        self.failed_at = time.monotonic()
+
+    @property
+    def has_failed_recently(self) -> bool:
+        """Whether it failed lately."""
+        return time.monotonic() - self.failed_at < limits.PEER_DOUBT_S
+
+    @property
+    def should_compress(self) -> bool:
+        """Whether the link is known to be slower than zstd is here."""
+        return self.wire_bytes_per_s is not None and self.wire_bytes_per_s < limits.PEER_SQUEEZE_BYTES_PER_S
+
+    def get_peer_stats(self) -> PeerStats:
+        return PeerStats(self.rtt_s, self.bytes_per_s, self.free_bytes, self.clock_offset_s)
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else old + WEIGHT * (new - old)
+
+
+EXPECTED_REASONS = {
+    RejectReason.UNKNOWN,
+    RejectReason.FULL,
+    RejectReason.BUSY,
+    RejectReason.TOO_MANY,
+    RejectReason.ENDED,
+    RejectReason.INCOMPLETE,
+}
+"""What a node in good order answers, too. What it sends wrong is refused with the other reasons, here."""
+
+
+class NoLongerWanted(PeerFailed):
+    """What was on its way is wanted no more: no fault of the peer."""
+
+
+class Link:
+    """A node that is asked. Any thread may call; a bulk connection is used by one at a time."""
+
+    def __init__(
+        self, me: str, cluster: str, identity: Identity | None, name: str, address: str, *, bulk: bool, revocations: int = 0
+    ) -> None:
+        """`revocations`: how often the keys of that node were revoked; older ones are refused."""
+        self.name, self.address, self.revocations = name, address, revocations
+        self.stats = LinkStats()
+        self.used_at = time.monotonic()
+        self._metadata = () if identity else ((NODE_METADATA, me), (CLUSTER_METADATA, cluster))
+        self._channel = _open_channel(identity, target_name(cluster, name, revocations), address)
+        self.stub = rpc.PeerStub(_QuietChannel(self._channel))
+        self._bulk = bulk
+        self._no_bulk_until = 0.0
+        self._idle_connections: list[EncryptedConnection] = []
+        self._pending_notifications: set[Any] = set()
+        self.send_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
+        self.read_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
+        self._lock = threading.Lock()
+        self._contents_changed = threading.Condition()
+        self._contents: set[int] = set()
+        self._closed = False
+
+    def call(self, call: Callable[..., Any], request: Any, timeout_s: float = limits.PEER_CALL_S) -> Any:
+        """A short call. Raises PeerFailed, PeerRefused."""
+        self.used_at = time.monotonic()
+        try:
+            return call(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise self.translate_rpc_error(failure) from failure
+        except ValueError as failure:
+            raise PeerFailed(f"{self.name} has left") from failure
+
+    def notify(self, call: Callable[..., Any], request: Any) -> None:
+        """A call of which nobody needs to know whether it came to anything: the peer would find out by itself."""
+        with contextlib.suppress(grpc.RpcError, ValueError):
+            pending = call.future(request, timeout=limits.PEER_CALL_S, metadata=self._metadata)  # type: ignore[attr-defined]
+            self._pending_notifications.add(pending)  # A future that nobody holds is cancelled.
+            pending.add_done_callback(self._pending_notifications.discard)
+
+    def open_send_stream(self, messages: Iterator[bytes]) -> Any:
+        """The gRPC way of sending raw messages; the call, of which `result()` waits for the end."""
+        return self._channel.stream_unary("/ckptfs.peer.Peer/Send", bytes, bytes).future(messages, metadata=self._metadata)
+
+    def open_read_stream(self, command: bytes) -> Any:
+        """The gRPC way of reading raw messages: the call, which is iterated."""
+        return self._channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, metadata=self._metadata)
+
+    @contextmanager
+    def use_connection(self) -> Iterator[EncryptedConnection | None]:
+        """A bulk connection; None where gRPC must do. It is kept for the next one unless something was raised."""
+        with self._lock:
+            connection = self._idle_connections.pop() if self._idle_connections else None
+        if connection is not None and connection.has_input():
+            connection.close()  # Nothing can be due on an idle connection but its end.
+            connection = None
+        if connection is None:
+            connection = self._connect()
+        try:
+            yield connection
+        except BaseException:
+            if connection is not None:
+                connection.shutdown()
+                connection.close()
+            raise
+        if connection is not None:
+            self._return_connection(connection)
+
+    @contextmanager
+    def reserve_content(self, number: int, wanted: Callable[[], bool]) -> Iterator[None]:
+        """One transfer of a content at a time: what goes ahead of its seal is not broken off by the rest that follows. Raises PeerFailed
+        when it is not wanted any more.
+        """
+        with self._contents_changed:
+            while number in self._contents:
+                self._contents_changed.wait(SLOT_POLL_S)
+                if not wanted():
+                    raise NoLongerWanted("it is no longer wanted")
+            self._contents.add(number)
+        try:
+            yield
+        finally:
+            with self._contents_changed:
+                self._contents.discard(number)
+                self._contents_changed.notify_all()
+
+    def close(self) -> None:
+        """End the channel, and so the calls under way."""
+        with self._lock:
+            self._closed = True
+            spare, self._idle_connections = self._idle_connections, []
+        for connection in spare:
+            connection.close()
+        self._channel.close()
+
+    def record_failure(self, failure: Exception) -> PeerFailed:
+        """What a stream's failure means here. A node that answers no (it has not, or not any more, what was asked for) has not failed."""
+        found = self._translate_failure(failure)
+        if not (isinstance(found, NoLongerWanted) or (isinstance(found, PeerRefused) and found.code in EXPECTED_REASONS)):
+            self.stats.record_failure()
+        return found
+
+    def _translate_failure(self, failure: Exception) -> PeerFailed:
+        if isinstance(failure, PeerFailed):
+            return failure
+        if isinstance(failure, grpc.RpcError):
+            return self.translate_rpc_error(failure)
+        if isinstance(failure, Rejection):
+            return self.translate_rejection(failure.reason, str(failure))
+        return PeerFailed(f"{self.name} broke off: {failure or type(failure).__name__}")
+
+    def translate_rpc_error(self, failure: grpc.RpcError) -> PeerFailed:
+        """gRPC's error in our words."""
+        code, details = failure.code(), failure.details() or ""
+        name, _, text = details.partition(": ")
+        number = getattr(errno, name, None) if name.isidentifier() and name.startswith("E") else ERRNO_OF_STATUS.get(code)
+        if number is not None:
+            return self.translate_rejection(number, text or details)
+        self.stats.record_failure()
+        if WRONG_NAME in details:
+            return PeerFailed(f"at {self.address} answers a node without good keys of {self.name}: another one, or they were revoked")
+        return PeerFailed(f"{self.name} does not answer: {code.name.lower()}, {details}")
+
+    def translate_rejection(self, number: int, text: str) -> PeerFailed:
+        """A peer's no, as it concerns us."""
+        if number == RejectReason.WRONG_DIGEST:
+            return PeerCorrupt(f"{self.name}: {text}")
+        return PeerRefused(f"{self.name} refuses: {text}", number)
+
+    def _connect(self) -> EncryptedConnection | None:
+        if not self._bulk or time.monotonic() < self._no_bulk_until:
+            return None
+        reply = self.call(self.stub.Connect, pb.Nothing())
+        if not reply.port:
+            return None
+        try:
+            connected = socket.create_connection((parse_host(self.address), reply.port), limits.PEER_CALL_S)
+        except OSError:
+            self._no_bulk_until = time.monotonic() + limits.PEER_DOUBT_S
+            return None
+        try:
+            connected.sendall(reply.token)
+            return EncryptedConnection(connected, reply.keys, server=False)
+        except (OSError, AssertionError) as failure:
+            connected.close()
+            raise PeerFailed(f"{self.name} broke off") from failure
+
+    def _return_connection(self, connection: EncryptedConnection) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle_connections) < limits.PEER_LINK_STREAMS_MAX:
+                self._idle_connections.append(connection)
+                return
+        connection.close()
+
+
+class _QuietChannel:
+    """A channel as the generated stub uses it: an answer that is no message fails its call, and leaves no traceback in the log."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+
+    def unary_unary(self, method: str, *, response_deserializer: Callable[[bytes], Any], **how: Any) -> Any:
+        def parsed(answer: bytes) -> Any:
+            try:
+                return response_deserializer(answer)
+            except DecodeError:
+                return None
+
+        return self._channel.unary_unary(method, response_deserializer=parsed, **how)
+
+
+def _open_channel(identity: Identity | None, name: str, address: str) -> grpc.Channel:
+    if identity is None:
+        return grpc.insecure_channel(address, OPTIONS)
+    # TLS itself refuses a node that has not the certificate of the node that we mean.
+    target = ("grpc.ssl_target_name_override", name)
+    return grpc.secure_channel(address, channel_credentials(identity), [*OPTIONS, target])
+
+
+@contextmanager
+def translate_errors(link: Link) -> Iterator[None]:
+    """Failures of a stream become PeerFailed."""
+    try:
+        yield
+    except (PeerFailed, Rejection, ConnectionEnded, grpc.RpcError) as failure:
+        raise link.record_failure(failure) from failure
+
+
+@contextmanager
+def hold_slot(slots: threading.BoundedSemaphore, wanted: Callable[[], bool]) -> Iterator[None]:
+    """Wait for one of the streams that a link may have; each ends when nothing moves. Raises PeerFailed when not wanted."""
+    while not slots.acquire(timeout=SLOT_POLL_S):
+        if not wanted():
+            raise NoLongerWanted("it is no longer wanted")
+    try:
+        yield
+    finally:
+        slots.release()
+
+
+def cancel_call(call: Any) -> None:
+    """Cancel a gRPC stream that is no longer wanted."""
+    with contextlib.suppress(Exception):
+        call.cancel()

@@ -1,0 +1,440 @@
+"""The raw messages in which blocks travel: the same over a gRPC stream and over a bulk connection. No transport and no threads in here.
+
+A request is one *command*. Blocks follow one another, each a *header* (number, bytes on the wire, encoding) and then its bytes in pieces of
+`limits.PEER_PIECE_BYTES`, the last one shorter; an END header closes them. Both sides know the length of the next message before it comes,
+so that nothing is taken that was not announced, and nothing is announced that does not fit the block. A block is written only when all
+of it is here and has its digest.
+If we die here: the blocks that were written are whole and right; the others are lacking.
+
+Why a peer's request is refused, in one word for every transport, and how often that happened, by peer and reason (for status).
+
+If we die here: the counts begin anew.
+
+Pure: messages of peers, checked against the limits before anything is touched, as values. Each raises Refusal with what was wrong.
+"""
+
+import errno
+import logging
+import os
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import xxhash
+import zstandard
+
+from ckptfs import digest, limits
+from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer
+from ckptfs.errors import CkptfsError
+from ckptfs.protocol import peer_pb2 as pb
+
+log = logging.getLogger(__name__)
+OTHERS = "others"
+
+
+class RejectReason(IntEnum):
+    """The reason, as the errno that travels."""
+
+    MALFORMED = errno.EINVAL
+    OUT_OF_ORDER = errno.EPROTO
+    UNKNOWN = errno.ENOENT
+    FULL = errno.ENOSPC
+    BUSY = errno.EBUSY
+    TOO_MANY = errno.EAGAIN
+    STRANGER = errno.EACCES
+    WRONG_DIGEST = errno.EILSEQ
+    INCOMPLETE = errno.ENODATA
+    ENDED = errno.ECANCELED
+    STALLED = errno.ETIMEDOUT
+    BROKEN = errno.EIO
+    NO_METHOD = errno.ENOSYS
+
+
+class Rejection(Exception):
+    """What was asked is not done; `why` and a sentence for the other side. Names nothing but numbers."""
+
+    def __init__(self, reason: RejectReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def build_rejection(failure: Exception) -> Rejection:
+    """What the other side is told of a failure of the shelf or the disk: never a path."""
+    if isinstance(failure, Rejection):
+        return failure
+    code = failure.errno if isinstance(failure, CkptfsError | OSError) else errno.EIO
+    reason = RejectReason(code) if code in set(RejectReason) else RejectReason.BROKEN
+    return Rejection(reason, str(failure) if isinstance(failure, CkptfsError) else reason.name.lower().replace("_", " "))
+
+
+class PeerRejections:
+    """Counts what was refused. Bounded: peers beyond `limits.PEER_COUNTED_MAX` are counted together."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {}
+        self._lock = threading.Lock()
+
+    def record(self, peer: str, rejection: Rejection) -> None:
+        """One more."""
+        log.debug("refused to %s: %s, %s", peer, rejection.reason.name.lower(), rejection)
+        with self._lock:
+            name = peer if peer in self._counts or len(self._counts) < limits.PEER_COUNTED_MAX else OTHERS
+            self._counts.setdefault(name, Counter())[rejection.reason.name.lower()] += 1
+
+    def get_counts(self) -> dict[str, dict[str, int]]:
+        """{peer: {reason: count}}; a snapshot."""
+        with self._lock:
+            return {peer: dict(counts) for peer, counts in self._counts.items()}
+
+
+COMMAND = struct.Struct("<BB6xQQQ")
+HEADER = struct.Struct("<QIB3x")
+NUMBER_MAX = 2**63 - 1
+ZSTD_LEVEL = 1
+SAMPLE_BYTES = 64 * limits.KIB
+SAMPLE_RATIO_MAX = 0.8
+
+
+class CommandKind(IntEnum):
+    """What a command asks for."""
+
+    SEND = 1
+    READ = 2
+
+
+class Encoding(IntEnum):
+    """What follows a header."""
+
+    RAW = 0
+    ZSTD = 1
+    END = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """SEND: blocks of transfer `id` follow. READ: `count` blocks of loan `id` from block `first` on; `squeeze`: zstd is welcome."""
+
+    kind: CommandKind
+    id: int
+    first: int = 0
+    count: int = 0
+    compress: bool = False
+
+    def pack(self) -> bytes:
+        return COMMAND.pack(self.kind, self.compress, self.id, self.first, self.count)
+
+    @classmethod
+    def parse(cls, message: bytes | memoryview) -> "Command":
+        """Raises Refusal."""
+        if len(message) != COMMAND.size:
+            raise Rejection(RejectReason.MALFORMED, f"a command has {COMMAND.size} bytes, not {len(message)}")
+        kind, compress, number, first, count = COMMAND.unpack(message)
+        if kind not in set(CommandKind) or compress > 1 or max(number, first, count) > NUMBER_MAX or bytes(message[2:8]) != bytes(6):
+            raise Rejection(RejectReason.MALFORMED, "this is no command")
+        return cls(CommandKind(kind), number, first, count, bool(compress))
+
+
+def encode_end(count: int) -> bytes:
+    """The header after the last block."""
+    return HEADER.pack(count, 0, Encoding.END)
+
+
+def encode_rejection(rejection: Rejection) -> tuple[bytes, bytes]:
+    """(header, text) that end a connection with a reason."""
+    text = str(rejection).encode()[:256]
+    return HEADER.pack(rejection.reason, len(text), Encoding.FAILED), text
+
+
+def count_blocks(size: int) -> int:
+    """How many blocks a content of `size` bytes has."""
+    return -(-size // limits.BLOCK_BYTES)
+
+
+def block_bytes(size: int, number: int) -> int:
+    """How long block `number` is."""
+    return min(limits.BLOCK_BYTES, size - number * limits.BLOCK_BYTES)
+
+
+def encode_bitmap(numbers: Iterable[int], count: int) -> bytes:
+    """A bit for each of `count` blocks, lowest first."""
+    bits = bytearray(-(-count // 8))
+    for number in numbers:
+        bits[number >> 3] |= 1 << (number & 7)
+    return bytes(bits)
+
+
+def decode_bitmap(bits: bytes, count: int) -> list[int]:
+    """The numbers below `count` whose bits are set. Raises Refusal when the map has another length."""
+    if len(bits) != -(-count // 8):
+        raise Rejection(RejectReason.MALFORMED, f"a map of {count} blocks has {-(-count // 8)} bytes, not {len(bits)}")
+    return [number for number in range(count) if bits[number >> 3] >> (number & 7) & 1]
+
+
+class BlockSink(Protocol):
+    """Where blocks arrive. All three may raise Refusal."""
+
+    @property
+    def size(self) -> int: ...
+
+    def claim_block(self, number: int) -> bytes:
+        """Block `number` begins: the digest that it must have. Refused when it was not asked for, or is arriving already."""
+
+    def write_block(self, number: int, data: memoryview) -> None:
+        """The block is here and right: write it."""
+
+    def release_block(self, number: int) -> None:
+        """The block that began will not come."""
+
+
+class BlockReceiver:
+    """One stream of blocks: `place()` is where the next message goes, exactly as long as it must be; `filled()` says that it is there."""
+
+    def __init__(self, sink: BlockSink) -> None:
+        self._sink = sink
+        self._header = memoryview(bytearray(HEADER.size))
+        self._block = memoryview(bytearray(min(limits.BLOCK_BYTES, max(sink.size, 1))))
+        self._body = self._block[:0]
+        self._filled_bytes = 0
+        self._number: int | None = None
+        self._digest = b""
+        self._is_compressed = False
+        self._running = xxhash.xxh3_128()
+        self._length = 0
+        self._text: memoryview | None = None
+        self._code = 0
+        self.block_count = 0
+        self.wire_bytes = 0
+        self.has_ended = False
+
+    def next_buffer(self) -> memoryview:
+        """Room for the next message."""
+        if self._text is not None:
+            return self._text
+        if self._number is None:
+            return self._header
+        return self._body[self._filled_bytes : self._filled_bytes + limits.PEER_PIECE_BYTES]
+
+    def accept_buffer(self) -> None:
+        """The next message is in its place. Raises Refusal."""
+        if self._text is not None:
+            raise Rejection(RejectReason(self._code), bytes(self._text).decode(errors="replace"))
+        if self._number is None:
+            self._handle_header(*HEADER.unpack(self._header))
+            return
+        piece = self.next_buffer()
+        self._filled_bytes += len(piece)
+        self.wire_bytes += len(piece)
+        if not self._is_compressed:
+            self._running.update(piece)
+        if self._filled_bytes == len(self._body):
+            self._finish_block()
+
+    def accept_message(self, message: bytes) -> None:
+        """The same for a message that is in memory already."""
+        buffer = self.next_buffer()
+        if len(message) != len(buffer):
+            raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {len(buffer)} bytes was due, not one of {len(message)}")
+        buffer[:] = message
+        self.accept_buffer()
+
+    def close(self) -> None:
+        """The stream is over, whichever way."""
+        if self._number is not None:
+            number, self._number = self._number, None
+            self._sink.release_block(number)
+
+    def _handle_header(self, number: int, wire_bytes: int, encoding: int) -> None:
+        if self.has_ended:
+            raise Rejection(RejectReason.OUT_OF_ORDER, "messages after the end")
+        if encoding == Encoding.END:
+            if number != self.block_count or wire_bytes:
+                raise Rejection(RejectReason.OUT_OF_ORDER, f"the end names {number} blocks, {self.block_count} came")
+            self.has_ended = True
+        elif encoding == Encoding.FAILED and number in set(RejectReason) and wire_bytes <= 256:
+            self._text, self._code = memoryview(bytearray(wire_bytes)), number
+            if not wire_bytes:
+                self.accept_buffer()
+        else:
+            self._begin_block(number, wire_bytes, encoding)
+
+    def _begin_block(self, number: int, wire_bytes: int, encoding: int) -> None:
+        if number >= count_blocks(self._sink.size) or encoding not in (Encoding.RAW, Encoding.ZSTD):
+            raise Rejection(RejectReason.MALFORMED, f"there is no block {number} with encoding {encoding}")
+        self._length = block_bytes(self._sink.size, number)
+        self._is_compressed = encoding == Encoding.ZSTD
+        if wire_bytes != self._length and not (self._is_compressed and 0 < wire_bytes < self._length):
+            raise Rejection(RejectReason.MALFORMED, f"block {number} has {self._length} bytes, not {wire_bytes}")
+        self._digest = self._sink.claim_block(number)
+        self._number = number
+        self._filled_bytes = 0
+        self._running.reset()
+        self._body = self._block[:wire_bytes]
+
+    def _finish_block(self) -> None:
+        assert self._number is not None
+        number, data = self._number, self._body
+        if self._is_compressed:
+            data = _decompress_block(self._body, self._length)
+            self._running.update(data)
+        if self._running.digest() != self._digest:
+            raise Rejection(RejectReason.WRONG_DIGEST, f"block {number} has not the digest that it should have")
+        self._sink.write_block(number, data)
+        self._number = None
+        self.block_count += 1
+
+
+def _decompress_block(body: memoryview, length: int) -> memoryview:
+    """The block that `body` was squeezed from; never more than `length` bytes, whatever it says."""
+    try:
+        if zstandard.frame_content_size(body) != length:
+            raise Rejection(RejectReason.MALFORMED, "a squeezed block announces another length")
+        data = zstandard.ZstdDecompressor().decompress(body, max_output_size=length)
+    except zstandard.ZstdError as failure:
+        raise Rejection(RejectReason.MALFORMED, "a squeezed block cannot be read") from failure
+    if len(data) != length:
+        raise Rejection(RejectReason.MALFORMED, "a squeezed block has another length")
+    return memoryview(data)
+
+
+def is_compressible(block: memoryview) -> bool:
+    """Whether zstd makes a sample of the block enough smaller to be worth its time on a slow link."""
+    sample = block[len(block) // 2 :][:SAMPLE_BYTES]
+    return len(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(sample)) < SAMPLE_RATIO_MAX * len(sample)
+
+
+def never_compress(_block: memoryview) -> bool:
+    """For links that are faster than zstd."""
+    return False
+
+
+class SourceChanged(Exception):
+    """The file that is being sent became shorter."""
+
+
+def encode_blocks(fd: int, size: int, numbers: Iterable[int], should_compress: Callable[[memoryview], bool]) -> Iterator[memoryview]:
+    """The messages of these blocks, without the end. Each is good until the next is asked for. Raises OSError, SourceChanged.
+
+    `squeezes(block)`, `pays` or `never`, decides whether zstd is tried; a block travels raw where that does not make it smaller.
+    """
+    piece = memoryview(bytearray(min(limits.PEER_PIECE_BYTES, max(size, 1))))
+    for number in numbers:
+        start, length = number * limits.BLOCK_BYTES, block_bytes(size, number)
+        compressed = _compress_block(fd, start, length, should_compress)
+        if compressed is not None:
+            yield memoryview(HEADER.pack(number, len(compressed), Encoding.ZSTD))
+            for offset in range(0, len(compressed), limits.PEER_PIECE_BYTES):
+                yield compressed[offset : offset + limits.PEER_PIECE_BYTES]
+            continue
+        yield memoryview(HEADER.pack(number, length, Encoding.RAW))
+        # Piece by piece through a buffer that stays in the processor's cache.
+        for offset in range(0, length, limits.PEER_PIECE_BYTES):
+            part = piece[: length - offset]
+            _read_fully(fd, part, start + offset)
+            yield part
+
+
+def _compress_block(fd: int, start: int, length: int, should_compress: Callable[[memoryview], bool]) -> memoryview | None:
+    """The block as zstd makes it, where that is wanted and smaller."""
+    if should_compress is never_compress:
+        return None
+    block = memoryview(bytearray(length))
+    _read_fully(fd, block, start)
+    if not should_compress(block):
+        return None
+    compressed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(block)
+    return memoryview(compressed) if len(compressed) < length else None
+
+
+def _read_fully(fd: int, block: memoryview, offset: int) -> None:
+    while block:
+        count = os.preadv(fd, [block], offset)
+        if not count:
+            raise SourceChanged
+        block, offset = block[count:], offset + count
+
+
+ID_MAX = 2**63 - 1
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse as malformed unless `condition`."""
+    if not condition:
+        raise Rejection(RejectReason.MALFORMED, message)
+
+
+def parse_content_id(number: int) -> int:
+    require(0 < number <= ID_MAX, f"{number} is no content")
+    return number
+
+
+def parse_digest(value: bytes) -> bytes | None:
+    """A digest, or None where there is none."""
+    require(len(value) in (0, digest.BLOCK_DIGEST_BYTES), f"a digest has {digest.BLOCK_DIGEST_BYTES} bytes, not {len(value)}")
+    return value or None
+
+
+def parse_offer(request: pb.OfferRequest) -> Offer:
+    """What a peer offers. Its digest is over its blocks' digests, or it is refused here."""
+    parse_content_id(request.content)
+    require(0 < request.inode <= ID_MAX, f"{request.inode} is no inode")
+    require(request.generation <= limits.GENERATION_MAX, f"{request.generation} is no generation")
+    require(request.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES, f"{request.size} bytes are more than peers hold of one content")
+    count = count_blocks(request.size)
+    require(len(request.blocks) == count * digest.BLOCK_DIGEST_BYTES, f"{request.size} bytes have {count} blocks, not as many digests")
+    found = parse_digest(request.digest)
+    if found is not None:
+        require(digest.hash_content(request.blocks, request.size) == found, "the digest is not the one over the blocks' digests")
+    if request.whole:
+        require(found is not None and len(request.whole) == request.size, "a content that travels inside its offer is sealed and whole")
+        require(request.size <= limits.PEER_WHOLE_BYTES_MAX, f"{request.size} bytes are too many to travel inside an offer")
+    return Offer(request.content, request.inode, request.generation, request.size, found, bytes(request.blocks))
+
+
+def parse_offers(request: pb.OffersRequest) -> list[Offer]:
+    """What a peer offers in one message: small contents, sealed and whole, each once, and their bytes are those of their digests."""
+    require(0 < len(request.offers) <= limits.PEER_MANY_MAX, f"{len(request.offers)} contents are not between 1 and {limits.PEER_MANY_MAX}")
+    size = sum(len(one.whole) for one in request.offers)
+    require(size <= limits.PEER_MANY_BYTES_MAX, f"{size} bytes are too many to travel in one message")
+    require(len({one.content for one in request.offers}) == len(request.offers), "a content is offered twice")
+    for one in request.offers:
+        require(bool(one.digest) and len(one.whole) == one.size, "what travels together is sealed and whole")
+    found = [parse_offer(one) for one in request.offers]
+    for one in request.offers:
+        if digest.hash_block(one.whole) != one.blocks and one.size:
+            raise Rejection(RejectReason.WRONG_DIGEST, "the bytes are not those of the digest")
+    return found
+
+
+def get_block_digest(offer: Offer, number: int) -> bytes:
+    """The digest that block `number` must have."""
+    return offer.blocks[number * digest.BLOCK_DIGEST_BYTES : (number + 1) * digest.BLOCK_DIGEST_BYTES]
+
+
+def are_valid_missing_blocks(offer: Offer, numbers: list[int]) -> bool:
+    """Whether what a receiver says it lacks can be lacking: in order, in range, and offered."""
+    count = count_blocks(offer.size)
+    return all(0 <= number < count and get_block_digest(offer, number) != UNKNOWN_BLOCK for number in numbers)
+
+
+def parse_block_range(command: Command, size: int) -> range:
+    """The blocks that a READ asks for."""
+    require(0 < command.count <= limits.PEER_RUN_BLOCKS_MAX, f"{command.count} blocks are not between 1 and {limits.PEER_RUN_BLOCKS_MAX}")
+    require(command.first + command.count <= count_blocks(size), f"there are only {count_blocks(size)} blocks")
+    return range(command.first, command.first + command.count)
+
+
+def parse_seal_timeout_s(request: pb.SealRequest) -> float:
+    """Seconds to wait at most."""
+    require(request.timeout_ms <= limits.PEER_SEAL_WAIT_S_MAX * 1000, f"waits are at most {limits.PEER_SEAL_WAIT_S_MAX:g} s")
+    return request.timeout_ms / 1000
+
+
+def parse_forgotten_contents(request: pb.ForgetRequest) -> list[int]:
+    """The contents to forget."""
+    require(len(request.contents) <= limits.PEER_FORGET_MAX, f"more than {limits.PEER_FORGET_MAX} contents at once")
+    return [parse_content_id(number) for number in request.contents]

@@ -1,0 +1,305 @@
+"""`Peers`, as `ckptfs.clique.peers` describes it: one link for each node, and what is done over them.
+
+Any thread may call; calls block. Links are bounded: the one that was used longest ago goes when there are too many.
+If we die here: peers end what we left; nothing is kept here but figures.
+"""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckptfs import digest, limits
+from ckptfs.clique.certificates import Identity, RevocationList
+from ckptfs.clique.peer_api import (
+    ContentManifest,
+    Offer,
+    OnBlock,
+    PeerAddress,
+    PeerCorrupt,
+    PeerFailed,
+    PeerRefused,
+    PeerStats,
+    SendResult,
+    UrgentBlocks,
+)
+from ckptfs.errors import InvalidArgument
+from ckptfs.peers import block_client, messages
+from ckptfs.peers.link import Link
+from ckptfs.peers.messages import Rejection, block_bytes, count_blocks, decode_bitmap
+from ckptfs.protocol import peer_pb2 as pb
+
+CORES_A_STREAM = 4
+RETRY_S = 0.1
+
+
+class PeerClient:
+    """The other nodes of `cluster`, for the node `me`."""
+
+    def __init__(
+        self, me: str, cluster: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None,
+        revoked: RevocationList | None = None,
+    ) -> None:  # fmt: skip
+        self._link_arguments = me, cluster, identity
+        self._revoked = revoked or RevocationList(None)
+        self._bulk = bulk
+        cores = os.cpu_count() or 1
+        self._streams = streams or max(1, min(limits.PEER_LINK_STREAMS_MAX, cores // CORES_A_STREAM))
+        self._links: dict[str, Link] = {}
+        self._lock = threading.Lock()
+
+    # --- sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
+        """See `Peers.send`."""
+        link = self._get_link(node)
+        if count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
+            raise InvalidArgument(f"{offer.size} bytes are more than peers hold of one content")
+        request = _build_offer_request(offer)
+        if not offer.is_early and 0 < offer.size <= limits.PEER_WHOLE_BYTES_MAX:
+            return _send_in_offer(link, request, source_fd)
+        with link.reserve_content(offer.content, wanted):
+            return self._send_missing(link, offer, request, source_fd, wanted)
+
+    def _send_missing(self, link: Link, offer: Offer, request: Any, source_fd: int, wanted: Callable[[], bool]) -> SendResult:
+        """Offer a content and send the blocks that the peer asks for."""
+        reply = link.call(link.stub.Offer, request, limits.PEER_DISK_S)
+        missing_blocks = _decode_missing(link, offer, reply.lacking)
+        try:
+            moved = self._send_blocks(link, offer, source_fd, reply.transfer, missing_blocks, wanted)
+            verified = link.call(link.stub.Finish, pb.TransferRequest(transfer=reply.transfer), limits.PEER_DISK_S).verified
+        except BaseException:
+            link.notify(link.stub.Abandon, pb.TransferRequest(transfer=reply.transfer))
+            raise
+        if not verified:
+            raise PeerCorrupt(f"{link.name} found that what it has is not what was offered")
+        return SendResult(len(missing_blocks), moved, not offer.is_early)
+
+    def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list[SendResult | PeerFailed]:
+        """See `Peers.send_many`."""
+        link = self._get_link(node)
+        request, found = pb.OffersRequest(), dict[int, SendResult | PeerFailed]()
+        asked: list[int] = []
+        for index, (offer, fd) in enumerate(offers):
+            try:
+                request.offers.append(_embed_content(_build_offer_request(offer), fd))
+                asked.append(index)
+            except PeerCorrupt as failure:
+                found[index] = failure
+        try:
+            verdicts = link.call(link.stub.OfferMany, request, limits.PEER_DISK_S).verdicts if asked else ()
+        except PeerRefused as refusal:
+            if refusal.code != errno.ENOSYS:
+                raise
+            return [self._send_one(node, offer, fd) for offer, fd in offers]  # It is of an earlier version.
+        if len(verdicts) != len(asked):
+            raise PeerCorrupt(f"{link.name} answers {len(verdicts)} of {len(asked)} offers")
+        found |= {index: _interpret_verdict(link, offers[index][0], verdict) for index, verdict in zip(asked, verdicts, strict=True)}
+        return [found[index] for index in range(len(offers))]
+
+    def _send_one(self, node: PeerAddress, offer: Offer, fd: int) -> SendResult | PeerFailed:
+        try:
+            return self.send(node, offer, fd)
+        except PeerFailed as failure:
+            return failure
+
+    def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, missing_blocks: list[int], wanted: Callable[[], bool]) -> int:
+        """Send until nothing is lacking. A try that brought something forward is followed by another. The bytes on the wire."""
+        moved, failures = 0, 0
+        while missing_blocks:
+            job = block_client.SendJob(fd, offer.size, transfer, missing_blocks[::-1], wanted, link.stats.should_compress)
+            begun = time.monotonic()
+            try:
+                block_client.send_blocks(link, job, min(self._streams, len(missing_blocks)))
+                sent = sum(block_bytes(offer.size, number) for number in missing_blocks)
+                link.stats.record_transfer(sent, job.sent_bytes, time.monotonic() - begun)
+                return moved + job.sent_bytes
+            except PeerFailed as failure:
+                moved += job.sent_bytes
+                if isinstance(failure, PeerCorrupt) or not wanted():
+                    raise
+                before = len(missing_blocks)
+                time.sleep(RETRY_S * 2**failures)
+                reply = link.call(link.stub.Progress, pb.TransferRequest(transfer=transfer))
+                missing_blocks = _decode_missing(link, offer, reply.lacking)
+                failures = 0 if len(missing_blocks) < before else failures + 1
+                if failures >= limits.PEER_TRIES_MAX:
+                    raise
+        return moved
+
+    # --- fetching ----------------------------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        sources: Sequence[PeerAddress],
+        manifest: ContentManifest,
+        blocks: Sequence[int],
+        target_fd: int,
+        on_block: OnBlock = lambda number: None,
+        urgent_blocks: UrgentBlocks = tuple,
+    ) -> int:
+        """See `Peers.fetch`."""
+        if not blocks:
+            return 0
+        if not sources:
+            raise PeerFailed("nobody to fetch from")
+        streams = min(self._streams, len(blocks))
+        workers = max(streams, min(len(sources), limits.PEER_SOURCES_MAX))
+        fetching = block_client.FetchJob(manifest, blocks, target_fd, on_block, workers, urgent_blocks)
+        return block_client.fetch_blocks([self._get_link(node) for node in sources], fetching, streams)
+
+    def get_manifest(
+        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S
+    ) -> ContentManifest:
+        """See `Peers.record`."""
+        link = self._get_link(node)
+        reply = link.call(link.stub.GetRecord, pb.RecordRequest(content=content, digest=digest or b""), timeout_s)
+        return _check_manifest(link, reply, content, digest)
+
+    def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
+        """See `Peers.seal_soon`."""
+        link = self._get_link(node)
+        timeout_s = min(timeout_s, limits.PEER_SEAL_WAIT_S_MAX)
+        request = pb.SealRequest(content=content, timeout_ms=int(timeout_s * 1000))
+        reply = link.call(link.stub.SealSoon, request, timeout_s + limits.PEER_CALL_S)
+        return _check_manifest(link, reply.record, content, None) if reply.HasField("record") else None
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    def release_copies(self, node: PeerAddress, contents: Sequence[int]) -> None:
+        """See `Peers.forget`."""
+        link = self._get_link(node)
+        for start in range(0, len(contents), limits.PEER_FORGET_MAX):
+            link.call(link.stub.Forget, pb.ForgetRequest(contents=contents[start : start + limits.PEER_FORGET_MAX]))
+
+    def ping(self, node: PeerAddress) -> PeerStats:
+        """See `Peers.ping`."""
+        link = self._get_link(node)
+        begun, begun_ns = time.monotonic(), time.time_ns()
+        reply = link.call(link.stub.Ping, pb.Nothing())
+        took_s = time.monotonic() - begun
+        link.stats.free_bytes = reply.room
+        link.stats.record_rtt(took_s)
+        # Half of the way there it was read.
+        link.stats.clock_offset_s = (reply.now_ns - begun_ns) / 1e9 - took_s / 2 if reply.now_ns else None
+        return link.stats.get_peer_stats()
+
+    def get_stats(self, node: PeerAddress) -> PeerStats:
+        """See `Peers.speed`."""
+        with self._lock:
+            link = self._links.get(node.name)
+        return link.stats.get_peer_stats() if link else PeerStats(None, None, None)
+
+    def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
+        """See `Peers.ranked`."""
+        with self._lock:
+            links = {node.name: self._links.get(node.name) for node in nodes}
+
+        def order(node: PeerAddress) -> tuple[bool, float]:
+            link = links[node.name]
+            return (link.stats.has_failed_recently, -(link.stats.bytes_per_s or 0.0)) if link else (False, 0.0)
+
+        return sorted(nodes, key=order)
+
+    def get_figures(self) -> dict[str, dict[str, float | None]]:
+        """{node: what was measured}, for status."""
+        with self._lock:
+            links = list(self._links.values())
+        return {
+            link.name: {"rtt_s": link.stats.rtt_s, "bytes_per_s": link.stats.bytes_per_s, "failed": float(link.stats.has_failed_recently)}
+            for link in links
+        }
+
+    def close_except(self, names: Sequence[str]) -> None:
+        """See `Peers.keep`."""
+        with self._lock:
+            gone = [self._links.pop(name) for name in set(self._links) - set(names)]
+        for link in gone:
+            link.close()
+
+    def close(self) -> None:
+        """See `Peers.close`."""
+        self.close_except(())
+
+    def _get_link(self, node: PeerAddress) -> Link:
+        """The link to a node; a new one when it has another address now, or its keys were revoked."""
+        old: list[Link] = []
+        revocations = self._revoked.get_count(node.name)
+        with self._lock:
+            link = self._links.get(node.name)
+            if link is None or (link.address, link.revocations) != (node.address, revocations):
+                old += [link] if link else []
+                link = self._links[node.name] = Link(
+                    *self._link_arguments, node.name, node.address, bulk=self._bulk, revocations=revocations
+                )
+                while len(self._links) > limits.PEER_LINKS_MAX:
+                    oldest = min(self._links.values(), key=lambda one: (one is link, one.used_at))
+                    old.append(self._links.pop(oldest.name))
+        for one in old:
+            one.close()
+        return link
+
+
+def _build_offer_request(offer: Offer) -> Any:
+    return pb.OfferRequest(
+        content=offer.content,
+        inode=offer.inode,
+        generation=offer.generation,
+        size=offer.size,
+        digest=offer.digest or b"",
+        blocks=offer.blocks,
+    )
+
+
+def _embed_content(request: Any, fd: int) -> Any:
+    """An offer with the content itself inside. Raises PeerLied when that is not what its digest says."""
+    request.whole = os.pread(fd, request.size, 0)
+    if len(request.whole) != request.size or (request.size and digest.hash_block(request.whole) != request.blocks):
+        raise PeerCorrupt("the file is not what its digest says")
+    return request
+
+
+def _interpret_verdict(link: Link, offer: Offer, verdict: Any) -> SendResult | PeerFailed:
+    """What a peer says of one of several contents."""
+    if verdict.verified:
+        return SendResult(min(1, offer.size), offer.size, True)
+    if verdict.code:
+        return link.translate_rejection(verdict.code, verdict.why)
+    return PeerCorrupt(f"{link.name} found that what it has is not what was offered")
+
+
+def _send_in_offer(link: Link, request: Any, fd: int) -> SendResult:
+    """A small content travels inside its offer."""
+    reply = link.call(link.stub.Offer, _embed_content(request, fd), limits.PEER_DISK_S)
+    if not reply.verified:
+        raise PeerCorrupt(f"{link.name} found that what it has is not what was offered")
+    return SendResult(1, request.size, True)
+
+
+def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
+    try:
+        numbers = decode_bitmap(bits, count_blocks(offer.size))
+    except Rejection as refusal:
+        raise link.record_failure(refusal) from refusal
+    if not messages.are_valid_missing_blocks(offer, numbers):
+        raise PeerCorrupt(f"{link.name} asks for blocks that were not offered")
+    return numbers
+
+
+def _check_manifest(link: Link, reply: Any, content: int, wanted: bytes | None) -> ContentManifest:
+    """What a peer says, checked: its blocks' digests are those of its digest, which is the one that was asked for."""
+    whole = (
+        reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES
+        and len(reply.blocks) == count_blocks(reply.size) * digest.BLOCK_DIGEST_BYTES
+    )
+    if (
+        reply.content != content
+        or not whole
+        or not (0 < reply.inode <= messages.ID_MAX and reply.generation <= limits.GENERATION_MAX)
+        or digest.hash_content(reply.blocks, reply.size) != reply.digest
+        or wanted not in (None, reply.digest)
+    ):
+        raise PeerCorrupt(f"{link.name} tells of another content than the one asked for")
+    return ContentManifest(reply.content, reply.inode, reply.generation, reply.size, reply.digest, reply.blocks)

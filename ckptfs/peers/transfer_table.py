@@ -1,0 +1,352 @@
+"""Owns what peers have begun on this node and not ended: transfers (blocks that arrive) and loans (copies that are being read).
+
+Each belongs to the peer that began it, has a random id, is bounded in number per peer and altogether, and ends when nobody used it for
+`limits.PEER_IDLE_S`. A block of a transfer is taken once: only if it was lacking, and from one stream at a time.
+If we die here: the shelf finds at the next start what never came to its end; peers offer and ask again.
+
+Blocks in and out for a peer, whichever way they travel: the command checked, the transfer or loan held, the number of streams bounded.
+
+If we die here: see `peer_transfers`.
+"""
+
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
+
+from ckptfs import limits
+from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy, Reception
+from ckptfs.digest import BLOCK_DIGEST_BYTES
+from ckptfs.peers import messages
+from ckptfs.peers.messages import BlockReceiver, Command, CommandKind, Rejection, RejectReason
+
+Clock = Callable[[], float]
+
+
+class PeerResource:
+    """Something that a peer began: whose it is, when it was used last, and by how many streams just now."""
+
+    def __init__(self, peer: str, clock: Clock) -> None:
+        self.peer = peer
+        self.lock = threading.Lock()
+        self.has_ended = False
+        self._on_unused: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._stream_count = 0
+        self._used_at = clock()
+
+    @contextmanager
+    def hold_stream(self) -> Iterator[None]:
+        """A stream uses it. Refused after its end."""
+        with self.lock:
+            self._require_active()
+            self._stream_count += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._stream_count -= 1
+                self._used_at = self._clock()
+                last = self.has_ended and not self._stream_count
+            if last:
+                self._on_unused()
+
+    def touch(self) -> None:
+        self._used_at = self._clock()
+
+    def is_idle(self) -> bool:
+        """Whether nobody used it for too long."""
+        return not self._stream_count and self._clock() - self._used_at > limits.PEER_IDLE_S
+
+    def end_if_unused(self) -> None:
+        """No stream may use it any more; Refused (busy) while one does."""
+        with self.lock:
+            self._require_active()
+            if self._stream_count:
+                raise Rejection(RejectReason.BUSY, "streams still use it")
+            self.has_ended = True
+
+    def end(self, on_unused: Callable[[], None]) -> None:
+        """No stream may begin any more; `last` is called when none is left, which may be now."""
+        with self.lock:
+            self._require_active()
+            self.has_ended, self._on_unused = True, on_unused
+            unused = not self._stream_count
+        if unused:
+            on_unused()
+
+    def _require_active(self) -> None:
+        if self.has_ended:
+            raise Rejection(RejectReason.UNKNOWN, "it has ended")
+
+
+class IncomingTransfer(PeerResource):
+    """A reception, block by block: a `peer_frames.Landing`. Touches only the shelf's descriptor."""
+
+    def __init__(self, peer: str, offer: Offer, reception: Reception, clock: Clock) -> None:
+        super().__init__(peer, clock)
+        self.offer = offer
+        self.token = reception.token
+        self.size = offer.size
+        self._fd = reception.fd
+        self._missing_blocks = set(reception.missing_blocks)
+        self._incoming_blocks: set[int] = set()
+        self.has_received_blocks = False
+
+    def claim_block(self, number: int) -> bytes:
+        with self.lock:
+            if self.has_ended:
+                raise Rejection(RejectReason.ENDED, "the transfer has ended")
+            if number not in self._missing_blocks:
+                raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} is not lacking")
+            if number in self._incoming_blocks:
+                raise Rejection(RejectReason.BUSY, f"block {number} is arriving already")
+            self._incoming_blocks.add(number)
+        return self.offer.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
+
+    def write_block(self, number: int, data: memoryview) -> None:
+        pwrite_all(self._fd, data, number * limits.BLOCK_BYTES)
+        with self.lock:
+            self._incoming_blocks.discard(number)
+            self._missing_blocks.discard(number)
+            self.has_received_blocks = True
+        self.touch()
+
+    def release_block(self, number: int) -> None:
+        with self.lock:
+            self._incoming_blocks.discard(number)
+
+    def list_missing_blocks(self) -> list[int]:
+        """The blocks that have not come yet, in order."""
+        with self.lock:
+            return sorted(self._missing_blocks)
+
+
+class OutgoingRead(PeerResource):
+    """A loan while a peer reads from it."""
+
+    def __init__(self, peer: str, copy: OpenCopy, clock: Clock) -> None:
+        super().__init__(peer, clock)
+        self.copy = copy
+
+
+class _Owned(Protocol):
+    peer: str
+
+    def is_idle(self) -> bool: ...
+
+
+Item = TypeVar("Item", bound=_Owned)
+
+
+class PeerResourceTable(Generic[Item]):
+    """Items by random id. An id of another peer is as unknown as one that never was."""
+
+    def __init__(self, what: str, total_max: int, peer_max: int) -> None:
+        self._what, self._total_max, self._peer_max = what, total_max, peer_max
+        self._items: dict[int, Item] = {}
+        self._reserved_count = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @contextmanager
+    def reserve_slot(self, peer: str) -> Iterator[Callable[[Item], int]]:
+        """A place for one more, refused where there are too many; the function that fills it gives the id."""
+        with self._lock:
+            mine = sum(item.peer == peer for item in self._items.values())
+            if mine >= self._peer_max or len(self._items) + self._reserved_count >= self._total_max:
+                raise Rejection(RejectReason.TOO_MANY, f"too many {self._what}s at once")
+            self._reserved_count += 1
+        try:
+            yield self._add
+        finally:
+            with self._lock:
+                self._reserved_count -= 1
+
+    def _add(self, item: Item) -> int:
+        number = secrets.randbits(62) + 1
+        with self._lock:
+            self._items[number] = item
+        return number
+
+    def get(self, peer: str, number: int) -> Item:
+        """Raises Refusal when this peer has none of that id."""
+        item = self._items.get(number)
+        if item is None or item.peer != peer:
+            raise Rejection(RejectReason.UNKNOWN, f"no such {self._what}")
+        return item
+
+    def remove(self, number: int) -> None:
+        with self._lock:
+            self._items.pop(number, None)
+
+    def all(self) -> Sequence[tuple[int, Item]]:
+        """A snapshot of (id, item)."""
+        with self._lock:
+            return list(self._items.items())
+
+
+class TransferTable:
+    """All transfers and loans of this node, and the shelf behind them."""
+
+    def __init__(self, content_host: ContentHost, clock: Clock = time.monotonic) -> None:
+        self.content_host = content_host
+        self._clock = clock
+        self.transfers: PeerResourceTable[IncomingTransfer] = PeerResourceTable(
+            "transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_OF_ONE_MAX
+        )
+        self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable("loan", limits.PEER_LOANS_MAX, limits.PEER_LOANS_OF_ONE_MAX)
+
+    def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
+        """Begin a transfer: (its id, the blocks that are lacking). One that this peer had left for the same content ends."""
+        for number, transfer in self.transfers.all():
+            if transfer.peer == peer and transfer.offer.content == offer.content:
+                self.abandon(peer, number)
+        with self.transfers.reserve_slot(peer) as insert:
+            reception = self.content_host.begin_reception(replace(offer, sender=peer))
+            return insert(IncomingTransfer(peer, offer, reception, self._clock)), list(reception.missing_blocks)
+
+    def receive_whole(self, peer: str, offer: Offer, data: bytes) -> bool:
+        """A content of at most one block that came with its offer, and whose digest was compared; whether it counts now."""
+        number, missing_blocks = self.begin_transfer(peer, offer)
+        try:
+            transfer = self.transfers.get(peer, number)
+            with transfer.hold_stream():  # Whoever offers the same content meanwhile waits for its end: the descriptor is ours until then.
+                for block_number in missing_blocks:
+                    transfer.claim_block(block_number)
+                    transfer.write_block(block_number, memoryview(data))
+        except BaseException:
+            self.abandon(peer, number)
+            raise
+        return self.finish(peer, number)
+
+    def finish(self, peer: str, number: int) -> bool:
+        """All has come; whether it is right. A transfer that lacks blocks goes on."""
+        transfer = self.transfers.get(peer, number)
+        if left := transfer.list_missing_blocks():
+            raise Rejection(RejectReason.INCOMPLETE, f"{len(left)} blocks have not come, the first is {left[0]}")
+        transfer.end_if_unused()
+        self.transfers.remove(number)
+        return self.content_host.finish_reception(transfer.token)
+
+    def abandon(self, peer: str, number: int) -> None:
+        """The transfer ends; the shelf hears of it when no stream uses it any more."""
+        transfer = self.transfers.get(peer, number)
+        self.transfers.remove(number)
+        transfer.end(lambda: self.content_host.abort_reception(transfer.token, keep_blocks=transfer.has_received_blocks))
+
+    def open_copy(self, peer: str, content: int, digest: bytes | None) -> tuple[int, OpenCopy]:
+        """Borrow a copy: (the loan's id, the loan)."""
+        with self.reads.reserve_slot(peer) as insert:
+            copy = self.content_host.open_copy(content, digest)
+            return insert(OutgoingRead(peer, copy, self._clock)), copy
+
+    def close_copy(self, peer: str, number: int) -> None:
+        """The loan ends; its descriptor is closed when no stream uses it any more."""
+        read = self.reads.get(peer, number)
+        self.reads.remove(number)
+        read.end(lambda: os.close(read.copy.fd))
+
+    def end_all_of_peer(self, peer: str) -> None:
+        """All that this peer had begun ends, in use or not."""
+        for number, transfer in self.transfers.all():
+            if transfer.peer == peer:
+                _end_unless_used(self.abandon, peer, number)
+        for number, read in self.reads.all():
+            if read.peer == peer:
+                _end_unless_used(self.close_copy, peer, number)
+
+    def end_idle(self, everything: bool = False) -> None:
+        """End what nobody used for long, or `everything`."""
+        for number, transfer in self.transfers.all():
+            if everything or transfer.is_idle():
+                _end_unless_used(self.abandon, transfer.peer, number)
+        for number, read in self.reads.all():
+            if everything or read.is_idle():
+                _end_unless_used(self.close_copy, read.peer, number)
+
+
+def _end_unless_used(end: Callable[[str, int], None], peer: str, number: int) -> None:
+    try:
+        end(peer, number)
+    except Rejection:
+        return  # Somebody uses it, or ended it just now.
+
+
+def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
+    """pwrite(2) until all is written."""
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
+class ConcurrencyLimit:
+    """So many at once altogether, and of one peer."""
+
+    def __init__(self, what: str, total_max: int, peer_max: int) -> None:
+        self._what, self._total_max, self._peer_max = what, total_max, peer_max
+        self._used: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def hold_slot(self, peer: str) -> Iterator[None]:
+        """Hold one. Raises Refusal when there is none left."""
+        with self._lock:
+            if self._used.total() >= self._total_max or self._used[peer] >= self._peer_max:
+                raise Rejection(RejectReason.TOO_MANY, f"too many {self._what}s at once")
+            self._used[peer] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._used[peer] -= 1
+                self._used += Counter()  # Peers without any are forgotten.
+
+
+class BlockStreams:
+    """Streams of blocks from and to this node."""
+
+    def __init__(self, table: TransferTable) -> None:
+        self._table = table
+        self._slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
+
+    @contextmanager
+    def open_incoming(self, peer: str, command: Command) -> Iterator[BlockReceiver]:
+        """Blocks of a transfer come. Raises Refusal."""
+        _require_kind(command, CommandKind.SEND)
+        transfer = self._table.transfers.get(peer, command.id)
+        with self._slots.hold_slot(peer), transfer.hold_stream():
+            arriving = BlockReceiver(transfer)
+            try:
+                yield arriving
+            finally:
+                arriving.close()
+
+    @contextmanager
+    def open_outgoing(self, peer: str, command: Command) -> Iterator[Iterator[bytes | memoryview]]:
+        """Blocks of a loan go: the messages with their end. Raises Refusal, OSError."""
+        _require_kind(command, CommandKind.READ)
+        read = self._table.reads.get(peer, command.id)
+        numbers = messages.parse_block_range(command, read.copy.size)
+        with self._slots.hold_slot(peer), read.hold_stream():
+            yield _encode_with_end(read.copy.fd, read.copy.size, numbers, command.compress)
+
+
+def _encode_with_end(fd: int, size: int, numbers: range, compress: bool) -> Iterator[bytes | memoryview]:
+    try:
+        yield from messages.encode_blocks(fd, size, numbers, messages.is_compressible if compress else messages.never_compress)
+    except messages.SourceChanged:
+        raise Rejection(RejectReason.BROKEN, "the copy became shorter") from None
+    yield messages.encode_end(len(numbers))
+
+
+def _require_kind(command: Command, kind: CommandKind) -> None:
+    if command.kind != kind:
+        raise Rejection(RejectReason.MALFORMED, "this is no place for that command")

@@ -1,0 +1,1 @@
+"""The shared key-value store: an interface, and etcd behind it."""

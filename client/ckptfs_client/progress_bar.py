@@ -1,0 +1,129 @@
+"""Following what takes a while: bars on a terminal's stderr, silence elsewhere, and figures that are shown again and again."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckptfs_client import render
+from ckptfs_client.client import Client
+from ckptfs_client.errors import ClientError, NoMount, NotInTime
+from ckptfs_client.mounts import Mount
+
+if TYPE_CHECKING:
+    from ckptfs.protocol import control_pb2 as pb
+
+WATCH_EVERY_S = 1.0
+
+
+def list_statuses(chosen: Iterable[Mount]) -> list["pb.Status"]:
+    """The status of each mount. Raises NoMount for the first that does not answer, once the others have."""
+    answers, silent = [], None
+    for mount in chosen:
+        with Client(mount) as client:
+            try:
+                answers.append(client.get_status())
+            except NoMount as failure:
+                silent = failure
+    if silent is not None and not answers:
+        raise silent
+    if silent is not None:
+        print(f"ckptfs: {silent}", file=sys.stderr)
+    return answers
+
+
+def watch_status(chosen: list[Mount], *, json: bool) -> None:
+    """Show the status every second, until interrupted."""
+    clients = [Client(mount) for mount in chosen]
+    if json:
+        while True:
+            for client in clients:
+                render.print_json(render.message_to_dict(client.get_status()), lines=True)
+            time.sleep(WATCH_EVERY_S)
+    from rich.console import Group
+    from rich.live import Live
+
+    with Live(console=render.console(), auto_refresh=False) as live:
+        while True:
+            live.update(Group(*(render.status(client.get_status()) for client in clients)), refresh=True)
+            time.sleep(WATCH_EVERY_S)
+
+
+def follow_progress(messages: Iterator["pb.Progress"], what: str, *, json: bool = False) -> None:
+    """Follow a wait or a drain to its end. Raises NotInTime, which then says what is left and what holds it up."""
+    last: pb.Progress | None = None
+    if json:
+        messages = _print_each(messages)
+    try:
+        with ProgressBar(what) as bar:
+            for last in messages:
+                bar.update(last.bytes_left, _describe_progress(last))
+    except NotInTime as failure:
+        left = f"; left: {_describe_progress(last)}" if last is not None else ""
+        raise NotInTime(f"{what}: {failure.args[0]}{left}", remedy=failure.remedy or (last.remedy if last is not None else "")) from None
+    except ClientError as failure:
+        raise type(failure)(f"{what}: {failure.args[0]}", remedy=failure.remedy) from None
+
+
+def _print_each(messages: Iterator["pb.Progress"]) -> Iterator["pb.Progress"]:
+    """The same messages, each printed as a line of JSON on its way."""
+    for message in messages:
+        render.print_json(render.message_to_dict(message), lines=True)
+        yield message
+
+
+def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> dict[str, Any]:
+    """Follow a verification to its end: files, bytes, and what was found of each copy."""
+    findings: list[Any] = []
+    last: pb.VerifyProgress | None = None
+    with ProgressBar(f"verifying {what}") as bar:
+        for last in messages:
+            findings.extend(render.message_to_dict(finding) for finding in last.findings)
+            words = f"{last.files} of {render.format_count(last.files_total, 'file')}, {render.format_size(last.bytes)}"
+            bar.update(max(0, last.files_total - last.files), words)
+    return {"files": last.files if last else 0, "bytes": last.bytes if last else 0, "findings": findings}
+
+
+def describe_write_back(status: "pb.Status") -> str:
+    """What the PFS lacks, in words."""
+    figures = status.write_back
+    files = render.format_count(figures.dirty_files, "file")
+    return f"{files} ({render.format_size(figures.dirty_bytes)}), {render.format_count(figures.changes, 'other change')}"
+
+
+def _describe_progress(progress: "pb.Progress") -> str:
+    words = [f"{render.format_count(progress.files_left, 'file')} ({render.format_size(progress.bytes_left)})"]
+    if progress.changes_left:
+        words.append(render.format_count(progress.changes_left, "other change"))
+    text = ", ".join(words)
+    return f"{text}; held up: {progress.obstacle}" if progress.obstacle else text
+
+
+class ProgressBar:
+    """A progress bar whose whole is the largest amount that was ever left. Only on a terminal."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._most = 0
+        self._progress: Any = None
+
+    def __enter__(self) -> "ProgressBar":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[words]}", markup=False))
+            self._progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            self._progress.start()
+            self._task = self._progress.add_task(self._what, total=None, words="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, left: int, words: str) -> None:
+        """So much is left now."""
+        self._most = max(self._most, left)
+        if self._progress is not None:
+            self._progress.update(self._task, total=self._most or None, completed=self._most - left, words=words)

@@ -1,0 +1,1 @@
+"""The control sockets: queries for anyone, admin calls for the owner."""

@@ -1,0 +1,261 @@
+"""Orders of the mount's owner: drain, verify, refresh, what to log. The acts are the mover's; here they are asked for and watched.
+
+If we die here: what was ordered is either a row in the catalog, which the next mover takes up, or lost with the client's connection,
+which tells the client.
+
+The order to verify: every copy of a file is read and compared with its seal, what the PFS shows included.
+
+Bad copies in tiers are quarantined and remade by the flow from a good one here. When there is none here, the file is fetched as for
+somebody who opens it: from another node, or from the PFS. A bad file on the PFS is only told of: it may be a stranger's work.
+If we die here: what was found so far stands in the catalog, the rest was not looked at.
+"""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from ckptfs import limits
+from ckptfs.catalog import contents, copies, mover_requests, namespace, peer_copies, summary
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.config.schema import LOG_LEVELS
+from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut, posix_error
+from ckptfs.flow import verify
+from ckptfs.lifecycle import FileRecord, is_on_pfs
+from ckptfs.model import Content, ContentState
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs.tiers import pfs_tree, transfer
+from ckptfs.tiers.storage import Tiers
+from ckptfs_daemon import logs
+from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, translate_errors, translate_stream_errors
+from ckptfs_daemon.control.status import StatusFigures
+
+FETCH_POLL_S = 0.02
+GOOD, BAD, UNREADABLE, UNKNOWN = "good", "bad", "unreadable", "unknown"
+
+PFS_CHANGED_TEXT = {
+    errno.ESTALE: "was changed by somebody else; `ckptfs refresh` its directory",
+    errno.ENOENT: "the PFS does not show it any more",
+}
+
+
+class FileVerifier:
+    """Verifies one file at a time."""
+
+    def __init__(
+        self,
+        config: Config,
+        db: Database,
+        tiers: Tiers,
+        retry_now: Callable[[], None],
+        refresh_pfs_path: Callable[[int], None] = lambda inode: None,
+    ) -> None:
+        """`hurry` makes the lanes work at once, `find` learns from the other nodes where the PFS shows a file now."""
+        self._refresh_pfs_path = refresh_pfs_path
+        self._config = config
+        self._db = db
+        self._tiers = tiers
+        self._retry_now = retry_now
+
+    def verify_file(self, inode: int) -> tuple[list[pb.Finding], int]:
+        """(a finding for every copy of the file, bytes read)."""
+        record = summary.load_file_record(self._db, inode)
+        found = self._verify_in_tiers(record) + self._verify_on_pfs(inode, record)
+        path = os.fsdecode(namespace.get_path(self._db, inode)).encode(errors="backslashreplace").decode()
+        for finding in found:
+            finding.inode, finding.path = inode, path
+        size = record.content.size if record.content is not None else 0
+        return found, size * sum(finding.verdict in (GOOD, BAD) for finding in found)
+
+    def _verify_in_tiers(self, record: FileRecord) -> list[pb.Finding]:
+        content = record.content
+        if content is None:
+            return []
+        if content.state in (ContentState.OPEN, ContentState.CLOSED):
+            return [pb.Finding(verdict=UNKNOWN, what="is not sealed yet, so there is nothing to compare it with")]
+        try:
+            checked = verify.verify(self._db, self._tiers, content.id)
+            if checked and not any(one.ok for one in checked) and self._has_other_source(content.id):
+                checked = self._verify_after_fetch(content, checked)
+        except Busy as failure:
+            return [pb.Finding(verdict=UNKNOWN, what=str(failure))]
+        except (OSError, CkptfsError) as failure:
+            return [pb.Finding(verdict=UNREADABLE, what=str(failure))]
+        return [_build_finding(one) for one in checked]
+
+    def _has_other_source(self, number: int) -> bool:
+        """Whether another node, or the PFS, may have what is bad here."""
+        record = contents.get_file_record(self._db, number)
+        content = record.content
+        if content is None or content.state is not ContentState.SEALED:
+            return False
+        return is_on_pfs(record) or content.is_remote or bool(peer_copies.list_holders(self._db, content))
+
+    def _verify_after_fetch(self, content: Content, before: list[verify.CheckResult]) -> list[verify.CheckResult]:
+        """The same findings after the file was fetched: what is good now was remade. Where that came to nothing, as they were."""
+        request_id = mover_requests.insert_request(self._db, mover_requests.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
+        self._retry_now()
+        while mover_requests.is_open(self._db, request_id):
+            threading.Event().wait(FETCH_POLL_S)
+        answer = mover_requests.get(self._db, request_id)
+        if answer is None or answer.result != mover_requests.FETCHED:
+            return before
+        after = {one.tier: one for one in verify.verify(self._db, self._tiers, content.id)}
+        found = [replace(one, repaired=one.tier in after and (after[one.tier].ok or after[one.tier].repaired)) for one in before]
+        return found + [one for tier, one in after.items() if tier not in {bad.tier for bad in before}]
+
+    def _verify_on_pfs(self, inode: int, record: FileRecord) -> list[pb.Finding]:
+        """What the PFS shows under the file's ordinary name."""
+        if self._config.pfs is None or record.published is None:
+            return []
+        try:
+            self._refresh_pfs_path(inode)
+            return [self._compare_with_pfs(inode, self._config.pfs)]
+        except (OSError, CkptfsError) as failure:
+            what = PFS_CHANGED_TEXT.get(failure.errno or 0, str(failure))
+            return [pb.Finding(tier="pfs", verdict=UNREADABLE, what=what)]
+
+    def _compare_with_pfs(self, inode: int, pfs: Path) -> pb.Finding:
+        fetch_state = copies.load_fetch_state(self._db, inode)
+        expected = None if fetch_state is None or fetch_state.published is None else fetch_state.published.digest
+        fd = pfs_tree.open_inode(self._db, pfs, inode)
+        try:
+            _, digest, _ = transfer.read(fd, label="verify")
+        finally:
+            os.close(fd)
+        if expected is None:
+            return pb.Finding(tier="pfs", verdict=UNKNOWN, what="was written by others, so its digest is not known")
+        if digest == expected:
+            return pb.Finding(tier="pfs", verdict=GOOD)
+        return pb.Finding(tier="pfs", verdict=BAD, what="its digest differs from what was written there; restore it from another copy")
+
+
+def _build_finding(checked: verify.CheckResult) -> pb.Finding:
+    what = f"{checked.problem}; it was remade from a good copy" if checked.repaired else checked.problem
+    return pb.Finding(tier=checked.tier.value, verdict=GOOD if checked.ok else BAD, what=what)
+
+
+POLL_S = 0.05
+REST_RATIO = 20
+RETRY_INTERVAL_S = 1.0
+KEEPALIVE_S = 2.0
+PROGRESS_INTERVAL_S = 0.5
+LOG_LEVEL_WAIT_S = 10.0
+REFRESH_WAIT_S = 3600.0
+
+
+class AdminService(rpc.OrdersServicer):  # type: ignore[misc]
+    """The service `Orders`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
+
+    def __init__(
+        self, config: Config, db: Database, tiers: Tiers, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
+        request_log_level: Callable[[str], None] = logs.set_level, refresh_pfs_path: Callable[[int], None] = lambda inode: None,
+    ) -> None:  # fmt: skip
+        self._refresh_pfs_path = refresh_pfs_path
+        self.refused = refused or RefusedCalls()
+        self._config = config
+        self._db = db
+        self._tiers = tiers
+        self._retry_now = retry_now
+        self._request_log_level = request_log_level
+        self._figures = StatusFigures(config, db, tiers)
+
+    @translate_stream_errors
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        """Bring everything that was closed before now up to the highest level there is."""
+        end = summary.get_journal_end(self._db)
+        retried_at = last_sent_at = 0.0
+        last_sent = pb.Progress()
+        while context.is_active():
+            if time.monotonic() - retried_at > RETRY_INTERVAL_S:
+                self._retry_now()
+                retried_at = time.monotonic()
+            begun = time.monotonic()
+            progress = self._build_progress(end)
+            looked_s = time.monotonic() - begun
+            if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
+                last_sent, last_sent_at = progress, time.monotonic()
+                yield progress
+            if progress.done:
+                return
+            # With very much to do looking takes a while, and must not take it from those who do it.
+            threading.Event().wait(max(POLL_S, REST_RATIO * looked_s))
+
+    def _build_progress(self, end: int) -> pb.Progress:
+        files, size, changes = summary.count_journal_left(self._db, end)
+        unsealed, copied = summary.count_unsealed(self._db), sum(self._figures.get_copied_bytes().values())
+        unsafe = peer_copies.count_unsafe(self._db)
+        left = files or changes or unsealed or unsafe
+        progress = pb.Progress(
+            done=not left, files_left=max(files, unsealed, unsafe), bytes_left=max(0, size - copied), changes_left=changes
+        )
+        if not progress.done:
+            progress.obstacle, progress.remedy = self._figures.get_first_trouble()
+        return progress
+
+    @translate_stream_errors
+    def Verify(self, request: pb.VerifyRequest, context: grpc.ServicerContext) -> Iterator[pb.VerifyProgress]:
+        """Read every copy of a file, or of all files below a directory."""
+        if summary.get_listed_file(self._db, require_inode_number(request.inode)) is None:
+            raise posix_error(errno.ENOENT)
+        files = namespace.list_files_below(self._db, request.inode)
+        verification = FileVerifier(self._config, self._db, self._tiers, self._retry_now, self._refresh_pfs_path)
+        progress, last_sent_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
+        for inode in files:
+            if not context.is_active():
+                return
+            findings, size = verification.verify_file(inode)
+            progress.files += 1
+            progress.bytes += size
+            progress.findings.extend(findings)
+            if progress.ByteSize() > limits.CONTROL_MESSAGE_BYTES_MAX // 4 or time.monotonic() - last_sent_at > PROGRESS_INTERVAL_S:
+                yield progress
+                last_sent_at = time.monotonic()
+                del progress.findings[:]
+        progress.done = True
+        yield progress
+
+    @translate_errors
+    def Refresh(self, request: pb.RefreshRequest, context: grpc.ServicerContext) -> pb.RefreshReply:
+        """Compare a directory on the PFS again, with all below when asked."""
+        if self._config.pfs is None:
+            raise InvalidArgument("this mount has no PFS, so there is nothing to compare with", remedy="mount it with pfs=DIRECTORY")
+        # A little less than the client waits, so that it is told why it waited in vain.
+        wait_s = min(0.95 * (context.time_remaining() or REFRESH_WAIT_S), REFRESH_WAIT_S)
+        argument = mover_requests.TREE if request.recursive else mover_requests.COMPARE_AGAIN
+        request_id = mover_requests.insert_request(
+            self._db, mover_requests.SCAN, require_inode_number(request.inode), argument, wait_s=wait_s
+        )
+        self._retry_now()
+        until = time.monotonic() + wait_s
+        while context.is_active() and time.monotonic() < until:
+            row = mover_requests.get(self._db, request_id)
+            if row is None or row.state == mover_requests.DONE:
+                return pb.RefreshReply()
+            if row.state == mover_requests.FAILED:
+                raise OSError(row.error, os.strerror(row.error or errno.EIO))
+            threading.Event().wait(POLL_S)
+        what, remedy = self._figures.get_first_trouble()
+        raise TimedOut(f"the PFS was not compared in time{f': {what}' if what else ''}", remedy=remedy or "it goes on in the background")
+
+    @translate_errors
+    def LogLevel(self, request: pb.LogLevelRequest, context: grpc.ServicerContext) -> pb.LogLevelReply:
+        """What the processes of this daemon log at least; changed when a level is given."""
+        if request.level:
+            if request.level not in LOG_LEVELS:
+                raise InvalidArgument(f"{request.level[:20]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
+            self._request_log_level(request.level)
+            # The word goes from here to the supervisor, which tells the others before it tells us.
+            until = time.monotonic() + LOG_LEVEL_WAIT_S
+            while logs.get_level() != request.level:
+                if time.monotonic() > until:
+                    raise TimedOut("the log level was not changed in time", remedy="see `ckptfs status`: its processes may be restarting")
+                threading.Event().wait(POLL_S)
+        return pb.LogLevelReply(level=logs.get_level())

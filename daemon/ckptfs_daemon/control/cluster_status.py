@@ -1,0 +1,293 @@
+"""What `ckptfs status --cluster` shows: the records of all nodes in the shared store, and the figures that each keeps there.
+
+A node puts its figures at `s/<number>`, under the lease of its record, so they go when it goes; nobody reads them but who asks for this.
+If we die here: nothing was changed.
+
+Asks the other nodes whether they answer, how fast, and what their clocks say: for `ckptfs doctor`, which is the only one to ask.
+
+Any user of the machine may ask, so an answer is kept for a while and only one round is under way at a time.
+If we die here: nothing was changed.
+"""
+
+import contextlib
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import identity, peer_copies, remote_contents
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.identity import list_last_members
+from ckptfs.clique import locations, membership, placement
+from ckptfs.clique.certificates import Identity
+from ckptfs.clique.membership import ClusterView, Node
+from ckptfs.clique.peer_api import PeerFailed, PeerStats
+from ckptfs.coherence import key_state, pfs_coordination
+from ckptfs.config import Config
+from ckptfs.errors import CkptfsError
+from ckptfs.flow.replicate.peer_queues import PeerLoad
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.store.kv import Put, Store, iter_range, prefix_end
+from ckptfs_daemon.control.status import CACHE_RATIO, CachedFigure
+
+Ping = Callable[[Node], PeerStats]
+
+ProbeResult = PeerStats | str
+"""What a node said, or in words why it did not."""
+
+
+class NodeProbe:
+    """Rounds of pings. Several threads may ask; they share a round."""
+
+    def __init__(self, ping: Ping) -> None:
+        self._ping = ping
+        self._lock = threading.Lock()
+        self._results: dict[int, ProbeResult] = {}
+        self._asked_s = -limits.PROBE_KEPT_S
+
+    def get_results(self, nodes: Sequence[Node]) -> dict[int, ProbeResult]:
+        """{number: answer} of these nodes, of not more than `limits.PROBED_MAX`."""
+        with self._lock:
+            if time.monotonic() - self._asked_s >= limits.PROBE_KEPT_S or any(node.number not in self._results for node in nodes):
+                with ThreadPoolExecutor(limits.PROBES_AT_ONCE, thread_name_prefix="probe") as threads:
+                    asked = nodes[: limits.PROBED_MAX]
+                    self._results = dict(zip((node.number for node in asked), threads.map(self._ping_node, asked), strict=True))
+                self._asked_s = time.monotonic()
+            return self._results
+
+    def _ping_node(self, node: Node) -> ProbeResult:
+        try:
+            return self._ping(node)
+        except PeerFailed as failure:
+            return str(failure)
+
+
+FIGURES_PREFIX = b"s/"
+LEASE_POLL_S = 0.5
+
+
+def figures_key(number: int) -> bytes:
+    """Where a node's figures are."""
+    return FIGURES_PREFIX + b"%08x" % number
+
+
+def encode_figures(db: Database) -> bytes:
+    """This node's figures, as they are stored. They change only when something else does than the time."""
+    held_files, held_bytes = remote_contents.count_hosted(db)
+    figures = {
+        "oldest_ns": peer_copies.get_oldest_under_replicated_ns(db),
+        "held_files": held_files,
+        "held_bytes": held_bytes,
+        **count_progress(db),
+    }
+    return json.dumps(figures, separators=(",", ":")).encode()
+
+
+def count_progress(db: Database) -> dict[str, int]:
+    """How far replication, refill and repair are, by the names that `Clique` and `Member` have for it."""
+    (behind_files, behind_bytes, _), (wanted, there) = peer_copies.get_replication_lag(db), peer_copies.count_wanted_copies(db)
+    (refill_files, refill_bytes), (repair_files, repair_bytes) = peer_copies.count_rebuildable(db), peer_copies.count_repairable(db)
+    return {
+        "behind_files": behind_files, "behind_bytes": behind_bytes, "copies_wanted": wanted, "copies_there": there,
+        "refill_files": refill_files, "refill_bytes": refill_bytes, "repair_files": repair_files, "repair_bytes": repair_bytes,
+    }  # fmt: skip
+
+
+async def publish_figures(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
+    """The task: keep this node's figures in the store, under the lease that its record has now (0: it has none)."""
+    before: tuple[bytes, int] | None = None
+    while True:
+        # Not told is not lost: somebody who looks sees older figures, and the next round brings them.
+        begun = trio.current_time()
+        with contextlib.suppress(CkptfsError):
+            before = await trio.to_thread.run_sync(
+                _publish_if_changed, db, store, figures_key(number), lease(), before, abandon_on_cancel=True
+            )
+        # Counting in a large catalog takes a while, and must not take it from those who work.
+        rest_s = CACHE_RATIO * (trio.current_time() - begun)
+        await trio.sleep(max(rest_s, limits.FIGURES_INTERVAL_S) if before else LEASE_POLL_S)
+
+
+def _publish_if_changed(db: Database, store: Store, key: bytes, lease: int, before: tuple[bytes, int] | None) -> tuple[bytes, int] | None:
+    """Put the figures if they, or the lease, are others than those that were put last; what is there then."""
+    now = encode_figures(db), lease
+    if lease and now != before:
+        store.commit([], [Put(key, now[0], lease)])
+        return now
+    return before
+
+
+@dataclass(frozen=True, slots=True)
+class TransportFigures:
+    """Who knows what moves: what the queues hold, what was measured of the other nodes, and what this node's server does for them."""
+
+    list_loads: Callable[[], list[PeerLoad]]
+    get_link_figures: Callable[[], dict[str, dict[str, float | None]]]
+    get_server_figures: Callable[[], dict[str, Any]]
+    ping: Ping
+
+
+def _build_links(loads: list[PeerLoad], link_figures: dict[str, dict[str, float | None]]) -> list[pb.Link]:
+    """A link for each node with which there was something to do, by name."""
+    by_name = {load.node: load for load in loads}
+    links = []
+    for name in sorted(by_name.keys() | link_figures.keys()):
+        load, found = by_name.get(name, PeerLoad(name, 0, 0, 0, 0)), link_figures.get(name, {})
+        rtt_s, bytes_per_s = found.get("rtt_s"), found.get("bytes_per_s")
+        link = pb.Link(node=name, rtt_s=-1 if rtt_s is None else rtt_s, bytes_per_s=-1 if bytes_per_s is None else bytes_per_s)
+        link.waiting_files, link.waiting_bytes = load.waiting_files, load.waiting_bytes
+        link.sending_files, link.sending_bytes = load.sending_files, load.sending_bytes
+        link.doubtful = bool(found.get("failed"))
+        links.append(link)
+    return links
+
+
+class ClusterFigures:
+    """Gathers a Cluster. Used by several threads."""
+
+    def __init__(
+        self, config: Config, db: Database, store: Store, transport: TransportFigures | None = None, identity: Identity | None = None
+    ) -> None:
+        """`identity`: the keys that this node shows."""
+        self._config = config
+        self._db = db
+        self._store = store
+        self._transport = transport
+        self._keys = identity
+        self._probe = None if transport is None else NodeProbe(transport.ping)
+        self._progress = CachedFigure(lambda: count_progress(db))
+
+    def get_rejections(self) -> dict[str, dict[str, int]]:
+        """{node: {reason: how often it was refused}}."""
+        return {} if self._transport is None else self._transport.get_server_figures().get("refused", {})
+
+    def build_clique(self) -> pb.Clique:
+        """What is under way between this node and the others."""
+        answer = pb.Clique(lag_s=peer_copies.get_replication_lag(self._db)[2])
+        for name, count in self._progress.get().items():
+            setattr(answer, name, count)
+        if self._transport is not None:
+            server_figures = self._transport.get_server_figures()
+            answer.receiving, answer.lending = server_figures.get("transfers", 0), server_figures.get("loans", 0)
+            answer.links.extend(_build_links(self._transport.list_loads(), self._transport.get_link_figures()))
+        return answer
+
+    def refresh_files(self, inodes: Iterable[int]) -> None:
+        """Learn from the store what it says of these files now, and what the PFS shows of them; then who has what they hold."""
+        inodes = list(inodes)
+        with contextlib.suppress(CkptfsError):
+            pfs_coordination.load_inodes(self._db, self._store, *inodes)
+        self.refresh_copies(inodes)
+
+    def refresh_copies(self, inodes: Iterable[int]) -> None:
+        """Learn from the store who has what other nodes wrote of these files: of that this node is not told by itself."""
+        own_number = identity.get_node_number(self._db)
+        contents = [number for inode in inodes if (number := peer_copies.find_remote_content(self._db, inode)) is not None]
+        with contextlib.suppress(CkptfsError):
+            for start in range(0, len(contents), locations.LOAD_CONTENTS_MAX):
+                locations.refresh(self._db, self._store, contents[start : start + locations.LOAD_CONTENTS_MAX], own_number)
+
+    def is_only_living_node(self) -> bool:
+        """Whether no other node lives, as far as is known."""
+        return len(peer_copies.list_live_nodes(self._db)) < 2
+
+    def build_probed_cluster(self) -> pb.Cluster:
+        """The same, and what the nodes that live say when they are asked themselves."""
+        answer = self.build_cluster()
+        if self._keys is not None:
+            answer.keys = str(self._config.keys)
+            answer.keys_expire_s = (self._keys.expires - datetime.datetime.now(datetime.UTC)).total_seconds()
+        try:
+            self._scan(membership.node_key(answer.number))
+        except CkptfsError as failure:
+            answer.etcd_trouble = str(failure)
+        known = {node.number: node for node in self._list_nodes_or_cached()}
+        others = [known[member.number] for member in answer.members if member.number in known and member.number != answer.number]
+        found = {} if self._probe is None else self._probe.get_results(others)
+        for member in answer.members:
+            _set_probe_result(member, found.get(member.number))
+        return answer
+
+    def _list_nodes_or_cached(self) -> list[Node]:
+        """Every node's record; those that were known last when the store does not answer."""
+        try:
+            return self._list_nodes()
+        except CkptfsError:
+            return self._list_cached_nodes()
+
+    def _list_cached_nodes(self) -> list[Node]:
+        return [node for record in list_last_members(self._db) if (node := membership.decode_node(record)) is not None]
+
+    def build_cluster(self) -> pb.Cluster:
+        """The cluster now; as it was known last when the store does not answer."""
+        config = self._config
+        answer = pb.Cluster(
+            name=config.cluster or "", node=config.node or "", number=identity.get_node_number(self._db), etcd=", ".join(config.etcd),
+            replication_factor=config.replication_factor, island=key_state.get_disconnected_ns(self._db) != 0,
+        )  # fmt: skip
+        try:
+            nodes = self._list_nodes()
+            figures = dict(self._scan(FIGURES_PREFIX))
+        except CkptfsError:
+            answer.island = True
+            nodes, figures = self._list_cached_nodes(), {}
+        view = membership.build_view(nodes)
+        answer.members.extend(self._build_member(view, node, figures.get(figures_key(node.number))) for node in view.nodes)
+        # A node that came back without its catalog has another number now; its former life is nobody's concern.
+        names = {node.name for node in view.nodes}
+        answer.members.extend(
+            pb.Member(name=name, number=number, domain=domain, alive=alive and answer.island)
+            for number, name, domain, alive in sorted(peer_copies.list_known_nodes(self._db), key=lambda one: one[1])
+            if number not in view and name not in names
+        )
+        return answer
+
+    def _list_nodes(self) -> list[Node]:
+        return [node for _, value in self._scan(membership.NODES_PREFIX) if (node := membership.decode_node(value)) is not None]
+
+    def _scan(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        return [(item.key, item.value) for _, item in iter_range(self._store, prefix, prefix_end(prefix))]
+
+    def _build_member(self, view: ClusterView, node: Node, figures: bytes | None) -> pb.Member:
+        config = self._config
+        peers = placement.choose_peers(view, node.number, config.replication_factor, config.replication_jump)
+        answer = pb.Member(
+            name=node.name, number=node.number, alive=True, address=node.address, rank=node.rank, domain=node.domain,
+            capacity_bytes=node.capacity_bytes, peers=[peer.name for peer in peers],
+        )  # fmt: skip
+        if figures is not None:
+            _set_figures(answer, figures)
+        return answer
+
+
+def _set_probe_result(member: pb.Member, answer: ProbeResult | None) -> None:
+    """Fill in what a node said when it was asked."""
+    if answer is None:
+        return
+    member.probed = True
+    if isinstance(answer, str):
+        member.silent = answer
+    else:
+        member.rtt_s, member.clock_s = answer.rtt_s or 0.0, answer.clock_offset_s or 0.0
+
+
+def _set_figures(member: pb.Member, figures: bytes) -> None:
+    """Fill in what a node told; a newer or broken one may have written anything."""
+    try:
+        found = json.loads(figures)
+        oldest_s = int(found["oldest_ns"]) / 1e9
+        member.lag_s = max(0.0, time.time() - oldest_s) if oldest_s else 0.0
+        for name in ("behind_files", "behind_bytes", "held_files", "held_bytes"):
+            setattr(member, name, int(found[name]))
+        for name in ("copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes"):
+            setattr(member, name, int(found.get(name, 0)))  # Older nodes do not tell these.
+        member.told = True
+    except (ValueError, KeyError, TypeError):
+        member.told = False

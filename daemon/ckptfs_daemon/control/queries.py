@@ -1,0 +1,271 @@
+"""Answers to anyone: status, what is known of a file, and waits for a level. Reads the catalog and local tiers, never the PFS.
+
+Inodes are the client's own stat(2) through the mount; names and digests are not told here, because anyone may ask about any number.
+If we die here: nothing was changed.
+
+One wait for a level: which inodes lack it still.
+
+It looks at a bounded number of them at a time, fewer while they lack it, so that waiting for a large tree stays cheap.
+
+What was changed after the wait began is not waited for: the journal's last row at the beginning is its end.
+If we die here: the client sees the connection end, and asks again.
+"""
+
+import errno
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+
+from ckptfs import limits
+from ckptfs.catalog import journal, namespace, summary
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.summary import ListedFile
+from ckptfs.config import Config
+from ckptfs.errors import ContentLost, InvalidArgument, posix_error
+from ckptfs.lifecycle import is_on_pfs
+from ckptfs.model import ContentState, Level
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs.series import find_incomplete_reason
+from ckptfs.tiers.storage import Tiers
+from ckptfs_daemon.control.cluster_status import ClusterFigures
+from ckptfs_daemon.control.methods import RefusedCalls, is_inode_number, require_inode_number, translate_errors, translate_stream_errors
+from ckptfs_daemon.control.status import StatusFigures, build_capacity
+from ckptfs_daemon.ipc import ProgressSignal
+
+CHECKED_MAX = 4096
+INCOMPLETE_MAX = 64
+
+
+class LevelCheck:
+    """A file, or a directory with all below, on its way to `wanted`. Raises ENOENT when there is no such inode."""
+
+    def __init__(self, db: Database, inode: int, wanted: Level) -> None:
+        if summary.get_listed_file(db, inode) is None:
+            raise posix_error(errno.ENOENT)
+        self._db = db
+        self._wanted = wanted
+        self._end = summary.get_journal_end(db)
+        self._remaining = deque(sorted(namespace.list_inodes_below(db, inode)))
+        self._bytes: dict[int, int] = {}
+        self._non_files: set[int] = set()
+        self._has_writers = False
+
+    @property
+    def remaining_sample(self) -> list[int]:
+        """Some of those that lack it still."""
+        return [inode for inode, _ in zip(self._remaining, range(INCOMPLETE_MAX), strict=False)]
+
+    def check_next(self, copied: Mapping[int, int]) -> pb.Progress:
+        """Look at the next ones; what is left, less the bytes already `copied` of files that are on their way.
+
+        Raises ContentLost when one will never have the level.
+        """
+        self._has_writers = False
+        incomplete_count = 0
+        for _ in range(min(len(self._remaining), CHECKED_MAX)):
+            inode = self._remaining.popleft()
+            if self._check_inode(inode):
+                self._bytes.pop(inode, None)
+                self._non_files.discard(inode)
+                continue
+            self._remaining.append(inode)
+            incomplete_count += 1
+            if incomplete_count == INCOMPLETE_MAX:
+                break
+        # What was not looked at yet counts as files, whose sizes are not known yet.
+        files, size = (
+            len(self._remaining) - len(self._non_files),
+            sum(max(0, size - copied.get(inode, 0)) for inode, size in self._bytes.items()),
+        )
+        progress = pb.Progress(done=not self._remaining, files_left=files, bytes_left=size, changes_left=len(self._non_files))
+        if self._has_writers:
+            progress.obstacle, progress.remedy = "a file is still open for writing", "close it"
+        return progress
+
+    def _check_inode(self, inode: int) -> bool:
+        """Whether `inode` is where it should be."""
+        found = summary.get_listed_file(self._db, inode)
+        if found is None:
+            return True
+        if not stat.S_ISREG(found.mode):
+            self._non_files.add(inode)
+            return self._wanted is not Level.PFS or not journal.has_pending(self._db, inode, self._end)
+        content = found.record.content
+        if content is not None and content.state is ContentState.LOST and not is_on_pfs(found.record):
+            path = namespace.get_path(self._db, inode).decode(errors="backslashreplace")
+            raise ContentLost(f"{path} is lost: no place holds its content any more", remedy="write it again, or delete it")
+        self._bytes[inode] = found.size
+        if content is not None and content.state in {ContentState.OPEN, ContentState.CLOSED}:
+            # Closed and not sealed it would survive our processes, but is nothing yet that a checkpoint can rest on.
+            self._has_writers |= content.state is ContentState.OPEN
+            return False
+        if self._wanted is not Level.PFS:
+            order = list(Level)
+            return order.index(found.level) >= order.index(self._wanted)
+        return found.level is Level.PFS and not journal.has_pending(self._db, inode, self._end)
+
+
+POLL_FIRST_S = 0.02
+POLL_LAST_S = 0.5
+REST_RATIO = 4
+KEEPALIVE_S = 2.0
+
+
+class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
+    """The service `Questions`."""
+
+    def __init__(
+        self, config: Config, db: Database, tiers: Tiers, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
+        progress: ProgressSignal | None = None,
+    ) -> None:  # fmt: skip
+        self.refused = refused or RefusedCalls()
+        self._progress_signal = progress or ProgressSignal()
+        self._config = config
+        self._db = db
+        self._tiers = tiers
+        self._cluster = cluster
+        self._figures = StatusFigures(config, db, tiers)
+        self._waits = threading.BoundedSemaphore(limits.CONTROL_WAITS_MAX)
+
+    @translate_errors
+    def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:
+        """The figures of the whole mount."""
+        status = self._figures.build_status()
+        for reason, count in sorted(self.refused.get_counts().items()):
+            status.refused.add(where="control", reason=reason, count=count)
+        if self._cluster is not None:
+            status.clique.CopyFrom(self._cluster.build_clique())
+            for who, counts in sorted(self._cluster.get_rejections().items()):
+                for reason, count in sorted(counts.items()):
+                    status.refused.add(where="peers", who=who, reason=reason, count=count)
+        return status
+
+    @translate_errors
+    def GetCluster(self, request: pb.ClusterRequest, context: grpc.ServicerContext) -> pb.Cluster:
+        """All nodes of the cluster."""
+        if self._cluster is None:
+            raise InvalidArgument("this mount belongs to no cluster", remedy="mount it with cluster=NAME and etcd=HOST:PORT")
+        return self._cluster.build_probed_cluster() if request.probe else self._cluster.build_cluster()
+
+    @translate_errors
+    def GetRoom(self, request: pb.RoomRequest, context: grpc.ServicerContext) -> pb.Room:
+        """What there is for the next checkpoint on this node."""
+        return build_capacity(self._config, self._db, self._tiers)
+
+    @translate_errors
+    def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:
+        """What is known of each inode."""
+        if len(request.inodes) > limits.CONTROL_LIST_MAX:
+            raise InvalidArgument(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
+        under_way = self._figures.get_current_write_back()
+        if self._cluster is not None:
+            self._cluster.refresh_copies([inode for inode in request.inodes if is_inode_number(inode)])
+        return pb.ListReply(records=[self._build_record(inode, under_way) for inode in request.inodes])
+
+    def _build_record(self, inode: int, under_way: dict[str, Any]) -> pb.Record:
+        found = summary.get_listed_file(self._db, inode) if is_inode_number(inode) else None
+        if found is None:
+            return pb.Record(inode=inode, known=False)
+        answer = pb.Record(
+            inode=inode,
+            known=True,
+            kind=_get_kind_name(found.mode),
+            size=found.size,
+            generation=found.generation,
+            waiting=found.has_pending_changes,
+        )
+        if stat.S_ISREG(found.mode):
+            answer.level = found.level.value
+            answer.state = _get_state_name(found)
+            answer.lacks = find_incomplete_reason(found.record, found.size)
+            answer.progress = (
+                1.0 if self._has_highest_level(found) else _get_copied_ratio(under_way) if under_way.get("inode") == inode else 0.0
+            )
+            now = time.time_ns()
+            for tier, state, verified_ns in summary.list_copy_places(self._db, inode, found.record):
+                answer.copies.add(tier=tier, state=state, verified_age_s=(now - verified_ns) / 1e9 if verified_ns else -1.0)
+        return answer
+
+    def _has_highest_level(self, found: ListedFile) -> bool:
+        """Whether the file has the highest level that it can get here."""
+        if self._config.pfs is not None:
+            return is_on_pfs(found.record)
+        return found.record.content is None or found.record.content.state is ContentState.SEALED
+
+    @translate_stream_errors
+    def Wait(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        """Tell how far a file, or a directory with all below, is from a level, until it has it."""
+        wanted = self._parse_level(request.level)
+        if not self._waits.acquire(blocking=False):
+            raise OSError(errno.EUSERS, f"{limits.CONTROL_WAITS_MAX} waits are under way already; try again later")
+        try:
+            yield from self._stream_progress(require_inode_number(request.inode), wanted, context)
+        finally:
+            self._waits.release()
+
+    def _parse_level(self, text: str) -> Level:
+        if text not in (Level.LOCAL, Level.CLIQUE, Level.PFS):
+            raise InvalidArgument(f"{text[:20]!r} is not a level that can be waited for; accepted: local, clique, pfs")
+        if text == Level.CLIQUE and (self._cluster is None or self._config.replication_factor < 2):
+            raise InvalidArgument(
+                "this mount keeps no copies on other nodes, so no file will ever reach the level clique",
+                remedy="mount it with cluster=NAME, etcd=HOST:PORT and a replication_factor of at least 2",
+            )
+        if text == Level.PFS and self._config.pfs is None:
+            raise InvalidArgument("this mount has no PFS, so no file will ever reach the level pfs", remedy="mount it with pfs=DIRECTORY")
+        return Level(text)
+
+    def _stream_progress(self, inode: int, wanted: Level, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        """A message whenever the figures change, and one now and then to notice a client that went away."""
+        level_wait = LevelCheck(self._db, inode, wanted)
+        pause, last_sent, last_sent_at, before = POLL_FIRST_S, pb.Progress(), 0.0, pb.Progress()
+        asked_at = 0.0
+        while context.is_active():
+            if self._cluster is not None and time.monotonic() - asked_at > KEEPALIVE_S:
+                self._cluster.refresh_files(level_wait.remaining_sample)
+                asked_at = time.monotonic()
+            beats, begun = self._progress_signal.count, time.monotonic()
+            progress = level_wait.check_next(self._figures.get_copied_bytes())
+            looked_s = time.monotonic() - begun
+            if not progress.done and not progress.obstacle:
+                progress.obstacle, progress.remedy = self._find_obstacle(wanted)
+            if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
+                last_sent, last_sent_at = progress, time.monotonic()
+                yield progress
+            if progress.done:
+                return
+            # A wait has no end of its own: the client's deadline, or its departure, ends it. Whatever gets on wakes us, but looking takes
+            # a small share of the time only; where nothing gets on it becomes rarer.
+            threading.Event().wait(REST_RATIO * looked_s)
+            self._progress_signal.wait(beats, pause)
+            pause = min(2 * pause, POLL_LAST_S) if progress == before else POLL_FIRST_S
+            before = progress
+
+    def _find_obstacle(self, wanted: Level) -> tuple[str, str]:
+        """What stands in the way, and what to do about it."""
+        if wanted is Level.CLIQUE and self._cluster is not None and self._cluster.is_only_living_node():
+            return "no other node of the cluster lives", "start another one, or see that it reaches etcd"
+        return self._figures.get_first_trouble()
+
+
+def _get_copied_ratio(under_way: dict[str, Any]) -> float:
+    """How much of the file that is being written back is there; 1 only when it is published."""
+    return min(0.99, float(under_way.get("copied_bytes", 0)) / max(1, int(under_way.get("size_bytes", 0))))
+
+
+def _get_kind_name(mode: int) -> str:
+    return {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}.get(stat.S_IFMT(mode), "other")
+
+
+def _get_state_name(found: ListedFile) -> str:
+    """The state of the content in one word; what is on the PFS, or on other nodes, only has none."""
+    content = found.record.content
+    if content is None:
+        return "published" if found.record.published is not None else "elsewhere" if found.size else "empty"
+    return content.state.name.lower()

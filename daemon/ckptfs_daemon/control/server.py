@@ -1,0 +1,128 @@
+"""The control servers inside the mover: questions on NAME.sock for anyone, orders on NAME.admin.sock for the mount's owner.
+
+gRPC has threads of its own, with database connections of their own; they never touch the PFS except where an order says so, so questions
+are answered while it hangs. The permissions of the two sockets decide who may do what: connecting needs the right to write.
+If we die here: waiting clients see the connection end and ask again; the next mover binds the sockets anew.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+import trio
+
+from ckptfs import limits, runtime_dir, server_limits
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.server_limits import CallWatchdog
+from ckptfs.tiers.storage import Tiers
+from ckptfs_daemon import logs
+from ckptfs_daemon.control.admin import AdminService
+from ckptfs_daemon.control.cluster_status import ClusterFigures
+from ckptfs_daemon.control.methods import ControlMethods, RefusedCalls
+from ckptfs_daemon.control.queries import QueryService
+from ckptfs_daemon.ipc import ProgressSignal
+
+log = logging.getLogger(__name__)
+
+ClusterAccess = tuple[ClusterFigures | None, Callable[[int], None]]
+
+QUERIES_MODE = 0o666
+ADMIN_MODE = 0o600
+ADMIN_CALLS_MAX = 8
+SOCKET_CHECK_S = 2.0
+STOP_GRACE_S = 1.0
+
+
+class Scheduler(Protocol):
+    """What the servers ask of the mover's lanes, in its trio thread."""
+
+    def retry_now(self) -> None:
+        """Work now: forget every backoff and every gathering of hints."""
+
+
+class _Carried(Protocol):
+    """What the servers take from the value that a child of the supervisor is given."""
+
+    @property
+    def config(self) -> Config: ...
+
+
+async def serve(
+    setup: _Carried, db: Database, tiers: Tiers, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
+    request_log_level: Callable[[str], None] = logs.set_level, progress: ProgressSignal | None = None,
+) -> None:  # fmt: skip
+    """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again.
+
+    `ask_level` sees to it that all processes of this daemon log at a level; it may return before they do. `of_cluster`: its
+    figures, and what learns from the other nodes where the PFS shows a file now.
+    """
+    token = trio.lowlevel.current_trio_token()
+
+    def retry_now() -> None:
+        trio.from_thread.run_sync(scheduler.retry_now, trio_token=token)
+
+    config = setup.config
+    refused_calls = RefusedCalls()
+    cluster, refresh_pfs_path = cluster_access
+    queries = QueryService(config, db, tiers, cluster, refused_calls, progress)
+    admin = AdminService(config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path)
+    while True:
+        try:
+            await _serve_until_unlinked(config.name, queries, admin)
+        except (OSError, RuntimeError) as failure:
+            log.error("the control sockets of %s cannot be opened, `ckptfs` gets no answer: %s", config.name, failure)
+            await trio.sleep(limits.RETRY_LAST_S)
+
+
+async def _serve_until_unlinked(name: str, queries: QueryService, admin: AdminService) -> None:
+    """Serve until one of the sockets is no longer where clients look for it."""
+    runtime_dir.create()
+    servers: list[tuple[grpc.Server, Path]] = []
+    watchdog = CallWatchdog()
+    try:
+        server = _server(limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX, ControlMethods("Questions", queries, watchdog))
+        servers.append((server, _bind(server, runtime_dir.socket_path(name), QUERIES_MODE)))
+        server = _server(ADMIN_CALLS_MAX, ControlMethods("Orders", admin, watchdog))
+        servers.append((server, _bind(server, runtime_dir.admin_socket_path(name), ADMIN_MODE)))
+        for server, _ in servers:
+            server.start()
+        while all(path.exists() for _, path in servers):
+            await trio.sleep(SOCKET_CHECK_S)
+            watchdog.cancel_late_calls()
+    finally:
+        stopping = [server.stop(STOP_GRACE_S) for server, _ in servers]
+        with trio.CancelScope(shield=True):
+            for stopped in stopping:
+                await trio.to_thread.run_sync(stopped.wait, 2 * STOP_GRACE_S)
+
+
+def _server(calls_max: int, methods: ControlMethods) -> grpc.Server:
+    """A server with bounded threads, calls, messages and connections; who says nothing is disconnected, and may come again."""
+    options = [
+        ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", server_limits.get_connections_max(limits.CONTROL_CONNECTIONS_MAX)),
+        ("grpc.max_connection_idle_ms", int(limits.CONTROL_IDLE_S * 1000)),
+        ("grpc.server_handshake_timeout_ms", int(limits.CONTROL_MESSAGE_S * 1000)),
+    ]
+    executor = ThreadPoolExecutor(calls_max, thread_name_prefix="control")
+    server = grpc.server(executor, options=options, maximum_concurrent_rpcs=calls_max)
+    server.add_generic_rpc_handlers((methods,))
+    return server
+
+
+def _bind(server: grpc.Server, path: Path, mode: int) -> Path:
+    """Bind to a socket file that nobody else can connect to before it has its mode."""
+    before = os.umask(0o077)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    finally:
+        os.umask(before)
+    os.chmod(path, mode)
+    return path

@@ -1,0 +1,231 @@
+"""The figures of `ckptfs status`, from the catalog, the local tiers and /proc.
+
+The PFS is not touched: what is said of it was reported by others.
+
+If we die here: nothing was changed.
+
+The figures of `ckptfs df`: what the next checkpoint finds on this node.
+
+The PFS is not touched: what is said of it was reported by others.
+
+If we die here: nothing was changed.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from ckptfs import __version__
+from ckptfs.catalog import remote_contents, summary
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import CkptfsError
+from ckptfs.flow.host.incoming import PeerQuota as Share
+from ckptfs.model import Tier
+from ckptfs.protocol import control_pb2 as pb
+from ckptfs.tiers.storage import Tiers
+
+Value = TypeVar("Value")
+
+CACHE_RATIO = 20
+"""Counting in a large catalog takes a while: a result is kept for this many times as long as it took."""
+ROLES = ("supervisor", "mount", "mover", "spare")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class CachedFigure(Generic[Value]):
+    """A figure that is asked for again only when it has become old, as seen from what asking costs. Several threads may ask."""
+
+    def __init__(self, ask: Callable[[], Value]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._value: tuple[Value, float] | None = None
+
+    def get(self) -> Value:
+        """The figure, at most `KEPT_RATIO` times as old as it took to find."""
+        with self._lock:
+            begun = time.monotonic()
+            if self._value is None or begun > self._value[1]:
+                value = self._ask()
+                self._value = (value, time.monotonic() + CACHE_RATIO * (time.monotonic() - begun))
+            return self._value[0]
+
+
+class StatusFigures:
+    """Gathers a Status. Used by several threads."""
+
+    def __init__(self, config: Config, db: Database, tiers: Tiers) -> None:
+        self._config = config
+        self._db = db
+        self._tiers = tiers
+        self._counts = CachedFigure(lambda: summary.load_counts(db))
+        self._write_back_counts = CachedFigure(lambda: summary.load_write_back_figures(db))
+        self._copies = CachedFigure(lambda: summary.count_copies_by_tier(db))
+        self._bytes = CachedFigure(lambda: {tier: summary.count_bytes_in_tier(db, tier) for tier in (Tier.RAM, Tier.NVME)})
+
+    def build_status(self) -> pb.Status:
+        """Everything `ckptfs status` shows."""
+        config, processes = self._config, self._load_processes()
+        status = pb.Status(
+            name=config.name, mountpoint=str(config.mountpoint), state=str(config.state), version=__version__,
+            data_path=processes.get("data_path", ""), data_path_reason=processes.get("data_path_reason", ""),
+            fsync=config.fsync.value, pfs=str(config.pfs or ""), drain_deadline_s=config.drain_deadline_s,
+            tiers=self._build_tiers(), write_back=self._build_write_back(), counts=self._build_counts(),
+            processes=_build_processes(processes), troubles=self.list_troubles(),
+        )  # fmt: skip
+        ill = any(tier.health not in ("", "normal") for tier in status.tiers)
+        status.health = "degraded" if ill or status.troubles or status.counts.lost else "ok"
+        return status
+
+    def list_troubles(self) -> list[pb.Trouble]:
+        """What fails now: tiers that are ill, and what the lanes report."""
+        found = []
+        for key, text, at_ns in summary.list_reports(self._db, "tier:") + summary.list_reports(self._db, "trouble:"):
+            value, where = _parse_json_object(text), key.partition(":")[2]
+            if key.startswith("tier:"):
+                root = next((self._root(tier) for tier in Tier if tier == where), None)
+                value = {"what": value.get("error"), "path": root, "remedy": value.get("remedy")}
+            if value.get("what"):
+                fields = {name: str(value.get(name) or "") for name in ("what", "path", "remedy")}
+                found.append(pb.Trouble(where=where, age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
+        return found
+
+    def get_first_trouble(self) -> tuple[str, str]:
+        """(what, remedy) of the first trouble; empty strings when there is none."""
+        for trouble in self.list_troubles():
+            return (f"{trouble.path}: {trouble.what}" if trouble.path else trouble.what), trouble.remedy
+        return "", ""
+
+    def get_current_write_back(self) -> dict[str, Any]:
+        """The large file that is being written back: inode, path, copied_bytes, size_bytes; empty when there is none."""
+        return next((_parse_json_object(text) for key, text, _ in summary.list_reports(self._db, "write_back") if key == "write_back"), {})
+
+    def get_copied_bytes(self) -> dict[int, int]:
+        """{inode: bytes already on the PFS} of the file that is being written back."""
+        found = self.get_current_write_back()
+        return {int(found["inode"]): int(found.get("copied_bytes", 0))} if "inode" in found else {}
+
+    def _load_processes(self) -> dict[str, Any]:
+        """What the supervisor says about the processes; empty while it has said nothing."""
+        with contextlib.suppress(OSError):
+            return _parse_json_object((self._config.state / "processes.json").read_text())
+        return {}
+
+    def _build_write_back(self) -> pb.WriteBack:
+        found, now = self._write_back_counts.get(), self.get_current_write_back()
+        return pb.WriteBack(
+            dirty_bytes=found.dirty_bytes, dirty_files=found.dirty_files, changes=found.changes,
+            lag_s=found.lag_s, unsealed_files=found.unsealed_files, now_path=str(now.get("path", "")),
+            now_copied_bytes=int(now.get("copied_bytes", 0)), now_size_bytes=int(now.get("size_bytes", 0)),
+        )  # fmt: skip
+
+    def _build_counts(self) -> pb.Counts:
+        found = self._counts.get()
+        return pb.Counts(
+            files=found.files, directories=found.directories, by_level={level.value: count for level, count in found.by_level.items()},
+            open_handles=found.open_handles, writers=found.writers, lost=found.lost,
+        )  # fmt: skip
+
+    def _build_tiers(self) -> list[pb.TierStatus]:
+        copies = self._copies.get()
+        health = {key.partition(":")[2]: _parse_json_object(text) for key, text, _ in summary.list_reports(self._db, "tier:")}
+        return [self._build_tier(tier, copies.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
+
+    def _root(self, tier: Tier) -> Path | None:
+        return {Tier.RAM: self._config.state / "ram", Tier.NVME: self._config.nvme, Tier.PFS: self._config.pfs}[tier]
+
+    def _build_tier(self, tier: Tier, copies: int, health: dict[str, Any]) -> pb.TierStatus:
+        """One tier. A tmpfs of our own says what is used in it; elsewhere others write too, so our own bytes are counted."""
+        answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=copies, health=str(health.get("state", "normal")))
+        if tier is Tier.PFS:
+            answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
+            return answer
+        storage = self._tiers.get(tier)
+        with contextlib.suppress(OSError, CkptfsError):
+            if storage is not None:
+                answer.path = str(storage.root)
+                capacity = storage.get_capacity()
+                answer.budget_bytes, answer.free_bytes = capacity.total, capacity.free
+                answer.used_bytes = _get_used_bytes(storage.root) if os.path.ismount(storage.root) else self._bytes.get()[tier]
+                return answer
+        answer.health = "down"
+        return answer
+
+
+def _get_used_bytes(root: Path) -> int:
+    """What is used of a filesystem that is ours alone."""
+    figures = os.statvfs(root)
+    return (figures.f_blocks - figures.f_bfree) * figures.f_frsize
+
+
+def _build_processes(processes: dict[str, Any]) -> list[pb.Process]:
+    """Each process with what /proc knows of it."""
+    found = []
+    for role in ROLES:
+        one = processes.get(role) or {}
+        if pid := int(one.get("pid") or 0):
+            rss, uptime_s = _get_process_usage(pid)
+            found.append(pb.Process(role=role, pid=pid, rss_bytes=rss, restarts=int(one.get("restarts") or 0), uptime_s=uptime_s))
+    return found
+
+
+def _get_process_usage(pid: int) -> tuple[int, float]:
+    """(resident bytes, seconds since its start) of a process; zeros when it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0, 0.0
+    return pages * PAGE_BYTES, max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+
+
+def _parse_json_object(text: str) -> dict[str, Any]:
+    """A JSON object; empty when it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Room:
+    """All tiers that there are."""
+    clustered = config.cluster is not None
+    answer = pb.Room(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
+    for tier in (Tier.RAM, Tier.NVME):
+        if tier in tiers:
+            with contextlib.suppress(OSError, CkptfsError):
+                answer.tiers.append(_build_local_tier(config, db, tiers, tier))
+    if config.pfs is not None:
+        answer.tiers.append(_build_pfs_tier(db, config.pfs))
+    return answer
+
+
+def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) -> pb.TierRoom:
+    capacity = tiers[tier].get_capacity()
+    leaving = summary.count_leaving_bytes(db, tier) if config.pfs is not None else 0
+    below = int((config.ram_high if tier is Tier.RAM else 1.0) * capacity.total)
+    answer = pb.TierRoom(
+        name=tier.value, path=str(tiers[tier].root), total_bytes=capacity.total, used_bytes=capacity.used, free_bytes=capacity.free,
+        held_bytes=remote_contents.count_hosted_bytes(db, tier), usable_bytes=max(0, min(capacity.free + leaving, below - capacity.used + leaving)),
+    )  # fmt: skip
+    if config.cluster is not None:
+        answer.share_bytes = int(config.peer_share * capacity.total)
+        answer.usable_for_peers_bytes = min(answer.usable_bytes, Share(db, tiers, config.peer_share).get_free_bytes_in(tier))
+    return answer
+
+
+def _build_pfs_tier(db: Database, root: Path) -> pb.TierRoom:
+    answer = pb.TierRoom(name=Tier.PFS.value, path=str(root))
+    for key, text, _ in summary.list_reports(db, "tier:"):
+        if key == f"tier:{Tier.PFS.value}":
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                found = json.loads(text)
+                answer.total_bytes, answer.free_bytes = int(found.get("total", 0)), int(found.get("free", 0))
+    answer.used_bytes = max(0, answer.total_bytes - answer.free_bytes)
+    return answer

@@ -1,0 +1,1 @@
+"""The kernel's FUSE interface: connection, session, requests and replies."""

@@ -1,0 +1,368 @@
+"""Owns the FUSE connection: opens it, mounts it, takes over what a crash left mounted, answers INIT, and ends it.
+
+The connection is one descriptor of /dev/fuse. As long as any process holds it, the mount lives, and requests that nobody answers
+wait. With the saved INIT request and the decisions made at the start (`Connection`), any later process can serve it.
+If we die here: between mount(2) and our answer to INIT the mount is dead with us ("transport endpoint is not connected"), and the
+next start takes it over.
+
+The system calls and the setuid helper by which things are mounted and unmounted, and the kernel's list of what is.
+
+Invariant: only mounts of our own type, or of the device we were told, are ever unmounted here.
+If we die here: what is mounted stays mounted; the next start finds it in the kernel's list.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import os
+import re
+import select
+import socket
+import subprocess
+import time
+from base64 import b64decode, b64encode
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfs import limits
+from ckptfs.config import Config
+from ckptfs.errors import CkptfsError, InvalidArgument
+from ckptfs.model import DataPath
+from ckptfs_daemon.fuse import kernel
+from ckptfs_daemon.fuse.kernel import Passthrough
+
+FSTYPE = "fuse.ckptfs"
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 2, 4, 8, 32
+MNT_FORCE, MNT_DETACH, UMOUNT_NOFOLLOW = 1, 2, 8
+FUSERMOUNT_WAIT_S = 20.0
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+
+
+class CannotMount(CkptfsError):
+    """The mount was refused; says by whom and what can be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class MountEntry:
+    """One line of /proc/self/mountinfo."""
+
+    point: Path
+    device: str
+    fstype: str
+    source: str
+    options: str
+
+
+def list_mounts() -> list[MountEntry]:
+    """What is mounted in our namespace, in the order of mounting."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        left, _, right = line.partition(b" - ")
+        fields, tail = left.split(b" "), right.split(b" ")
+        found.append(
+            MountEntry(
+                Path(_unescape(fields[4])), fields[2].decode(), tail[0].decode(), _unescape(tail[1]), tail[2].decode(errors="replace")
+            )
+        )
+    return found
+
+
+def find_mount_at(point: Path) -> MountEntry | None:
+    """What is visible at `point`: the last thing mounted there, or None."""
+    here = [mounted for mounted in list_mounts() if mounted.point == point]
+    return here[-1] if here else None
+
+
+def _unescape(field: bytes) -> str:
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
+
+
+def mount_at(source: str, point: Path, fstype: str, flags: int, data: str) -> None:
+    """mount(2). Raises OSError."""
+    if _libc.mount(os.fsencode(source), os.fsencode(point), fstype.encode(), flags, data.encode()):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(point))
+
+
+def unmount_at(point: Path, flags: int = 0) -> None:
+    """umount2(2); by fusermount3 for who may not. Raises OSError (EBUSY, EINVAL when nothing is mounted there)."""
+    if _libc.umount2(os.fsencode(point), flags | UMOUNT_NOFOLLOW):
+        code = ctypes.get_errno()
+        if code == 1 and not can_mount():
+            _unmount_with_fusermount(point, lazy=bool(flags & MNT_DETACH))
+            return
+        raise OSError(code, os.strerror(code), str(point))
+
+
+def can_mount() -> bool:
+    """Whether this process has CAP_SYS_ADMIN."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return bool(match and int(match[1], 16) >> 21 & 1)
+
+
+def mount_with_fusermount(name: str, point: Path, options: list[str]) -> int:
+    """Mount through fusermount3, as ordinary users must; the descriptor of the new connection. Raises CannotMount."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        wanted = ",".join([f"fsname={name}", "subtype=ckptfs", *options])
+        command = ["fusermount3", "-o", wanted, "--", str(point)]
+        done = _run_fusermount(command, theirs)
+        if done.returncode != 0:
+            words = done.stderr.decode(errors="replace").strip() or "it gave no reason"
+            remedy = f"{point} must be yours and writable, and /dev/fuse open to everybody (chmod 666 /dev/fuse)"
+            raise CannotMount(f"an ordinary user cannot mount {point} here: {words}", remedy=remedy)
+        if not select.select([ours], [], [], FUSERMOUNT_WAIT_S)[0]:
+            raise CannotMount("fusermount3 did not hand over the connection")
+        _body, descriptors, _flags, _address = socket.recv_fds(ours, 16, 1)
+        if not descriptors:
+            raise CannotMount("fusermount3 did not hand over the connection")
+        os.set_inheritable(descriptors[0], False)
+        return descriptors[0]
+
+
+def _run_fusermount(command: list[str], channel: socket.socket | None) -> subprocess.CompletedProcess[bytes]:
+    environment = dict(os.environ, LC_ALL="C")
+    pass_fds: tuple[int, ...] = ()
+    if channel is not None:
+        environment["_FUSE_COMMFD"] = str(channel.fileno())
+        pass_fds = (channel.fileno(),)
+    try:
+        return subprocess.run(command, env=environment, pass_fds=pass_fds, capture_output=True, timeout=FUSERMOUNT_WAIT_S, check=False)
+    except FileNotFoundError as failure:
+        raise CannotMount("an ordinary user can only mount through fusermount3, which is not here", remedy="apt install fuse3") from failure
+    except subprocess.TimeoutExpired as failure:
+        raise CannotMount(f"{command[0]} did not answer within {FUSERMOUNT_WAIT_S:g} s") from failure
+
+
+def _unmount_with_fusermount(point: Path, *, lazy: bool) -> None:
+    done = _run_fusermount(["fusermount3", "-u", *(["-z"] if lazy else []), "--", str(point)], None)
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip()
+        raise OSError(16 if "busy" in words.lower() else 22, words, str(point))
+
+
+log = logging.getLogger(__name__)
+DEVICE = "/dev/fuse"
+CONNECTIONS_DIR = Path("/sys/fs/fuse/connections")
+INIT_WAIT_S = 10.0
+INIT_BYTES_MAX = 65536
+STALE_PROBE_WAIT_S = 5.0
+MS_RDONLY = 1
+KERNEL_TOO_OLD = "this kernel has no FUSE passthrough (Linux 6.9 or later with CONFIG_FUSE_PASSTHROUGH)"
+NO_CAPABILITY = "passthrough needs CAP_SYS_ADMIN, which this user does not have"
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A mounted filesystem, to be served by whoever holds `fd`."""
+
+    fd: int
+    init_request: bytes
+    data_path: DataPath
+    data_path_reason: str
+    can_resend: bool
+    mountpoint: Path
+    device: str
+
+    @property
+    def connection_id(self) -> int:
+        """Its name below /sys/fs/fuse/connections."""
+        return int(self.device.split(":")[1])
+
+    def serialize(self) -> bytes:
+        """Everything but the descriptor, for the one who takes it up after us."""
+        values = {
+            "init_request": b64encode(self.init_request).decode(),
+            "data_path": self.data_path.value,
+            "data_path_reason": self.data_path_reason,
+            "resend": self.can_resend,
+            "mountpoint": os.fsencode(self.mountpoint).hex(),
+            "device": self.device,
+        }
+        return json.dumps(values).encode()
+
+    def is_mounted(self) -> bool:
+        """Whether it is (still) mounted where we put it."""
+        return any(mounted.point == self.mountpoint and mounted.device == self.device for mounted in list_mounts())
+
+
+def deserialize(fd: int, saved: bytes) -> Connection:
+    """The connection that `saved` describes. Raises ValueError or KeyError when it is no such description."""
+    values = json.loads(saved)
+    return Connection(
+        fd=fd,
+        init_request=b64decode(values["init_request"]),
+        data_path=DataPath(values["data_path"]),
+        data_path_reason=values["data_path_reason"],
+        can_resend=values["resend"],
+        mountpoint=Path(os.fsdecode(bytes.fromhex(values["mountpoint"]))),
+        device=values["device"],
+    )
+
+
+def connect(config: Config) -> Connection:
+    """Mount `config.mountpoint` and answer INIT. Raises Refused or CannotMount with a sentence; then nothing is mounted."""
+    unmount_stale(config.mountpoint)
+    reason = "asked for by data_path=buffered"
+    if config.data_path is not DataPath.BUFFERED:
+        outcome = _connect_with_passthrough(config)
+        if isinstance(outcome, Connection):
+            return outcome
+        reason = outcome
+        if config.data_path is DataPath.PASSTHROUGH:
+            raise InvalidArgument(f"data_path=passthrough is not possible: {reason}", remedy="use data_path=auto or data_path=buffered")
+    return _mount_and_answer_init(config, DataPath.BUFFERED, reason)
+
+
+def _connect_with_passthrough(config: Config) -> Connection | str:
+    """The connection, or why there is no passthrough here."""
+    if not can_mount():
+        return NO_CAPABILITY
+    connection = _mount_and_answer_init(config, DataPath.PASSTHROUGH, "the kernel reads and writes the tiers' files itself")
+    if connection.data_path is not DataPath.PASSTHROUGH:
+        return _unmount_and_close(connection, KERNEL_TOO_OLD)
+    probe = os.memfd_create("ckptfs-probe")
+    passthrough = Passthrough(connection.fd)
+    try:
+        passthrough.release(passthrough.register(probe))
+    except OSError as failure:
+        return _unmount_and_close(
+            connection, NO_CAPABILITY if failure.errno == errno.EPERM else f"the kernel refuses it: {failure.strerror}"
+        )
+    finally:
+        os.close(probe)
+    return connection
+
+
+def _unmount_and_close(connection: Connection, reason: str) -> str:
+    unmount_at(connection.mountpoint, MNT_DETACH)
+    os.close(connection.fd)
+    return reason
+
+
+def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> Connection:
+    fd = _mount_fuse_unprivileged(config) if not can_mount() else _mount_fuse(config)
+    try:
+        request = _read_init(fd)
+        init = kernel.parse_init(request)
+        flags = kernel.choose_init_flags(init, data_path, is_single_node=not config.cluster)
+        os.write(fd, kernel.build_init_reply(init, flags))
+        mounted = find_mount_at(config.mountpoint)
+        if mounted is None or mounted.fstype != FSTYPE:
+            raise CannotMount(f"{config.mountpoint} was mounted and is not there any more")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unmount_at(config.mountpoint, MNT_DETACH)
+        os.close(fd)
+        raise
+    if data_path is DataPath.PASSTHROUGH and not flags & kernel.PASSTHROUGH:
+        data_path = DataPath.BUFFERED
+    _raise_read_ahead(mounted.device)
+    return Connection(fd, request, data_path, reason, bool(flags & kernel.HAS_RESEND), config.mountpoint, mounted.device)
+
+
+def _mount_fuse(config: Config) -> int:
+    fd = _open_device()
+    options = [f"fd={fd}", "rootmode=40000", "user_id=0", "group_id=0", "default_permissions"]
+    options += ["allow_other"] if config.allow_other else []
+    try:
+        mount_at(config.name, config.mountpoint, FSTYPE, config.mount_flags, ",".join(options))
+    except OSError as failure:
+        os.close(fd)
+        raise CannotMount(f"{config.mountpoint} cannot be mounted: {failure.strerror}") from failure
+    return fd
+
+
+def _open_device() -> int:
+    try:
+        return os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as failure:
+        raise CannotMount(f"{DEVICE} cannot be opened: {failure.strerror}", remedy="load the module: modprobe fuse") from failure
+
+
+def _mount_fuse_unprivileged(config: Config) -> int:
+    options = ["default_permissions"] + (["ro"] if config.mount_flags & MS_RDONLY else [])
+    if config.allow_other:
+        try:
+            return mount_with_fusermount(config.name, config.mountpoint, [*options, "allow_other"])
+        except CannotMount as failure:
+            if "allow_other" not in str(failure):
+                raise
+            log.info("only this user will see the mount: /etc/fuse.conf does not have user_allow_other")
+    return mount_with_fusermount(config.name, config.mountpoint, options)
+
+
+def _read_init(fd: int) -> bytes:
+    """The first request of a new connection."""
+    if not select.select([fd], [], [], INIT_WAIT_S)[0]:
+        raise CannotMount(f"the kernel sent no INIT within {INIT_WAIT_S:g} s")
+    return os.read(fd, INIT_BYTES_MAX)
+
+
+def _raise_read_ahead(device: str) -> None:
+    """Reads arrive in pieces of 128 KiB otherwise. Without the right to do so, they do."""
+    with contextlib.suppress(OSError):
+        Path(f"/sys/class/bdi/{device}/read_ahead_kb").write_text(str(limits.READ_AHEAD_KIB))
+
+
+def unmount_stale(point: Path) -> None:
+    """Unmount what dead daemons of ours left at `point`. Raises Refused when something there is alive, or is not ours."""
+    while (mounted := find_mount_at(point)) is not None:
+        if mounted.fstype != FSTYPE:
+            return
+        if not _is_dead_mount(point):
+            remedy = f"umount {point} first, or choose another directory"
+            raise InvalidArgument(f"{point} already has a ckptfs mounted ({mounted.source})", remedy=remedy)
+        log.info("taking over %s, which a dead daemon (%s) left mounted", point, mounted.source)
+        unmount_at(point, MNT_DETACH)
+
+
+def _is_dead_mount(point: Path) -> bool:
+    """Whether the mount at `point` answers "not connected". Asked by a process of its own, since a living one may hang."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.statvfs(point)
+        except OSError as failure:
+            code = 0 if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED) else 1
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + STALE_PROBE_WAIT_S
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            os.kill(pid, 9)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        os.close(pidfd)
+
+
+def unmount(connection: Connection) -> None:
+    """Take the mount away; from sight at once even while files are open, which then go on until they are closed."""
+    if not connection.is_mounted():
+        return
+    try:
+        unmount_at(connection.mountpoint)
+    except OSError as failure:
+        if failure.errno != errno.EBUSY:
+            raise
+        log.warning("%s is in use: it is detached now and ends when the last open file is closed", connection.mountpoint)
+        unmount_at(connection.mountpoint, MNT_DETACH)
+
+
+def abort(connection: Connection) -> None:
+    """End the connection whatever waits on it: every request that is open fails in the application."""
+    if CONNECTIONS_DIR.is_dir() and not os.listdir(CONNECTIONS_DIR):
+        # Nobody mounted the kernel's control files: containers often lack them.
+        with contextlib.suppress(OSError):
+            mount_at("fusectl", CONNECTIONS_DIR, "fusectl", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
+    try:
+        (CONNECTIONS_DIR / str(connection.connection_id) / "abort").write_text("1")
+    except OSError:
+        with contextlib.suppress(OSError):
+            unmount_at(connection.mountpoint, MNT_FORCE | MNT_DETACH)

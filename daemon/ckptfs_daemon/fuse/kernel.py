@@ -1,0 +1,144 @@
+"""The first exchange on a FUSE connection: what the kernel offers (INIT) and what we take of it. Pure: bytes in, bytes out.
+
+We answer INIT ourselves, because libfuse 3.14 knows neither passthrough nor sending again. Layouts and numbers are those of the
+kernel's include/uapi/linux/fuse.h, protocol 7.40.
+
+Owns the kernel's table of backing files: a descriptor is registered for an id, which the OPEN reply then carries.
+
+Ids belong to the FUSE connection, not to this process: they outlive us, and the catalog's handles remember them.
+If we die here: an id that no handle remembers stays until the connection ends; it costs one open file.
+"""
+
+import fcntl
+import struct
+from dataclasses import dataclass
+
+from ckptfs import limits
+from ckptfs.errors import CkptfsError
+from ckptfs.model import DataPath
+
+OPCODE_INIT = 26
+
+PROTOCOL_MINOR = 40
+"""The protocol we speak; a kernel of less is answered with its own number."""
+ASYNC_READ = 1 << 0
+ATOMIC_O_TRUNC = 1 << 3
+BIG_WRITES = 1 << 5
+DO_READDIRPLUS = 1 << 13
+ASYNC_DIO = 1 << 15
+WRITEBACK_CACHE = 1 << 16
+PARALLEL_DIROPS = 1 << 18
+MAX_PAGES = 1 << 22
+HANDLE_KILLPRIV_V2 = 1 << 28
+INIT_EXT = 1 << 30
+DIRECT_IO_ALLOW_MMAP = 1 << 36
+PASSTHROUGH = 1 << 37
+HAS_RESEND = 1 << 39
+
+COMMON = (
+    ASYNC_READ
+    | ATOMIC_O_TRUNC
+    | BIG_WRITES
+    | DO_READDIRPLUS
+    | ASYNC_DIO
+    | PARALLEL_DIROPS
+    | MAX_PAGES
+    | HANDLE_KILLPRIV_V2
+    | INIT_EXT
+    | DIRECT_IO_ALLOW_MMAP
+    | HAS_RESEND
+)
+BACKGROUND_MAX = 128
+CONGESTION = 96
+STACK_DEPTH = 1
+PAGE_BYTES = 4096
+REQUEST_HEADER = struct.Struct("=IIQQIIIHH")
+INIT_REQUEST = struct.Struct("=IIII")
+INIT_FLAGS2_OFFSET = REQUEST_HEADER.size + INIT_REQUEST.size
+REPLY_HEADER = struct.Struct("=IiQ")
+INIT_REPLY = struct.Struct("=IIIIHHIIHHII24x")
+
+
+class BadHandshake(CkptfsError):
+    """The kernel's first request is not what the protocol says."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelInit:
+    """What the kernel said in its INIT request."""
+
+    unique: int
+    major: int
+    minor: int
+    max_readahead: int
+    flags: int
+
+
+def parse_init(request: bytes) -> KernelInit:
+    """Read an INIT request. Raises BadHandshake."""
+    if len(request) < REQUEST_HEADER.size + INIT_REQUEST.size:
+        raise BadHandshake(
+            f"the kernel's first FUSE request has {len(request)} bytes, an INIT has at least {REQUEST_HEADER.size + INIT_REQUEST.size}"
+        )
+    _length, opcode, unique, *_rest = REQUEST_HEADER.unpack_from(request)
+    if opcode != OPCODE_INIT:
+        raise BadHandshake(f"the kernel's first FUSE request has opcode {opcode}, not {OPCODE_INIT} (INIT)")
+    major, minor, max_readahead, flags = INIT_REQUEST.unpack_from(request, REQUEST_HEADER.size)
+    if flags & INIT_EXT and len(request) >= INIT_FLAGS2_OFFSET + 4:
+        flags |= struct.unpack_from("=I", request, INIT_FLAGS2_OFFSET)[0] << 32
+    if major != 7:
+        raise BadHandshake(f"the kernel speaks FUSE protocol {major}.{minor}, ckptfs speaks 7.{PROTOCOL_MINOR}")
+    return KernelInit(unique, major, minor, max_readahead, flags)
+
+
+def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: bool) -> int:
+    """The flags we take of those offered. The kernel refuses PASSTHROUGH together with WRITEBACK_CACHE, so it is one or the other.
+
+    With WRITEBACK_CACHE the kernel believes nobody else about a file's size and times: only where no other node changes them (`alone`).
+    """
+    cached = WRITEBACK_CACHE if is_single_node else 0
+    return (COMMON | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
+
+
+def build_init_reply(init: KernelInit, flags: int) -> bytes:
+    """The reply to INIT."""
+    body = INIT_REPLY.pack(
+        7,
+        min(init.minor, PROTOCOL_MINOR),
+        min(init.max_readahead, limits.READ_AHEAD_KIB * limits.KIB),
+        flags & 0xFFFFFFFF,
+        BACKGROUND_MAX,
+        CONGESTION,
+        limits.WRITE_BYTES_MAX,
+        1,
+        limits.WRITE_BYTES_MAX // PAGE_BYTES,
+        0,
+        flags >> 32,
+        STACK_DEPTH if flags & PASSTHROUGH else 0,
+    )
+    return REPLY_HEADER.pack(REPLY_HEADER.size + len(body), 0, init.unique) + body
+
+
+BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct {s32 fd; u32 flags; u64 padding})
+BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, u32)
+
+
+class Passthrough:
+    """Registers and releases backing files on one FUSE connection."""
+
+    def __init__(self, fuse_fd: int) -> None:
+        self._fuse_fd = fuse_fd
+
+    def register(self, fd: int) -> int:
+        """The backing id (greater than 0) for the open file `fd`, which may be closed afterwards.
+
+        Raises OSError: EPERM without CAP_SYS_ADMIN, ELOOP when the file lies on a stacked filesystem such as overlayfs,
+        EOPNOTSUPP or ENOTTY when the kernel has no passthrough.
+        """
+        # A bytearray that may be changed: only then does Python hand back the ioctl's own result, the id.
+        backing: int = fcntl.ioctl(self._fuse_fd, BACKING_OPEN, bytearray(struct.pack("=iIQ", fd, 0, 0)), True)
+        return backing
+
+    def release(self, backing: int) -> None:
+        """Forget an id; open files that use it go on. Raises OSError (ENOENT) when the kernel does not know it."""
+        fcntl.ioctl(self._fuse_fd, BACKING_CLOSE, struct.pack("=I", backing))

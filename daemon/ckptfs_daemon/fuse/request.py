@@ -1,0 +1,162 @@
+"""The edge between our handlers and pyfuse3: errors become errnos here and nowhere else, and a handler learns which request it serves.
+
+An exception of any other kind than FUSEError that leaves a pyfuse3 handler would end the whole mount; `answered` lets none out.
+If we die here: nothing is kept.
+
+Owns how an inode becomes the attributes that the kernel gets. Pure.
+
+Timeouts are long: what the mover changes reaches the kernel as a notification. st_blksize tells programs how much to gather before they
+call write(2) or read(2): a call on the passthrough path costs about 1 us more than on a tmpfs, so regular files ask for 128 KiB (which
+Python's and the C++ library's buffers then take); the buffered path says 4096, because the kernel takes a larger one for its page logic.
+"""
+
+import errno
+import functools
+import logging
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from ckptfs import limits
+from ckptfs.errors import CkptfsError
+from ckptfs.model import Inode
+from ckptfs_daemon.fuse import session
+
+# After fuse.session, which loads the shim before pyfuse3.
+from pyfuse3 import EntryAttributes  # isort: skip
+from pyfuse3 import FUSEError  # isort: skip
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+RESENT_BIT = 1 << 63
+
+unexpected_errors: Counter[str] = Counter()
+"""How often each handler met an error that we did not foresee; `status` shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The request being served: its number in this FUSE connection, whether the kernel sent it again, whether it drops set-id bits."""
+
+    number: int
+    is_resent: bool
+    kills_set_id: bool
+
+
+def get_current_request() -> Request:
+    """The request that is being served. To be called before the handler's first await."""
+    unique, kill = session.get_request_header()
+    return Request(unique & ~RESENT_BIT, bool(unique & RESENT_BIT), kill)
+
+
+def get_errno(failure: BaseException, where: str) -> int:
+    """The errno that stands for `failure`. What we did not foresee is logged with its traceback, counted, and EIO."""
+    if isinstance(failure, CkptfsError) or (isinstance(failure, OSError) and failure.errno):
+        return failure.errno or errno.EIO
+    unexpected_errors[where] += 1
+    log.error("unexpected error in %s", where, exc_info=failure)
+    return errno.EIO
+
+
+def translate_errors(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Wrap a pyfuse3 handler so that nothing but FUSEError leaves it."""
+
+    @functools.wraps(handler)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await handler(*args, **kwargs)
+        except FUSEError:
+            raise
+        except Exception as failure:
+            raise FUSEError(get_errno(failure, handler.__name__)) from failure
+
+    return wrapped
+
+
+BLOCK_BYTES = 4096
+SECTOR_BYTES = 512
+PASSTHROUGH_BLKSIZE = 128 * limits.KIB
+NANO = 1_000_000_000
+_ATTRIBUTES = "6Q10I"
+_ATTR_OUT = struct.Struct("=Q2I" + _ATTRIBUTES)
+_ENTRY_OUT = struct.Struct("=4Q2I" + _ATTRIBUTES)
+
+_OPEN_OUT = struct.Struct("=QIi")
+"""struct fuse_attr_out, fuse_entry_out and fuse_open_out of <linux/fuse.h>."""
+
+
+def build_attributes(inode: Inode, blksize: int = BLOCK_BYTES) -> EntryAttributes:
+    """What the kernel shall know of `inode`. `gather_bytes`: st_blksize of regular files."""
+    entry = EntryAttributes()
+    entry.st_ino = inode.id
+    entry.generation = 0
+    entry.entry_timeout = limits.ENTRY_TIMEOUT_S
+    entry.attr_timeout = limits.ATTRIBUTE_TIMEOUT_S
+    entry.st_mode = inode.mode
+    entry.st_nlink = inode.nlink
+    entry.st_uid = inode.uid
+    entry.st_gid = inode.gid
+    entry.st_rdev = inode.rdev
+    entry.st_size = inode.size
+    entry.st_blksize = blksize if inode.is_file else BLOCK_BYTES
+    entry.st_blocks = count_blocks(inode)
+    entry.st_atime_ns = inode.atime_ns
+    entry.st_mtime_ns = inode.mtime_ns
+    entry.st_ctime_ns = inode.ctime_ns
+    return entry
+
+
+def count_blocks(inode: Inode) -> int:
+    """st_blocks: what is allocated where that is known, else what the size needs."""
+    if inode.allocated_blocks is not None:
+        return inode.allocated_blocks
+    return -(-inode.size // BLOCK_BYTES) * (BLOCK_BYTES // SECTOR_BYTES) if inode.is_file else 0
+
+
+def build_negative_entry(timeout_s: float) -> EntryAttributes:
+    """There is no such name, and for so long the kernel need not ask again."""
+    entry = EntryAttributes()
+    entry.st_ino = 0
+    entry.entry_timeout = timeout_s
+    entry.attr_timeout = timeout_s
+    return entry
+
+
+def attr_out(inode: Inode, blksize: int, timeout_s: float) -> bytes:
+    """What answers a GETATTR."""
+    whole_s, rest_s = divmod(timeout_s, 1)
+    return _ATTR_OUT.pack(int(whole_s), int(rest_s * NANO), 0, *_packed(inode, blksize))
+
+
+def entry_out(inode: Inode, blksize: int, timeout_s: float, entry_timeout_s: float = limits.ENTRY_TIMEOUT_S) -> bytes:
+    """What answers a LOOKUP, and begins the answer to a CREATE. `timeout_s` is that of the attributes, `name_s` of the name."""
+    whole_s, rest_s = divmod(timeout_s, 1)
+    return _ENTRY_OUT.pack(inode.id, 0, int(entry_timeout_s), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, blksize))
+
+
+def open_out(fh: int, flags: int, backing: int) -> bytes:
+    """What answers an OPEN, and ends the answer to a CREATE."""
+    return _OPEN_OUT.pack(fh, flags, backing)
+
+
+def _packed(inode: Inode, blksize: int) -> tuple[int, ...]:
+    """struct fuse_attr; times before 1970 are negative seconds there."""
+    atime_s, atime_ns = divmod(inode.atime_ns, NANO)
+    mtime_s, mtime_ns = divmod(inode.mtime_ns, NANO)
+    ctime_s, ctime_ns = divmod(inode.ctime_ns, NANO)
+    return (
+        inode.id, inode.size, count_blocks(inode), atime_s & _U64, mtime_s & _U64, ctime_s & _U64, atime_ns, mtime_ns, ctime_ns,
+        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, blksize if inode.is_file else BLOCK_BYTES, 0,
+    )  # fmt: skip
+
+
+_U64 = 2**64 - 1
+
+NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
+"""What answers a LOOKUP of a name that is not there, in a directory of which that is known."""
+
+UNCACHED_NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(*[0] * 22)
+"""The same where another node may make it at any time."""

@@ -1,0 +1,268 @@
+"""Owns `.ckptfs/latest` at the top of the mount: a name of the newest complete checkpoint of a series that any program can open (N2).
+
+There are the directories of the mount, and in each of them its series as symlinks: `.ckptfs/latest/run1/step_*` leads to `run1/step_100`,
+found anew whenever somebody follows it, and to nothing while no checkpoint is complete. None of it is in the catalog, the kernel keeps
+nothing of it, nobody can change it. Whoever may list a directory finds its series there.
+If we die here: nothing was changed. What the kernel asks the next process of before it looked it up again is ESTALE, so it does that.
+
+Owns the inode numbers of what `.ckptfs` at the top of the mount shows, which is in no catalog.
+
+A number follows from what it stands for, so the next mount process gives the same ones to whoever looks again. Only those that were
+looked up last are kept: of any other nobody here knows what it stands for.
+If we die here: the kernel looks up again.
+"""
+
+import errno
+import functools
+import stat
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+
+import trio
+import xxhash
+
+from ckptfs import lifecycle, limits, series
+from ckptfs.catalog import namespace, summary
+from ckptfs.catalog.namespace import NotImported
+from ckptfs.errors import posix_error
+from ckptfs.model import ROOT, Inode, Level
+from ckptfs.series import DELETED, MemberFile
+from ckptfs_daemon.fuse import request
+from ckptfs_daemon.fuse.request import translate_errors
+from ckptfs_daemon.mount.namespace_handlers import NamespaceHandlers
+
+# After fuse.session, which loads the shim before pyfuse3.
+from pyfuse3 import EntryAttributes  # isort: skip
+import pyfuse3  # isort: skip
+
+if TYPE_CHECKING:
+    from pyfuse3 import ReaddirToken, RequestContext
+
+FIRST_INODE = limits.VIRTUAL_NODE << 40
+_COUNT = 1 << 40
+
+
+class VirtualEntry(NamedTuple):
+    """What is shown: of a directory of the mount its series and directories, or (`series` is not empty) one of its series.
+
+    Directory 0 is `.ckptfs` itself.
+    """
+
+    directory: int
+    series: bytes = b""
+
+
+TOP = VirtualEntry(0)
+
+
+def is_virtual(inode: int) -> bool:
+    """Whether a number is one of these."""
+    return inode >= FIRST_INODE
+
+
+class VirtualInodes:
+    """The places that were looked up last."""
+
+    def __init__(self, at_most: int = limits.VIRTUAL_NAMES_MAX) -> None:
+        self._at_most = at_most
+        self._entries: OrderedDict[int, VirtualEntry] = OrderedDict()
+
+    def assign_inode(self, entry: VirtualEntry) -> int:
+        """The number of a place."""
+        number = xxhash.xxh3_64_intdigest(b"%d/%s" % entry) % _COUNT
+        while self._entries.get(FIRST_INODE + number, entry) != entry:
+            number = (number + 1) % _COUNT
+        self._entries[FIRST_INODE + number] = entry
+        self._entries.move_to_end(FIRST_INODE + number)
+        if len(self._entries) > self._at_most:
+            self._entries.popitem(last=False)
+        return FIRST_INODE + number
+
+    def find_entry(self, number: int) -> VirtualEntry | None:
+        """What a number stands for; None where that is not known any more."""
+        return self._entries.get(number)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+LATEST = b"latest"
+ABOVE = b"../"
+
+
+def read_only(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """A handler of changes that refuses them where nothing can be changed."""
+
+    @functools.wraps(handler)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        if any(isinstance(one, int) and is_virtual(one) for one in args[1:4]):
+            raise pyfuse3.FUSEError(errno.EROFS)
+        return await handler(*args, **kwargs)
+
+    return wrapped
+
+
+class LatestTree(NamespaceHandlers):
+    """The handlers of names, and before them what is ours alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inodes = VirtualInodes()
+
+    mkdir = read_only(NamespaceHandlers.mkdir)
+    mknod = read_only(NamespaceHandlers.mknod)
+    symlink = read_only(NamespaceHandlers.symlink)
+    link = read_only(NamespaceHandlers.link)
+    unlink = read_only(NamespaceHandlers.unlink)
+    rmdir = read_only(NamespaceHandlers.rmdir)
+    rename = read_only(NamespaceHandlers.rename)
+    setattr = read_only(NamespaceHandlers.setattr)
+    setxattr = read_only(NamespaceHandlers.setxattr)
+    removexattr = read_only(NamespaceHandlers.removexattr)
+
+    @translate_errors
+    async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
+        """What a name leads to."""
+        if parent_inode == ROOT and name == namespace.RESERVED_NAME:
+            return self._build_entry_attributes(TOP)
+        if not is_virtual(parent_inode):
+            return await super().lookup(parent_inode, name, ctx)
+        entry = await self._find_child(self._get_entry(parent_inode), name)
+        return request.build_negative_entry(0) if entry is None else self._build_entry_attributes(entry)
+
+    @translate_errors
+    async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
+        """The attributes of an inode."""
+        return self._build_entry_attributes(self._get_entry(inode)) if is_virtual(inode) else await super().getattr(inode, ctx)
+
+    @translate_errors
+    async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
+        """Where a symlink leads: that of a series to the newest of its members that is complete now."""
+        return await self._get_newest_path(self._get_entry(inode)) if is_virtual(inode) else await super().readlink(inode, ctx)
+
+    @translate_errors
+    async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
+        """The value of an attribute."""
+        if is_virtual(inode):
+            raise posix_error(errno.ENODATA)
+        return await super().getxattr(inode, name, ctx)
+
+    @translate_errors
+    async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
+        """The names of the attributes."""
+        return [] if is_virtual(inode) else await super().listxattr(inode, ctx)
+
+    @translate_errors
+    async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
+        """Fill the reply with entries after the offset `start_id`."""
+        if not is_virtual(fh):
+            await super().readdir(fh, start_id, token)
+            return
+        directory = self._get_entry(fh)
+        found = [(b".", directory), (b"..", directory), *await self._list_entries(directory)]
+        for offset, (name, one) in enumerate(found[start_id:], start_id + 1):
+            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), self._build_entry_attributes(one), offset):
+                return
+
+    # --- what is where ------------------------------------------------------------------------------------------------
+
+    def _get_entry(self, inode: int) -> VirtualEntry:
+        entry = self._inodes.find_entry(inode)
+        if entry is None:
+            raise posix_error(errno.ESTALE)
+        return entry
+
+    def _build_entry_attributes(self, virtual: VirtualEntry) -> EntryAttributes:
+        """As the directory that it stands for: who may list that may look here."""
+        shown = self.get_inode(virtual.directory or ROOT)
+        listing = (shown.mode & 0o444) >> 2 & shown.mode
+        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | listing
+        entry = request.build_attributes(
+            replace(shown, id=self._inodes.assign_inode(virtual), mode=mode, nlink=1 if virtual.series else 2, size=0)
+        )
+        entry.entry_timeout = entry.attr_timeout = 0
+        return entry
+
+    async def _find_child(self, entry: VirtualEntry, name: bytes) -> VirtualEntry | None:
+        """What a name in a place leads to."""
+        if entry == TOP:
+            return VirtualEntry(ROOT) if name == LATEST else None
+        if series.parse(name) is not None:
+            return VirtualEntry(entry.directory, name)
+        try:
+            child = await self._lookup_child(entry.directory, name)
+        except FileNotFoundError:
+            return None
+        return VirtualEntry(child.id) if child.is_directory else None
+
+    async def _lookup_child(self, directory: int, name: bytes) -> Inode:
+        if self.context.shared_namespace is not None:
+            await self.context.shared_namespace.refresh_name(directory, name)
+        try:
+            return namespace.lookup(self.context.db, directory, name)
+        except NotImported:
+            await self.request_scan(directory, must_succeed=True)
+            return namespace.lookup(self.context.db, directory, name)
+
+    async def _list_entries(self, directory: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
+        """What a place shows, by name."""
+        if directory == TOP:
+            return [(LATEST, VirtualEntry(ROOT))]
+        found = await self._list_directory(directory.directory)
+        names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
+        shown = {name: VirtualEntry(inode.id) for name, inode in found.items() if inode.is_directory}
+        return sorted((shown | {one.name: VirtualEntry(directory.directory, one.name) for one in series.list_series(names)}).items())
+
+    async def _list_directory(self, directory: int) -> dict[bytes, Inode]:
+        """The names in a directory of the mount."""
+        if self.context.shared_namespace is not None:
+            await self.context.shared_namespace.refresh_inode(directory)
+            await self.context.shared_namespace.refresh_directory(directory)
+        if not self.get_inode(directory).is_imported:
+            await self.request_scan(directory, must_succeed=True)
+        return {entry.name: inode for entry, inode in namespace.iterate_entries(self.context.db, directory)}
+
+    # --- what is complete ---------------------------------------------------------------------------------------------
+
+    async def _get_newest_path(self, entry: VirtualEntry) -> bytes:
+        """The way from a series' symlink to its newest complete member. Raises ENOENT."""
+        one = series.parse(entry.series)
+        if one is None:
+            raise posix_error(errno.EINVAL)
+        found = await self._list_directory(entry.directory)
+        for name in one.sort_newest_first(found):
+            inode = found[name]
+            if (inode.is_directory or inode.is_file) and series.judge_completeness(await self._load_member_files(inode.id)).has_level(
+                Level.LOCAL
+            ):
+                parts = [part for part in namespace.get_path(self.context.db, entry.directory).split(b"/") if part]
+                return ABOVE * (len(parts) + 2) + b"/".join([*parts, name])
+        raise posix_error(errno.ENOENT)
+
+    async def _load_member_files(self, member: int) -> dict[bytes, MemberFile]:
+        """The regular files of a member, up to the first on which no checkpoint can rest."""
+        files: dict[bytes, MemberFile] = {}
+        todo = [(b"", member)]
+        while todo:
+            path, number = todo.pop()
+            # A large member must not keep other requests waiting.
+            await trio.lowlevel.checkpoint()
+            try:
+                await self.refresh_inode(number)
+                inode = self.get_inode(number)
+                inside = await self._list_directory(number) if inode.is_directory else {}
+            except FileNotFoundError:
+                return {path: DELETED}
+            todo += [(path + b"/" + name if path else name, child.id) for name, child in inside.items()]
+            if inode.is_file:
+                files[path] = await self._load_member_file(inode)
+                if files[path].incomplete_reason:
+                    break
+        return files
+
+    async def _load_member_file(self, inode: Inode) -> MemberFile:
+        if self.context.shared_namespace is not None:
+            await self.context.shared_namespace.refresh_copies(inode.id)
+        record = summary.load_file_record(self.context.db, inode.id)
+        return MemberFile(inode.size, lifecycle.level(record), series.find_incomplete_reason(record, inode.size))

@@ -1,0 +1,468 @@
+"""Owns the mount's talk with the store of its cluster: reading before rows answer a question, telling before a change is answered.
+
+Reads that are asked for at once go in one transaction, and so do changes; one commit is under way at a time, and what gathers meanwhile
+goes with the next: one of those who wait for that tells it. When the store does not answer this node is an island: rows answer, changes
+are marked and wait, nobody waits for them, until the store is back and has them all. Everything here belongs to the trio thread; only
+futures of the store come from others.
+If we die here: what was not told is marked in the catalog, and the next process begins by telling it.
+
+How the mount's trio thread waits for the store, whose futures are done by threads of its own.
+
+If we die here: what was asked is answered to nobody.
+"""
+
+import errno
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
+from typing import TypeVar
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import identity, peer_copies, summary
+from ckptfs.catalog.database import Database
+from ckptfs.clique import locations
+from ckptfs.coherence import commit, conflict, key_state, read, rebuild, reintegrate, store_loss
+from ckptfs.coherence.conflict import CommitResult, ConflictResolver
+from ckptfs.coherence.keys import LAST_COMMIT, NAME, SharedKey
+from ckptfs.coherence.read import RecentDeletes, StoreValue
+from ckptfs.coherence.store_loss import EpochCheckedStore
+from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, posix_error
+from ckptfs.store.kv import Get, Outcome, Store
+from ckptfs_daemon.mount import cluster_recovery
+from ckptfs_daemon.mount.cluster_recovery import wait_outcome
+
+
+class PendingRead:
+    """What somebody wants to read."""
+
+    def __init__(self, gets: list[Get]) -> None:
+        self.gets = gets
+        self.done = trio.Event()
+        self.outcome: Outcome | None = None
+
+
+class InodesOpenForWriting(Container[int]):
+    """The inodes that are open for writing here."""
+
+    def __init__(self, is_open_for_writing: Callable[[int], bool]) -> None:
+        self._is_open_for_writing = is_open_for_writing
+
+    def __contains__(self, inode: object) -> bool:
+        return isinstance(inode, int) and self._is_open_for_writing(inode)
+
+
+class CommitRounds:
+    """Batches of which one is under way at a time; whoever comes meanwhile waits for it. The first one begins after the first `end`."""
+
+    def __init__(self) -> None:
+        self._is_running = True
+        self._changed = trio.Event()
+
+    async def run_or_wait(self, act: Callable[[], Awaitable[object]]) -> None:
+        """Do `act`; or wait for the one that is under way, or for `wake`, and do nothing."""
+        if self._is_running:
+            await self._changed.wait()
+            return
+        self._is_running = True
+        try:
+            await act()
+        finally:
+            self.end_round()
+
+    async def wait_idle(self) -> None:
+        """None is under way."""
+        while self._is_running:
+            await self._changed.wait()
+
+    def end_round(self) -> None:
+        """It is done; whoever waits may begin the next one."""
+        self._is_running = False
+        self.wake_waiters()
+
+    def wake_waiters(self) -> None:
+        """Whoever waits looks again."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Name = tuple[int, bytes]
+TROUBLE_KEY = "trouble:sharing"
+
+
+class SharedNamespace:
+    """This node's side of the shared tree."""
+
+    def __init__(
+        self,
+        db: Database,
+        store: Store,
+        label: str,
+        is_open_for_writing: Callable[[int], bool],
+        duplicate_content: Callable[[int, int], bool],
+    ) -> None:
+        """`label` names this node in names; `is_written`: whether an inode is open for writing here; `again(content, other)` gives the
+        bytes of a content a second id, and says whether it could.
+        """
+        self.db = db
+        self.number = identity.get_node_number(db)
+        self._label = label
+        self._duplicate_content = duplicate_content
+        self._is_open_for_writing = is_open_for_writing
+        self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
+        self.disconnected_ns = key_state.get_disconnected_ns(db)
+        self._store = EpochCheckedStore(store, db)
+        self._inodes_open_for_writing = InodesOpenForWriting(is_open_for_writing)
+        self._on_nameless: Callable[[Iterable[int]], None] = lambda _: None
+        self._recent_deletes = RecentDeletes()
+        self._pending_reads: deque[PendingRead] = deque()
+        self._running_reads = 0
+        self._has_dirty = trio.Event()
+        self._commit_rounds = CommitRounds()
+        self._reverted: dict[SharedKey, int] = {}
+        self._reverts = 0
+        self._unconfirmed: commit.StoreTransaction | None = None
+        self._is_store_lost = False
+        self._next_probe_s = 0.0
+
+    def set_nameless_callback(self, on_nameless: Callable[[Iterable[int]], None]) -> None:
+        """`nameless` is told from now on of inodes that lost their names elsewhere."""
+        self._on_nameless = on_nameless
+
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether the store does not answer."""
+        return self.disconnected_ns != 0
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    async def refresh_name(self, parent: int, name: bytes, *prefetch_names: Name) -> None:
+        """The rows of a name, and of what it leads to, are as the store has them; those of names that will be asked for next, too."""
+        await self._refresh([key for at, what in ((parent, name), *prefetch_names) for key in read.list_name_keys(self.db, at, what)])
+
+    async def refresh_inode(self, inode: int, *prefetch_names: Name) -> None:
+        """The rows of an inode are as the store has them; those of names that will be asked for next, too."""
+        await self._refresh(
+            [
+                *read.list_inode_keys(self.db, inode),
+                *(key for at, what in prefetch_names for key in read.list_name_keys(self.db, at, what)),
+            ]
+        )
+
+    async def refresh_copies(self, inode: int) -> None:
+        """Who has what another node wrote of this file is known here as the store has it."""
+        content = peer_copies.find_remote_content(self.db, inode)
+        if content is None:
+            return
+        found = await self._read([*locations.build_gets(content)])
+        if found is not None:
+            with self.db.transaction():
+                locations.record(
+                    self.db, content, locations.parse(content, found.results[0], found.results[1]), identity.get_node_number(self.db)
+                )
+
+    async def refresh_directory(self, inode: int, at_most: int | None = None) -> None:
+        """The names in a directory, and inodes of which nothing was known; `at_most`: only the first few."""
+        after: bytes | None = b""
+        while after is not None and not self.is_disconnected:
+            items = at_most or limits.ETCD_PAGE_ITEMS
+            found = await self._read([read.build_page_get(inode, after, items)])
+            if found is None:
+                return
+            values, after = read.parse_page(self.db, inode, after, items, found)
+            keys = read.list_uncached(self.db, read.list_missing_keys(self.db, values))
+            self._apply({**values, **await self._load_values(keys)})
+            if at_most:
+                return
+
+    async def refresh_change(self, names: Iterable[Name]) -> None:
+        """All that a change of these names depends on: them, where their directories lie, whether what they lead to is empty."""
+        for parent, name in names:
+            await self.refresh_ancestors(parent)
+            await self.refresh_name(parent, name)
+            child = read.find_directory(self.db, parent, name)
+            if child is not None:
+                await self.refresh_directory(child, at_most=1)
+
+    async def refresh_ancestors(self, inode: int) -> None:
+        """Where a directory lies: it, and every directory above."""
+        visited_inodes: set[int] = set()
+        while inode and inode not in visited_inodes:
+            visited_inodes.add(inode)
+            await self._refresh(read.load_directory_location(self.db, inode)[0])
+            inode = read.load_directory_location(self.db, inode)[1]
+
+    async def _refresh(self, keys: list[SharedKey]) -> None:
+        values = await self._load_values(keys)
+        while values and (more := read.list_missing_keys(self.db, values) or read.list_overtaken_names(values)):
+            found = await self._load_values(more)
+            if not found:
+                return
+            values.update(found)
+        self._apply(values)
+
+    async def _load_values(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+        """What the store says of these; nothing when it does not answer."""
+        if not keys:
+            return {}
+        found = await self._read(read.build_gets(keys))
+        return {} if found is None else read.parse_outcome(keys, found)
+
+    def _apply(self, values: Mapping[SharedKey, StoreValue]) -> None:
+        nameless = read.apply_values(self.db, values, self._recent_deletes, self._inodes_open_for_writing)
+        if nameless:
+            self._on_nameless(nameless)
+
+    async def _read(self, gets: list[Get]) -> Outcome | None:
+        """Ask, together with whoever asks now; None when the store does not answer."""
+        if self.is_disconnected:
+            return None
+        question = PendingRead(gets)
+        self._pending_reads.append(question)
+        if self._running_reads < limits.SHARED_READS_MAX:
+            self._running_reads += 1
+            try:
+                await self._read_batch()
+            finally:
+                self._running_reads -= 1
+                self._start_next_read()
+        await question.done.wait()
+        return question.outcome
+
+    def _start_next_read(self) -> None:
+        """Somebody whose question still waits asks for all."""
+        if self._pending_reads and self._running_reads < limits.SHARED_READS_MAX:
+            self._running_reads += 1
+            trio.lowlevel.spawn_system_task(self._read_in_background, name="shared reads")
+
+    async def _read_in_background(self) -> None:
+        try:
+            await self._read_batch()
+        finally:
+            self._running_reads -= 1
+            self._start_next_read()
+
+    async def _read_batch(self) -> None:
+        questions: list[PendingRead] = []
+        count = 0
+        while self._pending_reads and (not questions or count + len(self._pending_reads[0].gets) <= limits.ETCD_OPERATIONS_MAX):
+            questions.append(self._pending_reads.popleft())
+            count += len(questions[-1].gets)
+        if not questions or self.is_disconnected:
+            for question in questions:
+                question.done.set()
+            return
+        gets = [get for question in questions for get in question.gets]
+        self._next_probe_s = trio.current_time() + limits.STORE_LOOK_S
+        try:
+            self.counts["reads"] += 1
+            found = await wait_outcome(self._store.read_soon(gets))
+            start = 0
+            for question in questions:
+                end = start + len(question.gets)
+                question.outcome = Outcome(True, found.revision, found.results[start:end])
+                start = end
+        except CkptfsError as failure:
+            self._handle_failure(failure)
+        finally:
+            for question in questions:
+                question.done.set()
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def notify_dirty(self) -> None:
+        """Something was changed that others must learn; in the trio thread."""
+        self._has_dirty.set()
+
+    async def wait_published(self, names: Iterable[Name] = ()) -> bool:
+        """Everything that was changed up to now is in the store, or this node is an island. False: these names were taken back."""
+        reverts = self._reverts
+        last = key_state.get_last_change(self.db)
+        while last and not self.is_disconnected and key_state.has_dirty(self.db, last):
+            await self._commit_rounds.run_or_wait(self._commit_batch)
+        return not any(self._reverted.get(SharedKey(NAME, parent, name), 0) > reverts for parent, name in names)
+
+    async def commit_shared(
+        self,
+        act: Callable[[], Awaitable[T]],
+        refresh: Callable[[], Awaitable[None]],
+        names: Iterable[Name] = (),
+        undo: Callable[[T], None] = lambda _: None,
+    ) -> T:
+        """Do `act` and have it in the store; again on what is true now (`fresh`) when it failed on what was known, or another was faster.
+
+        `undo` is told what came of an act that was taken back.
+        """
+        is_fresh = False
+        for _ in range(limits.SHARED_TRIES_MAX):
+            try:
+                result = await act()
+            except (OSError, CkptfsError):
+                if is_fresh or self.is_disconnected:
+                    raise
+                await refresh()
+                is_fresh = True
+                continue
+            if await self.wait_published(names):
+                return result
+            undo(result)
+            await refresh()
+            is_fresh = True
+        raise posix_error(errno.EAGAIN)
+
+    async def run(self) -> None:
+        """The task: tell what is touched and nobody waits for; on an island, look for the store."""
+        key_state.mark_root_dirty(self.db)
+        await self._confirm_last_commit()
+        self._commit_rounds.end_round()
+        while True:
+            if self.is_disconnected:
+                await self._probe_store()
+                continue
+            self._has_dirty = trio.Event()
+            if key_state.get_last_change(self.db):
+                await trio.sleep(limits.SHARED_GATHER_S)
+                if not self.is_disconnected and key_state.get_last_change(self.db):
+                    await self._commit_rounds.run_or_wait(self._commit_batch)
+                continue
+            with trio.move_on_after(limits.WANT_LOOK_S):
+                await self._has_dirty.wait()
+            if trio.current_time() > self._next_probe_s:
+                await self._read([])
+
+    async def report_loop(self) -> None:
+        """The task: say how it goes, and forget what is too much."""
+        reported: dict[str, int] = {}
+        after = 0
+        while True:
+            cluster_recovery.record_store_progress(self.db, self._store)
+            figures = self.get_figures()
+            if figures != reported:
+                summary.set_report(self.db, "sharing", figures)
+                reported = figures
+            after = read.delete_unneeded(self.db, after) if not self.is_disconnected and read.is_cache_full(self.db) else 0
+            await trio.sleep(limits.SHARED_REPORT_S if after else limits.FORGET_INTERVAL_S)
+
+    def get_figures(self) -> dict[str, int]:
+        """What `status` shows: round trips by kind, since when this node is an island (ns, 0: it is none), what waits to be told."""
+        return {**self.counts, "island_ns": self.disconnected_ns, "waiting": key_state.count_dirty(self.db)}
+
+    async def _commit_batch(self) -> bool:
+        """One batch. False: the store does not answer."""
+        await trio.lowlevel.checkpoint()
+        transaction = commit.build_transaction(self.db, self.number)
+        if transaction is None:
+            return True
+        try:
+            if not transaction.new_values:
+                self._record_result(
+                    conflict.record_commit(self.db, transaction, 0, self._recent_deletes, recount_links=self.is_disconnected)
+                )
+                return True
+            self._unconfirmed = transaction
+            self.counts["commits"] += 1
+            reply = await wait_outcome(
+                self._store.commit_soon(transaction.build_compares(), transaction.build_changes(), transaction.build_conflict_gets())
+            )
+            if reply.succeeded:
+                self._record_result(
+                    conflict.record_commit(self.db, transaction, reply.revision, self._recent_deletes, recount_links=self.is_disconnected)
+                )
+            else:
+                self.counts["conflicts"] += 1
+                resolver = await self._build_resolver(transaction, reply) if self.is_disconnected else ConflictResolver
+                self._record_result(conflict.resolve_conflict(self.db, transaction, reply, self._recent_deletes, resolver))
+            self._unconfirmed = None
+        except CkptfsError as failure:
+            self._handle_failure(failure)
+            return False
+        return True
+
+    async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
+        """Who settles a refusal of what applications were told long ago; after what else has to be read for that."""
+        reader = cluster_recovery.ReintegrationReader(self.db, self._store, self._apply)
+        more = await reader.load_missing(transaction, reply)
+        resolver_class = rebuild.RebuildResolver if store_loss.is_rebuilding(self.db) else reintegrate.ReintegrationResolver
+        return functools.partial(
+            resolver_class, more=more, label=self._label, again=self._duplicate_content, is_written=self._is_open_for_writing
+        )
+
+    def _record_result(self, result: CommitResult) -> None:
+        if result.reverted_names:
+            self._reverts += 1
+            self._reverted = {key: at for key, at in self._reverted.items() if at > self._reverts - limits.SHARED_TRIES_MAX}
+            self._reverted.update(dict.fromkeys(result.reverted_names, self._reverts))
+        if result.unlinked_inodes:
+            self._on_nameless(result.unlinked_inodes)
+
+    # --- without the store --------------------------------------------------------------------------------------------
+
+    def _handle_failure(self, failure: CkptfsError) -> None:
+        if isinstance(failure, StoreLost):
+            self._is_store_lost = True
+            if not self.is_disconnected:
+                self._enter_disconnected()  # What applications do goes on until the store knows everything again.
+        elif not self.is_disconnected:
+            self._enter_disconnected()
+            what = "etcd does not answer: this node goes on alone, and other nodes do not see what changes here"
+            remedy = "see that etcd runs and can be reached; what was changed here is told then"
+            summary.set_report(self.db, TROUBLE_KEY, {"what": what, "path": "", "remedy": remedy})
+            log.warning("the store of the cluster does not answer (%s): going on alone with what is known here", failure)
+        if not isinstance(failure, StoreUnreachable):
+            log.error("the store of the cluster refused: %s", failure)
+        self._has_dirty.set()
+        self._commit_rounds.wake_waiters()
+
+    def _enter_disconnected(self) -> None:
+        self.disconnected_ns = time.time_ns()
+        key_state.mark_disconnected(self.db, self.disconnected_ns)
+
+    async def _probe_store(self) -> None:
+        """Look whether the store is back."""
+        await trio.sleep(limits.ISLAND_PROBE_S)
+        await self._commit_rounds.wait_idle()
+        if self._is_store_lost and not await self._rebuild_store():
+            return
+        if not await self._confirm_last_commit():
+            return
+        key_state.delete_older_marks(self.db)
+        while key_state.get_last_change(self.db) and await self._commit_batch():
+            pass
+        if key_state.get_last_change(self.db) == 0:
+            log.info("the store of the cluster answers again, and knows what was changed here meanwhile")
+            self.disconnected_ns = 0
+            key_state.mark_reintegrated(self.db, time.time_ns())
+            summary.set_report(self.db, TROUBLE_KEY, None)
+            store_loss.end_rebuild(self.db)
+
+    async def _rebuild_store(self) -> bool:
+        """The store has lost its data, or seemed to. False: it does not answer."""
+        try:
+            begun = await cluster_recovery.rebuild_if_lost(self.db, self._store, self._label)
+        except CkptfsError as failure:
+            self._handle_failure(failure)
+            return False
+        self._is_store_lost = False
+        if begun:
+            self._recent_deletes, self._unconfirmed = RecentDeletes(), None
+        return True
+
+    async def _confirm_last_commit(self) -> bool:
+        """Find out whether the last batch passed whose answer did not come. False: the store does not answer."""
+        own = SharedKey(LAST_COMMIT, self.number)
+        try:
+            await cluster_recovery.ensure_epoch(self.db, self._store)
+            reply = await wait_outcome(self._store.read_soon(read.build_gets([own]), timeout_s=limits.ISLAND_PROBE_WAIT_S))
+        except CkptfsError as failure:
+            self._handle_failure(failure)
+            return False
+        result = conflict.recover_lost_answer(self.db, read.parse_outcome([own], reply)[own], self._unconfirmed, self._recent_deletes)
+        self._unconfirmed = None
+        if result is not None:
+            self._record_result(result)
+        return True

@@ -1,0 +1,1 @@
+"""The mover process: every flow in a lane of its own."""

@@ -1,0 +1,143 @@
+"""Wires what the mover has to do with the other nodes of its cluster. Read `Neighbours` as the table of contents.
+
+If we die here: peers end what we left half done, and the next mover joins again under the same number.
+"""
+
+import contextlib
+import logging
+from typing import Any
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import identity, summary
+from ckptfs.catalog.database import Database
+from ckptfs.clique import certificates
+from ckptfs.clique.certificates import RevocationList
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.membership import ViewChange
+from ckptfs.coherence import pfs_coordination
+from ckptfs.coherence.store_loss import EpochCheckedStore
+from ckptfs.config import Config
+from ckptfs.errors import CkptfsError
+from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
+from ckptfs.flow.host import Host
+from ckptfs.flow.reconcile import Reconcile
+from ckptfs.flow.repair import Repair
+from ckptfs.flow.replicate import Replicate
+from ckptfs.flow.replicate.early import EarlyReplication
+from ckptfs.flow.replicate.open_files import FsyncReplication, PeriodicReplication
+from ckptfs.flow.salvage import Salvage
+from ckptfs.flow.take_over import TakeOver
+from ckptfs.model import Bulk, Notifier, Tier
+from ckptfs.peers import grpc_server
+from ckptfs.peers.grpc_server import PeerServer
+from ckptfs.peers.peer_client import PeerClient
+from ckptfs.store.etcd import open_store
+from ckptfs.tiers.storage import Tiers
+from ckptfs_daemon.control import cluster_status
+from ckptfs_daemon.control.cluster_status import ClusterFigures, TransportFigures
+from ckptfs_daemon.mover.lanes import Flow
+from ckptfs_daemon.mover.membership_service import MembershipService, build_node
+
+log = logging.getLogger(__name__)
+
+LOCAL_TIERS = (Tier.RAM, Tier.NVME)
+TROUBLE = "trouble:peers"
+
+
+class ClusterServices:
+    """The other nodes, for this node's flows, and this node for theirs. Only in a mount with `cluster`."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
+        assert config.cluster is not None
+        self._db = db
+        self._config = config
+        self._identity = None if config.keys is None else certificates.load_for(config.keys, config.node, config.cluster)
+        self._store = EpochCheckedStore(open_store(config), db)
+        self._revoked = RevocationList(config.keys)
+        self._peers = PeerClient(config.node, config.cluster, self._identity, bulk=config.bulk is Bulk.SOCKET, revoked=self._revoked)
+        capacity = sum(tiers[tier].get_capacity().total for tier in LOCAL_TIERS if tier in tiers)
+        node = build_node(config, db, identity.get_node_number(db), int(config.peer_share * capacity))
+        self.membership = MembershipService(db, self._store, node, lambda key, value: summary.set_report(db, key, value))
+        self.membership.subscribe(self._apply_view_change)
+        self.cluster = Cluster(
+            node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.membership.view,
+            self.membership.locks, lambda: self.membership.node_lease.lease_id,
+        )  # fmt: skip
+        self._running_server: PeerServer | None = None
+        self._host = Host(db, tiers, config.peer_share, notify, self.cluster)
+        self._replicate = Replicate(db, tiers, notify, self.cluster)
+        transport = TransportFigures(self._replicate.list_loads, self._peers.get_figures, self._get_server_figures, self._peers.ping)
+        self.figures = ClusterFigures(config, db, self._store, transport, self._identity)
+        self._announce = AnnounceCopies(db, self.cluster)
+        self._repair = Repair(db, notify, self.cluster)
+        self._take_over = TakeOver(db, notify, self.cluster)
+        self._salvage = Salvage(db, tiers, notify, self.cluster)
+        self._reconcile = Reconcile(db, tiers, notify, self.cluster, self._host.reported_unneeded)
+        self._drop_dead_records = DropDeadRecords(db, self.cluster)
+        self._fsync_replication = FsyncReplication(db, tiers, notify, self.cluster)
+        self._periodic_replication = PeriodicReplication(db, tiers, self.cluster)
+        self._early_replication = EarlyReplication(db, tiers, self.cluster)
+
+    def list_flows(self) -> list[tuple[str, Flow]]:
+        """(name, flow) of every lane that only a cluster has."""
+        return [
+            ("replicate", self._replicate), ("tell", self._announce), ("repair", self._repair), ("reconcile", self._reconcile),
+            ("fall-back", self._salvage), ("hold", self._host), ("ahead", self._early_replication),
+            ("copy open files", self._periodic_replication), ("bury", self._drop_dead_records),
+            *([("take over", self._take_over)] if self._config.pfs is not None else ()),
+            *((f"secure {number}", self._fsync_replication) for number in range(1, limits.SECURES_MAX + 1)),
+        ]  # fmt: skip
+
+    def refresh_pfs_path(self, inode: int) -> None:
+        """Learn where the PFS shows a file now: another node may have moved it, or what is above it."""
+        with contextlib.suppress(CkptfsError):
+            pfs_coordination.load_inodes(self._db, self._store, inode)
+
+    def prepare(self) -> None:
+        """Once, before the first step."""
+        self._announce.prepare()
+
+    async def run(self) -> None:
+        """Live among them until cancelled."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.membership.run, name="member")
+                nursery.start_soon(
+                    grpc_server.serve_peers, self._build_server, self._record_server_started, self._record_server_failed, name="peers"
+                )
+                nursery.start_soon(self._publish_figures, name="figures")
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._close)
+
+    def _build_server(self) -> PeerServer:
+        assert self._config.cluster is not None
+        bulk = self._config.bulk is Bulk.SOCKET
+        return PeerServer(self._host, self._config.listen, self._config.cluster, self._identity, bulk=bulk, revoked=self._revoked)
+
+    def _record_server_started(self, server: PeerServer) -> None:
+        self._running_server = server
+        summary.set_report(self._db, TROUBLE, None)
+
+    def _record_server_failed(self, what: str) -> None:
+        remedy = f"see who else listens on {self._config.listen}, or give another listen="
+        summary.set_report(self._db, TROUBLE, {"what": f"other nodes cannot reach this one: {what}", "path": "", "remedy": remedy})
+
+    def _get_server_figures(self) -> dict[str, Any]:
+        return self._running_server.get_figures() if self._running_server else {}
+
+    async def _publish_figures(self) -> None:
+        await cluster_status.publish_figures(self._db, self._store, self.membership.number, lambda: self.membership.node_lease.lease_id)
+
+    def _apply_view_change(self, change: ViewChange) -> None:
+        self._peers.close_except([node.name for node in change.after.nodes])
+        for node in (*change.dead_nodes, *change.restarted_nodes):
+            if self._running_server is not None:
+                self._running_server.end_all_of_node(node.name)
+
+    def _close(self) -> None:
+        self._replicate.close()
+        self._peers.close()
+        self._store.close()

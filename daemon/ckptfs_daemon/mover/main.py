@@ -1,0 +1,186 @@
+"""Wires the mover: everything that moves bytes. Read `_serve` as the table of contents.
+
+The lanes meet in the catalog and wake each other by hints; the mount's hints come over the bell; the supervisor's word over the link.
+At its word the mover drains until the deadline, then ends with 0. When the supervisor is gone it ends at once.
+If we die here: every step leaves the catalog whole, and the next mover recovers before it says that it is ready.
+"""
+
+import functools
+import logging
+import os
+import signal
+
+import trio
+
+from ckptfs import limits, server_limits
+from ckptfs.catalog import mover_requests, peer_copies, summary
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import get_instance_id
+from ckptfs.coherence.key_state import DirtyKeyTracker
+from ckptfs.config import Config
+from ckptfs.flow.evict import Evict
+from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.reclaim import Reclaim
+from ckptfs.flow.recover import Recover
+from ckptfs.flow.scan import Scan
+from ckptfs.flow.seal import Seal
+from ckptfs.flow.wait_level import WaitLevel
+from ckptfs.flow.write_back import WriteBack
+from ckptfs.model import Notifier, Tier
+from ckptfs.tiers import transfer
+from ckptfs.tiers.storage import Tiers
+from ckptfs_daemon import ipc
+from ckptfs_daemon.control import server
+from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal
+from ckptfs_daemon.mover.cluster_services import ClusterServices
+from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
+from ckptfs_daemon.mover.tier_monitor import TierMonitor
+
+log = logging.getLogger(__name__)
+
+NICE = 5
+DRAIN_POLL_S = 0.05
+DRAIN_HURRY_S = 1.0
+LOCAL_TIERS = (Tier.RAM, Tier.NVME)
+REMOTE_TIERS = (Tier.PFS,)
+
+
+def run(setup: ChildSetup) -> int:
+    """Move bytes until the supervisor says stop; the exit code."""
+    os.nice(NICE)
+    server_limits.raise_descriptor_limit()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    transfer.ignore_lease_signal()
+    config = setup.config
+    wake_channel = ipc.WakeChannel(setup.wake_socket)
+    dirty_keys = None if config.cluster is None else DirtyKeyTracker(lambda: wake_channel.notify(ipc.DIRTY_KEYS))
+    db = Database(config.state / "catalog.db", journalled=config.pfs is not None, clustered=dirty_keys is not None, hooks=dirty_keys)
+    return trio.run(_serve, setup, db, wake_channel)
+
+
+async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel) -> int:
+    config = setup.config
+    tiers = Tiers.from_config(config, get_instance_id(db))
+    token = trio.lowlevel.current_trio_token()
+    lanes: Lanes
+    progress = ProgressSignal()
+
+    def wake(at_once: str) -> None:
+        progress.notify()
+        token.run_sync_soon(lanes.wake, idempotent=True)
+        if at_once:
+            token.run_sync_soon(lanes.wake_now, at_once, idempotent=True)
+
+    notify = ipc.MountNotify(wake_channel, wake)
+    cluster_services = ClusterServices(db, tiers, config, notify) if config.cluster is not None else None
+    flows = _Flows(db, tiers, config, notify, cluster_services)
+    lanes = Lanes([Lane(name, flow, lambda key, value: summary.set_report(db, key, value)) for name, flow in flows.list_flows()])
+    await trio.to_thread.run_sync(flows.prepare)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ipc.send_heartbeats, setup.link, name="alive")
+        nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="bell")
+        nursery.start_soon(lanes.run, name="lanes")
+        request_log_level = functools.partial(ipc.request_log_level, setup.link)
+        cluster_access = (cluster_services.figures, cluster_services.refresh_pfs_path) if cluster_services else (None, lambda inode: None)
+        nursery.start_soon(server.serve, setup, db, tiers, lanes, cluster_access, request_log_level, progress, name="control")
+        if cluster_services is not None:
+            cluster_services.membership.subscribe(lambda _: lanes.wake())
+            cluster_services.membership.subscribe_lease(lambda lease: wake_channel.notify(ipc.build_lease_renewed(lease)))
+            nursery.start_soon(cluster_services.run, name="neighbours")
+        for monitor in _build_monitors(db, tiers, config, lanes):
+            nursery.start_soon(monitor.run, name="watch")
+        if cluster_services is not None:
+            # Else the first files that are opened would seem to be nowhere.
+            with trio.move_on_after(limits.ETCD_WAIT_S):
+                await cluster_services.membership.view_loaded.wait()
+        setup.link.send(READY)
+        await ipc.wait_for_stop(setup.link)
+        await _drain(db, lanes, config)
+        nursery.cancel_scope.cancel()
+    return 0
+
+
+class _Flows:
+    """All steps of a file's path, and which of them may hang on their own."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster_services: ClusterServices | None) -> None:
+        self._db = db
+        self._config = config
+        self._cluster_services = cluster_services
+        self._recover = Recover(db, tiers, config, notify)
+        self._scan = Scan(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
+        self._fetch = Fetch(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
+        self._write_back = WriteBack(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
+        self._lanes: list[tuple[str, Flow]] = [
+            ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
+            ("evict", Evict(db, tiers, config, notify)),
+            ("drop", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
+            ("settle", WaitLevel(db, tiers, config, notify)),
+        ]
+        if config.pfs is not None:
+            self._lanes += [
+                ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
+                ("drop pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
+                ("write back", self._write_back),
+                ("visit", self._scan),
+            ]
+        if cluster_services is not None:
+            self._lanes += cluster_services.list_flows()
+        if config.pfs is not None or cluster_services is not None:
+            fetches = limits.FETCHES_MAX if cluster_services is None else limits.FETCHES_SHARED_MAX
+            self._lanes += [(f"fetch {number}", self._fetch) for number in range(1, fetches + 1)]
+
+    def list_flows(self) -> list[tuple[str, Flow]]:
+        """(name, flow) of every lane."""
+        return self._lanes
+
+    def prepare(self) -> None:
+        """What must be so before the mount asks anything. Asks nothing of the PFS, which may hang."""
+        summary.delete_reports(self._db)
+        self._recover.step()
+        self._write_back.prepare()
+        self._fetch.prepare()
+        self._scan.prepare()
+        if self._cluster_services is not None:
+            self._cluster_services.prepare()
+
+
+def _build_monitors(db: Database, tiers: Tiers, config: Config, lanes: Lanes) -> list[TierMonitor]:
+    roots = {Tier.NVME: config.nvme, Tier.PFS: config.pfs}
+    return [TierMonitor(db, tiers[tier], root, lanes.retry_now) for tier, root in roots.items() if root is not None and tier in tiers]
+
+
+async def _handle_wake_ups(wake_channel: ipc.WakeChannel, lanes: Lanes) -> None:
+    """The mount's hints."""
+    async for message in wake_channel.receive_messages():
+        if message[:1] == ipc.URGENT_REQUEST:
+            lanes.wake_now(mover_requests.LANE_BY_KIND.get(message[1:].decode(), ""))
+        elif message == ipc.WRITER_OPENED:
+            lanes.wake("ahead")
+        else:
+            lanes.wake()
+            if message == ipc.LARGE_FILE_CLOSED:
+                lanes.wake_now("seal")
+
+
+async def _drain(db: Database, lanes: Lanes, config: Config) -> None:
+    """Bring what was closed up to the highest level there is, until the deadline."""
+    end = summary.get_journal_end(db)
+    with trio.move_on_after(config.drain_deadline_s) as deadline:
+        while left := _count_pending(db, end):
+            lanes.retry_now()
+            with trio.move_on_after(DRAIN_HURRY_S):
+                while _count_pending(db, end) == left:
+                    await trio.sleep(DRAIN_POLL_S)
+    if deadline.cancelled_caught:
+        changes, unsealed, unsafe = _count_pending(db, end) or (0, 0, 0)
+        message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; they wait here"
+        log.warning(message, changes, unsealed, f", {unsafe} lack copies on other nodes" if unsafe else "")
+    db.persist()
+
+
+def _count_pending(db: Database, end: int) -> tuple[int, int, int] | None:
+    """(changes that the PFS lacks, files that are not sealed, files without copies elsewhere); None: there is nothing left."""
+    files, _, changes = summary.count_journal_left(db, end)
+    left = files + changes, summary.count_unsealed(db), peer_copies.count_unsafe(db)
+    return left if any(left) else None

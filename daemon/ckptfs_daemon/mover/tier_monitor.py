@@ -1,0 +1,127 @@
+"""Owns the watch over the tiers that may fall ill: probes NVMe and PFS now and then, and says in the catalog how they are.
+
+A probe that hangs is waited for, in a thread of its own, while its silence is counted. When a tier is well again the lanes are
+told to forget their backoffs. The first time the PFS answers, the uuid in its work area becomes the catalog's; a PFS that shows another one
+later is not the same filesystem, and is ill until the right one is mounted.
+If we die here: the next mover begins with NORMAL and probes at once.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import copies, summary
+from ckptfs.catalog.database import Database
+from ckptfs.errors import TierUnavailable
+from ckptfs.model import Tier
+from ckptfs.tiers import health
+from ckptfs.tiers.health import Health, HealthState
+from ckptfs.tiers.storage import TierStorage
+
+log = logging.getLogger(__name__)
+
+SILENCE_REPORT_S = 2.0
+CHANGE_RATIO = 0.01
+
+
+class TierMonitor:
+    """The watch over one tier."""
+
+    def __init__(self, db: Database, storage: TierStorage, root: Path, on_recovered: Callable[[], None]) -> None:
+        """`root` is what is asked; `recovered` is called in the trio thread when the tier is well again."""
+        self._db = db
+        self._storage = storage
+        self._root = root
+        self._on_recovered = on_recovered
+        self._health = Health()
+        self._last_reported: dict[str, Any] = {}
+        self._capacity = (0, 0)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._probe_once()
+            await trio.sleep(health.probe_after_s(self._health))
+
+    async def _probe_once(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._report_silence, name=f"silence of {self._storage.tier}")
+            try:
+                self._capacity = await trio.to_thread.run_sync(self._probe_tier, abandon_on_cancel=True)
+                verdict = health.after_success(self._health, trio.current_time())
+            except OSError as failure:
+                verdict = health.after_failure(self._health, trio.current_time(), failure)
+            except TierUnavailable as failure:
+                verdict = health.after_wrong_tier(self._health, trio.current_time(), str(failure), failure.remedy)
+            nursery.cancel_scope.cancel()
+        await self._set_health(verdict)
+
+    async def _report_silence(self) -> None:
+        begun_s = trio.current_time()
+        while True:
+            await trio.sleep(SILENCE_REPORT_S)
+            now_s = trio.current_time()
+            await self._set_health(health.after_silence(self._health, now_s, now_s - begun_s))
+
+    async def _set_health(self, verdict: Health) -> None:
+        """Take the verdict as what is known, and say so where it is news."""
+        before, self._health = self._health, verdict
+        if verdict.state is not before.state:
+            self._log_change(before, verdict)
+            if verdict.state is HealthState.NORMAL:
+                self._on_recovered()
+        value = {
+            "state": verdict.state.value,
+            "error": verdict.error,
+            "remedy": verdict.remedy,
+            "total": self._capacity[0],
+            "free": self._capacity[1],
+        }
+        if self._is_worth_reporting(value):
+            self._last_reported = value
+            await trio.to_thread.run_sync(summary.set_report, self._db, f"tier:{self._storage.tier}", value)
+
+    def _log_change(self, before: Health, now: Health) -> None:
+        if now.state is HealthState.NORMAL:
+            log.info("%s is well again", self._root)
+        else:
+            log.warning("%s is %s: %s%s", self._root, now.state, now.error, f" ({now.remedy})" if now.remedy else "")
+
+    def _is_worth_reporting(self, value: dict[str, Any]) -> bool:
+        """Whether people would see a difference: figures that moved a little are none, so that an idle node writes nothing."""
+        if not self._last_reported or any(value[key] != self._last_reported[key] for key in ("state", "error", "remedy", "total")):
+            return True
+        return bool(abs(value["free"] - self._last_reported["free"]) > CHANGE_RATIO * max(value["total"], limits.MIB))
+
+    def _probe_tier(self) -> tuple[int, int]:
+        """In a thread, which may hang for as long as the tier does."""
+        capacity = health.probe(self._root)
+        if self._storage.tier is Tier.PFS:
+            check_or_adopt_uuid(self._db, self._storage)
+        return capacity
+
+
+def check_or_adopt_uuid(db: Database, storage: TierStorage) -> None:
+    """Compare the PFS with the one that the catalog belongs to, or make it that one. Raises TierUnavailable for another one.
+
+    Where we may not make a work area (root is squashed and the directory is not the owner's) the PFS goes unidentified.
+    """
+    expected = copies.get_tier_uuid(db, storage.tier)
+    if expected is None:
+        with contextlib.suppress(OSError, TierUnavailable):
+            copies.set_tier_uuid(db, storage.tier, storage.uuid)
+        return
+    try:
+        found = (storage.root / "tier-id").read_text(encoding="ascii", errors="replace").strip()
+    except FileNotFoundError:
+        found = ""
+    if found != expected:
+        raise TierUnavailable(
+            f"{storage.root.parent} is not the directory that this catalog belongs to",
+            remedy=f"mount the filesystem that belongs at {storage.root.parent}",
+        )

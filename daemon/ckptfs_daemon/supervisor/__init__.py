@@ -1,0 +1,1 @@
+"""The supervisor: the FUSE descriptor, the children and their restarts."""

@@ -1,0 +1,119 @@
+"""Wires the supervisor: configuration, state directory, lock, catalog, RAM tier, connection; then it runs, then it cleans up.
+
+Everything that can be refused is refused here, before anything is mounted, with one sentence.
+If we die here: the next start does the same again; each step finds what an earlier one left.
+"""
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from ckptfs.catalog import copies, database, identity, journal
+from ckptfs.clique import certificates
+from ckptfs.config import Config, load, parse_options
+from ckptfs.errors import InvalidArgument
+from ckptfs.model import Tier
+from ckptfs_daemon import logs
+from ckptfs_daemon.fuse import connection, shim_build
+from ckptfs_daemon.fuse.connection import Connection
+from ckptfs_daemon.supervisor import state_directory
+from ckptfs_daemon.supervisor.state_directory import ReadyPipe
+from ckptfs_daemon.supervisor.supervisor import Supervisor
+from ckptfs_daemon.supervisor.systemd import Systemd, take_stored_descriptors
+
+log = logging.getLogger(__name__)
+
+OOM_SCORE = -900
+
+
+def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: ReadyPipe) -> int:
+    """Serve until unmounted; the exit code. Raises CkptfsError or OSError when it cannot begin."""
+    config = load(name, mountpoint, parse_options(options))
+    logs.configure("supervisor", config.log_level)
+    logs.set_process_name("ckptfsd")
+    systemd = Systemd()
+    shim_build.ensure()
+    lock_fd = _prepare_state(config)
+    try:
+        fuse_connection, resumed = _resume_or_connect(config, take_stored_descriptors())
+        if not resumed:
+            systemd.store_descriptors(fuse_connection.fd, fuse_connection.serialize())
+        _lower_oom_score()
+        code = Supervisor(config, fuse_connection, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe).run()
+        state_directory.delete_process_files(config)
+        return code
+    finally:
+        _release_ram_tier(config)
+        log.info("ended")
+        os.close(lock_fd)
+
+
+def _prepare_state(config: Config) -> int:
+    """The state directory, locked, with a whole catalog and the RAM tier in it; the lock's descriptor."""
+    config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = config.state.stat()
+    if found.st_uid != os.geteuid():
+        raise InvalidArgument(
+            f"the state directory {config.state} belongs to another user", remedy="give state=DIRECTORY with one of yours"
+        )
+    config.state.chmod(0o700)
+    lock_fd = state_directory.acquire_lock(config.state)
+    state_directory.kill_leftovers(config.state / "processes.json")
+    database.create(config.state / "catalog.db")
+    database.check_file(config.state / "catalog.db")
+    _require_pfs_and_cluster(config)
+    state_directory.prepare_ram_tier(config)
+    return lock_fd
+
+
+def _require_pfs_and_cluster(config: Config) -> None:
+    """A catalog that has a PFS needs it: what lies only there could not be read, and what changes meanwhile would never be told to it.
+
+    The same goes for its cluster, whose number for this node is needed before anything is made here.
+    """
+    db = database.Database(config.state / "catalog.db", journalled=False)
+    try:
+        if config.pfs is None:
+            journal.require_no_pfs(db, config.state)
+        identity.require_cluster(db, config.cluster, config.state)
+        if config.cluster is not None:
+            from ckptfs.clique import membership  # A node that is alone does without gRPC here.
+
+            if config.keys is not None:
+                certificates.load_for(config.keys, config.node, config.cluster)
+            membership.ensure_registered(config, db)
+    finally:
+        db.close()
+
+
+def _resume_or_connect(config: Config, handed_over: tuple[int, bytes] | None) -> tuple[Connection, bool]:
+    """(the connection to serve, whether it was served before)."""
+    if handed_over is not None:
+        fuse_fd, saved = handed_over
+        with contextlib.suppress(ValueError, KeyError):
+            kept = connection.deserialize(fuse_fd, saved)
+            if kept.mountpoint == config.mountpoint and kept.can_resend and kept.is_mounted():
+                log.info("taking up the mount at %s that systemd kept", config.mountpoint)
+                return kept, True
+        os.close(fuse_fd)
+    return connection.connect(config), False
+
+
+def _lower_oom_score() -> None:
+    """Ask the OOM killer to look elsewhere first: our death would cost every application on the mount a pause."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+
+
+def _release_ram_tier(config: Config) -> None:
+    """Unmount the RAM tier when nothing lies only there."""
+    db = database.Database(config.state / "catalog.db", journalled=False)
+    try:
+        only_here = copies.count_only_copies(db, Tier.RAM)
+        if only_here:
+            log.info("files whose only copy is in RAM: %d; the RAM tier stays mounted at %s", only_here, config.state / "ram")
+        elif state_directory.release_ram_tier(config):
+            copies.delete_tier(db, Tier.RAM)
+    finally:
+        db.close()

@@ -1,0 +1,385 @@
+"""The supervisor: keeps the FUSE connection, keeps a mount and a mover process running, and ends all of it in order.
+
+One thread and one poll loop; touches no file content. Order of a fresh start: the mover recovers first, then the mount serves. Order of
+the end: unmount, the mount process ends by itself, the mover drains, the RAM tier is given back if nothing lies only there.
+If we die here: the children end with us. systemd has the connection and starts us again, or the next start takes over what is left.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+from ckptfs import limits
+from ckptfs.config import Config
+from ckptfs.errors import CkptfsError
+from ckptfs.model import DataPath
+from ckptfs_daemon import logs
+from ckptfs_daemon.fuse import connection
+from ckptfs_daemon.fuse.connection import Connection
+from ckptfs_daemon.ipc import Assignment
+from ckptfs_daemon.supervisor import children, state_directory
+from ckptfs_daemon.supervisor.children import Child, RestartHistory
+from ckptfs_daemon.supervisor.systemd import Systemd
+
+log = logging.getLogger(__name__)
+
+MOUNT, MOVER, SPARE = "mount", "mover", "spare"
+MOVER_RECOVERY_WAIT_S = 10.0
+"""How long a fresh mount waits for the mover to have recovered what an earlier daemon left."""
+SPARE_DELAY_S = 0.5
+RECOVERY_WATCHDOG_FACTOR = 20
+REAP_WAIT_S = 5.0
+TURN_MAX_S = 5.0
+
+
+class Phase(Enum):
+    """RUNNING until asked to end; UNMOUNTING until the connection has ended; DRAINING until the mover is done."""
+
+    RUNNING = auto()
+    UNMOUNTING = auto()
+    DRAINING = auto()
+    OVER = auto()
+
+
+@dataclass
+class Slot:
+    """One role: who fills it, what became of those before, and when the next one is due (None: not at all)."""
+
+    child: Child | None = None
+    history: RestartHistory = field(default_factory=RestartHistory)
+    due_at: float | None = None
+    ever_ready: bool = False
+
+
+class Supervisor:
+    """`run` returns the daemon's exit code."""
+
+    def __init__(
+        self, config: Config, fuse_connection: Connection, *, is_resumed: bool, systemd: Systemd, ready_pipe: state_directory.ReadyPipe,
+        new_child: Callable[[str], Child] = Child,
+    ) -> None:  # fmt: skip
+        """`resumed`: whether a mount process has served this connection before."""
+        self._config = config
+        self._new_child = new_child
+        self._connection = fuse_connection
+        self._is_resumed = is_resumed
+        self._systemd = systemd
+        self._ready_pipe = ready_pipe
+        self._phase = Phase.RUNNING
+        self._exit_code = 0
+        self._began = time.monotonic()
+        self._deadline = float("inf")
+        self._watchdog_notified_at = 0.0
+        self._is_ready_announced = False
+        self._stop_signal_count = 0
+        self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began), SPARE: Slot()}
+        self._wake_sockets = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
+        self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Until unmounted or told to end."""
+        self._listen_to_signals()
+        while self._phase is not Phase.OVER:
+            self._start_due()
+            self._wait()
+            self._handle_signals()
+            self._read_children()
+            self._check_heartbeats()
+            self._check_deadline()
+        for slot in self._slots.values():
+            self._kill_child(slot)
+        return self._exit_code
+
+    # --- signals and waiting -----------------------------------------------------------------------------------------
+
+    def _listen_to_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._count_stop_signal)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def _count_stop_signal(self, *_: object) -> None:
+        """The signal handler: anything more could meet the main loop in the middle of the same."""
+        self._stop_signal_count += 1
+
+    def _handle_signals(self) -> None:
+        """Do what signals asked for."""
+        asks, self._stop_signal_count = self._stop_signal_count, 0
+        for _ in range(asks):
+            self._handle_stop_signal()
+
+    def _handle_stop_signal(self) -> None:
+        """The first time: unmount and drain. Once more: files that are still open fail, or the drain is cut short."""
+        if self._phase is Phase.RUNNING:
+            log.info("asked to end: unmounting %s", self._config.mountpoint)
+            self._start_unmount()
+        else:
+            self._deadline = time.monotonic()
+
+    def _wait(self) -> None:
+        """Until a child speaks or dies, a signal comes, or something is due."""
+        now = time.monotonic()
+        due = [slot.due_at for slot in self._slots.values() if slot.due_at is not None]
+        until = min([now + TURN_MAX_S, self._deadline, *due])
+        if self._systemd.watchdog_interval_s is not None:
+            until = min(until, self._watchdog_notified_at + self._systemd.watchdog_interval_s)
+        if self._is_waiting_for_mover(now):
+            until = min(until, self._began + MOVER_RECOVERY_WAIT_S)
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for slot in self._slots.values():
+            if slot.child is not None:
+                poll.register(slot.child.link, select.POLLIN)
+        poll.poll(max(0.0, until - now) * 1000 + 1)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 64):
+                pass
+
+    # --- children ----------------------------------------------------------------------------------------------------
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for role, slot in self._slots.items():
+            if slot.child is None and slot.due_at is not None and slot.due_at <= now:
+                self._start(role, slot)
+            child = slot.child
+            if child is not None and role != SPARE and not child.is_assigned and not (role == MOUNT and self._is_waiting_for_mover(now)):
+                self._assign(role, child)
+
+    def _start(self, role: str, slot: Slot) -> None:
+        """Fill a slot; the mount's from the spare if there is one."""
+        spare = self._slots[SPARE]
+        slot.due_at = None
+        if role == MOUNT and spare.child is not None:
+            slot.child, spare.child = spare.child, None
+            return
+        try:
+            slot.child = self._new_child(role)
+        except OSError as failure:
+            log.error("the %s process cannot be started: %s", role, failure)
+            slot.due_at = time.monotonic() + limits.RESTART_LAST_S
+        self._publish_processes()
+
+    def _is_waiting_for_mover(self, now: float) -> bool:
+        """Whether a fresh mount still waits for the mover's recovery."""
+        return not self._is_resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_RECOVERY_WAIT_S
+
+    def _assign(self, role: str, child: Child) -> None:
+        fuse_connection = self._connection
+        assignment = Assignment(
+            role, self._config, fuse_connection.init_request if role == MOUNT else b"", fuse_connection.data_path, fuse_connection.data_path_reason,
+            self._is_resumed, fuse_connection.can_resend,
+        )  # fmt: skip
+        child.assign(assignment, self._wake_sockets[role], fuse_connection.fd if role == MOUNT else -1)
+        if role == MOVER and self._phase is Phase.DRAINING:
+            child.stop()
+        self._publish_processes()
+
+    def _read_children(self) -> None:
+        for role, slot in self._slots.items():
+            child = slot.child
+            if child is None:
+                continue
+            alive = child.read_messages()
+            if child.requested_log_level:
+                self._set_log_level(child)
+            if child.is_ready and child.is_assigned and not slot.ever_ready:
+                slot.ever_ready = True
+                self._publish_processes()
+            if role == MOUNT and child.is_ready:
+                self._mark_resumable()
+            if not alive:
+                self._handle_child_end(role, slot, child)
+        self._announce_ready()
+
+    def _set_log_level(self, asker: Child) -> None:
+        """All processes log at this level from now on, those that are started later too; a new daemon begins with its configuration's."""
+        level, asker.requested_log_level = asker.requested_log_level, ""
+        log.info("the log level is %s from now on", level)
+        logs.set_level(level)
+        self._config = replace(self._config, log_level=level)
+        # The mover last: it answers who asked.
+        for role in (MOUNT, MOVER):
+            child = self._slots[role].child
+            if child is not None:
+                child.send_log_level(level)
+
+    def _mark_resumable(self) -> None:
+        """From now on the connection has been served, so whoever comes next resumes it; and there is time to warm a spare."""
+        self._is_resumed = True
+        spare = self._slots[SPARE]
+        if spare.child is None and spare.due_at is None and self._phase is Phase.RUNNING:
+            spare.due_at = time.monotonic() + max(SPARE_DELAY_S, children.get_restart_delay_s(spare.history))
+
+    def _announce_ready(self) -> None:
+        """Once the mount answers and the mover does, or has had its time."""
+        if self._is_ready_announced or not self._slots[MOUNT].ever_ready or self._phase is Phase.DRAINING:
+            return
+        if self._slots[MOVER].ever_ready or time.monotonic() >= self._began + MOVER_RECOVERY_WAIT_S:
+            self._is_ready_announced = True
+            log.info("%s is mounted at %s, data path %s", self._config.name, self._config.mountpoint, self._connection.data_path)
+            self._systemd.notify("READY=1", f"STATUS=serving {self._config.mountpoint}")
+            self._ready_pipe.write_once("ok")
+
+    def _check_heartbeats(self) -> None:
+        """Kill who has been silent for too long; tell systemd that we turn."""
+        now = time.monotonic()
+        for role, slot in self._slots.items():
+            child = slot.child
+            # A mover that recovers a large catalog has not begun to speak; nobody waits for it meanwhile.
+            patience_s = limits.WATCHDOG_S * (RECOVERY_WATCHDOG_FACTOR if role == MOVER and child is not None and not child.is_ready else 1)
+            if child is not None and child.is_assigned and now - child.last_message_at > patience_s:
+                log.error("the %s process %d has been silent for %g s; killing it", role, child.pid, patience_s)
+                child.last_message_at = now
+                child.kill()
+        if self._systemd.watchdog_interval_s is not None and now >= self._watchdog_notified_at + self._systemd.watchdog_interval_s:
+            self._watchdog_notified_at = now
+            self._systemd.notify("WATCHDOG=1")
+
+    # --- deaths ------------------------------------------------------------------------------------------------------
+
+    def _handle_child_end(self, role: str, slot: Slot, child: Child) -> None:
+        """Its link is closed: it has ended, or ends now."""
+        code = child.reap(REAP_WAIT_S)
+        slot.child = None
+        if code is None:
+            log.error("the %s process %d is killed but hangs in a system call; going on without it", role, child.pid)
+        if role == MOUNT and code == 0:
+            self._start_drain()
+        elif role == MOVER and code == 0 and self._phase is Phase.DRAINING:
+            self._phase = Phase.OVER
+        else:
+            self._handle_child_failure(role, slot, child, -signal.SIGKILL if code is None else code)
+        self._publish_processes()
+
+    def _handle_child_failure(self, role: str, slot: Slot, child: Child, code: int) -> None:
+        now = time.monotonic()
+        lived_s = now - (child.assigned_at or now)
+        slot.history = children.record_death(slot.history, now=now, lived_s=lived_s, ready=child.is_ready, killed=code == -signal.SIGKILL)
+        log.warning("the %s process %d ended with %d (%s)", role, child.pid, code, "killed" if code == -9 else "of itself")
+        why = children.must_give_up(slot.history, ever_ready=slot.ever_ready)
+        if role == MOUNT and self._phase is not Phase.DRAINING:
+            if why:
+                self._give_up(f"the mount process does not stay alive: {why}; the log says what it died of")
+                return
+            if self._is_resumed and not self._connection.can_resend:
+                try:
+                    self._remount()
+                except (OSError, CkptfsError) as failure:
+                    self._give_up(f"{self._config.mountpoint} cannot be mounted anew: {failure}")
+                    return
+        elif role == MOVER and why:
+            log.error("the mover does not stay alive: %s; what is written stays in its tier until it does", why)
+            if self._phase is Phase.DRAINING:
+                self._phase = Phase.OVER
+        slot.due_at = now + children.get_restart_delay_s(slot.history)
+
+    def _remount(self) -> None:
+        """A kernel that cannot send requests again: end the connection, so that nobody waits for ever, and begin another."""
+        point = self._config.mountpoint
+        log.warning("this kernel cannot hand a connection to another process: open files fail, and %s is mounted anew", point)
+        connection.abort(self._connection)
+        with contextlib.suppress(OSError):
+            connection.unmount(self._connection)
+        fresh = connection.connect(self._config)
+        os.close(self._connection.fd)
+        self._connection = fresh
+        self._is_resumed = False
+        self._systemd.store_descriptors(self._connection.fd, self._connection.serialize())
+
+    def _give_up(self, sentence: str) -> None:
+        log.critical("%s; giving up", sentence)
+        self._ready_pipe.write_once(f"error: {sentence}")
+        self._systemd.notify(f"STATUS={sentence}")
+        self._exit_code = 1
+        connection.abort(self._connection)
+        self._start_drain()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _start_unmount(self) -> None:
+        """Begin to unmount; in a thread, because the kernel may wait for answers from the mount process, which we must keep running."""
+        self._phase = Phase.UNMOUNTING
+        self._deadline = time.monotonic() + limits.STOP_WAIT_S
+        self._systemd.notify("STOPPING=1", f"STATUS=unmounting {self._config.mountpoint}")
+
+        def unmount() -> None:
+            try:
+                connection.unmount(self._connection)
+            except (OSError, CkptfsError) as failure:
+                log.error("%s cannot be unmounted: %s", self._config.mountpoint, failure)
+
+        threading.Thread(target=unmount, name="unmount", daemon=True).start()
+
+    def _check_deadline(self) -> None:
+        """Deadlines of the end."""
+        now = time.monotonic()
+        if self._phase is Phase.DRAINING:
+            self._systemd.notify("EXTEND_TIMEOUT_USEC=20000000")
+        if now < self._deadline:
+            return
+        if self._phase is Phase.UNMOUNTING:
+            log.warning("files on %s are still open; they fail from now on", self._config.mountpoint)
+            self._deadline = now + REAP_WAIT_S
+            connection.abort(self._connection)
+        elif self._phase is Phase.DRAINING:
+            log.warning("the drain is cut short; what is not written back stays in its tier for the next start")
+            self._phase = Phase.OVER
+
+    def _start_drain(self) -> None:
+        """Nobody can reach the mount any more: the rest is the mover's."""
+        if self._phase is Phase.DRAINING:
+            return
+        log.info("%s is unmounted; writing back what is left", self._config.mountpoint)
+        self._phase = Phase.DRAINING
+        self._deadline = time.monotonic() + self._config.drain_deadline_s + limits.STOP_WAIT_S
+        self._systemd.notify("STOPPING=1", "STATUS=writing back what is left")
+        self._systemd.remove_descriptors()
+        with contextlib.suppress(OSError, CkptfsError):
+            connection.unmount(self._connection)
+        os.close(self._connection.fd)
+        for role in (MOUNT, SPARE):
+            self._kill_child(self._slots[role])
+        mover = self._slots[MOVER]
+        if mover.child is not None:
+            mover.child.stop()
+        else:
+            mover.due_at = mover.due_at or time.monotonic()
+
+    def _kill_child(self, slot: Slot) -> None:
+        slot.due_at = None
+        if slot.child is not None:
+            slot.child.kill()
+            slot.child.reap(REAP_WAIT_S)
+            slot.child = None
+
+    # --- what others are told ----------------------------------------------------------------------------------------
+
+    def _publish_processes(self) -> None:
+        """Say what runs. A full disk must not stop us."""
+        fuse_connection = self._connection
+        processes: dict[str, Any] = {
+            "name": self._config.name,
+            "mountpoint": str(self._config.mountpoint),
+            "connection": fuse_connection.connection_id,
+            "data_path": DataPath(fuse_connection.data_path).value,
+            "data_path_reason": fuse_connection.data_path_reason,
+            "supervisor": {"pid": os.getpid(), "started_ticks": state_directory.get_start_ticks(os.getpid()), "restarts": 0},
+        }
+        for role, slot in self._slots.items():
+            pid, ticks = (slot.child.pid, slot.child.started_ticks) if slot.child is not None else (0, 0)
+            processes[role] = {"pid": pid, "started_ticks": ticks, "restarts": slot.history.restarts}
+        try:
+            state_directory.publish_processes(self._config, processes)
+        except OSError as failure:
+            log.warning("what runs cannot be written down: %s", failure)
