@@ -164,7 +164,7 @@ def test_what_goes_ahead_is_not_broken_off_by_the_rest(fast: Pair, tmp_path: Pat
     first.join()
     second.join()
     os.close(fd)
-    assert [(one.blocks_lacking, one.verified) for one in ahead + rest] == [(2, False), (1, True)]
+    assert [(one.blocks_missing, one.is_verified) for one in ahead + rest] == [(2, False), (1, True)]
     assert fast.node.server.rejections.get_counts() == {}
 
 

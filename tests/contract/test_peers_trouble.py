@@ -260,7 +260,7 @@ def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, keyring: Keyr
         return True
 
     sent = world.send(node, 50, wanted=wanted)
-    assert sent.verified and sent.bytes_moved < 13 * BLOCK
+    assert sent.is_verified and sent.bytes_moved < 13 * BLOCK
     assert node.shelf.path(50).read_bytes() == DATA
     world.stop()
 
@@ -288,7 +288,7 @@ def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch
     thread = threading.Thread(target=send_to_stuck)
     thread.start()
     eventually(lambda: stuck.shelf.arriving() == 1, what="the slow transfer has begun")
-    assert world.send(world.nodes[1], 61).verified
+    assert world.send(world.nodes[1], 61).is_verified
     thread.join(120)
     assert len(failures) == 1
     held.set()
@@ -331,17 +331,17 @@ def test_a_bulk_port_that_cannot_be_reached_leaves_grpc(tmp_path: Path, keyring:
     world = World(tmp_path, keyring, bulk=True)
     assert world.nodes[0].server.bulk is not None
     world.nodes[0].server.bulk.stop()
-    assert world.send(world.nodes[0], 70).verified
+    assert world.send(world.nodes[0], 70).is_verified
     assert world.fetch(world.nodes[:1]) == DATA
     world.stop()
 
 
 def test_a_node_that_moved_is_found_at_its_new_address(tmp_path: Path, keyring: Keyring) -> None:
     world = World(tmp_path, keyring, bulk=True)
-    assert world.send(world.nodes[0], 80).verified
+    assert world.send(world.nodes[0], 80).is_verified
     world.nodes[0].stop()
     again = PeerNode(tmp_path / "again", "node1", keyring("node1"))
-    assert world.send(again, 80).verified
+    assert world.send(again, 80).is_verified
     assert again.shelf.path(80).read_bytes() == DATA
     world.nodes[0] = again
     world.stop()

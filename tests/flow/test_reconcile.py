@@ -161,7 +161,7 @@ def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
     assert row is not None and row.digest is not None
     value = {"node": 2, "inode": row.inode, "generation": 7, "state": 2, "size": 3, "digest": "11" * 16, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", value)
-    loan = one.hold.lend(content, None)
+    loan = one.hold.open_copy(content, None)
     os.close(loan.fd)
     sweep(one)
     seen = contents.get_content(one.db, content)
@@ -312,11 +312,11 @@ def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None
     cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)
-    two.hold.forget([content])
+    two.hold.release_copies([content])
     sweep(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "a peer's word is not enough"
     delete(cluster, f"i/{one.inode(content):016x}")
-    two.hold.forget([content, 77, 78])
+    two.hold.release_copies([content, 77, 78])
     sweep(two)
     assert two.files(Tier.RAM) == set() and two.hold.doubted == set()
 
@@ -337,7 +337,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
     replicate_of(three).step()
     assert one.hold.doubted == {content}
     for node, flow in flows.items():
-        one.hold.forget([kept])
+        one.hold.release_copies([kept])
         while flow.step():
             pass
         one.db.run("DELETE FROM touched_key")

@@ -239,12 +239,12 @@ def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog
     found = [one.make(b"%d" % number, b"%d" % number) for number in range(limits.PEER_QUEUE_MAX + 40)]
     one.seal()
     one.spoil(found[3], Tier.RAM)
-    blocking = two.hold.receive(replace(offer_of(one, found[5]), sender=one.member.name))
+    blocking = two.hold.begin_reception(replace(offer_of(one, found[5]), sender=one.member.name))
     flow = replicate_of(one)
     flow.step()
     until(lambda: one.state(found[3]) is ContentState.LOST and peer_copies.get_replication_lag(one.db)[0] == 1, flow.step)
     assert level(one, found[4]) is Level.CLIQUE and level(one, found[5]) is Level.LOCAL
-    two.hold.abandon(blocking.token)
+    two.hold.abort_reception(blocking.token)
     until(lambda: not peer_copies.get_replication_lag(one.db)[0], flow.step)
     assert all(two.data(content) == one.data(content) for content in found if content != found[3])
     assert sum(one.peers.together) > len(found) / 2 and max(one.peers.together) == limits.PEER_MANY_MAX

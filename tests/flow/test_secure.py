@@ -100,7 +100,7 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, mo
         return found
 
     monkeypatch.setattr(transfer, "read", reading)
-    loan = one.hold.seal_soon(content, 1.0)
+    loan = one.hold.seal_and_open(content, 1.0)
     assert loan is not None and asked
     os.close(loan.fd)
     row = contents.get_content(other.db, content)

@@ -216,7 +216,7 @@ def test_what_an_unvisited_directory_holds_is_not_guessed(db: Database) -> None:
 def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
     there = make(db, ROOT, b"there", DIRECTORY)
     db.run("UPDATE inode SET complete=0 WHERE id=?", there.id)
-    file = make(db, there.id, b"new", blind=True)
+    file = make(db, there.id, b"new", allow_unimported=True)
     with db.transaction():
         namespace.link(db, file.id, there.id, b"link", allow_unimported=True)
         namespace.rename(db, there.id, b"new", there.id, b"newer", allow_unimported=True)
