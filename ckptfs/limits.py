@@ -41,7 +41,7 @@ ORPHANS_INTERVAL_S = 120.0
 STATFS_WAIT_S = 1.0
 STATFS_UNIT_BYTES = 4 * KIB
 # Answers kept for requests that the kernel may send again; a power of two, addressed by the request's number.
-ANSWERS_KEPT = 4096
+REPLIES_KEPT = 4096
 
 # --- the catalog -----------------------------------------------------------------------------------------------------
 CATALOG_BUSY_S = 60.0
@@ -51,13 +51,13 @@ WAL_PATIENCE = 8
 CHANGE_ROWS_MAX = 512
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
-VISIT_WAIT_S = 30.0
-VISIT_WAIT_SLOW_S = 1.0
+SCAN_WAIT_S = 30.0
+SCAN_WAIT_SLOW_S = 1.0
 FETCH_STALL_S = 60.0
 FSYNC_LEVEL_WAIT_S = 3600.0
 # A copy on the PFS that is whole before its content is sealed waits so long for that, and looks so often.
 EARLY_SEAL_WAIT_S = 10.0
-EARLY_SEAL_LOOK_S = 0.005
+EARLY_SEAL_POLL_S = 0.005
 HINT_GATHER_S = 0.02
 HINT_GATHER_MAX_S = 0.5
 # A file from this size on does not wait for company on its way: gathering would take longer than its bytes.
@@ -65,18 +65,18 @@ LARGE_BYTES_MIN = 4 * MIB
 RETRY_FIRST_S = 0.1
 RETRY_LAST_S = 30.0
 PFS_ACT_WAIT_S = 20.0
-WANT_KEPT_S = 120.0
-WANT_LOOK_S = 1.0
-WANT_SWEEP_S = 10.0
-DUE_LOOK_S = 10.0
+REQUEST_KEEP_S = 120.0
+REQUEST_POLL_S = 1.0
+REQUEST_SWEEP_S = 10.0
+DUE_POLL_S = 10.0
 FETCHES_MAX = 2
 # In a cluster a long one over a slow link must not keep small files waiting, and applications read while they last.
 FETCHES_SHARED_MAX = 6
 # Blocks that readers wait for, of one file that is being fetched, and that are looked at at once.
-ARRIVAL_ASKED_MAX = 64
+AWAITED_BLOCKS_MAX = 64
 # A file of a stranger is brought here at its first opening up to this size, or where the room is this many times as large.
 FETCH_WHOLE_BYTES = 64 * MIB
-FETCH_ROOM_RATIO = 4
+FETCH_SPACE_RATIO = 4
 FETCH_TRIES_MAX = 8
 # Tries of a file follow each other at most so far apart. While a node lives that told of it, it is tried for so long.
 FETCH_PAUSE_MAX_S = 1.0
@@ -93,16 +93,16 @@ VIRTUAL_NODE = 2**23 - 1
 VIRTUAL_NAMES_MAX = 4096
 NODE_LEASE_S = 10
 # A node keeps its lease this often; one try may fail, and the store may take its time, before it runs out.
-NODE_BEAT_S = 3.0
+NODE_LEASE_RENEW_S = 3.0
 # When its mover has not done so for so long its mount does, up to so long: under load a mover takes its time to begin.
 NODE_SILENT_S = 4.5
-NODE_STOOD_IN_FOR_S = 30.0
+STANDBY_LEASE_S = 30.0
 # After an outage of the store, records that are missing count this long: everybody needs a beat to notice that it is back.
 NODE_RETURN_S = 15.0
 # A start waits so long for the lease of a daemon with the same name, which may be dead.
 NAME_WAIT_S = 15.0
 # Joins and deaths that come within this time change the World once.
-WORLD_GATHER_S = 0.1
+VIEW_GATHER_S = 0.1
 # How often a node tells the figures of `ckptfs status --cluster`, if they have changed.
 FIGURES_INTERVAL_S = 5.0
 # Of more nodes that come or go at once only the first are named in the log.
@@ -119,65 +119,65 @@ GENERATIONS_AHEAD_MAX = 2**40
 GENERATION_MAX = 2**62
 # What arrives from peers at once, and how long a part waits for the rest before it goes.
 RECEPTIONS_MAX = 64
-RECEPTION_KEPT_S = 300.0
+RECEPTION_KEEP_S = 300.0
 # Contents that wait to be sent to one peer, and how many are sent to it at once.
 PEER_QUEUE_MAX = 512
 PEER_SENDS_MAX = 3
 # fsyncs that wait for other nodes and are served at once.
-SECURES_MAX = 2
+FSYNC_REPLICATIONS_MAX = 2
 # Files that stay open: so many are looked at, so often while there are any, and else. One that was fsynced is copied to other nodes after
 # so long if it is still open, one that was changed after so long; GROMACS writes its checkpoints, and fsyncs its logs, every 15 minutes.
 OPEN_FILES_MAX = 1024
-OPEN_LOOK_S = 2.0
+OPEN_FILES_POLL_S = 2.0
 OPEN_IDLE_S = 5.0
-OPEN_FSYNCED_S = 2.0
-OPEN_COPIED_S = 60.0
+OPEN_REPLICATE_FSYNCED_S = 2.0
+OPEN_REPLICATE_S = 60.0
 # Files that were lost here and are fetched from other nodes although nobody waits for them, at once.
-REFILLS_MAX = 1
+REFETCHES_MAX = 1
 # Of so many files that are being written, from this size on, so many blocks are read at a look, and looked at so often.
-AHEAD_FILES_MAX = 8
-AHEAD_BYTES_MIN = 16 * MIB
-AHEAD_BLOCKS_MAX = 8
-AHEAD_LOOK_S = 0.05
-AHEAD_IDLE_S = 0.5
+EARLY_FILES_MAX = 8
+EARLY_BYTES_MIN = 16 * MIB
+EARLY_BLOCKS_MAX = 8
+EARLY_POLL_S = 0.05
+EARLY_IDLE_S = 0.5
 # Contents that peers no longer want held and that were not looked at yet.
-DOUBTED_MAX = 10_000
+UNCONFIRMED_MAX = 10_000
 # Their writer may just be hearing that they are deleted: while it has them they are looked at again, so late and so often at most.
-DOUBT_AGAIN_S = 2.0
-DOUBT_TRIES = 5
+UNCONFIRMED_RECHECK_S = 2.0
+UNCONFIRMED_TRIES = 5
 # What lies here is compared with the store so often; what came less than so long ago is left alone.
 RECONCILE_INTERVAL_S = 1800.0
 # Files whose content may be lost with a node that died are looked at again so often, while that is not decided.
-FALL_BACK_LOOK_S = 2.0
+SALVAGE_POLL_S = 2.0
 # A node that has a former generation waits so long for one that may have a newer one.
-FALL_BACK_RIVALS_S = 10.0
+SALVAGE_RIVALS_S = 10.0
 # Whoever wants to read such a file waits so much longer for what they decide.
-FALL_BACK_MARGIN_S = 3.0
+SALVAGE_MARGIN_S = 3.0
 RECONCILE_AGE_S = 60.0
 # A node that returns looks so long, and so often, for what the others could not write back or took for lost.
 LEFT_OUT_S = 60.0
 LEFT_OUT_LOOK_S = 10.0
 # A copy that is one too many, or of an older generation, is kept so long for whoever reads it again, or its next generation.
-SPARE_KEPT_S = 600.0
+SURPLUS_KEEP_S = 600.0
 # What waits on the PFS until its own name is free was left by a node that died when it does so for so long.
-PARKED_KEPT_S = 3600.0
+PARKED_KEEP_S = 3600.0
 # What dead nodes said in the store of contents that nobody has is looked through so long after a start, and so often.
-BURY_FIRST_S = 900.0
-BURY_INTERVAL_S = 21_600.0
+DROP_RECORDS_FIRST_S = 900.0
+DROP_RECORDS_INTERVAL_S = 21_600.0
 # A content of which a dead node never told anybody is kept so long.
-UNTOLD_KEPT_S = 86_400.0
+UNPUBLISHED_KEEP_S = 86_400.0
 # So many of the contents that came last, with so many blocks altogether (256 GiB), are looked through for blocks of the next one.
 BLOCK_SOURCES_MAX = 256
 BLOCK_SOURCES_BLOCKS_MAX = 64 * KIB
 # A peer waits so long for a content that is closed here to be sealed.
-SEAL_SOON_MAX_S = 30.0
+SEAL_REQUEST_MAX_S = 30.0
 SEAL_ASKED_S = 10.0
 # From this size on one node at a time reads a content from the PFS; the others take it from there.
 FETCH_SHARED_BYTES_MIN = MIB
 # They wait so long for it, and a second more for each so many bytes, and look so often; a dead one's claim ends with its lease.
 FETCH_SHARED_WAIT_S = 30.0
 FETCH_SHARED_BYTES_PER_S = 20 * MIB
-FETCH_SHARED_LOOK_S = 0.1
+FETCH_SHARED_POLL_S = 0.1
 
 # --- a shared catalog -------------------------------------------------------------------------------------------------
 # Ids are a node's number and so many bits of a counter of its own; together 63 bits.
@@ -186,35 +186,35 @@ NODE_NUMBER_BITS = 23
 # Reads of the store under way at once; what is asked meanwhile goes together with the next one.
 SHARED_READS_MAX = 4
 # What was read for a path that a thread walks along counts for that walk, so long; of so many names; of so many walks and directories.
-WALK_FRESH_S = 0.002
+LOOKUP_FRESH_S = 0.002
 # A step of it follows the answer to the one before within that; what another node does takes longer, and so does hearing of it.
-WALK_STEP_S = 0.0003
-WALK_NAMES_MAX = 16
-WALKS_MAX = 10_000
+LOOKUP_STEP_S = 0.0003
+LOOKUP_NAMES_MAX = 16
+LOOKUPS_MAX = 10_000
 # Files that replace each other under a name faster than each is fetched: so many are tried until one is here.
-MISLED_LOOKS_MAX = 16
+STALE_OPEN_LOOKUPS_MAX = 16
 # What nobody waits for is told so much later, so that it goes together with what somebody does.
 SHARED_GATHER_S = 0.02
 # The kernel asks for attributes once more right after a lookup unless they are good for that long; names are never good for longer.
 SHARED_ATTRIBUTE_TIMEOUT_S = 0.001
 # An open waits so long for the content of what another node has closed a moment ago, and asks for it so often.
-TOLD_WAIT_S = 1.0
-TOLD_LOOK_S = 0.01
+PUBLISHED_WAIT_S = 1.0
+STORE_PUBLISHED_POLL_S = 0.01
 # How often a change is tried again because another node was faster.
 SHARED_TRIES_MAX = 50
 # A store that did not answer is asked again so often.
 ISLAND_PROBE_S = 0.5
 ISLAND_PROBE_WAIT_S = 1.0
 # A node that asks the store nothing looks so often whether it is still the same one.
-STORE_LOOK_S = 5.0
+STORE_POLL_S = 5.0
 # So long nobody acts on what a store says of the PFS after it has lost data: every node has noticed it by then, and begun to tell.
-STORE_TELL_S = 20.0
+STORE_PUBLISH_S = 20.0
 # After the store has lost data, what it does not say need not be true for so long; people are told of it for so long.
 STORE_LOST_REST_S = 600.0
 STORE_LOST_SHOWN_S = 3600.0
 # How many keys of other nodes a catalog remembers before it forgets those that it needs least, how many at once, and how often it looks.
-SEEN_KEYS_MAX = 400_000
-FORGET_KEYS = 2000
+CACHED_KEYS_MAX = 400_000
+CACHED_KEYS_DROPPED = 2000
 FORGET_INTERVAL_S = 5.0
 SHARED_REPORT_S = 0.05
 # Names that were deleted a moment ago: an answer that is older must not bring them back.
@@ -302,8 +302,8 @@ PEER_TOKENS_OF_ONE_MAX = 16
 PEER_TRANSFERS_MAX = 256
 # Less than what may arrive at once (RECEPTIONS_MAX): who offers much and sends nothing keeps nobody else out.
 PEER_TRANSFERS_OF_ONE_MAX = 24
-PEER_LOANS_MAX = 256
-PEER_LOANS_OF_ONE_MAX = 64
+PEER_OPEN_COPIES_MAX = 256
+PEER_OPEN_COPIES_OF_ONE_MAX = 64
 # Peers of whom refused calls are counted one by one; the others are counted together.
 PEER_COUNTED_MAX = 64
 # A token opens its connection within this time, a connection says its token, or ends its TLS handshake, within it.
@@ -326,14 +326,14 @@ PEER_LINKS_MAX = 128
 # Streams that this node has with one peer at once, in each direction.
 PEER_LINK_STREAMS_MAX = 4
 # After a failure a peer ranks behind the others for this long; a bulk port that cannot be reached is tried again after it.
-PEER_DOUBT_S = 30.0
+PEER_SUSPECT_S = 30.0
 PEER_KEEP_ALIVE_S = 10.0
 # The list of revoked keys is looked at again at most so often.
-REVOKED_LOOK_S = 1.0
+REVOKED_POLL_S = 1.0
 PEER_KEEP_ALIVE_WAIT_S = 5.0
 PEER_SPEED_SAMPLE_BYTES_MIN = MIB
 # zstd is tried on links that are known to be slower than this: about half of what it makes of one core.
-PEER_SQUEEZE_BYTES_PER_S = 200 * MIB
+PEER_COMPRESS_BYTES_PER_S = 200 * MIB
 
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
@@ -341,13 +341,13 @@ RAM_LOW_WATERMARK = 0.60
 RAM_HEADROOM_BYTES_MIN = 64 * MIB
 MEMORY_RESERVE_RATIO = 0.10
 # With less free than this, writes into a tier pass through the mount process, which can move a file on when the tier is full.
-UNWATCHED_ROOM_BYTES_MIN = 512 * MIB
+UNWATCHED_SPACE_BYTES_MIN = 512 * MIB
 # The same for a file of whose kind none was seen yet.
-UNWATCHED_ROOM_UNKNOWN_BYTES_MIN = 1792 * MIB
+UNWATCHED_SPACE_UNKNOWN_BYTES_MIN = 1792 * MIB
 # The same for a tier after which there is none.
-UNWATCHED_ROOM_LAST_BYTES_MIN = 64 * MIB
+UNWATCHED_SPACE_LAST_BYTES_MIN = 64 * MIB
 # How long a figure about a tier's room may be believed.
-ROOM_AGE_S = 0.02
+CAPACITY_AGE_S = 0.02
 USED_AGE_S = 1.0
 # Releases wait this long for company, so that one transaction takes many.
 RELEASE_GATHER_S = 0.004
@@ -356,27 +356,27 @@ LEASE_POLL_S = 0.002
 LEASE_WAIT_S = 50.0
 EXPECTED_NAMES_MAX = 4096
 # Before ENOSPC is answered: what was unlinked just now is on its way out.
-NO_ROOM_WAIT_S = 1.0
-NO_ROOM_LOOK_S = 0.025
+NO_SPACE_WAIT_S = 1.0
+NO_SPACE_POLL_S = 0.025
 # Threads of the mount process that may wait for the PFS at once.
 PFS_THREADS_MAX = 24
 COPY_RANGE_BYTES_MAX = 64 * MIB
 
-assert ANSWERS_KEPT & (ANSWERS_KEPT - 1) == 0
+assert REPLIES_KEPT & (REPLIES_KEPT - 1) == 0
 assert 0 < RAM_LOW_WATERMARK < RAM_HIGH_WATERMARK < 1
-assert HINT_GATHER_S <= HINT_GATHER_MAX_S < VISIT_WAIT_S and EARLY_SEAL_LOOK_S < EARLY_SEAL_WAIT_S
+assert HINT_GATHER_S <= HINT_GATHER_MAX_S < SCAN_WAIT_S and EARLY_SEAL_POLL_S < EARLY_SEAL_WAIT_S
 assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
-assert WANT_LOOK_S < VISIT_WAIT_S < WANT_KEPT_S
+assert REQUEST_POLL_S < SCAN_WAIT_S < REQUEST_KEEP_S
 assert PFS_ACT_WAIT_S < WATCHDOG_S
 assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
-assert 2 * STORE_LOOK_S <= STORE_TELL_S < STORE_LOST_REST_S <= STORE_LOST_SHOWN_S
+assert 2 * STORE_POLL_S <= STORE_PUBLISH_S < STORE_LOST_REST_S <= STORE_LOST_SHOWN_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_ANSWER_BYTES_MAX
 assert 2 * PEER_STREAMS_OF_ONE_MAX + PEER_SEALS_MAX + PEER_AWAITED_OF_ONE_MAX < PEER_WORKERS <= PEER_CALLS_MAX
 assert PEER_STALL_S < PEER_IDLE_S and 2 * PEER_TRANSFERS_OF_ONE_MAX < RECEPTIONS_MAX <= PEER_TRANSFERS_MAX
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_WHOLE_BYTES_MAX <= BLOCK_BYTES
 assert PEER_WHOLE_BYTES_MAX <= PEER_MANY_BYTES_MAX and 2 * PEER_MANY_BYTES_MAX < PEER_MESSAGE_BYTES_MAX
-assert 2 * NODE_BEAT_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)
-assert NODE_BEAT_S < NODE_SILENT_S < NODE_LEASE_S - ETCD_WAIT_S < NODE_STOOD_IN_FOR_S
+assert 2 * NODE_LEASE_RENEW_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)
+assert NODE_LEASE_RENEW_S < NODE_SILENT_S < NODE_LEASE_S - ETCD_WAIT_S < STANDBY_LEASE_S
 assert NODE_LEASE_S + PEER_STALL_S < FETCH_PATIENCE_S
-assert FETCH_PATIENCE_S + FALL_BACK_RIVALS_S + FALL_BACK_LOOK_S + FALL_BACK_MARGIN_S < FETCH_STALL_S
+assert FETCH_PATIENCE_S + SALVAGE_RIVALS_S + SALVAGE_POLL_S + SALVAGE_MARGIN_S < FETCH_STALL_S
 assert 2 * PEER_LINK_STREAMS_MAX <= PEER_STREAMS_OF_ONE_MAX < PEER_CONNECTIONS_OF_ONE_MAX

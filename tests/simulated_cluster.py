@@ -136,7 +136,7 @@ class Whole(Station):
                 else:
                     self.members.mark_gone(int(key[len(NODES_PREFIX) :], 16), trio.current_time())
                     self.deaths += 1
-            await trio.sleep(limits.NODE_BEAT_S)
+            await trio.sleep(limits.NODE_LEASE_RENEW_S)
 
     # --- a checkpoint ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ If we die here: the rows tell the next mount process what is open.
 
 Owns the table `answer`: the first answer to every change, kept for a request that the kernel sends again after a crash.
 
-A ring addressed by the request's number: an answer stays until `limits.ANSWERS_KEPT` later requests were answered. The kernel sends
+A ring addressed by the request's number: an answer stays until `limits.REPLIES_KEPT` later requests were answered. The kernel sends
 again only what it has no reply to, and that is far fewer.
 If we die here: `keep` is part of the change's own transaction, so there is an answer exactly when there was a change.
 """
@@ -61,7 +61,7 @@ def delete_all(db: Database) -> int:
     return db.run("DELETE FROM handle")
 
 
-_SLOT_MASK = limits.ANSWERS_KEPT - 1
+_SLOT_MASK = limits.REPLIES_KEPT - 1
 
 
 def record_reply(db: Database, request: int, body: bytes = b"") -> None:

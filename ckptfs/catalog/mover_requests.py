@@ -58,7 +58,7 @@ class MoverRequest:
     """When it was asked, then when it was answered."""
 
 
-def insert_request(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.VISIT_WAIT_S) -> int:
+def insert_request(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.SCAN_WAIT_S) -> int:
     """Want something for at most `wait_s`; the id of the row, which may be an older one that asks the same."""
     now = time.time_ns()
     until = now + int(wait_s * 1e9)
@@ -124,7 +124,7 @@ def delete_stale(db: Database) -> int:
     """Forget open wants for which nobody waits any more, and answers that are old enough to have been read. How many went."""
     now = time.time_ns()
     stale = "(state = 0 AND until_ns < ?) OR (state != 0 AND at_ns < ?)"
-    values = (now, now - int(limits.WANT_KEPT_S * 1e9))
+    values = (now, now - int(limits.REQUEST_KEEP_S * 1e9))
     if db.value(f"SELECT 1 FROM want WHERE {stale} LIMIT 1", *values) is None:
         return 0
     with db.transaction():

@@ -77,14 +77,14 @@ class RevocationList:
         """`directory`: where the node's keys are; None for a node without keys, which knows of none."""
         self._directory = directory
         self._lock = threading.Lock()
-        self._checked_s = -limits.REVOKED_LOOK_S
+        self._checked_s = -limits.REVOKED_POLL_S
         self._file_state: object = None
         self._counts: dict[str, int] = {}
 
     def get_counts(self) -> dict[str, int]:
         """{node: how often its keys were revoked}; what was known last while the file cannot be read."""
         with self._lock:
-            if self._directory is not None and time.monotonic() - self._checked_s >= limits.REVOKED_LOOK_S:
+            if self._directory is not None and time.monotonic() - self._checked_s >= limits.REVOKED_POLL_S:
                 self._reload_if_changed(self._directory)
                 self._checked_s = time.monotonic()
             return self._counts

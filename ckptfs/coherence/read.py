@@ -235,12 +235,12 @@ _SELECT_UNNEEDED = (
 )
 
 
-def is_cache_full(db: Database, keys_max: int = limits.SEEN_KEYS_MAX) -> bool:
+def is_cache_full(db: Database, keys_max: int = limits.CACHED_KEYS_MAX) -> bool:
     """Whether more is remembered than should be."""
     return int(db.value("SELECT count(*) FROM seen_key")) > keys_max
 
 
-def delete_unneeded(db: Database, after: int, at_most: int = limits.FORGET_KEYS) -> int:
+def delete_unneeded(db: Database, after: int, at_most: int = limits.CACHED_KEYS_DROPPED) -> int:
     """Forget some inodes of other nodes after the one with the id `after`; the last one, 0 at the end."""
     with key_state.change_unmarked(db):
         inodes = [row[0] for row in db.rows(_SELECT_UNNEEDED, after, identity.get_node_number(db), at_most)]

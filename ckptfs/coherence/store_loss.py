@@ -62,7 +62,7 @@ def record_revision(db: Database, value: bytes | None, revision_reached: int) ->
 
 def require_rebuilt(db: Database) -> None:
     """The nodes have had time to tell a store that has lost its data what the PFS shows. Raises Unreachable."""
-    if get_loss_age_s(db) < limits.STORE_TELL_S or db.value("SELECT 1 FROM lost_key LIMIT 1") is not None:
+    if get_loss_age_s(db) < limits.STORE_PUBLISH_S or db.value("SELECT 1 FROM lost_key LIMIT 1") is not None:
         raise StoreUnreachable("the nodes are telling the store of the cluster what they know: it has lost its data")
 
 

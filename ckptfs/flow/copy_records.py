@@ -33,7 +33,7 @@ class DropDeadRecords:
     def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
         self._cluster = cluster
-        self._next_s = time.monotonic() + limits.BURY_FIRST_S
+        self._next_s = time.monotonic() + limits.DROP_RECORDS_FIRST_S
         self._after: bytes | None = None
 
     def step(self) -> bool:
@@ -41,7 +41,7 @@ class DropDeadRecords:
         if self._after is None:
             if time.monotonic() < self._next_s:
                 return False
-            self._next_s = time.monotonic() + limits.BURY_INTERVAL_S
+            self._next_s = time.monotonic() + limits.DROP_RECORDS_INTERVAL_S
             if not self._acquire_lock():
                 return False
             self._after = CONTENTS_PREFIX
@@ -59,7 +59,7 @@ class DropDeadRecords:
         """Who claims it keeps it for as long as it lives, so that it is done once for all."""
         gone = peer_copies.list_node_names(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
         # A store that has lost its data does not say what nobody told it again.
-        if not gone or store_loss.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S or not self._cluster.lease():
+        if not gone or store_loss.get_loss_age_s(self._db) < limits.UNPUBLISHED_KEEP_S or not self._cluster.lease():
             return False
         return self._cluster.claims is None or self._cluster.claims.try_acquire("bury") is not None
 

@@ -77,7 +77,7 @@ class Reconcile:
             self._check_own(remote_contents.list_own_of_same_files(self._db, reported, BATCH_CONTENTS))
             return bool(self._reported_unneeded)
         if marked := [
-            content for content in contents.list_awaiting_store_check(self._db, limits.DOUBTED_MAX) if content.id not in self._checked
+            content for content in contents.list_awaiting_store_check(self._db, limits.UNCONFIRMED_MAX) if content.id not in self._checked
         ][:BATCH_CONTENTS]:
             self._check_own(marked)
             self._checked |= {content.id for content in marked}  # What is not decided by that waits for a sweep.
@@ -102,10 +102,10 @@ class Reconcile:
     def _schedule_recheck(self, unconfirmed: list[int], reported: list[int]) -> None:
         """Who deletes a file tells everybody at once: its writer may not have heard of it yet when it is asked."""
         tries = {number: self._tries.pop(number, 0) + 1 for number in reported}
-        again = {number: tries[number] for number in unconfirmed if tries[number] < limits.DOUBT_TRIES}
+        again = {number: tries[number] for number in unconfirmed if tries[number] < limits.UNCONFIRMED_TRIES}
         if again:
             self._unconfirmed |= again
-            self._recheck_s = time.monotonic() + limits.DOUBT_AGAIN_S
+            self._recheck_s = time.monotonic() + limits.UNCONFIRMED_RECHECK_S
 
     def _sweep(self) -> bool:
         if self._hosted_after is not None:
@@ -148,7 +148,7 @@ class Reconcile:
                 if content.inode not in files and shared.writer not in self._cluster.view():
                     locations.delete_content(self._cluster.store, content.id, shared)
                 self._drop_content(content)
-            elif age_s > limits.SPARE_KEPT_S and self._is_surplus(content, shared):
+            elif age_s > limits.SURPLUS_KEEP_S and self._is_surplus(content, shared):
                 self._release_surplus(content, shared)
         return unconfirmed
 
@@ -189,10 +189,10 @@ class Reconcile:
     def _is_unknown_everywhere(self, content: Content, age_s: float) -> bool:
         """The store never heard of a content: its writer may be an island. Whether that one is gone, or has it no more."""
         home = self._cluster.view().by_number.get(identity.get_origin_node(content.id))
-        if store_loss.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S:
+        if store_loss.get_loss_age_s(self._db) < limits.UNPUBLISHED_KEEP_S:
             return False
         if home is None:
-            return age_s > limits.UNTOLD_KEPT_S
+            return age_s > limits.UNPUBLISHED_KEEP_S
         if home.number == self._cluster.node_number:
             return True
         try:
@@ -301,7 +301,7 @@ class Reconcile:
     def _drop_stale(self) -> None:
         """Former generations that lend their blocks to nobody, once what came after them is safe, as the store says."""
         self._drop_replaced()
-        before_ns = time.time_ns() - _to_ns(limits.SPARE_KEPT_S)
+        before_ns = time.time_ns() - _to_ns(limits.SURPLUS_KEEP_S)
         for tier in LOCAL_TIERS:
             if tier not in self._tiers:
                 continue

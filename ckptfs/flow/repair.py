@@ -50,7 +50,7 @@ class Repair:
 
     def next_due_s(self) -> float | None:
         """When the world changes; and until what was lost here is looked for again."""
-        return limits.WANT_LOOK_S if self._open_requests else max(0.0, self._next_refetch_s - time.monotonic())
+        return limits.REQUEST_POLL_S if self._open_requests else max(0.0, self._next_refetch_s - time.monotonic())
 
     # --- the world ---------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Repair:
         if any(answer is not None and answer.error == errno.ENOSPC for answer in answers):
             self._refetch_after = None  # The next one would not fit either.
         self._open_requests = [want for want in self._open_requests if mover_requests.is_open(self._db, want)]
-        while self._refetch_after is not None and len(self._open_requests) < limits.REFILLS_MAX:
+        while self._refetch_after is not None and len(self._open_requests) < limits.REFETCHES_MAX:
             content = peer_copies.find_rebuildable(self._db, self._refetch_after)
             self._refetch_after = None if content is None else content.id
             if content is not None:

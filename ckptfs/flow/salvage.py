@@ -74,7 +74,7 @@ class Salvage:
             return True
         self._answer_all(view)
         if time.monotonic() >= self._next_look_s:
-            self._next_look_s = time.monotonic() + limits.FALL_BACK_LOOK_S
+            self._next_look_s = time.monotonic() + limits.SALVAGE_POLL_S
             numbers = sorted(self._undecided)[:BATCH_CONTENTS]
             self._undecided -= set(numbers)
             self._salvage_batch(
@@ -87,7 +87,7 @@ class Salvage:
     def next_due_s(self) -> float | None:
         """Until the next look at what is not decided; nothing is decided while nodes tell a store anew that has lost its data."""
         if store_loss.is_recently_lost(self._db):
-            return limits.FALL_BACK_LOOK_S
+            return limits.SALVAGE_POLL_S
         waiting = self._undecided or self._writers_may_return or mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=1)
         return max(0.0, self._next_look_s - time.monotonic()) if waiting else None
 
@@ -140,7 +140,7 @@ class Salvage:
         newest, _ = shared.get_newest([node.number for node in view.nodes if node.number != self._cluster.node_number])
         if newest > held_copy.generation:
             return True
-        is_recent = time.monotonic() - self._view_since_s < limits.FALL_BACK_RIVALS_S
+        is_recent = time.monotonic() - self._view_since_s < limits.SALVAGE_RIVALS_S
         return is_recent and shared.replicated_before is not None and shared.replicated_before[0] > held_copy.generation
 
     def _show_held_copy(
@@ -224,7 +224,7 @@ class Salvage:
         newer = on_pfs.generation + on_pfs.is_complete
         if any(copy.node in view and copy.generation >= newer and copy.node != successor.writer for copy in successor.copies):
             return False
-        if time.monotonic() - self._view_since_s < limits.FALL_BACK_RIVALS_S:
+        if time.monotonic() - self._view_since_s < limits.SALVAGE_RIVALS_S:
             return None
         return self._show_pfs(inode, file, on_pfs, successor) or None
 

@@ -243,7 +243,7 @@ DIRECTORY_ERRNOS = {errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errn
 """Errors of one directory, not of the PFS."""
 
 
-def request_scan(db: Database, inode: int, *, recursive: bool, wait_s: float = limits.VISIT_WAIT_S) -> int:
+def request_scan(db: Database, inode: int, *, recursive: bool, wait_s: float = limits.SCAN_WAIT_S) -> int:
     """Want the directory `inode` to be compared with the PFS now, with all visited ones below it if `recursive`. The want's id."""
     return mover_requests.insert_request(
         db, mover_requests.SCAN, inode, mover_requests.TREE if recursive else mover_requests.COMPARE_AGAIN, wait_s=wait_s
@@ -293,15 +293,15 @@ class Scan:
     # --- what is asked --------------------------------------------------------------------------------------------------
 
     def _sweep_requests(self) -> None:
-        if time.monotonic() - self._swept_s > limits.WANT_SWEEP_S:
+        if time.monotonic() - self._swept_s > limits.REQUEST_SWEEP_S:
             self._swept_s = time.monotonic()
             mover_requests.delete_stale(self._db)
 
     def _report_progress(self) -> None:
         """Whoever waits for a large directory shall know that it is coming."""
-        if self._request_id and time.monotonic() - self._progress_s > limits.WANT_LOOK_S:
+        if self._request_id and time.monotonic() - self._progress_s > limits.REQUEST_POLL_S:
             self._progress_s = time.monotonic()
-            mover_requests.record_progress(self._db, self._request_id, wait_s=limits.VISIT_WAIT_S)
+            mover_requests.record_progress(self._db, self._request_id, wait_s=limits.SCAN_WAIT_S)
 
     def _answer(self, request: mover_requests.MoverRequest) -> None:
         """Visit what one want asks for. It fails with the visit, at once: whoever asked may ask again."""
@@ -339,7 +339,7 @@ class Scan:
                 raise
         queue.extend(scans.list_scanned_directories(self._db, directory))
         if queue:
-            mover_requests.record_progress(self._db, request.id, wait_s=limits.VISIT_WAIT_S)
+            mover_requests.record_progress(self._db, request.id, wait_s=limits.SCAN_WAIT_S)
             return
         del self._tree_queues[request.id]
         mover_requests.mark_done(self._db, request.id)
@@ -352,12 +352,12 @@ class Scan:
         if self._cluster is not None and self._cluster.node_number != min(
             self._cluster.view().by_number, default=self._cluster.node_number
         ):
-            self._next_refresh_s = time.monotonic() + limits.DUE_LOOK_S
+            self._next_refresh_s = time.monotonic() + limits.DUE_POLL_S
             return False
         started_s = time.monotonic()
         found = scans.find_due_directory(self._db, time.time_ns() - int(self._config.refresh_interval_s * 1e9))
         if found is None:
-            self._next_refresh_s = started_s + min(self._config.refresh_interval_s, limits.DUE_LOOK_S)
+            self._next_refresh_s = started_s + min(self._config.refresh_interval_s, limits.DUE_POLL_S)
             return False
         try:
             self._scan(found)
@@ -407,7 +407,7 @@ class Scan:
 
     def _is_gone(self, inode: int) -> bool:
         """Whether the store has no such file; not while nodes tell one anew that has lost its data."""
-        if self._cluster is None or store_loss.get_loss_age_s(self._db) < limits.UNTOLD_KEPT_S:
+        if self._cluster is None or store_loss.get_loss_age_s(self._db) < limits.UNPUBLISHED_KEEP_S:
             return False
         try:
             return not self._cluster.store.read([Get(locations.build_inode_key(inode), keys_only=True)]).results[0]

@@ -34,7 +34,7 @@ class WaitLevel:
 
     def next_due_s(self) -> float | None:
         """While somebody waits a look now and then costs little; a hint that got lost costs no more than that."""
-        return limits.WANT_LOOK_S if self._waiting else None
+        return limits.REQUEST_POLL_S if self._waiting else None
 
     def _answer(self, request: mover_requests.MoverRequest) -> bool:
         kind, _, number = request.argument.partition(":")

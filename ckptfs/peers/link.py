@@ -57,7 +57,7 @@ class LinkStats:
         self.wire_bytes_per_s: float | None = None
         self.free_bytes: int | None = None
         self.clock_offset_s: float | None = None
-        self.failed_at = -limits.PEER_DOUBT_S
+        self.failed_at = -limits.PEER_SUSPECT_S
 
     def record_rtt(self, seconds: float) -> None:
         self.rtt_s = _average(self.rtt_s, seconds)
@@ -74,12 +74,12 @@ class LinkStats:
     @property
     def has_failed_recently(self) -> bool:
         """Whether it failed lately."""
-        return time.monotonic() - self.failed_at < limits.PEER_DOUBT_S
+        return time.monotonic() - self.failed_at < limits.PEER_SUSPECT_S
 
     @property
     def should_compress(self) -> bool:
         """Whether the link is known to be slower than zstd is here."""
-        return self.wire_bytes_per_s is not None and self.wire_bytes_per_s < limits.PEER_SQUEEZE_BYTES_PER_S
+        return self.wire_bytes_per_s is not None and self.wire_bytes_per_s < limits.PEER_COMPRESS_BYTES_PER_S
 
     def get_peer_stats(self) -> PeerStats:
         return PeerStats(self.rtt_s, self.bytes_per_s, self.free_bytes, self.clock_offset_s)
@@ -243,7 +243,7 @@ class Link:
         try:
             connected = socket.create_connection((parse_host(self.address), reply.port), limits.PEER_CALL_S)
         except OSError:
-            self._no_bulk_until = time.monotonic() + limits.PEER_DOUBT_S
+            self._no_bulk_until = time.monotonic() + limits.PEER_SUSPECT_S
             return None
         try:
             connected.sendall(reply.token)

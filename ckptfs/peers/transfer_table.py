@@ -202,7 +202,9 @@ class TransferTable:
         self.transfers: PeerResourceTable[IncomingTransfer] = PeerResourceTable(
             "transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_OF_ONE_MAX
         )
-        self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable("loan", limits.PEER_LOANS_MAX, limits.PEER_LOANS_OF_ONE_MAX)
+        self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable(
+            "loan", limits.PEER_OPEN_COPIES_MAX, limits.PEER_OPEN_COPIES_OF_ONE_MAX
+        )
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
         """Begin a transfer: (its id, the blocks that are lacking). One that this peer had left for the same content ends."""

@@ -141,7 +141,7 @@ class FetchMap:
         begin, end = _MARKS_OFFSET + self.block_count, _MARKS_OFFSET + 2 * self.block_count
         found: list[int] = []
         at = self._memory.find(_MARKED, begin, end)
-        while at >= 0 and len(found) < limits.ARRIVAL_ASKED_MAX:
+        while at >= 0 and len(found) < limits.AWAITED_BLOCKS_MAX:
             if not self._memory[at - self.block_count]:
                 found.append(at - begin)
             at = self._memory.find(_MARKED, at + 1, end)

@@ -126,7 +126,7 @@ def parse_parked_name(name: bytes) -> int | None:
 def _is_abandoned(directory_fd: int, name: bytes) -> bool:
     """Whether what waits there was left by a node that died: it got this name long ago."""
     try:
-        return time.time_ns() - stat_entry(directory_fd, name).ctime_ns > limits.PARKED_KEPT_S * 1e9
+        return time.time_ns() - stat_entry(directory_fd, name).ctime_ns > limits.PARKED_KEEP_S * 1e9
     except OSError:
         return False
 

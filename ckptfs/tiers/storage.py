@@ -262,16 +262,16 @@ class Tiers(Mapping[Tier, TierStorage]):
         return tier
 
     def get_local_capacities(self) -> dict[Tier, Capacity]:
-        """The rooms of RAM and NVMe, not older than `limits.ROOM_AGE_S`."""
+        """The rooms of RAM and NVMe, not older than `limits.CAPACITY_AGE_S`."""
         asked_s, capacities = self._capacities
         now_s = time.monotonic()
-        if now_s - asked_s > limits.ROOM_AGE_S:
+        if now_s - asked_s > limits.CAPACITY_AGE_S:
             capacities = {tier: storage.get_capacity() for tier, storage in self._tiers.items() if tier is not Tier.PFS}
             self._capacities = (now_s, capacities)
         return capacities
 
     def get_capacity(self, tier: Tier) -> Capacity:
-        """The room of RAM or NVMe, not older than `limits.ROOM_AGE_S`."""
+        """The room of RAM or NVMe, not older than `limits.CAPACITY_AGE_S`."""
         return self.get_local_capacities()[tier]
 
     def link(self, content: int, other: int) -> bool:

@@ -15,7 +15,7 @@ from daemon_under_test import eventually
 from ckptfs import limits
 
 EXPECTED = "etcd|does not answer|store of the cluster|island|has died|took over|not reach|no longer"
-CALL_S_MAX = limits.VISIT_WAIT_S
+CALL_S_MAX = limits.SCAN_WAIT_S
 TURNS = 6
 
 

@@ -248,7 +248,7 @@ def test_nobody_there_says_so_at_once(keyring: Keyring, tmp_path: Path) -> None:
 def test_loans_and_connections_are_given_back(fast: Pair, tmp_path: Path) -> None:
     offer = fast.node.shelf.hold(os.urandom(2 * BLOCK))
     with open(tmp_path / "target", "w+b") as file:
-        for _ in range(limits.PEER_LOANS_OF_ONE_MAX // 2 + 3):
+        for _ in range(limits.PEER_OPEN_COPIES_OF_ONE_MAX // 2 + 3):
             fast.peers.fetch([fast.node.there], record_of(offer), [0, 1], file.fileno())
     eventually(lambda: len(fast.node.server.table.reads) == 0, what="loans are returned")
     fast.peers.close_except([])

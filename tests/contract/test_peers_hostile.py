@@ -195,7 +195,7 @@ def test_without_keys_a_caller_must_name_our_cluster(tmp_path: Path) -> None:
 
 def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read again at run time: calls, transfers and bulk connections of the lost keys end, the others' go on, new keys are good."""
-    monkeypatch.setattr(limits, "REVOKED_LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "REVOKED_POLL_S", 0.0)
     monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
     node = PeerNode(tmp_path, "node1", keyring("node1"), revoked=RevocationList(tmp_path))
     lost, other = Raw(node, keyring("node4")), Raw(node, keyring("node2"))
@@ -507,7 +507,7 @@ def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
         raw.offer(b"x" * (limits.PEER_WHOLE_BYTES_MAX + 1), 100 + content)
     assert raw.refused("Offer", offered(b"y", 99).SerializeToString()) is Status.RESOURCE_EXHAUSTED
     borrow = pb.RecordRequest(content=5, borrow=True).SerializeToString()
-    for _ in range(limits.PEER_LOANS_OF_ONE_MAX):
+    for _ in range(limits.PEER_OPEN_COPIES_OF_ONE_MAX):
         raw.call("GetRecord", borrow)
     assert raw.refused("GetRecord", borrow) is Status.RESOURCE_EXHAUSTED
     assert node.server.rejections.get_counts() == {"node2": {"too_many": 2}}

@@ -108,7 +108,7 @@ def test_a_node_that_answers_no_has_not_failed(world: World) -> None:
     with pytest.raises(PeerRefused), translate_errors(link):
         raise Rejection(RejectReason.OUT_OF_ORDER, "the stream stopped before its end")
     assert world.peers.get_figures()["node1"]["failed"]
-    link.stats.failed_at -= 2 * limits.PEER_DOUBT_S
+    link.stats.failed_at -= 2 * limits.PEER_SUSPECT_S
     node.stop()
     with pytest.raises(PeerFailed):
         world.fetch([node])

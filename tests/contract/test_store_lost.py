@@ -41,7 +41,7 @@ async def whole(nodes: list[Node]) -> None:
     """Every node has noticed what became of the store, and has told all that it knows."""
     values = set()
     while len(values := {store_loss.get_epoch(node.db) for node in nodes}) > 1 or store_loss.get_turn(values.pop()) < 2:
-        await trio.sleep(limits.STORE_LOOK_S)
+        await trio.sleep(limits.STORE_POLL_S)
     await settled(nodes)
 
 
@@ -145,7 +145,7 @@ def test_twice(tmp_path: Path) -> None:
         while not store_loss.get_turn(store_loss.get_epoch(nodes[0].db)) > 1:
             await trio.sleep(0.01)
         etcd.wipe()
-        await trio.sleep(2 * limits.STORE_LOOK_S)
+        await trio.sleep(2 * limits.STORE_POLL_S)
         await whole(nodes)
         assert stored_tree(etcd) == before
 
@@ -192,14 +192,14 @@ def several(directory: Path, act: Callable[[Several, Node], Awaitable[None]]) ->
 
 async def reported(node: Node) -> None:
     while not summary.list_reports(node.db, "trouble:etcd"):
-        await trio.sleep(limits.STORE_LOOK_S)
+        await trio.sleep(limits.STORE_POLL_S)
 
 
 def test_a_member_that_was_begun_alone_is_not_believed_and_left(tmp_path: Path) -> None:
     async def act(store: Several, node: Node) -> None:
         stray, known = store.etcds[2], store_loss.get_epoch(node.db)
         while store.etcd is stray:
-            await trio.sleep(limits.STORE_LOOK_S)
+            await trio.sleep(limits.STORE_POLL_S)
         await node.make("d/g")
         await settled([node])
         assert store_loss.get_epoch(node.db) == known and store.etcd is not stray and stray.revision == 1
@@ -213,7 +213,7 @@ def test_a_member_that_was_begun_alone_is_not_believed_while_the_others_are_sile
         stray, known = store.etcds[2], store_loss.get_epoch(node.db)
         store.silent = store.etcds[:1]
         await reported(node)
-        await trio.sleep(limits.STORE_LOOK_S)
+        await trio.sleep(limits.STORE_POLL_S)
         assert node.sharing.is_disconnected and store_loss.get_epoch(node.db) == known and stray.revision == 1
         store.etcds = [stray] * 3
         await settled([node])
@@ -244,7 +244,7 @@ def test_a_node_that_began_without_the_store_meets_it_when_it_is_there(tmp_path:
         async def all_of_it() -> None:
             await node.make("f")
             while not node.sharing.is_disconnected:
-                await trio.sleep(limits.STORE_LOOK_S)
+                await trio.sleep(limits.STORE_POLL_S)
             node.cut(False)
             await settled([node])
             assert store_loss.get_epoch(node.db) is not None

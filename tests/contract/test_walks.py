@@ -107,7 +107,7 @@ def test_a_guess_serves_one_thread_once_and_not_for_long(tmp_path: Path) -> None
         assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 0
         assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
         await walker.stat("a")
-        await trio.sleep(2 * limits.WALK_FRESH_S)
+        await trio.sleep(2 * limits.LOOKUP_FRESH_S)
         assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
         assert await walker.reads(lambda: walker.stat("a", pid=0)) == 1
         assert await walker.reads(lambda: walks.refresh_inode(0, top)) == 1
@@ -153,7 +153,7 @@ def test_names_with_numbers_are_expected(tmp_path: Path) -> None:
 def test_a_step_that_comes_late_is_asked_for_anew(tmp_path: Path) -> None:
     async def act(_: Node, walker: Walker) -> None:
         top = await walker.stat("a")
-        await trio.sleep(1.1 * limits.WALK_STEP_S)
+        await trio.sleep(1.1 * limits.LOOKUP_STEP_S)
         assert await walker.reads(lambda: walker.walks.refresh_name(THREAD, top, b"b")) == 1
 
     run(tmp_path, act)

@@ -15,7 +15,7 @@ from ckptfs.store.kv import Delete, Get, prefix_end
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BURY_FIRST_S", 0.0)
+    monkeypatch.setattr(limits, "DROP_RECORDS_FIRST_S", 0.0)
 
 
 def said(cluster: LocalCluster) -> set[int]:

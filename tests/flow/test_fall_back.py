@@ -22,9 +22,9 @@ from ckptfs.store.kv import Delete
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for its time."""
-    for name in ("RECONCILE_AGE_S", "SPARE_KEPT_S"):
+    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S"):
         monkeypatch.setattr(limits, name, -1.0)
-    monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "SALVAGE_POLL_S", 0.0)
 
 
 HOW = pytest.mark.parametrize("how", ["truncated", "renamed"])

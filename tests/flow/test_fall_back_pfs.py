@@ -39,9 +39,9 @@ from ckptfs.model import ROOT, Tier
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for its time."""
-    for name in ("RECONCILE_AGE_S", "SPARE_KEPT_S", "FALL_BACK_RIVALS_S"):
+    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S", "SALVAGE_RIVALS_S"):
         monkeypatch.setattr(limits, name, -1.0)
-    monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "SALVAGE_POLL_S", 0.0)
 
 
 def alone(cluster: LocalCluster) -> int:
@@ -149,7 +149,7 @@ def test_a_node_that_may_have_a_newer_one_is_waited_for(tmp_path: Path, monkeypa
     write_back(one, content)
     change(one, content, appended)
     one.kill()
-    monkeypatch.setattr(limits, "FALL_BACK_RIVALS_S", 1000.0)
+    monkeypatch.setattr(limits, "SALVAGE_RIVALS_S", 1000.0)
     assert ask(two, one.inode(content)) == mover_requests.OPEN
     assert fall_back_of(two).next_due_s() is not None, "it is looked at again"
 

@@ -93,7 +93,7 @@ def test_a_large_file_of_a_stranger_s_is_read_in_place_where_room_is_scarce(worl
     asked: list[int] = []
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: asked.append(expected_bytes) or Tier.PFS)
     assert world.bring("d/file").result == mover_requests.DIRECT
-    assert asked == [limits.FETCH_ROOM_RATIO * (5 * MIB + 7)]
+    assert asked == [limits.FETCH_SPACE_RATIO * (5 * MIB + 7)]
 
 
 def test_a_stranger_s_newer_file_is_fetched_instead(world: World) -> None:

@@ -24,14 +24,14 @@ FAILED = (mover_requests.FAILED, 5)
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """One try is often enough, unless there is a reason for more."""
-    for name, value in {"FETCH_TRIES_MAX": 1, "RETRY_FIRST_S": 0.02, "FETCH_PAUSE_MAX_S": 0.02, "FALL_BACK_LOOK_S": 0.0}.items():
+    for name, value in {"FETCH_TRIES_MAX": 1, "RETRY_FIRST_S": 0.02, "FETCH_PAUSE_MAX_S": 0.02, "SALVAGE_POLL_S": 0.0}.items():
         monkeypatch.setattr(limits, name, value)
 
 
 def decided_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """How long the others take to decide what is left of a file."""
-    monkeypatch.setattr(limits, "FALL_BACK_RIVALS_S", 0.0)
-    monkeypatch.setattr(limits, "FALL_BACK_MARGIN_S", seconds)
+    monkeypatch.setattr(limits, "SALVAGE_RIVALS_S", 0.0)
+    monkeypatch.setattr(limits, "SALVAGE_MARGIN_S", seconds)
 
 
 def knowing(cluster: LocalCluster, content: int) -> tuple[Node, int, Fetch]:

@@ -101,7 +101,7 @@ def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
 
 
 def test_nobody_left_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FALL_BACK_RIVALS_S", "FALL_BACK_LOOK_S", "FALL_BACK_MARGIN_S"):
+    for name in ("SALVAGE_RIVALS_S", "SALVAGE_POLL_S", "SALVAGE_MARGIN_S"):
         monkeypatch.setattr(limits, name, 0.0)
     cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes

@@ -23,9 +23,9 @@ from ckptfs.tiers import local_copies
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for its time."""
-    for name in ("RECONCILE_AGE_S", "SPARE_KEPT_S", "FALL_BACK_RIVALS_S"):
+    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S", "SALVAGE_RIVALS_S"):
         monkeypatch.setattr(limits, name, -1.0)
-    monkeypatch.setattr(limits, "FALL_BACK_LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "SALVAGE_POLL_S", 0.0)
 
 
 @pytest.mark.parametrize("stop", ["open", "closed", "sealed"])

@@ -20,7 +20,12 @@ DATA = b"line\n" * 1000
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> None:
     """An fsync counts at once, a change never; nothing else waits for its time."""
-    for name, value in {"OPEN_FSYNCED_S": 0.0, "OPEN_COPIED_S": NEVER, "FALL_BACK_LOOK_S": 0.0, "FALL_BACK_RIVALS_S": -1.0}.items():
+    for name, value in {
+        "OPEN_REPLICATE_FSYNCED_S": 0.0,
+        "OPEN_REPLICATE_S": NEVER,
+        "SALVAGE_POLL_S": 0.0,
+        "SALVAGE_RIVALS_S": -1.0,
+    }.items():
         monkeypatch.setattr(limits, name, value)
 
 
@@ -67,7 +72,7 @@ def test_what_was_fsynced_is_copied(tmp_path: Path) -> None:
 
 
 def test_what_changes_is_copied_on_a_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "OPEN_COPIED_S", 0.0)
+    monkeypatch.setattr(limits, "OPEN_REPLICATE_S", 0.0)
     one, two = LocalCluster(tmp_path, 2).nodes
     content = log_of(one)
     flow = regularly(one)
@@ -82,7 +87,7 @@ def test_what_changes_is_copied_on_a_timer(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_was_only_opened_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its seal has brought it to the others."""
-    monkeypatch.setattr(limits, "OPEN_COPIED_S", 0.0)
+    monkeypatch.setattr(limits, "OPEN_REPLICATE_S", 0.0)
     cluster = LocalCluster(tmp_path, 2)
     one, _ = cluster.nodes
     content = replicated(cluster)

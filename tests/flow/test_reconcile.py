@@ -23,7 +23,7 @@ from ckptfs.store.kv import Delete
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is here came long ago."""
     monkeypatch.setattr(limits, "RECONCILE_AGE_S", -1.0)
-    monkeypatch.setattr(limits, "SPARE_KEPT_S", -1.0)
+    monkeypatch.setattr(limits, "SURPLUS_KEEP_S", -1.0)
 
 
 def sweep(node: Node) -> None:
@@ -98,7 +98,7 @@ def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
 
 def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third node deleted the file and tells both at once: the copy here stayed until the next sweep."""
-    monkeypatch.setattr(limits, "DOUBT_AGAIN_S", 0.01)
+    monkeypatch.setattr(limits, "UNCONFIRMED_RECHECK_S", 0.01)
     cluster = LocalCluster(tmp_path, 2)
     one, two = cluster.nodes
     content = replicated(cluster)

@@ -147,13 +147,13 @@ def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) 
 
     def step() -> None:
         one.repair.step()
-        assert len(mover_requests.list_open(one.db, mover_requests.FETCH)) <= limits.REFILLS_MAX, "those who wait come first"
+        assert len(mover_requests.list_open(one.db, mover_requests.FETCH)) <= limits.REFETCHES_MAX, "those who wait come first"
         fetch.step()
 
     until(lambda: all(one.copies(content) for content in written), step)
     assert all(level(one, content) is Level.CLIQUE for content in written)
     step()
-    assert one.repair.next_due_s() != limits.WANT_LOOK_S
+    assert one.repair.next_due_s() != limits.REQUEST_POLL_S
 
 
 def test_what_does_not_fit_is_not_asked_for_file_by_file(tmp_path: Path) -> None:

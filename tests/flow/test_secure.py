@@ -167,7 +167,7 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster)
     flow.step()
     assert one.peers.sent == [], "nothing is known to be complete at the first look"
     flow.step()
-    assert one.peers.sent == [("n2", content, 8 * BLOCK)] and flow.next_due_s() == limits.AHEAD_LOOK_S
+    assert one.peers.sent == [("n2", content, 8 * BLOCK)] and flow.next_due_s() == limits.EARLY_POLL_S
     flow.step()
     assert len(one.peers.sent) == 1
     with open(file_of(one, content), "r+b") as file:
@@ -178,7 +178,7 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster)
     assert other.copies(content) == {}, "what came ahead counts for nothing"
     close(one, content)
     flow.step()
-    assert flow.next_due_s() == limits.AHEAD_IDLE_S
+    assert flow.next_due_s() == limits.EARLY_IDLE_S
     replicate = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, replicate.step)
     assert one.peers.sent[-1][2] == 3 * BLOCK + 3

@@ -67,7 +67,7 @@ def test_our_own_names_are_hidden(world: World) -> None:
 @pytest.mark.parametrize("old", [True, False])
 def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
     """P5, P6: it goes once it is nobody's any more; of what lives people are told. A node that is at it is left alone."""
-    monkeypatch.setattr(limits, "PARKED_KEPT_S", -1.0 if old else 3600.0)
+    monkeypatch.setattr(limits, "PARKED_KEEP_S", -1.0 if old else 3600.0)
     monkeypatch.setattr(Scan, "_is_gone", lambda _, inode: inode == 0x77)
     for number in (0x77, 0x78):
         (world.pfs / f".ckptfs.parked.{number:x}").write_bytes(b"renamed")
@@ -79,7 +79,7 @@ def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: py
 
 
 def test_what_cannot_be_swept_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "PARKED_KEPT_S", -1.0)
+    monkeypatch.setattr(limits, "PARKED_KEEP_S", -1.0)
     monkeypatch.setattr(Scan, "_is_gone", lambda *_: True)
     left = world.pfs / ".ckptfs.parked.77"
     left.write_bytes(b"renamed")

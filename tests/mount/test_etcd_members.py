@@ -116,7 +116,7 @@ def test_each_member_goes_and_returns(three: Etcd, two: list[DaemonUnderTest]) -
         load.ended.set()
         load.join(60)
     assert [load.failure for load in loads] == ["", ""]
-    assert max(load.longest for load in loads) < limits.VISIT_WAIT_S
+    assert max(load.longest for load in loads) < limits.SCAN_WAIT_S
     assert epoch(three) == known and not any("lost" in daemon.log for daemon in two)
     for name, load in zip(names, loads, strict=True):
         expected = {f"{turn}" for turn in range(load.turns)}

@@ -65,7 +65,7 @@ def test_what_cannot_be_revoked_is_refused(authority: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["node1", "node1 x", "node1 -1", "node1 0", "node1 9999999", "node1 \u0663"])
 def test_a_broken_list_is_named_and_what_was_known_holds(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P11."""
-    monkeypatch.setattr(limits, "REVOKED_LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "REVOKED_POLL_S", 0.0)
     certificates.write_revocations(tmp_path, {"node7": 3})
     known = certificates.RevocationList(tmp_path)
     assert (known.get_count("node7"), known.get_count("node1")) == (3, 0)

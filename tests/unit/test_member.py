@@ -59,8 +59,8 @@ class Station:
 @pytest.fixture
 def etcd(monkeypatch: pytest.MonkeyPatch) -> MemoryEtcd:
     """A store whose leases are kept often."""
-    monkeypatch.setattr(limits, "NODE_BEAT_S", 0.02)
-    monkeypatch.setattr(limits, "WORLD_GATHER_S", 0.005)
+    monkeypatch.setattr(limits, "NODE_LEASE_RENEW_S", 0.02)
+    monkeypatch.setattr(limits, "VIEW_GATHER_S", 0.005)
     monkeypatch.setattr(limits, "NODE_RETURN_S", 0.0)
     return MemoryEtcd(Clock())
 

@@ -271,10 +271,10 @@ def test_an_answer_is_kept_until_the_ring_comes_round(db: Database) -> None:
     with db.transaction():
         handles.record_reply(db, 4, b"four")
         assert (handles.get_reply(db, 4), handles.get_reply(db, 6)) == (b"four", None)
-        handles.record_reply(db, 4 + 2 * limits.ANSWERS_KEPT, b"later")
+        handles.record_reply(db, 4 + 2 * limits.REPLIES_KEPT, b"later")
         assert handles.get_reply(db, 4) is None
         handles.delete_replies(db)
-        assert handles.get_reply(db, 4 + 2 * limits.ANSWERS_KEPT) is None
+        assert handles.get_reply(db, 4 + 2 * limits.REPLIES_KEPT) is None
 
 
 def test_an_answer_goes_with_its_change(db: Database) -> None:

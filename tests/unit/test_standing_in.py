@@ -52,7 +52,7 @@ def test_while_the_mover_keeps_the_lease_the_mount_does_not() -> None:
         await passed(clock, 100.0)
         for _ in range(20):
             standing_in.record_renewal(7)
-            await passed(clock, limits.NODE_BEAT_S)
+            await passed(clock, limits.NODE_LEASE_RENEW_S)
         assert store.kept == []
 
     play(act)
@@ -63,13 +63,13 @@ def test_when_it_is_silent_the_mount_does_until_it_speaks_again() -> None:
         standing_in.record_renewal(7)
         await passed(clock, limits.NODE_SILENT_S)
         store.answers = False  # An answer that does not come is no reason to give up.
-        await passed(clock, limits.NODE_BEAT_S)
+        await passed(clock, limits.NODE_LEASE_RENEW_S)
         store.answers = True
-        await passed(clock, limits.NODE_BEAT_S)
+        await passed(clock, limits.NODE_LEASE_RENEW_S)
         standing_in.record_renewal(8)
-        await passed(clock, limits.NODE_BEAT_S)
+        await passed(clock, limits.NODE_LEASE_RENEW_S)
         assert store.kept == [7, 7, 7]
-        await passed(clock, limits.NODE_SILENT_S - limits.NODE_BEAT_S)
+        await passed(clock, limits.NODE_SILENT_S - limits.NODE_LEASE_RENEW_S)
         assert store.kept == [7, 7, 7, 8]
 
     play(act)
@@ -78,9 +78,9 @@ def test_when_it_is_silent_the_mount_does_until_it_speaks_again() -> None:
 def test_a_node_without_a_mover_does_not_live_for_ever() -> None:
     async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
         standing_in.record_renewal(7)
-        await passed(clock, limits.NODE_STOOD_IN_FOR_S)
+        await passed(clock, limits.STANDBY_LEASE_S)
         for _ in range(20):
-            await passed(clock, limits.NODE_BEAT_S)
+            await passed(clock, limits.NODE_LEASE_RENEW_S)
         assert store.kept == []
 
     play(act)
@@ -92,7 +92,7 @@ def test_a_lease_that_is_gone_is_left_alone() -> None:
         standing_in.record_renewal(7)
         await passed(clock, limits.NODE_SILENT_S)
         for _ in range(5):
-            await passed(clock, limits.NODE_BEAT_S)
+            await passed(clock, limits.NODE_LEASE_RENEW_S)
         assert store.kept == [7]
 
     play(act)

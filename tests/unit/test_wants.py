@@ -148,7 +148,7 @@ def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monk
     class Clock(Rung):
         def notify(self, message: bytes) -> None:
             rings.append(message)
-            clock[0] += int(limits.WANT_LOOK_S * 1e9)
+            clock[0] += int(limits.REQUEST_POLL_S * 1e9)
             if len(rings) == 5:
                 mover_requests.record_progress(db, mover_requests.list_open(db, mover_requests.FETCH)[0].id)
 

@@ -103,7 +103,7 @@ class RetryPolicy:
 
 
 def _get_salvage_wait_s() -> float:
-    return limits.FALL_BACK_RIVALS_S + limits.FALL_BACK_LOOK_S + limits.FALL_BACK_MARGIN_S
+    return limits.SALVAGE_RIVALS_S + limits.SALVAGE_POLL_S + limits.SALVAGE_MARGIN_S
 
 
 class SalvageWait:
@@ -141,7 +141,7 @@ class SalvageWait:
         if answer is not None and answer.state == mover_requests.DONE:
             return self._take_decision(request)
         new_request = mover_requests.insert_request(
-            self._db, mover_requests.SALVAGE, request.inode, wait_s=limits.FALL_BACK_RIVALS_S + limits.FETCH_STALL_S
+            self._db, mover_requests.SALVAGE, request.inode, wait_s=limits.SALVAGE_RIVALS_S + limits.FETCH_STALL_S
         )
         with self._lock:
             self._salvage_requests[request.id] = new_request
@@ -305,7 +305,7 @@ class Fetch:
         now_s = time.monotonic()
         with self._lock:
             previous = self._attempts.get(request.id, Attempt(0, now_s, now_s))
-            self._attempts[request.id] = Attempt(previous.tries, previous.since_s, now_s + limits.FETCH_SHARED_LOOK_S)
+            self._attempts[request.id] = Attempt(previous.tries, previous.since_s, now_s + limits.FETCH_SHARED_POLL_S)
 
     def _fetch(self, request: mover_requests.MoverRequest) -> str:
         """Do what is wanted; the result. Raises Busy when it has to wait for something."""
@@ -378,7 +378,7 @@ class Fetch:
             return self._tiers.choose_tier(size)
         wants_spare_room = is_never_read and size > limits.FETCH_WHOLE_BYTES
         with suppress(NoSpace):
-            tier = self._tiers.choose_tier(size * limits.FETCH_ROOM_RATIO if wants_spare_room else size)
+            tier = self._tiers.choose_tier(size * limits.FETCH_SPACE_RATIO if wants_spare_room else size)
             if tier is not Tier.PFS:
                 return tier
         self._notify.wake_lanes()  # Let others make room for the next one.

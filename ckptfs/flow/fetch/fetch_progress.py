@@ -31,7 +31,7 @@ class FetchProgress:
         self._lock = threading.Lock()
 
     def __call__(self) -> None:
-        if time.monotonic() - self._reported_s < limits.WANT_LOOK_S or not self._lock.acquire(blocking=False):
+        if time.monotonic() - self._reported_s < limits.REQUEST_POLL_S or not self._lock.acquire(blocking=False):
             return
         try:
             self._reported_s = time.monotonic()

@@ -146,9 +146,9 @@ class PfsSingleFlight:
 
     def _wait_published(self, inode: int) -> None:
         """A file that had no content before: that it has one now is told like every change of a file, in a moment."""
-        end_s = time.monotonic() + limits.TOLD_WAIT_S
+        end_s = time.monotonic() + limits.PUBLISHED_WAIT_S
         while not remote_contents.was_in_store(self._db, inode) and time.monotonic() < end_s:
-            self._pause.wait(limits.TOLD_LOOK_S)
+            self._pause.wait(limits.STORE_PUBLISHED_POLL_S)
 
 
 def _get_lock_name(found: FetchState) -> str:

@@ -124,7 +124,7 @@ class Host:
 
     def next_due_s(self) -> float | None:
         """Until the next look."""
-        return limits.RECEPTION_KEPT_S if self._incoming else None
+        return limits.RECEPTION_KEEP_S if self._incoming else None
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class Host:
         with self._lock:
             idle = sorted((one.idle_s, content) for content, one in self._incoming.items() if content not in self._busy_tokens)
             excess = len(idle) - limits.RECEPTIONS_MAX
-            gone = [content for rank, (since_s, content) in enumerate(idle) if rank < excess or now_s - since_s > limits.RECEPTION_KEPT_S]
+            gone = [content for rank, (since_s, content) in enumerate(idle) if rank < excess or now_s - since_s > limits.RECEPTION_KEEP_S]
             stale = [self._incoming.pop(content) for content in gone]
         for incoming in stale:
             incoming.discard(self._db)
@@ -372,7 +372,7 @@ class Host:
 
     def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
         """Wait until a content that is closed here is sealed. Of one that is still written: what it holds now."""
-        until_s = time.monotonic() + min(timeout_s, limits.SEAL_SOON_MAX_S)
+        until_s = time.monotonic() + min(timeout_s, limits.SEAL_REQUEST_MAX_S)
         while True:
             known = get_content(self._db, content)
             if known is None or known.is_remote:
@@ -394,7 +394,7 @@ class Host:
         """Nothing goes at a peer's word alone: the store is asked first."""
         with self._lock:
             # What is too much is found by the next sweep.
-            self.reported_unneeded.update(contents[: max(0, limits.DOUBTED_MAX - len(self.reported_unneeded))])
+            self.reported_unneeded.update(contents[: max(0, limits.UNCONFIRMED_MAX - len(self.reported_unneeded))])
         self._notify.wake_lanes()
 
     def get_free_bytes(self) -> int:

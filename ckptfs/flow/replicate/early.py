@@ -76,7 +76,7 @@ class EarlyReplication:
         if len(self._cluster.view()) < 2 or self._cluster.factor < 2:
             self._growing_files = {}
             return False
-        written = peer_copies.list_being_written(self._db, limits.AHEAD_FILES_MAX)
+        written = peer_copies.list_being_written(self._db, limits.EARLY_FILES_MAX)
         self._growing_files = {content.id: self._growing_files.get(content.id, _GrowingFile(content)) for content, _ in written}
         more = False
         for content, tier in written:
@@ -90,14 +90,14 @@ class EarlyReplication:
 
     def next_due_s(self) -> float | None:
         """Soon while somebody writes; now and then else: that a file was opened is a hint, which may be lost."""
-        return limits.AHEAD_LOOK_S if self._growing_files else limits.AHEAD_IDLE_S
+        return limits.EARLY_POLL_S if self._growing_files else limits.EARLY_IDLE_S
 
     def _send_complete(self, growing: _GrowingFile, content: Content, tier: Tier) -> bool:
         """Send the next blocks of one file; whether more of it are complete."""
         if growing.content.generation != content.generation:
             growing.content, growing.blocks, growing.last_size, growing.sent_count = content, [], 0, 0
         found = self._tiers[tier].stat(content.id)
-        if found is None or found.st_size < limits.AHEAD_BYTES_MIN:
+        if found is None or found.st_size < limits.EARLY_BYTES_MIN:
             return False
         # The block that the file ended in when it was looked at last, and those after it, may still change.
         complete, growing.last_size = min(growing.last_size, found.st_size) // BLOCK, found.st_size
@@ -110,7 +110,7 @@ class EarlyReplication:
         """The digests of what is complete and was not read yet, a bounded number of blocks."""
         del growing.blocks[complete:]
         growing.sent_count = min(growing.sent_count, complete)
-        for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.AHEAD_BLOCKS_MAX)):
+        for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.EARLY_BLOCKS_MAX)):
             if disk.act("ahead:read", os.preadv, fd, [self._block], number * BLOCK) < BLOCK:
                 return
             growing.blocks.append(digest.hash_block(self._block))

@@ -229,14 +229,14 @@ class PeriodicReplication:
 
     def next_due_s(self) -> float | None:
         """Soon while somebody writes; now and then else, because nobody tells of an open."""
-        return limits.OPEN_LOOK_S if contents.count_writers(self._db) else limits.OPEN_IDLE_S
+        return limits.OPEN_FILES_POLL_S if contents.count_writers(self._db) else limits.OPEN_IDLE_S
 
     def _start_tracking(self, content: Content, tier: Tier, now_s: float) -> _TrackedFile:
         """What was verified after it was changed last had its copies made when it was sealed."""
         state = self._get_file_state(content, tier)
         verified_ns = next((copy.verified_ns for copy in copies.list_copies(self._db, content.id) if copy.tier is tier), 0)
         is_unchanged = state is not None and state[1] < verified_ns
-        return _TrackedFile(state if is_unchanged else None, now_s + limits.OPEN_COPIED_S, now_s + limits.OPEN_FSYNCED_S)
+        return _TrackedFile(state if is_unchanged else None, now_s + limits.OPEN_REPLICATE_S, now_s + limits.OPEN_REPLICATE_FSYNCED_S)
 
     def _replicate_if_due(self, tracked: _TrackedFile, content: Content, tier: Tier, fsynced: mover_requests.MoverRequest | None) -> None:
         now_s, state = time.monotonic(), self._get_file_state(content, tier)
@@ -245,7 +245,9 @@ class PeriodicReplication:
                 mover_requests.mark_done(self._db, fsynced.id)
             return
         is_fsync_due = (
-            fsynced is not None and now_s >= tracked.fsync_due_s and time.time_ns() - fsynced.at_ns >= int(limits.OPEN_FSYNCED_S * 1e9)
+            fsynced is not None
+            and now_s >= tracked.fsync_due_s
+            and time.time_ns() - fsynced.at_ns >= int(limits.OPEN_REPLICATE_FSYNCED_S * 1e9)
         )
         if not is_fsync_due and now_s < tracked.change_due_s:
             return
@@ -256,11 +258,11 @@ class PeriodicReplication:
         else:
             log.debug("too few nodes take content %d as it is now; again in a while", content.id)
             if fsynced is not None:
-                mover_requests.insert_request(self._db, mover_requests.REPLICATE_LATER, content.inode, wait_s=limits.WANT_KEPT_S)
+                mover_requests.insert_request(self._db, mover_requests.REPLICATE_LATER, content.inode, wait_s=limits.REQUEST_KEEP_S)
         end_s = time.monotonic()
         pause_s = PAUSE_RATIO * (end_s - now_s)
-        tracked.change_due_s = end_s + max(limits.OPEN_COPIED_S, pause_s)
-        tracked.fsync_due_s = end_s + max(limits.OPEN_FSYNCED_S, pause_s)
+        tracked.change_due_s = end_s + max(limits.OPEN_REPLICATE_S, pause_s)
+        tracked.fsync_due_s = end_s + max(limits.OPEN_REPLICATE_FSYNCED_S, pause_s)
 
     def _get_file_state(self, content: Content, tier: Tier) -> tuple[int, int] | None:
         found = self._tiers[tier].stat(content.id) if tier in self._tiers else None

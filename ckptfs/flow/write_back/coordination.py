@@ -88,7 +88,7 @@ class ClusterWriteBack:
 
     def next_due_s(self) -> float | None:
         """Until the next look for that, which waits until the journal is done."""
-        return max(limits.WANT_LOOK_S, self._next_search_s - time.monotonic()) if self._next_search_s < self._search_until_s else None
+        return max(limits.REQUEST_POLL_S, self._next_search_s - time.monotonic()) if self._next_search_s < self._search_until_s else None
 
     def _load(self, rows: list[JournalRow]) -> None:
         self._snapshot = StoreSnapshot(self._db, self._cluster.store)

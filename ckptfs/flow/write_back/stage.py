@@ -243,7 +243,7 @@ class Stager:
         while (now := contents.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
                 raise Unsealed("its seal takes long")
-            time.sleep(limits.EARLY_SEAL_LOOK_S)
+            time.sleep(limits.EARLY_SEAL_POLL_S)
         if now is None or now.change != content.change or (now.size, now.digest) != copied[:2]:
             raise Unsealed("it was sealed as something else, deleted or opened for writing")
         return copied

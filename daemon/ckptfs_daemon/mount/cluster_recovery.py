@@ -215,12 +215,12 @@ class StandbyLease:
                 continue
             while self._lease and not self._mover_renewed.is_set():
                 await self._renew(self._lease)
-                with trio.move_on_after(limits.NODE_BEAT_S):
+                with trio.move_on_after(limits.NODE_LEASE_RENEW_S):
                     await self._mover_renewed.wait()
 
     async def _renew(self, lease: int) -> None:
         left_s = 0.0
-        if trio.current_time() < self._last_renewal_s + limits.NODE_STOOD_IN_FOR_S:
+        if trio.current_time() < self._last_renewal_s + limits.STANDBY_LEASE_S:
             left_s = limits.NODE_LEASE_S
             with suppress(CkptfsError):
                 left_s = await self._keep_alive(lease)

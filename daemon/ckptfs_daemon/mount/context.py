@@ -155,7 +155,7 @@ class ChangeRunner:
         Where the last visit took too long the next ones are given little time, until one succeeds: what waits here is an application.
         """
         try:
-            timeout_s = limits.VISIT_WAIT_SLOW_S if self._is_scan_slow else limits.VISIT_WAIT_S
+            timeout_s = limits.SCAN_WAIT_SLOW_S if self._is_scan_slow else limits.SCAN_WAIT_S
             await self.context.mover_client.request(mover_requests.SCAN, directory, timeout_s=timeout_s)
         except (OSError, CkptfsError) as failure:
             self._is_scan_slow = isinstance(failure, TimedOut)

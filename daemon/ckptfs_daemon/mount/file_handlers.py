@@ -142,7 +142,7 @@ class FileHandlers(OpenHandlers, RawHandlers):
 
         Raises NoRoom when all are full.
         """
-        full_until_s = trio.current_time() + limits.NO_ROOM_WAIT_S
+        full_until_s = trio.current_time() + limits.NO_SPACE_WAIT_S
         while True:
             fd, must_close = await file.get_writable_fd()
             try:
@@ -158,7 +158,7 @@ class FileHandlers(OpenHandlers, RawHandlers):
                 if trio.current_time() > full_until_s:
                     raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
                 self.context.wake_channel.notify(ipc.WORK)
-                await trio.sleep(limits.NO_ROOM_LOOK_S)
+                await trio.sleep(limits.NO_SPACE_POLL_S)
 
     async def _run_on_tier(self, file: OpenFile, act: Callable[[], T]) -> T:
         """Run `act` where it cannot hold up everybody else."""
@@ -250,7 +250,7 @@ class FileHandlers(OpenHandlers, RawHandlers):
             return
         if self.context.shared_namespace is not None and file.writer_count:
             # Nobody waits for it, and what is closed soon has no need of it: the row will be seen.
-            mover_requests.insert_request(self.context.db, mover_requests.REPLICATE_LATER, file.inode, wait_s=limits.WANT_KEPT_S)
+            mover_requests.insert_request(self.context.db, mover_requests.REPLICATE_LATER, file.inode, wait_s=limits.REQUEST_KEEP_S)
 
     async def _wait_clique_copies(self, inode: int) -> None:
         """Wait until enough nodes have what the file holds now. Without them: what the configuration says."""

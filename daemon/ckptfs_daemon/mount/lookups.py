@@ -2,8 +2,8 @@
 
 The kernel asks for one name of a path after the other, and each answer must be what the store says while the system call runs. What was
 looked up in a directory the last time, or follows that (f2 after f1), is read together with the directory. It counts as fresh for the same
-thread alone, while it is in the same system call with the same arguments, in the order of the path, once, for WALK_FRESH_S, and only if
-each step follows the answer to the one before within WALK_STEP_S: a thread that was told of what another node did has come back from its
+thread alone, while it is in the same system call with the same arguments, in the order of the path, once, for LOOKUP_FRESH_S, and only if
+each step follows the answer to the one before within LOOKUP_STEP_S: a thread that was told of what another node did has come back from its
 system call. A wrong guess costs a key in a question that was asked anyway; where /proc does not say what a thread does (CAP_SYS_PTRACE is
 needed for that), each name is asked for by itself.
 If we die here: nothing is kept.
@@ -150,7 +150,7 @@ class LookupPrefetch:
         """The thread gets an answer now."""
         walk = self._walks.get(pid)
         if walk is not None:
-            walk.step_until_s = trio.current_time() + limits.WALK_STEP_S
+            walk.step_until_s = trio.current_time() + limits.LOOKUP_STEP_S
 
     def record_stale_open(self, pid: int) -> None:
         """What the thread looked up and opens was replaced while it waited for that: the kernel looks up the path once more, no oftener."""
@@ -158,7 +158,7 @@ class LookupPrefetch:
         call = self._call_of(pid)
         if call:
             self._stale_opens[pid] = StaleOpen(call)
-            if len(self._stale_opens) > limits.WALKS_MAX:
+            if len(self._stale_opens) > limits.LOOKUPS_MAX:
                 self._stale_opens.popitem(last=False)
 
     def has_stale_open(self, pid: int) -> bool:
@@ -182,15 +182,15 @@ class LookupPrefetch:
         if pid:
             now_s = trio.current_time()
             self._walks.pop(pid, None)
-            self._walks[pid] = PathWalk(self._call_of(pid), now_s + limits.WALK_FRESH_S, now_s + limits.WALK_STEP_S, deque(ahead))
-            if len(self._walks) > limits.WALKS_MAX:
+            self._walks[pid] = PathWalk(self._call_of(pid), now_s + limits.LOOKUP_FRESH_S, now_s + limits.LOOKUP_STEP_S, deque(ahead))
+            if len(self._walks) > limits.LOOKUPS_MAX:
                 self._walks.popitem(last=False)
 
     def _record_lookup(self, parent: int, name: bytes) -> None:
         habit = self._patterns.get(parent)
         if habit is None:
             self._patterns[parent] = LookupPattern((name,), (name,))
-            if len(self._patterns) > limits.WALKS_MAX:
+            if len(self._patterns) > limits.LOOKUPS_MAX:
                 self._patterns.popitem(last=False)
             return
         habit.record_name(name)
@@ -200,7 +200,7 @@ class LookupPrefetch:
         """What will probably be looked up from a directory on, step by step."""
         steps: list[tuple[Name, ...]] = []
         child: int | None = directory
-        while child is not None and len(steps) < limits.WALK_NAMES_MAX and (habit := self._patterns.get(child)) is not None:
+        while child is not None and len(steps) < limits.LOOKUP_NAMES_MAX and (habit := self._patterns.get(child)) is not None:
             names = tuple((child, name) for name in habit.expected_names)
             steps.extend([names] * len(names))
             child = next(filter(None, (read.find_directory(self._shared_namespace.db, *name) for name in names)), None)

@@ -1,6 +1,6 @@
 """Owns the mount's waiting for the mover: a want is written to the catalog, the bell rung, and the answer read from the catalog.
 
-The bell is a hint in both directions: a waiter looks again every `limits.WANT_LOOK_S` and rings again, so neither a lost hint nor a
+The bell is a hint in both directions: a waiter looks again every `limits.REQUEST_POLL_S` and rings again, so neither a lost hint nor a
 new mover process costs more than that. Everything runs in the mount's trio thread.
 If we die here: the kernel sends the request again, the handler asks again and shares the row that is still open.
 """
@@ -45,7 +45,7 @@ class MoverClient:
             await answers.wait()
 
     async def request(
-        self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.VISIT_WAIT_S, accepts_begun: bool = False
+        self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.SCAN_WAIT_S, accepts_begun: bool = False
     ) -> str:
         """Ask and wait; the answer's result, `wants.BEGUN` too if `begun` is enough.
 
@@ -69,4 +69,4 @@ class MoverClient:
             if row is None:
                 request_id = mover_requests.insert_request(self._db, kind, inode, argument, wait_s=left_s)
                 continue
-            await self.wait_reply(min(left_s, limits.WANT_LOOK_S))
+            await self.wait_reply(min(left_s, limits.REQUEST_POLL_S))

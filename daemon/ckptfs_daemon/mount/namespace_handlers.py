@@ -190,7 +190,7 @@ class DirectoryHandlers(ChangeRunner):
     async def _get_pfs_capacity(self) -> tuple[int, int]:
         """(total, free) of the PFS as it last said; asked again in a thread, of which there is one at most, when that is old."""
         asked_s, total, free = self._pfs_capacity
-        if time.monotonic() - asked_s > limits.ROOM_AGE_S and not self._is_statvfs_running:
+        if time.monotonic() - asked_s > limits.CAPACITY_AGE_S and not self._is_statvfs_running:
             self._is_statvfs_running = True
             with trio.move_on_after(limits.STATFS_WAIT_S):
                 await trio.to_thread.run_sync(self._statvfs_pfs, abandon_on_cancel=True)
@@ -249,7 +249,7 @@ class NamespaceHandlers(AttributeHandlers, DirectoryHandlers, OrphanHandlers, Xa
         shared_namespace, prefetch, db = self.context.shared_namespace, self.prefetch, self.context.db
         assert shared_namespace is not None and prefetch is not None
         fetched_inode = 0
-        for _ in range(limits.MISLED_LOOKS_MAX):
+        for _ in range(limits.STALE_OPEN_LOOKUPS_MAX):
             try:
                 found = namespace.lookup(db, parent, name)
                 held = contents.get_file_content(db, found.id)

@@ -132,11 +132,11 @@ class OpenAttempt:
         self._unsealed_content: int | None = None
         self._leases_until_s = 0.0
         self._has_begun_fetch = self._has_searched = False
-        self._announce_deadline_s = trio.current_time() + limits.TOLD_WAIT_S
+        self._announce_deadline_s = trio.current_time() + limits.PUBLISHED_WAIT_S
 
     async def run(self) -> OpenResult:
         """Open. Raises OSError, ContentLost, NoRoom, TimedOut."""
-        full_until_s = trio.current_time() + limits.NO_ROOM_WAIT_S
+        full_until_s = trio.current_time() + limits.NO_SPACE_WAIT_S
         try:
             while True:
                 try:
@@ -147,7 +147,7 @@ class OpenAttempt:
                     if trio.current_time() > full_until_s:
                         raise
                     self._context.wake_channel.notify(ipc.WORK)
-                    await trio.sleep(limits.NO_ROOM_LOOK_S)
+                    await trio.sleep(limits.NO_SPACE_POLL_S)
         finally:
             if self._pfs_fd >= 0:
                 os.close(self._pfs_fd)
@@ -422,7 +422,7 @@ class OpenAttempt:
             raise MustWait(lambda: trio.sleep(limits.LEASE_POLL_S)) from failure
 
     async def _wait_and_refresh(self) -> None:
-        await trio.sleep(limits.TOLD_LOOK_S)
+        await trio.sleep(limits.STORE_PUBLISHED_POLL_S)
         if self._context.shared_namespace is not None:
             await self._context.shared_namespace.refresh_inode(self._open_request.inode)
 

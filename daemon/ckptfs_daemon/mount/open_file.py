@@ -270,7 +270,7 @@ class FetchWaiter:
             if trio.current_time() > until_s:
                 raise TimedOut("a file that has arrived is not counted")
             if file.fetch_waiter is self:
-                await self._context.mover_client.wait_reply(limits.WANT_LOOK_S)
+                await self._context.mover_client.wait_reply(limits.REQUEST_POLL_S)
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class FetchWaiter:
             if trio.current_time() > until_s:
                 raise TimedOut(f"nothing of it came for {limits.FETCH_STALL_S:g} s")
             if file.fetch_waiter is self:
-                await self._context.mover_client.wait_reply(limits.WANT_LOOK_S)
+                await self._context.mover_client.wait_reply(limits.REQUEST_POLL_S)
 
     def _has_blocks(self, numbers: range) -> bool:
         return self._fetch_map is not None and self._fetch_map.has_blocks(numbers)

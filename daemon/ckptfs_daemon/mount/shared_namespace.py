@@ -258,7 +258,7 @@ class SharedNamespace:
                 question.done.set()
             return
         gets = [get for question in questions for get in question.gets]
-        self._next_probe_s = trio.current_time() + limits.STORE_LOOK_S
+        self._next_probe_s = trio.current_time() + limits.STORE_POLL_S
         try:
             self.counts["reads"] += 1
             found = await wait_outcome(self._store.read_soon(gets))
@@ -330,7 +330,7 @@ class SharedNamespace:
                 if not self.is_disconnected and key_state.get_last_change(self.db):
                     await self._commit_rounds.run_or_wait(self._commit_batch)
                 continue
-            with trio.move_on_after(limits.WANT_LOOK_S):
+            with trio.move_on_after(limits.REQUEST_POLL_S):
                 await self._has_dirty.wait()
             if trio.current_time() > self._next_probe_s:
                 await self._read([])

@@ -87,7 +87,7 @@ class ClusterServices:
             ("fall-back", self._salvage), ("hold", self._host), ("ahead", self._early_replication),
             ("copy open files", self._periodic_replication), ("bury", self._drop_dead_records),
             *([("take over", self._take_over)] if self._config.pfs is not None else ()),
-            *((f"secure {number}", self._fsync_replication) for number in range(1, limits.SECURES_MAX + 1)),
+            *((f"secure {number}", self._fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
         ]  # fmt: skip
 
     def refresh_pfs_path(self, inode: int) -> None:

@@ -107,10 +107,10 @@ class MembershipService:
                 self._record_store_answer()
                 await self._clear_trouble()
                 backoff.reset()
-                await trio.sleep(limits.NODE_BEAT_S * random.uniform(0.8, 1.0))
+                await trio.sleep(limits.NODE_LEASE_RENEW_S * random.uniform(0.8, 1.0))
             except CkptfsError as failure:
                 await self._record_trouble(failure)
-                await trio.sleep(limits.NODE_BEAT_S if isinstance(failure, NameTaken) else backoff.next_delay_s())
+                await trio.sleep(limits.NODE_LEASE_RENEW_S if isinstance(failure, NameTaken) else backoff.next_delay_s())
 
     # --- following ---------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class MembershipService:
             due_s = self._member_table.next_due_s()
             with trio.move_on_at(float("inf") if due_s is None else due_s):
                 await self._view_may_change.wait()
-            await trio.sleep(limits.WORLD_GATHER_S)
+            await trio.sleep(limits.VIEW_GATHER_S)
             self._view_may_change = trio.Event()
             self._member_table.delete_expired(trio.current_time())
             await self._set_view(self._member_table.build_view())
@@ -208,7 +208,7 @@ class Backoff:
         self._s = 0.0
 
     def next_delay_s(self) -> float:
-        self._s = min(max(2 * self._s, limits.RETRY_FIRST_S), limits.NODE_BEAT_S)
+        self._s = min(max(2 * self._s, limits.RETRY_FIRST_S), limits.NODE_LEASE_RENEW_S)
         return self._s * random.uniform(0.5, 1.0)
 
 
