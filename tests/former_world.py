@@ -98,7 +98,7 @@ def appended(data: bytearray) -> None:
 
 def tidy(node: Node) -> None:
     """Everything that goes, goes."""
-    flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.doubted)
+    flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded)
     while flow.step():
         pass
     Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()

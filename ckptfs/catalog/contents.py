@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from ckptfs import lifecycle
 from ckptfs.catalog import copies, identity, journal, peer_copies
-from ckptfs.catalog.copies import CONTENT_COLUMNS
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
 from ckptfs.lifecycle import FileRecord, PublishedState
@@ -45,7 +44,7 @@ class SealResult:
 
 def get_content(db: Database, content: int) -> Content | None:
     """The row of a content."""
-    row = db.row(f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)
+    row = db.row(f"SELECT {copies.CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)
     return None if row is None else copies.build_content(row)
 
 
@@ -69,7 +68,7 @@ def is_unchanged(db: Database, seen: Content) -> bool:
 def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[Content, Tier]]:
     """Contents that await their seal, from the one after `after` on in the order of their ids, with the one of `tiers` that has it."""
     rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
+        f"SELECT {copies.CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
         " WHERE k.state = 1 AND k.peer = 0 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
@@ -122,7 +121,7 @@ def get_largest_recent_size(db: Database, at_most: int) -> int:
 def list_without_copy(db: Database) -> list[Content]:
     """Contents of this node's own that should have bytes and have no good copy in any tier."""
     rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.peer = 0"
+        f"SELECT {copies.CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.peer = 0"
         " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     )
     return [copies.build_content(row) for row in rows]

@@ -126,7 +126,7 @@ def test_a_source_that_is_ended_because_all_is_here_has_not_failed(world: World,
         yield
 
     class Over:
-        record, over = record_of(offer_of(DATA)), True
+        manifest, is_stopped = record_of(offer_of(DATA)), True
 
     monkeypatch.setattr(Link, "use_connection", ended)
     worker = block_client.FetchWorker(link, cast(Any, Over()))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from local_node import Node, in_process
 
-from ckptfs import catalog
-from ckptfs.catalog import copies
+from ckptfs.catalog import contents, copies
 from ckptfs.catalog.contents import mark_doomed
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
@@ -137,7 +136,7 @@ def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.
 def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
     lonely, paired = node.make(b"lonely", b"1"), node.make(b"paired", b"2")
     Seal(node.db, node.tiers, node.config, node.told).step()
-    row = catalog.settling.get_content(node.db, paired)
+    row = contents.get_content(node.db, paired)
     assert row is not None
     local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
     with node.db.transaction():
@@ -188,9 +187,9 @@ def test_dying_anywhere_drops_the_same_in_the_end(tmp_path: Path, label: str, ac
     for content in doomed:
         doom(node, content)
     script = """
-from ckptfs.flow.drop import Drop
+from ckptfs.flow.reclaim import Reclaim
 try:
-    Drop(node.db, node.places, node.config, node.told).step()
+    Reclaim(node.db, node.tiers, node.config, node.told).step()
 except OSError:
     pass
 """

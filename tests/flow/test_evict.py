@@ -318,8 +318,8 @@ def test_dying_or_failing_anywhere_loses_nothing(tmp_path: Path, label: str, act
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.recover import Recover
 node.squeeze(Tier.RAM, 4 * 100_000)
-Recover(node.db, node.places, node.config, node.told).step()
-step = Evict(node.db, node.places, node.config, node.told)
+Recover(node.db, node.tiers, node.config, node.told).step()
+step = Evict(node.db, node.tiers, node.config, node.told)
 for _ in range(10):
     try:
         if not step.step():

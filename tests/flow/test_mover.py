@@ -24,12 +24,12 @@ import socket, sys
 from pathlib import Path
 from local_node import Node
 from ckptfs.model import DataPath
-from ckptfs_daemon import mover
-from ckptfs_daemon.inherited import ChildSetup
+from ckptfs_daemon.mover import main as mover
+from ckptfs_daemon.ipc import ChildSetup
 root, link, bell, pfs = sys.argv[1:]
 node = Node(Path(root))
 node.configure(name=f"test-{link}-{Path(root).name}", drain_deadline_s=float(pfs or 30))
-node.places.close()
+node.tiers.close()
 node.db.close()
 ends = [socket.socket(fileno=int(number)) for number in (link, bell)]
 given = ChildSetup("mover", node.config, *ends, -1, b"", DataPath.BUFFERED, "", False, False)

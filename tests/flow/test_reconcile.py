@@ -28,7 +28,7 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sweep(node: Node) -> None:
     """Look through everything, and drop what is doomed."""
-    flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.doubted)
+    flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded)
     while flow.step():
         pass
     Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
@@ -103,10 +103,10 @@ def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, m
     one, two = cluster.nodes
     content = replicated(cluster)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
-    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.doubted)
+    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.reported_unneeded)
     while flow.step():  # The first sweep is over.
         pass
-    two.hold.doubted.add(content)
+    two.hold.reported_unneeded.add(content)
     flow.step()
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and (flow.next_due_s() or 0.0) < 1.0
     one.db.run("UPDATE content SET state = 3 WHERE id = ?", content)
@@ -318,7 +318,7 @@ def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None
     delete(cluster, f"i/{one.inode(content):016x}")
     two.hold.release_copies([content, 77, 78])
     sweep(two)
-    assert two.files(Tier.RAM) == set() and two.hold.doubted == set()
+    assert two.files(Tier.RAM) == set() and two.hold.reported_unneeded == set()
 
 
 def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
     cluster = LocalCluster(tmp_path, 3)
     one, two, three = cluster.nodes
     content, kept = replicated(cluster), replicated(cluster, b"b")
-    flows = {node: Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.doubted) for node in (one, two)}
+    flows = {node: Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded) for node in (one, two)}
     for flow in flows.values():
         while flow.step():  # The first sweep; the next one comes half an hour later.
             pass
@@ -335,7 +335,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
     copies.delete_doomed(three.db, [(content, None)])
     peer_copies.insert_unneeded_copy(three.db, content, 1)
     replicate_of(three).step()
-    assert one.hold.doubted == {content}
+    assert one.hold.reported_unneeded == {content}
     for node, flow in flows.items():
         one.hold.release_copies([kept])
         while flow.step():
@@ -352,7 +352,7 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
     one, two = cluster.nodes
     content, kept = replicated(cluster), replicated(cluster, b"b")
     lease = [1]
-    flow = Reconcile(two.db, two.tiers, two.told, replace(cluster_of(two), lease=lambda: lease[0]), two.hold.doubted)
+    flow = Reconcile(two.db, two.tiers, two.told, replace(cluster_of(two), lease=lambda: lease[0]), two.hold.reported_unneeded)
     while flow.step():
         pass
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")

@@ -301,7 +301,7 @@ def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, la
     lose(node, Tier.RAM)
     script = """
 from ckptfs.flow.recover import Recover
-Recover(node.db, node.places, node.config, node.told).step()
+Recover(node.db, node.tiers, node.config, node.told).step()
 """
     assert in_process(tmp_path, script, fault=f"{label}={action}") == -9
     recover(node)

@@ -158,7 +158,7 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
     contents.set_state(one.db, content, ContentState.DOOMED)
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
-    until(lambda: two.hold.doubted == {content}, flow.step)
+    until(lambda: two.hold.reported_unneeded == {content}, flow.step)
     assert peer_copies.list_unneeded(one.db, 10) == []
 
 
@@ -175,7 +175,7 @@ def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
     contents.set_state(one.db, content, ContentState.DOOMED)
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     cluster.store.commit([], [Delete(locations.build_content_key(content))])
-    until(lambda: two.hold.doubted == {content} == three.hold.doubted, flow.step)
+    until(lambda: two.hold.reported_unneeded == {content} == three.hold.reported_unneeded, flow.step)
     assert locations.load(cluster.store, [content])[content].copies == ()
 
 
@@ -187,7 +187,7 @@ def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
     flow = replicate_of(one)
     while flow.step():
         pass
-    assert two.hold.doubted == set(range(1000, 1200))
+    assert two.hold.reported_unneeded == set(range(1000, 1200))
 
 
 def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +202,10 @@ def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch:
             for node in (2, 3, 4):
                 peer_copies.insert_unneeded_copy(one.db, content, node)
     flow = replicate_of(one)
-    until(lambda: three.hold.doubted == set(range(1000, 1200)), flow.step)
+    until(lambda: three.hold.reported_unneeded == set(range(1000, 1200)), flow.step)
     until(lambda: {copy.node for copy in peer_copies.list_unneeded(one.db, 1000)} == {2}, flow.step)
     cluster.cut.clear()
-    until(lambda: two.hold.doubted == set(range(1000, 1200)) and not peer_copies.list_unneeded(one.db, 1), flow.step)
+    until(lambda: two.hold.reported_unneeded == set(range(1000, 1200)) and not peer_copies.list_unneeded(one.db, 1), flow.step)
 
 
 def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     assert peer_copies.list_unneeded(one.db, 10) != []
     one.store.reachable = True
     until(lambda: peer_copies.list_unneeded(one.db, 10) == [], flow.step)
-    assert two.hold.doubted == {gone}
+    assert two.hold.reported_unneeded == {gone}
 
 
 def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_dying_or_failing_anywhere_and_starting_again_seals_the_same(tmp_path: P
     script = """
 from ckptfs.flow.seal import Seal
 try:
-    Seal(node.db, node.places, node.config, node.told).step()
+    Seal(node.db, node.tiers, node.config, node.told).step()
 except OSError:
     pass
 """

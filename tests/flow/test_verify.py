@@ -127,7 +127,7 @@ def test_dying_during_the_repair_never_counts_the_bad_copy(tmp_path: Path, label
     script = f"""
 from ckptfs.flow.verify import verify
 try:
-    verify(node.db, node.places, {content})
+    verify(node.db, node.tiers, {content})
 except OSError:
     pass
 """

@@ -10,7 +10,7 @@ import pytest
 from pfs_world import ROOT, World
 
 from ckptfs import disk, limits
-from ckptfs.catalog import journal, mover_requests, namespace, summary
+from ckptfs.catalog import journal, mover_requests, namespace, scans, summary
 from ckptfs.flow.scan import Scan
 
 
@@ -132,13 +132,13 @@ def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pyte
     rows: list[int] = []
     from ckptfs.flow import scan as compare
 
-    apply = compare.visits.import_transaction
+    apply = scans.import_transaction
 
     def counted(db: object, directory: int) -> object:
         rows.append(0)
         return apply(world.db, directory)
 
-    monkeypatch.setattr(compare.visits, "import_transaction", counted)
+    monkeypatch.setattr(scans, "import_transaction", counted)
     world.look(again=False)
     assert len(world.names()) == count
     assert compare.IMPORT_BATCH * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / compare.IMPORT_BATCH

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from pfs_world import ROOT, World
 
-from ckptfs import tiers
 from ckptfs.catalog import contents, copies, handles, mover_requests, namespace, scans
 from ckptfs.model import Tier
 from ckptfs.tiers import pfs_tree
@@ -190,7 +189,7 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
 
     (world.pfs / "link").symlink_to("a")
     world.look()
-    monkeypatch.setattr(tiers.pfs_listing, "list_entries", late)
+    monkeypatch.setattr(pfs_tree, "list_entries", late)
     world.look()
     assert world.names() == {"file", "d", "published"}, "published is kept although the listing lacks it; link is not imported again"
     assert world.published("file", "digest") == b"\0", "what write-back said of the file was not overwritten"

@@ -102,7 +102,7 @@ def test_status_and_ls_do_not_touch_the_pfs(served: Served, monkeypatch: pytest.
         touched.set()
         raise AssertionError("the PFS was touched")
 
-    for name in ("room", "open", "stat"):
+    for name in ("get_capacity", "open", "stat"):
         monkeypatch.setattr(served.node.tiers[Tier.PFS], name, hang)
     inode = served.node.inode(served.node.make(b"a", b"x"))
     assert served.client.get_status().pfs and served.client.list_records([inode])[0].known

@@ -260,7 +260,7 @@ class SharedPlanner(Planner):
         if self._is_directory(inode):
             if self.actions:
                 return False
-            self._closed = True
+            self._is_full = True
         action = PfsAction(
             "move",
             self._next_key(),
