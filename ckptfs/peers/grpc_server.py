@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import grpc
-import trio
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
@@ -453,24 +452,3 @@ def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:
     if identity is None:
         return server.add_insecure_port(listen)
     return server.add_secure_port(listen, server_credentials(identity))
-
-
-async def serve_peers(
-    build_server: Callable[[], PeerServer], on_started: Callable[[PeerServer], None], on_start_failed: Callable[[str], None]
-) -> None:
-    """Serve until cancelled. A server that cannot start, because its port is still taken, is tried again, after `failed` heard of it."""
-    while True:
-        try:
-            running = await trio.to_thread.run_sync(build_server)
-        except (OSError, RuntimeError) as failure:
-            what = str(failure).partition("; set GRPC_VERBOSITY")[0]
-            log.error("peers cannot reach this node: %s", what)
-            await trio.to_thread.run_sync(on_start_failed, what)
-            await trio.sleep(limits.RETRY_LAST_S)
-            continue
-        try:
-            await trio.to_thread.run_sync(on_started, running)
-            await trio.sleep_forever()
-        finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(running.stop)

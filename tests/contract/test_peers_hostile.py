@@ -23,6 +23,7 @@ from pathlib import Path
 import grpc
 import pytest
 import trio
+from ckptfs_daemon.mover.cluster_services import serve_peers
 from ckptfs_daemon.supervisor import children
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from daemon_under_test import eventually
@@ -34,7 +35,7 @@ from ckptfs.clique.certificates import Identity, RevocationList
 from ckptfs.clique.peer_api import PeerFailed
 from ckptfs.peers import bulk_server, grpc_server
 from ckptfs.peers.bulk_server import ConnectTokens
-from ckptfs.peers.grpc_server import PeerServer, serve_peers
+from ckptfs.peers.grpc_server import PeerServer
 from ckptfs.peers.link import Link
 from ckptfs.peers.peer_client import PeerClient
 from ckptfs.protocol import peer_pb2 as pb

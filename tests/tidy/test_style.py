@@ -30,8 +30,8 @@ LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
 SQL_HOMES = ("ckptfs/catalog/", "ckptfs/coherence/")
 # Each has another word here, or none (DESIGN, section "Words").
 FORBIDDEN_WORDS = {"blob", "replica", "replicas", "backup", "heal", "finalize", "finalise", "flush"}
-# The name that FUSE demands of a handler.
-ALLOWED_NAMES = {"flush"}
+# The name that FUSE demands of a handler, and the command `ckptfs lab heal`.
+ALLOWED_NAMES = {"flush", "heal"}
 
 
 def short(path: Path) -> str:

@@ -5,6 +5,7 @@ If we die here: peers end what we left half done, and the next mover joins again
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import trio
@@ -30,7 +31,6 @@ from ckptfs.flow.replicate.open_files import FsyncReplication, PeriodicReplicati
 from ckptfs.flow.salvage import Salvage
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.model import Bulk, Notifier, Tier
-from ckptfs.peers import grpc_server
 from ckptfs.peers.grpc_server import PeerServer
 from ckptfs.peers.peer_client import PeerClient
 from ckptfs.store.etcd import open_store
@@ -104,9 +104,7 @@ class ClusterServices:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.membership.run, name="member")
-                nursery.start_soon(
-                    grpc_server.serve_peers, self._build_server, self._record_server_started, self._record_server_failed, name="peers"
-                )
+                nursery.start_soon(serve_peers, self._build_server, self._record_server_started, self._record_server_failed, name="peers")
                 nursery.start_soon(self._publish_figures, name="figures")
         finally:
             with trio.CancelScope(shield=True):
@@ -141,3 +139,24 @@ class ClusterServices:
         self._replicate.close()
         self._peers.close()
         self._store.close()
+
+
+async def serve_peers(
+    build_server: Callable[[], PeerServer], on_started: Callable[[PeerServer], None], on_start_failed: Callable[[str], None]
+) -> None:
+    """Serve until cancelled. A server that cannot start, because its port is still taken, is tried again, after `failed` heard of it."""
+    while True:
+        try:
+            running = await trio.to_thread.run_sync(build_server)
+        except (OSError, RuntimeError) as failure:
+            what = str(failure).partition("; set GRPC_VERBOSITY")[0]
+            log.error("peers cannot reach this node: %s", what)
+            await trio.to_thread.run_sync(on_start_failed, what)
+            await trio.sleep(limits.RETRY_LAST_S)
+            continue
+        try:
+            await trio.to_thread.run_sync(on_started, running)
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(running.stop)
