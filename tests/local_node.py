@@ -153,7 +153,7 @@ import json, os, sys
 from pathlib import Path
 from local_node import *
 from ckptfs import disk
-from ckptfs.flow import drop, evict, recover, seal, verify
+from ckptfs.flow import evict, reclaim, recover, seal, verify
 for line in sys.stdin:
     root, script, fault = json.loads(line)
     child = os.fork()

@@ -240,9 +240,9 @@ def refuses(made: PeerClient, node: PeerNode) -> bool:
 SERVES = """
 import sys
 from pathlib import Path
-from ckptfs.clique import keys
+from ckptfs.clique import certificates
 from peer_world import PeerNode
-node = PeerNode(Path(sys.argv[1]), "node1", keys.load(Path(sys.argv[2])))
+node = PeerNode(Path(sys.argv[1]), "node1", certificates.load(Path(sys.argv[2])))
 print(node.server.port, flush=True)
 sys.stdin.read()
 node.stop()

@@ -166,8 +166,8 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
     """The listing is older than the transaction that uses it: what write-back did in between is not a stranger's work."""
     real = pfs_tree.list_entries
 
-    def late(fd: int, *, root: bool, foreign: Callable[[bytes], None]) -> object:
-        seen = list(real(fd, is_root=root, on_external=foreign))
+    def late(fd: int, *, is_root: bool, on_external: Callable[[bytes], None]) -> object:
+        seen = list(real(fd, is_root=is_root, on_external=on_external))
         (world.pfs / "published").write_bytes(b"by write-back")
         (world.pfs / "file").write_bytes(b"by write-back too")
         found = pfs_tree.stat_entry(fd, b"published")

@@ -251,7 +251,7 @@ def wrong_options(words: list[str]) -> str:
     """The options of a mount."""
     for flag, text in itertools.pairwise(words):
         if flag == "-o":
-            unknown = [name for name in config.parse_options(text) if not config.is_known(name)]
+            unknown = [name for name in config.parse_options(text) if not config.is_known_option(name)]
             if unknown:
                 return f"a mount has no option {unknown[0]}"
     return ""
@@ -286,7 +286,7 @@ def test_sentences_name_commands_and_options_that_exist(path: Path) -> None:
     commands = [(span, what) for span in found if span.startswith("ckptfs ") for words in simple_commands(span) if (what := wrong(words))]
     assert commands == []
     settings = {match[1] for span in found if (match := re.fullmatch(r"(?:-o )?([a-z][a-z_]+)=[^ ]*", span))}
-    assert [name for name in sorted(settings) if not config.is_known(name)] == []
+    assert [name for name in sorted(settings) if not config.is_known_option(name)] == []
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import pyfuse3
 import trio
 
 from ckptfs.errors import CkptfsError
@@ -129,10 +128,12 @@ class TrioAdapter:
 
 
 if "pyfuse3" in sys.modules:
-    raise ImportError("pyfuse3 was imported before ckptfs_daemon.door, which must come first")
+    raise ImportError("pyfuse3 was imported before ckptfs_daemon.fuse.session, which must come first")
 
 # PyDLL: the functions call back into pyfuse3's handlers, which expect to hold the GIL.
 _shim = ctypes.PyDLL(str(shim_build.ensure()), mode=ctypes.RTLD_GLOBAL)
+
+import pyfuse3  # noqa: E402  (the shim must be in the process first)
 log = logging.getLogger(__name__)
 FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
