@@ -8,7 +8,7 @@ import json
 import stat
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,6 +110,29 @@ def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[
         checked = db.value("SELECT checked_ns FROM published WHERE inode = ?", inode) or 0
         rows.append((Tier.PFS.value, "published" if lifecycle.is_on_pfs(found) else "earlier", int(checked)))
     return rows
+
+
+def _format_level(db: Database, inode: int) -> bytes:
+    return get_level(db, inode).value.encode()
+
+
+def _format_digest(db: Database, inode: int) -> bytes | None:
+    digest = get_digest(db, inode)
+    return None if digest is None else digest.hex().encode()
+
+
+def _format_copies(db: Database, inode: int) -> bytes:
+    places = list_copy_places(db, inode, load_file_record(db, inode))
+    return " ".join(f"{tier}:{state}" for tier, state, _ in places).encode()
+
+
+VIRTUAL_XATTR_PREFIX = b"user.ckptfs."
+# The extended attributes of a regular file: the name behind the prefix, the function for the value (None: not known yet), and the meaning.
+VIRTUAL_XATTRS: dict[bytes, tuple[Callable[[Database, int], bytes | None], str]] = {
+    b"level": (_format_level, f"The level that the file has now: {', '.join(Level)}."),
+    b"digest": (_format_digest, "Its digest in hexadecimal: xxh3-128 over its blocks' digests and its size. ENODATA until it is sealed."),
+    b"copies": (_format_copies, "TIER:STATE of each copy, separated by blanks; copies on other nodes are NODE:STATE."),
+}
 
 
 def get_listed_file(db: Database, inode: int) -> ListedFile | None:

@@ -226,6 +226,11 @@ IGNORED_OPTIONS = frozenset((
     "rw", "defaults", "auto", "noauto", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "nofail",
     "_netdev", "comment", "default_permissions",
 ))  # fmt: skip
+# Options that are refused, and why.
+REFUSED_OPTIONS: dict[str, str] = {
+    "ro": "a read-only mount is not supported, because the write-back of earlier files would stop; mount read-write",
+    "remount": "the options of a mounted ckptfs cannot be changed; unmount it and mount it again",
+}
 
 
 def parse_options(text: str) -> dict[str, str]:
@@ -296,12 +301,8 @@ def _load_file(path: Path) -> dict[str, Any]:
 
 def _parse_setting(name: str, text: Any, kind: str) -> dict[str, Any]:
     """{field: value} of one setting."""
-    if name in ("ro", "remount"):
-        why = {
-            "ro": "a read-only mount is not supported, because the write-back of earlier files would stop; mount read-write",
-            "remount": "the options of a mounted ckptfs cannot be changed; unmount it and mount it again",
-        }
-        raise ConfigError(f"{name}: {why[name]}")
+    if name in REFUSED_OPTIONS:
+        raise ConfigError(f"{name}: {REFUSED_OPTIONS[name]}")
     key = SETTINGS_BY_NAME.get(name)
     if key is None:
         flags = " ".join(sorted(MOUNT_FLAGS)) if kind == "option" else ""

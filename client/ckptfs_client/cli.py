@@ -11,14 +11,16 @@ If we die here: what was written is whole; the next run names what is there.
 import contextlib
 import os
 import sys
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ckptfs.config.schema import LOG_LEVELS
 from ckptfs.model import Level
-from ckptfs_client.errors import EXIT_CODES, ClientError, CommandFailed, UsageError
+from ckptfs_client.errors import EXIT_CODES, INTERRUPTED, PIPE_CLOSED, ClientError, CommandFailed, UsageError
+from ckptfs_client.json_answers import CheckJson, DfJson, LatestJson, LogLevelJson, VerifyJson, VersionJson
 from ckptfs_client.lab import commands
 
 keys_app = typer.Typer(
@@ -106,10 +108,10 @@ def main() -> None:
         print(f"ckptfs: {failure}", file=sys.stderr)
         sys.exit(failure.exit_code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(141)
+        sys.exit(PIPE_CLOSED)
 
 
 def _parse_seconds(text: str | None) -> float | None:
@@ -196,10 +198,10 @@ def df(
         has_pfs = any(tier.name == room.PFS for tier in found.tiers)
         verdict = room.check_fit(need, room.list_tiers(found), room.list_peers(found, cluster), has_pfs=has_pfs)
     if json:
-        answer: dict[str, Any] = {**show.message_to_dict(found), "clique": [show.message_to_dict(member) for member in clique]}
+        more: DfJson = {"clique": [show.message_to_dict(member) for member in clique]}
         if verdict is not None:
-            answer["checkpoint"] = {"fits": bool(verdict.tier_names), "where": list(verdict.tier_names), "sentence": verdict.sentence}
-        show.print_json(answer)
+            more["checkpoint"] = {"fits": bool(verdict.tier_names), "where": list(verdict.tier_names), "sentence": verdict.sentence}
+        show.print_json({**show.message_to_dict(found), **more})
     else:
         show.print_renderable(room.build_tier_table(found))
         if clique:
@@ -258,8 +260,10 @@ def latest(
         from ckptfs_client import render as show
 
         verdict = found.verdict
-        figures = {"level": verdict.level.value, "size": verdict.size, "files": verdict.files}
-        show.print_json({"number": found.number, "path": str(found.path), **figures})
+        answer: LatestJson = {
+            "number": found.number, "path": str(found.path), "level": verdict.level.value, "size": verdict.size, "files": verdict.files,
+        }  # fmt: skip
+        show.print_json(answer)
     else:
         # A program reads this: the name's own bytes, whatever they are.
         sys.stdout.flush()
@@ -310,12 +314,14 @@ def verify(paths: Paths, json: Json = False) -> None:
     from ckptfs_client.client import open_client
     from ckptfs_client.progress_bar import follow_verification
 
-    total: dict[str, Any] = {"files": 0, "bytes": 0, "findings": []}
+    total: VerifyJson = {"files": 0, "bytes": 0, "findings": []}
     for path in paths:
         client, inode = open_client(path)
         with client:
             result = follow_verification(client.verify(inode), str(path))
-        total = {key: total[key] + result[key] for key in total}
+        total["files"] += result["files"]
+        total["bytes"] += result["bytes"]
+        total["findings"] += result["findings"]
     bad = [finding for finding in total["findings"] if finding["verdict"] in ("bad", "unreadable")]
     unknown = [finding for finding in total["findings"] if finding["verdict"] == "unknown"]
     if json:
@@ -361,7 +367,8 @@ def log_level(
         raise UsageError(f"{given[-1]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
     with Client(mounts.choose(Path(given[0]) if given else None)) as client:
         found = client.get_or_set_log_level(level)
-    print(f'{{"level": "{found}"}}' if json else found)
+    answer: LogLevelJson = {"level": found}
+    print(dumps(answer) if json else found)
 
 
 @app.command(epilog=EPILOG)
@@ -374,7 +381,8 @@ def doctor(json: Json = False) -> None:
     if json:
         from ckptfs_client import render as show
 
-        show.print_json([{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found])
+        answer: list[CheckJson] = [{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found]
+        show.print_json(answer)
     else:
         for one in found:
             print(f"{one.verdict:8}{one.name:16}{one.what}" + (f"\n{'':24}-> {one.remedy}" if one.remedy else ""))
@@ -387,4 +395,5 @@ def version(json: Json = False) -> None:
     """The version of ckptfs."""
     from ckptfs import __version__
 
-    print(f'{{"version": "{__version__}"}}' if json else f"ckptfs {__version__}")
+    answer: VersionJson = {"version": __version__}
+    print(dumps(answer) if json else f"ckptfs {__version__}")

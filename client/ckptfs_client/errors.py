@@ -12,6 +12,9 @@ EXIT_CODES = {
     4: "not done in time",
     5: "not permitted",
 }
+INTERRUPTED, PIPE_CLOSED = 130, 141
+# As a shell reports a program that a signal ended; not named in --help.
+SIGNAL_EXIT_CODES = {INTERRUPTED: "interrupted (Ctrl-C)", PIPE_CLOSED: "the program that reads the output has ended"}
 
 
 class ClientError(Exception):

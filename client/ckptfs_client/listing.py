@@ -24,6 +24,7 @@ from ckptfs.series import DELETED, Completeness, MemberFile, Series
 from ckptfs_client import render
 from ckptfs_client.client import Client, open_client
 from ckptfs_client.errors import CommandFailed, UsageError
+from ckptfs_client.json_answers import LsJson
 
 DIGEST_XATTR = "user.ckptfs.digest"
 
@@ -44,12 +45,13 @@ def list_rows(path: Path, *, itself: bool) -> list[dict[str, Any]]:
 
 def _build_rows(client: Client, found: list[tuple[str, Path, int]]) -> list[dict[str, Any]]:
     records = client.list_records(inode for _, _, inode in found)
-    answers = []
+    answers: list[dict[str, Any]] = []
     for (name, path, _), record in zip(found, records, strict=True):
         if record.known:
             row = render.message_to_dict(record)
             del row["known"]
-            answers.append({"name": name, **row, "digest": _read_digest(path) if record.kind == "file" else ""})
+            answer: LsJson = {"name": name, **row, "digest": _read_digest(path) if record.kind == "file" else ""}
+            answers.append({**answer})
     return answers
 
 

@@ -68,6 +68,8 @@ def read_ready_line(ready_fd: int) -> str:
 
 
 USAGE, SYSTEM, FAILED = 1, 2, 32
+MOUNT_EXIT_CODES = {0: "mounted", USAGE: "wrong usage", SYSTEM: "system error", FAILED: "the mount failed"}
+UMOUNT_EXIT_CODES = {0: "unmounted", USAGE: "wrong usage", FAILED: "it failed (busy, not mounted)"}
 LOG = "ckptfsd.log"
 LOG_BYTES_MAX = 16 * limits.MIB
 LOCK_POLL_S = 0.1
@@ -95,7 +97,8 @@ def mount_main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(f"the daemon cannot be started: {failure}", "", SYSTEM)
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def build_mount_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line of mount.ckptfs."""
     parser = argparse.ArgumentParser(prog="mount.ckptfs", description="Mounts ckptfs; called by mount(8).", exit_on_error=False)
     parser.add_argument("name", help="the name of the mount: its catalog lies in /var/lib/ckptfs/NAME")
     parser.add_argument("directory", help="where it appears")
@@ -105,8 +108,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-n", dest="no_table", action="store_true", help="without meaning here")
     parser.add_argument("-v", dest="verbose", action="store_true", help="say what was done")
     parser.add_argument("-t", dest="type", help="without meaning here")
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     try:
-        return parser.parse_args(arguments)
+        return build_mount_parser().parse_args(arguments)
     except argparse.ArgumentError as failure:
         sys.exit(_print_error(str(failure), "", USAGE))
     except SystemExit as end:
@@ -202,8 +209,8 @@ def _print_error(what: str, remedy: str, code: int) -> int:
     return code
 
 
-def umount_main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of umount.ckptfs and umount.fuse.ckptfs; the exit code."""
+def build_umount_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line of umount.ckptfs."""
     about = "Unmounts ckptfs and waits for its write-back; called by umount(8)."
     parser = argparse.ArgumentParser(prog="umount.ckptfs", description=about)
     parser.add_argument("directory")
@@ -213,8 +220,13 @@ def umount_main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, action="store_true", help="without meaning here")
     for flag in ("-N", "-t", "-O"):
         parser.add_argument(flag, help="without meaning here")
+    return parser
+
+
+def umount_main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point of umount.ckptfs and umount.fuse.ckptfs; the exit code."""
     try:
-        asked = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+        asked = build_umount_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     except SystemExit as end:
         return USAGE if end.code else 0
     return _unmount(asked)

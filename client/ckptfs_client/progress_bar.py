@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfs_client import render
 from ckptfs_client.client import Client
 from ckptfs_client.errors import ClientError, NoMount, NotInTime
+from ckptfs_client.json_answers import VerifyJson
 from ckptfs_client.mounts import Mount
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _print_each(messages: Iterator["pb.Progress"]) -> Iterator["pb.Progress"]:
         yield message
 
 
-def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> dict[str, Any]:
+def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> VerifyJson:
     """Follow a verification to its end: files, bytes, and what was found of each copy."""
     findings: list[Any] = []
     last: pb.VerifyProgress | None = None

@@ -21,10 +21,13 @@ from ckptfs_daemon import ipc, logs
 
 log = logging.getLogger(__name__)
 
+FAILED, REFUSED = 1, 2
+DAEMON_EXIT_CODES = {0: "unmounted and drained", FAILED: "failed", REFUSED: "refused"}
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run as supervisor or child; the exit code."""
-    parser = _parser()
+    parser = build_daemon_parser()
     options = parser.parse_args(arguments)
     if options.child is not None:
         return run_child(options.child, options.link)
@@ -41,10 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
         sentence = f"{failure}; {remedy}" if remedy else str(failure)
         ready_pipe.write_once(f"error: {sentence}")
         print(f"ckptfsd: {sentence}", file=sys.stderr)
-        return 2 if isinstance(failure, InvalidArgument) else 1
+        return REFUSED if isinstance(failure, InvalidArgument) else FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_daemon_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line of ckptfsd."""
     parser = argparse.ArgumentParser(prog="ckptfsd", description="Serve a ckptfs mount until it is unmounted.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the mount's name")
     parser.add_argument("directory", nargs="?", metavar="DIR", help="where it is mounted; may stand in the configuration instead")

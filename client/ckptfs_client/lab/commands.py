@@ -12,6 +12,7 @@ import typer
 from ckptfs_client.errors import EXIT_CODES, UsageError
 
 if TYPE_CHECKING:
+    from ckptfs_client.json_answers import LabJson
     from ckptfs_client.lab.laboratory import Laboratory
 
 EPILOG = "Exit codes: " + "; ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
@@ -172,7 +173,7 @@ def _print_status(lab: "Laboratory", *, json: bool) -> None:
         show.print_renderable(_build_status_table(found))
 
 
-def _build_status_table(found: dict[str, Any]) -> Any:
+def _build_status_table(found: "LabJson") -> Any:
     from rich.console import Group
 
     from ckptfs_client import render as show

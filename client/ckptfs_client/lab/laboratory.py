@@ -11,10 +11,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ckptfs.errors import CkptfsError
 from ckptfs_client.errors import ClientError, CommandFailed, NotInTime, NotPermitted
+from ckptfs_client.json_answers import LabJson, LabNodeJson
 from ckptfs_client.lab import layout, network, nodes
 from ckptfs_client.lab.layout import LabNode, Plan
 from ckptfs_client.mounts import list_mountpoints_below
@@ -75,7 +75,7 @@ class Laboratory:
         """What it is made of."""
         return layout.load(self.directory)
 
-    def get_status(self) -> dict[str, Any]:
+    def get_status(self) -> LabJson:
         """What runs, what is mounted, and how the wires are."""
         found = self.load_plan()
         wires = network.list_link_states(found)
@@ -244,7 +244,7 @@ class Laboratory:
             os.close(fd)
 
 
-def _build_node_status(node: LabNode, wires: Mapping[str, tuple[bool, bool]]) -> dict[str, Any]:
+def _build_node_status(node: LabNode, wires: Mapping[str, tuple[bool, bool]]) -> LabNodeJson:
     """A node as `status` shows it."""
     up, slowed = wires.get(node.name, (False, False))
     found = nodes.list_processes(network.get_namespace_path(node.plan, node.name))

@@ -97,7 +97,6 @@ class AttributeHandlers(ChangeRunner):
 
 
 STORED_PREFIXES = (b"user.", b"trusted.")
-VIRTUAL_PREFIX = b"user.ckptfs."
 SECURITY = b"security."
 
 
@@ -114,11 +113,11 @@ class XattrHandlers(ChangeRunner):
         if await self.get_replayed_reply(request) is not None:
             # pyfuse3 asks for the value before it creates: this one was created by us for this very request.
             raise posix_error(errno.ENODATA)
-        if name.startswith(VIRTUAL_PREFIX):
+        if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
             if self.context.shared_namespace is not None:
                 await self.refresh_inode(inode)
                 await self.context.shared_namespace.refresh_copies(inode)
-            return self._get_virtual_xattr(inode, name.removeprefix(VIRTUAL_PREFIX))
+            return self._get_virtual_xattr(inode, name.removeprefix(summary.VIRTUAL_XATTR_PREFIX))
         await self.refresh_inode(inode)
         if name in STORED_PREFIXES:
             raise posix_error(errno.EINVAL)
@@ -128,18 +127,12 @@ class XattrHandlers(ChangeRunner):
 
     def _get_virtual_xattr(self, inode: int, name: bytes) -> bytes:
         """What ckptfs says of a regular file."""
-        db = self.context.db
-        if not self.get_inode(inode).is_file:
+        if not self.get_inode(inode).is_file or name not in summary.VIRTUAL_XATTRS:
             raise posix_error(errno.ENODATA)
-        if name == b"level":
-            return summary.get_level(db, inode).value.encode()
-        if name == b"digest" and (digest := summary.get_digest(db, inode)) is not None:
-            return digest.hex().encode()
-        if name == b"copies":
-            return " ".join(
-                f"{tier}:{state}" for tier, state, _ in summary.list_copy_places(db, inode, summary.load_file_record(db, inode))
-            ).encode()
-        raise posix_error(errno.ENODATA)
+        value = summary.VIRTUAL_XATTRS[name][0](self.context.db, inode)
+        if value is None:
+            raise posix_error(errno.ENODATA)
+        return value
 
     @translate_errors
     async def listxattr(self, inode: int, ctx: "RequestContext") -> "Sequence[bytes]":
@@ -173,7 +166,7 @@ class XattrHandlers(ChangeRunner):
         await self.commit_shared(lambda: self.run_change(act), inodes=[inode])
 
     def _require_settable(self, name: bytes) -> None:
-        if name.startswith(VIRTUAL_PREFIX):
+        if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
             raise posix_error(errno.EPERM)
         if name in STORED_PREFIXES:
             # A prefix with nothing behind it is no name: as on local filesystems.

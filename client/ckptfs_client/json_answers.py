@@ -1,0 +1,102 @@
+"""The keys of what `--json` prints beside the messages of control.proto, each with its meaning. Types only.
+
+The reference (docs/reference.md) lists them from this module, and mypy holds the commands to it.
+"""
+
+from typing import Annotated, Any, NotRequired, TypedDict
+
+# A list of messages: the text in front of the meaning names the message.
+Messages = list[dict[str, Any]]
+
+
+class FitJson(TypedDict):
+    """`checkpoint` of `ckptfs df --checkpoint`: whether checkpoints of the given size fit."""
+
+    fits: Annotated[bool, "whether they fit"]
+    where: Annotated[list[str], "the tiers that they take; empty if they do not fit"]
+    sentence: Annotated[str, "the same as a sentence, with the remedy if they do not fit"]
+
+
+class DfJson(TypedDict):
+    """The keys that `ckptfs df` adds."""
+
+    clique: Annotated[Messages, "Member", "the nodes that hold copies for this node, and those for which it holds copies"]
+    checkpoint: NotRequired[Annotated[FitJson, "only with --checkpoint"]]
+
+
+class LsJson(TypedDict):
+    """The keys that `ckptfs ls` adds."""
+
+    name: Annotated[str, "the path as it was given, or the name in the directory that was given"]
+    digest: Annotated[str, "as the attribute user.ckptfs.digest; empty: not known, or the caller may not read the file"]
+
+
+class LatestJson(TypedDict):
+    """What `ckptfs latest` found."""
+
+    number: Annotated[int, "the number in the name"]
+    path: Annotated[str, "the path of the checkpoint"]
+    level: Annotated[str, "the lowest level of its files"]
+    size: Annotated[int, "bytes in all of its files"]
+    files: Annotated[int, "how many files it has"]
+
+
+class VerifyJson(TypedDict):
+    """What `ckptfs verify` found."""
+
+    files: Annotated[int, "files that were looked at"]
+    bytes: Annotated[int, "bytes that were read"]
+    findings: Annotated[Messages, "Finding", "what was found of each copy"]
+
+
+class LogLevelJson(TypedDict):
+    """The answer of `ckptfs log-level`."""
+
+    level: Annotated[str, "the level now"]
+
+
+class CheckJson(TypedDict):
+    """One result of `ckptfs doctor`."""
+
+    check: Annotated[str, "what was looked at"]
+    verdict: Annotated[str, "ok, note (works, with less) or bad"]
+    what: Annotated[str, "what was found, as a sentence"]
+    remedy: Annotated[str, "how to mend it; empty: there is nothing to mend"]
+
+
+class VersionJson(TypedDict):
+    """The answer of `ckptfs version`."""
+
+    version: Annotated[str, "the version of ckptfs"]
+
+
+class LabEtcdJson(TypedDict):
+    """The etcd of a lab."""
+
+    address: Annotated[str, "HOST:PORT in the lab's network"]
+    answers: Annotated[bool, "whether it answers"]
+
+
+class LabNodeJson(TypedDict):
+    """One node of a lab."""
+
+    name: Annotated[str, "node1, node2, ..."]
+    address: Annotated[str, "its address in the lab's network"]
+    mountpoint: Annotated[str, "where its mount appears"]
+    log: Annotated[str, "the log of its daemon"]
+    runs: Annotated[bool, "whether its daemon runs"]
+    mounted: Annotated[bool, "whether its mount is there"]
+    link: Annotated[str, "up or down"]
+    slowed: Annotated[bool, "whether its link is limited"]
+    processes: Annotated[int, "how many processes run on it"]
+
+
+class LabJson(TypedDict):
+    """A lab: what runs, what is mounted, and how the links are."""
+
+    directory: Annotated[str, "the lab's directory"]
+    cluster: Annotated[str, "the cluster's name"]
+    factor: Annotated[int, "replication_factor"]
+    pfs: Annotated[str, "the directory that is the PFS; empty: none"]
+    etcd: Annotated[LabEtcdJson, "its etcd"]
+    nodes: Annotated[list[LabNodeJson], "its nodes, in order"]
