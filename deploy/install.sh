@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs ckptfs, or takes it away again: `deploy/install.sh install|uninstall`. Both may run twice.
 #
-# Everything lives in PREFIX (default /opt/ckptfs), a Python environment of its own; outside of it there are links, the systemd unit,
-# shell completion and the sample configuration, all of them listed in PREFIX/installed, which is what uninstall goes by.
+# Everything lives in PREFIX (default /opt/ckptfs), a Python environment of its own; outside of it there are links (to man pages, too), the
+# systemd unit, shell completion and the sample configuration, all of them listed in PREFIX/installed, which is what uninstall goes by.
 # Configuration in /etc/ckptfs/*.toml and the catalogs in /var/lib/ckptfs are never touched.
 #
 # Environment: PREFIX; DESTDIR (for packages and tests: everything goes below it, and nothing outside is touched); PYTHON (default
@@ -71,6 +71,18 @@ completion() {
 	END
 }
 
+# The pages lie in PREFIX/share/man; man(1) finds them by links.
+manual() {
+  local page directory
+  for page in docs/man/*.[1-8]; do
+    directory=share/man/man${page##*.}
+    mkdir -p "$HOME_OF_ALL/$directory"
+    cp "$page" "$HOME_OF_ALL/$directory/"
+    place "/usr/local/$directory/${page##*/}"
+    ln -sfn "$PREFIX/$directory/${page##*/}" "$DESTDIR/usr/local/$directory/${page##*/}"
+  done
+}
+
 # A sample that somebody changed is theirs: it stays.
 sample() {
   local shipped=$HOME_OF_ALL/share/ckptfs.toml theirs=$DESTDIR$SAMPLE
@@ -84,7 +96,7 @@ reload_systemd() { if [ -z "$DESTDIR" ] && [ -d /run/systemd/system ]; then syst
 install() {
   say "environment in $HOME_OF_ALL; the first time takes some minutes"
   environment
-  say "commands, mount helpers, unit, completion, sample configuration"
+  say "commands, mount helpers, unit, completion, man pages, sample configuration"
   local kind unit
   link ckptfs /usr/local/bin/ckptfs
   link ckptfsd /usr/local/bin/ckptfsd
@@ -101,6 +113,7 @@ install() {
     sed "s|/opt/ckptfs|$PREFIX|g" "$unit" > "$DESTDIR$UNITS/${unit##*/}"
   done
   completion
+  manual
   sample
   reload_systemd
   say "installed; next: ckptfs doctor, then mount -t ckptfs NAME DIR -o pfs=DIR, or $SAMPLE and systemctl start ckptfs@NAME"
@@ -124,6 +137,7 @@ uninstall() {
     while read -r file; do
       # Another installation may have taken a link over; that one is not ours any more.
       case $file in
+        /usr/local/share/man/*) [ "$(readlink "$DESTDIR$file")" = "$PREFIX/${file#/usr/local/}" ] || continue ;;
         /usr/local/bin/* | "$SBIN"/*) [ "$(readlink "$DESTDIR$file")" = "$PREFIX/bin/$(basename "$(readlink "$DESTDIR$file")")" ] || continue ;;
       esac
       rm -f "$DESTDIR$file"

@@ -17,6 +17,8 @@ OUTSIDE = (
     "sbin/umount.fuse.ckptfs", "sbin/umount.fuse", "usr/local/lib/systemd/system/ckptfs@.service",
     "usr/local/share/bash-completion/completions/ckptfs",
     "usr/local/share/zsh/site-functions/_ckptfs", "usr/local/share/fish/vendor_completions.d/ckptfs.fish",
+    "usr/local/share/man/man1/ckptfs.1", "usr/local/share/man/man5/ckptfs.toml.5", "usr/local/share/man/man8/ckptfsd.8",
+    "usr/local/share/man/man8/mount.ckptfs.8", "usr/local/share/man/man8/umount.ckptfs.8",
 )  # fmt: skip
 
 
@@ -60,6 +62,10 @@ def test_everything_is_in_its_place(installed: Path) -> None:
     assert f"ExecStart={PREFIX}/bin/ckptfsd %i -o config=/etc/ckptfs/%i.toml" in unit
     for script in ("ckptfs", "ckptfsd", "mount.ckptfs", "umount.ckptfs"):
         assert (installed / PREFIX[1:] / "bin" / script).read_text().startswith(f"#!{PREFIX}/bin/python")
+    for page in (REPOSITORY / "docs/man").iterdir():
+        directory = f"share/man/man{page.suffix[1:]}"
+        assert os.readlink(installed / "usr/local" / directory / page.name) == f"{PREFIX}/{directory}/{page.name}"
+        assert (installed / PREFIX[1:] / directory / page.name).read_text() == page.read_text()
     completion = (installed / "usr/local/share/bash-completion/completions/ckptfs").read_text()
     assert "complete" in completion and "_ckptfs_completion" in completion
 
