@@ -41,7 +41,7 @@ class Member:
         self.now_s, self._takes_s = 100.0, takes_s
         self.asked: list[float] = []
 
-    def begin(self, call: str, request: object, timeout_s: float, patient: bool) -> Pending:
+    def start_call(self, call: str, request: object, timeout_s: float, wait_for_ready: bool) -> Pending:
         self.asked.append(timeout_s)
         took_s, answered = self._takes_s.pop(0)
         self.now_s += took_s
@@ -57,12 +57,12 @@ class Member:
     def __len__(self) -> int:
         return 1
 
-    def current(self) -> "Member":
+    def get_current(self) -> "Member":
         return self
 
-    def avoid(self, _: object) -> None: ...
+    def mark_failed(self, _: object) -> None: ...
 
-    def pause(self, act: Callable[[], None]) -> None:
+    def call_later(self, act: Callable[[], None]) -> None:
         self.now_s += limits.ETCD_PAUSE_S
         act()
 

@@ -172,7 +172,7 @@ def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: in
     """P9: on the node that wrote it too; and whoever opens it gets an answer."""
     opener = Opener(tmp_path)
     mover = Mover(opener, code, comes=comes)
-    opener.context.sharing, opener.context.mover_client = object(), mover
+    opener.context.shared_namespace, opener.context.mover_client = object(), mover
     contents.set_state(opener.node.db, opener.content, ContentState.LOST)
 
     async def scenario() -> int:

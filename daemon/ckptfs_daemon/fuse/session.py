@@ -134,6 +134,7 @@ if "pyfuse3" in sys.modules:
 _shim = ctypes.PyDLL(str(shim_build.ensure()), mode=ctypes.RTLD_GLOBAL)
 
 import pyfuse3  # noqa: E402  (the shim must be in the process first)
+
 log = logging.getLogger(__name__)
 FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
