@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests", "daemon", "client", ".")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests/support", "daemon", "client", ".")]
 
 from ckptfs_client.client import Client, open_client  # noqa: E402 - found by the line above
 from ckptfs_client.lab import network  # noqa: E402

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests", "daemon", "client", ".")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests/support", "daemon", "client", ".")]
 
 from ckptfs import digest, limits  # noqa: E402
 from ckptfs.clique import certificates  # noqa: E402

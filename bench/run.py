@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
 
 import clique  # noqa: E402 - beside this file; the tests' daemon is found by the line above
 import peers  # noqa: E402

@@ -6,7 +6,7 @@ Usage: simulated.py [NODES ...]. Needs neither root nor etcd. Every node is rest
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests", ".", "daemon", "client")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests/support", ".", "daemon", "client")]
 
 import simulated_cluster  # noqa: E402 - the tests' simulation is found by the line above
 from simulated_cluster import Costs, together  # noqa: E402

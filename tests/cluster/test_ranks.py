@@ -19,7 +19,7 @@ from cluster_lab import ClusterUnderTest, eventually, level, limited, wait_for
 ROUNDS = int(os.environ.get("CKPTFS_CAMPAIGN_RANKS", "0"))
 SEED = os.environ.get("CKPTFS_SEED", "1")
 WITH_PFS = os.environ.get("CKPTFS_CAMPAIGN_PFS", "0") != "0"
-PROGRAM = Path(__file__).parents[1] / "cluster_ranks.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "cluster_ranks.py"
 STEPS, ROUND_S, ENDED_S = 12, 400.0, 180.0
 PORT = 29600
 SAFE = ("clique", "pfs")

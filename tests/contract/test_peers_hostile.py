@@ -254,7 +254,7 @@ def test_strangers_leave_no_line_each_in_the_log(tmp_path: Path, keyring: Keyrin
     mine = keyring("node1")
     keyring("node2")
     environment = children._environment()
-    environment["PYTHONPATH"] += f":{Path(__file__).parent.parent}"
+    environment["PYTHONPATH"] += f":{Path(__file__).parents[1] / 'support'}"
     command = [sys.executable, "-c", SERVES, str(tmp_path), str(keyring.directory / "node1")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
