@@ -35,7 +35,7 @@ from ckptfs.tiers import health, pfs_ownership, pfs_tree
 from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
-disk.declare_labels("visit:import", "visit:vanish", "visit:parked")
+disk.declare_labels("scan:import", "scan:vanish", "scan:parked")
 LISTED_BATCH = 256
 
 IMPORT_BATCH = limits.CHANGE_ROWS_MAX // 8
@@ -99,7 +99,7 @@ class DirectoryScan:
             return False
         parent = pfs_tree.stat_descriptor(self._fd)
         try:
-            pfs_ownership.retry_as_owner(lambda: disk.unlink("visit:parked", name, dir_fd=self._fd), lambda: [(parent.uid, parent.gid)])
+            pfs_ownership.retry_as_owner(lambda: disk.unlink("scan:parked", name, dir_fd=self._fd), lambda: [(parent.uid, parent.gid)])
         except OSError as failure:
             log.debug("%s stays: %s", os.fsdecode(name), failure)
             return False
@@ -154,7 +154,7 @@ class DirectoryScan:
             with scans.import_transaction(self._db, self._directory):
                 self._pending.update(self._db)
                 done += [(seen, *scans.import_entry(self._db, self._pending, seen)) for seen in part]
-                disk.act("visit:import", lambda: None)
+                disk.act("scan:import", lambda: None)
             for seen, verdict, inode in done:
                 self._notify_mount(seen, verdict, inode)
                 if verdict is ScanVerdict.REPLACED and seen.is_directory != scans.is_directory(self._db, inode):
@@ -218,7 +218,7 @@ class DirectoryScan:
             with scans.import_transaction(self._db, pending.directory):
                 pending.update(self._db)
                 gone += [name for name in part if scans.record_vanished(self._db, pending, name)]
-                disk.act("visit:vanish", lambda: None)
+                disk.act("scan:vanish", lambda: None)
         for name in gone:
             self._notify.invalidate_entry(pending.directory, name)
         if gone:
@@ -232,7 +232,7 @@ def _split(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield batch
 
 
-disk.declare_labels("visit:begin", "visit:end")
+disk.declare_labels("scan:begin", "scan:end")
 
 # A refresh that took t seconds is followed by a pause of this many times t, so that refreshing never loads the PFS.
 PAUSE_RATIO = 9
@@ -387,7 +387,7 @@ class Scan:
         """Compare one directory with the PFS. Raises OSError and TierUnavailable when it cannot be listed."""
         root_fd = self._open_root()
         try:
-            pending = disk.act("visit:begin", scans.record_scan_begin, self._db, directory)
+            pending = disk.act("scan:begin", scans.record_scan_begin, self._db, directory)
             self._refresh_pfs_path(directory)
             names = pfs_state.find_path(self._db, directory)
             if names is None:
@@ -402,7 +402,7 @@ class Scan:
             raise
         finally:
             os.close(root_fd)
-        disk.act("visit:end", scans.record_scan_end, self._db, directory, whole=True)
+        disk.act("scan:end", scans.record_scan_end, self._db, directory, whole=True)
         self._wait_published()
 
     def _is_gone(self, inode: int) -> bool:

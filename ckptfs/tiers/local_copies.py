@@ -108,7 +108,7 @@ def remove_unrecorded(db: Database, storage: TierStorage, number: int) -> None:
         os.close(fd)
 
 
-transfer.declare_labels("gather:older")
+transfer.declare_labels("fetch:peer:older")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def find_stale(db: Database, tiers: Tiers, content: int, wanted_digest: bytes) -
             with suppress(FileNotFoundError):
                 fd = tiers[copy.tier].open(content)
                 try:
-                    size, digest, blocks = transfer.read(fd, label="gather:older")
+                    size, digest, blocks = transfer.read(fd, label="fetch:peer:older")
                 except BaseException:
                     os.close(fd)
                     raise
@@ -174,9 +174,9 @@ def _link_or_copy(storage: TierStorage, content: int, reserved: int, *, is_open:
         storage.remove(reserved)
         storage.link(content, reserved)
         with disk.closing(storage.open(reserved)) as fd:
-            return transfer.read(fd, label="gather:older")
+            return transfer.read(fd, label="fetch:peer:older")
     with disk.closing(storage.open(content)) as source, disk.closing(storage.create(reserved)) as target:
-        found = transfer.copy(source, target, label="gather:older")
+        found = transfer.copy(source, target, label="fetch:peer:older")
         if storage.tier is not Tier.RAM:
             os.fsync(target)
         return found

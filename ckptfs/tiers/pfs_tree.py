@@ -36,7 +36,7 @@ from ckptfs.lifecycle import is_same_file
 from ckptfs.model import PfsEntryStat, Tier
 from ckptfs.tiers import pfs_ownership
 
-disk.declare_labels("visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readlink", "visit:xattrs")
+disk.declare_labels("scan:root", "scan:walk", "scan:list", "scan:stat", "scan:readlink", "scan:xattrs")
 WORK_DIRECTORY = b".ckptfs"
 HIDDEN_PREFIX = b".ckptfs."
 _TEMPORARY = re.compile(rb"\.ckptfs\.[0-9a-f]{8}\.[0-9a-f]+\Z")
@@ -51,7 +51,7 @@ def open_root(pfs: Path, expected_uuid: str | None) -> int:
     """A descriptor of the PFS's root. Raises TierUnavailable when it is not the directory that the catalog knows by `expected_uuid`:
     the mountpoint of a filesystem that is not mounted looks like an empty one, and must not be taken for it.
     """
-    fd = disk.open_file("visit:root", os.fsencode(pfs), os.O_RDONLY | os.O_DIRECTORY)
+    fd = disk.open_file("scan:root", os.fsencode(pfs), os.O_RDONLY | os.O_DIRECTORY)
     try:
         if expected_uuid is not None and _read_tier_id(fd) != expected_uuid:
             raise TierUnavailable(
@@ -90,7 +90,7 @@ def _open_child(parent_fd: int, name: bytes) -> int:
         found = stat_entry(parent_fd, name)
         return [(found.uid, found.gid), _get_owner(parent_fd)]
 
-    return pfs_ownership.retry_as_owner(lambda: disk.open_file("visit:walk", name, _DIRECTORY, dir_fd=parent_fd), owners)
+    return pfs_ownership.retry_as_owner(lambda: disk.open_file("scan:walk", name, _DIRECTORY, dir_fd=parent_fd), owners)
 
 
 def _get_owner(fd: int) -> pfs_ownership.Owner:
@@ -102,7 +102,7 @@ def list_entries(directory_fd: int, *, is_root: bool, on_external: Callable[[byt
     """What the directory shows, in no order, without symlinks' targets and xattrs. A name that vanishes meanwhile is left out. `foreign`
     is told of what is hidden and somebody else's.
     """
-    with disk.act("visit:list", os.scandir, directory_fd) as entries:
+    with disk.act("scan:list", os.scandir, directory_fd) as entries:
         for entry in entries:
             name = os.fsencode(entry.name)
             if is_root and name == WORK_DIRECTORY:
@@ -147,7 +147,7 @@ def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
     """lstat of one name; as the directory's owner where root may not search it. Raises OSError."""
 
     def call() -> os.stat_result:
-        return disk.act("visit:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
+        return disk.act("scan:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
 
     return _build_stat(name, pfs_ownership.retry_as_owner(call, lambda: [_get_owner(directory_fd)]))
 
@@ -178,10 +178,10 @@ def load_details(directory_fd: int, entry: PfsEntryStat) -> PfsEntryStat:
     path = b"/proc/self/fd/%d/%s" % (directory_fd, entry.name)
 
     def link() -> bytes:
-        return bytes(disk.act("visit:readlink", os.readlink, entry.name, dir_fd=directory_fd))
+        return bytes(disk.act("scan:readlink", os.readlink, entry.name, dir_fd=directory_fd))
 
     def xattrs() -> tuple[tuple[bytes, bytes], ...]:
-        names = [name for name in disk.act("visit:xattrs", os.listxattr, path, follow_symlinks=False) if _is_user_xattr(name)]
+        names = [name for name in disk.act("scan:xattrs", os.listxattr, path, follow_symlinks=False) if _is_user_xattr(name)]
         return tuple((os.fsencode(name), os.getxattr(path, name, follow_symlinks=False)) for name in names)
 
     if stat.S_ISLNK(entry.mode):

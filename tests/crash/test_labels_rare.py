@@ -56,7 +56,7 @@ LOADS: dict[str, Callable[[DaemonUnderTest], None]] = {
     "behind:wait": outgrow_ram,
     "write:fsync": sync_on_nvme,
     "pfs:chown": change_owner,
-    "visit:vanish": vanish_on_pfs,
+    "scan:vanish": vanish_on_pfs,
 }
 
 

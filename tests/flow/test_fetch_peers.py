@@ -165,7 +165,7 @@ def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
     assert came == [2] and three.data(content) == one.data(content)
 
 
-@pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("gather:")))
+@pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("fetch:peer:")))
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
 def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = LocalCluster(tmp_path, 3, nvme=True)

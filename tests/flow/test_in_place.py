@@ -255,7 +255,7 @@ def test_what_is_not_what_it_was_is_not_shown(tmp_path: Path, caplog: pytest.Log
     assert "is not what it was" in caplog.text and two.files(Tier.RAM) == set()
 
 
-@pytest.mark.parametrize("label", ["fallback:shown", "gather:older:read"])
+@pytest.mark.parametrize("label", ["fallback:shown", "fetch:peer:older:read"])
 def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: the former generation is still there, and a mover that begins anew shows it."""
     cluster = LocalCluster(tmp_path, 2)

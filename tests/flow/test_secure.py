@@ -91,7 +91,7 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, mo
 
     def reading(fd: int, **more: Any) -> tuple[int, bytes, bytes]:
         found = read(fd, **more)
-        if more["label"] == "hold:open":
+        if more["label"] == "host:open":
             # While a reader's question is being answered somebody writes, and fsyncs.
             with open(file_of(one, content), "ab") as file:
                 file.write(b"fsynced")
@@ -134,7 +134,7 @@ def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: LocalCluster)
     until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, secure.step)
 
 
-@pytest.mark.parametrize("label", ["secure:read", "secure:counted", "ahead:read"])
+@pytest.mark.parametrize("label", ["secure:read", "secure:counted", "early:read"])
 def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = two.nodes
     content = one.make(b"log", os.urandom(20 * MIB), closed=False)
@@ -145,7 +145,7 @@ def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: py
     ahead = EarlyReplication(one.db, one.tiers, cluster_of(one))
     ahead.step()
     ahead.step()
-    if label != "ahead:read":
+    if label != "early:read":
         want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
         secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
         with pytest.raises(OSError):

@@ -173,7 +173,7 @@ def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_the_retu
     run(tmp_path, act)
 
 
-@pytest.mark.parametrize("label", ["together:announced", "write_back:put"])
+@pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:put"])
 def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(tmp_path: Path, label: str) -> None:
     """P6, P9: under the same name, of the same file; and what is there is nobody's who is to be kept beside it."""
 
@@ -201,7 +201,7 @@ def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(tmp_path:
     run(tmp_path, act)
 
 
-@pytest.mark.parametrize("label", ["together:announced", "write_back:written_down"])
+@pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:written_down"])
 def test_who_stood_still_for_long_touches_nothing_any_more(tmp_path: Path, label: str) -> None:
     """P6, P9: stopped in the middle of a batch until its lease had run out, while others finished it and went on."""
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_swept_is_told_and_tried_again(world: World, monkeypatch:
     monkeypatch.setattr(Scan, "_is_gone", lambda *_: True)
     left = world.pfs / ".ckptfs.parked.77"
     left.write_bytes(b"renamed")
-    monkeypatch.setattr(disk, "_fault", "visit:parked=EIO@*")
+    monkeypatch.setattr(disk, "_fault", "scan:parked=EIO@*")
     world.look()
     assert left.exists() and [json.loads(value)["path"] for _, value, _ in summary.list_reports(world.db, "trouble:")] == [left.name]
     monkeypatch.setattr(disk, "_fault", "")
@@ -201,7 +201,7 @@ def test_a_pfs_that_is_not_mounted_is_not_an_empty_one(world: World) -> None:
     world.check()
 
 
-@pytest.mark.parametrize("label", ["visit:root", "visit:walk", "visit:list", "visit:stat", "visit:readlink", "visit:xattrs"])
+@pytest.mark.parametrize("label", ["scan:root", "scan:walk", "scan:list", "scan:stat", "scan:readlink", "scan:xattrs"])
 def test_an_error_of_the_pfs_is_answered_and_leaves_the_directory_unvisited(
     world: World, label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,14 +218,14 @@ def test_an_error_of_the_pfs_is_answered_and_leaves_the_directory_unvisited(
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("label", ["visit:begin", "visit:list", "visit:stat", "visit:xattrs", "visit:import", "visit:end"])
+@pytest.mark.parametrize("label", ["scan:begin", "scan:list", "scan:stat", "scan:xattrs", "scan:import", "scan:end"])
 @pytest.mark.parametrize("when", ["kill", "kill-after"])
 def test_killed_anywhere_it_starts_over(world: World, label: str, when: str) -> None:
     _furnish(world)
     world.look(again=False)
     assert world.killed_at(f"{label}={when}", lambda there: there.look("d", again=False))
     after = world.reborn()
-    assert after.column("d", "complete") == (1 if (label, when) == ("visit:end", "kill-after") else 0)
+    assert after.column("d", "complete") == (1 if (label, when) == ("scan:end", "kill-after") else 0)
     assert after.look("d", again=False).state == mover_requests.DONE
     assert after.names("d") == {"file", "link", "below"}
     after.check()

@@ -251,7 +251,7 @@ def test_directories_of_ours_are_compared_once_they_are_on_the_pfs(world: World)
 @pytest.mark.crash
 @pytest.mark.parametrize("when", ["kill", "kill-after"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("label", ["visit:vanish"])
+@pytest.mark.parametrize("label", ["scan:vanish"])
 def test_killed_while_a_tree_is_removed(world: World, label: str, when: str, number: int) -> None:
     os.rename(world.pfs / "d", world.root / "away")
     assert world.killed_at(f"{label}={when}@{number}", lambda there: there.look())

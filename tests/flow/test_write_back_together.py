@@ -128,7 +128,7 @@ def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) ->
             assert stored(cluster.etcd)[name]["by"] == one.number
 
         await one.put("f", b"1")
-        cluster.meanwhile["together:announced"] = tell_again
+        cluster.meanwhile["write_back:intent_announced"] = tell_again
         while cluster.meanwhile:
             await cluster.step(one)
 
@@ -184,7 +184,7 @@ def test_a_directory_has_the_times_there_that_the_last_change_gave_it(tmp_path: 
     assert [(cluster.pfs / "d").stat().st_mtime_ns] == shared
 
 
-@pytest.mark.parametrize("label", ["together:announced", "together:settled", "write_back:written_down"])
+@pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:intent_settled", "write_back:written_down"])
 def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, label: str) -> None:
     """P8: killed when the others know of the batch, and when it is settled there but not here."""
 

@@ -27,7 +27,7 @@ def test_a_directory_that_cannot_be_imported(data_path: str, make_daemon: Callab
     daemon.start()
     assert os.listdir(daemon.path) == ["there"]
     there = daemon.path / "there"
-    fault.write_text("visit:list=EIO@*")
+    fault.write_text("scan:list=EIO@*")
 
     assert refusal(os.stat, there / "old") == "EIO"
     assert refusal(os.open, there / "old", os.O_RDONLY) == "EIO"

@@ -72,7 +72,7 @@ def test_out_of_order_when_a_new_catalog_starts(make_daemon: Make) -> None:
     """Nothing is known of the root then: still everything can be made in it, and what is there joins it later."""
     daemon = with_old_files(make_daemon)
     fault = daemon.root / "fault"
-    fault.write_text("visit:root=EIO@*")
+    fault.write_text("scan:root=EIO@*")
     daemon.env["CKPTFS_FAULT"] = f"@{fault}"
     daemon.expect_warning("visit|write back|pfs|cannot be")
     daemon.start()
@@ -100,7 +100,7 @@ def test_hanging(make_daemon: Make) -> None:
         (daemon.path / "work").mkdir()
         assert os.listdir(daemon.path / "old") == ["file"]
         daemon.settle()
-        fault.write_text(",".join(f"{label}=hang@*" for label in ("visit:root", "visit:walk", "visit:list", "pfs:open", "pfs:walk")))
+        fault.write_text(",".join(f"{label}=hang@*" for label in ("scan:root", "scan:walk", "scan:list", "pfs:open", "pfs:walk")))
         started: list[object] = []
         reader = threading.Thread(target=lambda: started.append(_error(lambda: os.listdir(daemon.path / "other"))))
         opener = threading.Thread(target=lambda: started.append(_error((daemon.path / "old" / "file").read_bytes)))
@@ -193,7 +193,7 @@ def test_the_mover_dies_while_a_file_is_fetched_and_a_directory_visited(make_dae
     """P8: whoever waits for it notices nothing but a pause."""
     daemon = with_old_files(make_daemon)
     fault = daemon.root / "fault"
-    fault.write_text("fetch:read=kill,visit:import=kill@2")
+    fault.write_text("fetch:read=kill,scan:import=kill@2")
     daemon.env["CKPTFS_FAULT"] = f"@{fault}"
     daemon.expect_warning("mover|killed|died|signal")
     daemon.start()

@@ -346,7 +346,7 @@ def _labels() -> set[str]:
 def test_every_label_of_a_disk_operation_is_struck_by_a_test() -> None:
     """By name, or by a loop over all labels of a step (`label.startswith("step:")`)."""
     tests = "\n".join(path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py"))
-    steps = tuple(re.findall(r'\.startswith\("(\w+:)"\)', tests))
+    steps = tuple(re.findall(r'\.startswith\("(\w+:[\w:]*)"\)', tests))
     struck = set(re.findall(r'"(\w+:[\w:]+)["=]', tests)) | ONLY_READ
     assert [label for label in sorted(_labels() - struck) if not label.startswith(steps)] == []
 

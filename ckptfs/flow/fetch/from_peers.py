@@ -30,8 +30,8 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
-transfer.declare_labels("gather:check")
-disk.declare_labels("gather:reserved", "gather:write", "gather:fsync", "gather:directory", "gather:arrived")
+transfer.declare_labels("fetch:peer:check")
+disk.declare_labels("fetch:peer:reserved", "fetch:peer:write", "fetch:peer:fsync", "fetch:peer:directory", "fetch:peer:arrived")
 
 OnProgress = Callable[[], None]
 
@@ -162,9 +162,9 @@ class PeerFetcher:
             storage = self._tiers[tier]
             stash_id = self._insert_copy(content, storage)
             try:
-                disk.act("gather:reserved", lambda: None)
+                disk.act("fetch:peer:reserved", lambda: None)
                 self._fill(content, manifest, sources, storage, stale_fd, progress)
-                if not disk.act("gather:arrived", remote_contents.record_fetched_copy, self._db, content, tier, manifest.blocks):
+                if not disk.act("fetch:peer:arrived", remote_contents.record_fetched_copy, self._db, content, tier, manifest.blocks):
                     raise Busy("the file changed while it was fetched")
             except BaseException:
                 # A peer may have sent the same content meanwhile: then the row and the file are those of its copy, and stay.
@@ -232,10 +232,10 @@ class PeerFetcher:
                 with progress.publish_map(content, storage.tier, target, missing.numbers) as blocks:
                     self._cluster.peers.fetch(sources, manifest, missing.numbers, target, blocks.mark_present, blocks.list_awaited)
             if storage.tier is not Tier.RAM:
-                disk.act("gather:fsync", os.fsync, target)
-                disk.act("gather:directory", storage.fsync_directory)
+                disk.act("fetch:peer:fsync", os.fsync, target)
+                disk.act("fetch:peer:directory", storage.fsync_directory)
                 os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
-                found = transfer.read(target, label="gather:check", before_block=progress)
+                found = transfer.read(target, label="fetch:peer:check", before_block=progress)
                 if found != (manifest.size, manifest.digest, manifest.blocks):
                     raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
 
@@ -249,7 +249,7 @@ class _MissingBlocks:
 
     def copy_from(self, source: int, target: int) -> None:
         """Copy the blocks that are the same in a former generation."""
-        blocks = transfer.read(source, label="gather:older")[2]
+        blocks = transfer.read(source, label="fetch:peer:older")[2]
         stale_digests = digest.split_digests(blocks)
         remaining = []
         for number in self.numbers:
@@ -263,7 +263,7 @@ class _MissingBlocks:
         data = os.pread(source, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)
         if digest.hash_block(data) != self._digests[number]:
             return False
-        disk.write_all("gather:write", target, data, number * limits.BLOCK_BYTES)
+        disk.write_all("fetch:peer:write", target, data, number * limits.BLOCK_BYTES)
         return True
 
 

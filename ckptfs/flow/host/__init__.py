@@ -34,7 +34,7 @@ from ckptfs.tiers import local_copies, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 SNAPSHOTS_MAX = 64
-transfer.declare_labels("hold:open")
+transfer.declare_labels("host:open")
 
 
 class OpenFileSnapshots:
@@ -55,7 +55,7 @@ class OpenFileSnapshots:
         try:
             # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
             snapshot = peer_copies.record_open_snapshot(self._db, content)
-            size, whole, blocks = transfer.read(fd, label="hold:open")
+            size, whole, blocks = transfer.read(fd, label="host:open")
             if snapshot is None or not self._is_open(content) or len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES):
                 os.close(fd)
                 return None
@@ -90,8 +90,8 @@ class OpenFileSnapshots:
 
 
 log = logging.getLogger(__name__)
-transfer.declare_labels("hold:check")
-disk.declare_labels("hold:fsync", "hold:directory", "hold:outdated", "hold:rename", "hold:counted", "hold:persist")
+transfer.declare_labels("host:check")
+disk.declare_labels("host:fsync", "host:directory", "host:outdated", "host:rename", "host:counted", "host:persist")
 SEAL_POLL_S = 0.01
 
 SEARCH_BYTES_MIN = 256 * limits.KIB
@@ -254,18 +254,18 @@ class Host:
         # What the file held so far must not count any more before it is another one. What was written here since does not give way.
         with self._db.transaction():
             self._require_replaceable(offer)
-            disk.act("hold:outdated", remote_contents.mark_copies_stale, self._db, offer.content)
+            disk.act("host:outdated", remote_contents.mark_copies_stale, self._db, offer.content)
         with self._db.transaction():
             # Only one generation of a content can arrive at a time. Who fetches it just now finds this one in its place.
             self._require_replaceable(offer)
-            disk.act("hold:rename", storage.rename, incoming.reserved_id, offer.content)
+            disk.act("host:rename", storage.rename, incoming.reserved_id, offer.content)
             if not remote_contents.record_hosted_copy(self._db, _build_remote_state(offer), incoming.reserved_id, storage.tier):
                 raise Busy("the content moved on")
         incoming.close()
-        disk.act("hold:counted", lambda: None)
+        disk.act("host:counted", lambda: None)
         if storage.tier is not Tier.RAM:
             storage.fsync_directory()
-            disk.act("hold:persist", self._db.persist)
+            disk.act("host:persist", self._db.persist)
         self._drop_stale_copies(offer.content, storage.tier)
         self._notify.wake_lanes()
         return True
@@ -285,10 +285,10 @@ class Host:
         """On a disk the bytes are read back from where they lie; in RAM they were written a moment ago by the one who checked them."""
         if storage.tier is Tier.RAM:
             return True
-        disk.act("hold:fsync", os.fsync, fd)
-        disk.act("hold:directory", storage.fsync_directory)
+        disk.act("host:fsync", os.fsync, fd)
+        disk.act("host:directory", storage.fsync_directory)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return transfer.read(fd, label="hold:check") == (offer.size, offer.digest, offer.blocks)
+        return transfer.read(fd, label="host:check") == (offer.size, offer.digest, offer.blocks)
 
     def _drop_stale_copies(self, content: int, tier: Tier) -> None:
         """Copies of the former generation in other tiers."""

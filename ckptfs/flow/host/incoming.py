@@ -31,8 +31,8 @@ from ckptfs.model import Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
-transfer.declare_labels("hold")
-disk.declare_labels("hold:create", "hold:allocate")
+transfer.declare_labels("host")
+disk.declare_labels("host:create", "host:allocate")
 
 
 class IncomingCopy:
@@ -62,7 +62,7 @@ class IncomingCopy:
         reserved_id = copies.insert_reserved_copy(db, storage.tier)
         try:
             storage.remove(reserved_id)
-            return cls(storage, reserved_id, disk.act("hold:create", storage.create, reserved_id), offer)
+            return cls(storage, reserved_id, disk.act("host:create", storage.create, reserved_id), offer)
         except BaseException:
             _delete_reserved(db, storage, reserved_id)
             raise
@@ -108,7 +108,7 @@ class IncomingCopy:
             for start, end in _find_data_runs(digests):
                 first, last = max(start * limits.BLOCK_BYTES, self._allocated_bytes), min(end * limits.BLOCK_BYTES, size)
                 if first < last:
-                    disk.act("hold:allocate", os.posix_fallocate, self.fd, first, last - first)
+                    disk.act("host:allocate", os.posix_fallocate, self.fd, first, last - first)
         except OSError as failure:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -136,7 +136,7 @@ class IncomingCopy:
     def _copy_block(self, data: memoryview, number: int, wanted: bytes) -> None:
         """Put a block of another file in place, if it is what it is said to be."""
         if digest.hash_block(data) == wanted:
-            disk.write_all("hold:write", self.fd, data, number * limits.BLOCK_BYTES)
+            disk.write_all("host:write", self.fd, data, number * limits.BLOCK_BYTES)
             self._present[number] = wanted
 
     def mark_received(self) -> None:
@@ -189,7 +189,7 @@ class _BlockBuffer:
         """A block of a file, until the next is read."""
         if self._bytes is None:
             self._bytes = memoryview(bytearray(limits.BLOCK_BYTES))
-        count = disk.act("hold:read", os.preadv, fd, [self._bytes], number * limits.BLOCK_BYTES)
+        count = disk.act("host:read", os.preadv, fd, [self._bytes], number * limits.BLOCK_BYTES)
         return self._bytes[:count]
 
 
@@ -200,7 +200,7 @@ def _read_digests(storage: TierStorage, content: int) -> bytes:
     except FileNotFoundError:
         return b""
     with disk.closing(fd):
-        return transfer.read(fd, label="hold")[2]
+        return transfer.read(fd, label="host")[2]
 
 
 def _find_data_runs(digests: list[bytes]) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 
-disk.declare_labels("ahead:read")
+disk.declare_labels("early:read")
 
 BLOCK = limits.BLOCK_BYTES
 NICE = 15
@@ -111,7 +111,7 @@ class EarlyReplication:
         del growing.blocks[complete:]
         growing.sent_count = min(growing.sent_count, complete)
         for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.EARLY_BLOCKS_MAX)):
-            if disk.act("ahead:read", os.preadv, fd, [self._block], number * BLOCK) < BLOCK:
+            if disk.act("early:read", os.preadv, fd, [self._block], number * BLOCK) < BLOCK:
                 return
             growing.blocks.append(digest.hash_block(self._block))
 

@@ -28,7 +28,7 @@ from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, find
 
 log = logging.getLogger(__name__)
 
-disk.declare_labels("together:announced", "together:settled")
+disk.declare_labels("write_back:intent_announced", "write_back:intent_settled")
 
 BATCH_ROWS = 32
 
@@ -167,7 +167,7 @@ class ClusterWriteBack:
         """Raises Busy when it has to be planned anew, Unreachable when nobody knows whether it was announced."""
         if batch.expected_entries or batch.published_rows:
             pfs_coordination.publish_intents(self._db, self._cluster.store, self._snapshot, batch, self._instance)
-        disk.act("together:announced", lambda: None)
+        disk.act("write_back:intent_announced", lambda: None)
 
     def resume(self, batch: PfsBatch) -> PfsBatch | None:
         """A batch of an earlier life, or that was interrupted, where its names lie now; None when it is not ours to finish any more."""
@@ -187,7 +187,7 @@ class ClusterWriteBack:
     def complete_intents(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
         """The PFS shows it. Raises Busy when this node was taken for dead meanwhile, Unreachable."""
         changed = pfs_coordination.complete_intents(self._db, self._cluster.store, batch, found, self._snapshot)
-        disk.act("together:settled", lambda: None)
+        disk.act("write_back:intent_settled", lambda: None)
         self._extra_inodes = set()
         if changed:
             with self._db.transaction():

@@ -114,15 +114,15 @@ class _Flows:
         self._lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
             ("evict", Evict(db, tiers, config, notify)),
-            ("drop", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
-            ("settle", WaitLevel(db, tiers, config, notify)),
+            ("reclaim", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
+            ("wait level", WaitLevel(db, tiers, config, notify)),
         ]
         if config.pfs is not None:
             self._lanes += [
                 ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
-                ("drop pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
+                ("reclaim pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
                 ("write back", self._write_back),
-                ("visit", self._scan),
+                ("scan", self._scan),
             ]
         if cluster_services is not None:
             self._lanes += cluster_services.list_flows()
@@ -156,7 +156,7 @@ async def _handle_wake_ups(wake_channel: ipc.WakeChannel, lanes: Lanes) -> None:
         if message[:1] == ipc.URGENT_REQUEST:
             lanes.wake_now(mover_requests.LANE_BY_KIND.get(message[1:].decode(), ""))
         elif message == ipc.WRITER_OPENED:
-            lanes.wake("ahead")
+            lanes.wake("early copies")
         else:
             lanes.wake()
             if message == ipc.LARGE_FILE_CLOSED:
