@@ -1,14 +1,13 @@
-"""Takes: wants of the kind 'visit', and directories that the PFS was not compared with for a while.
-Leaves: a catalog that shows what strangers put on the PFS, changed there and took away; new directories complete=0 until their own visit.
-If we die here: what was imported stays, the directory is as complete as before and is visited again.
+"""The import of external changes on the PFS, one directory at a time.
 
-Lists outside of any transaction and takes over in short ones. What was written here and is not on the PFS yet always stays.
+Takes: mover requests of the kind SCAN, and directories whose last comparison with the PFS is older than the refresh interval.
+Leaves: a catalog that shows what other programs created, changed and removed on the PFS. New directories stay unimported (complete=0)
+until their own scan. A name or inode with changes that are not on the PFS yet is left alone.
+If we die here: imported names stay; the directory counts as it did before, and is scanned again.
 
-Takes: one directory that was opened on the PFS, and what is pending in it.
-Leaves: the catalog as the PFS shows this directory, but for what is newer here.
-If we die here: what was taken over stays; the directory counts as unvisited, or as it was compared before, and is compared again.
-
-The catalog is changed in short transactions, each of which looks again before it believes the listing (catalog/visits.py).
+`Scan` chooses the next directory and opens it. `DirectoryScan` lists it outside of any transaction and imports the differences in short
+ones. Each transaction checks the pending changes again before it uses the listing, because write-back may have moved on since
+(catalog/scans.py).
 """
 
 import errno
@@ -35,226 +34,30 @@ from ckptfs.tiers import health, pfs_ownership, pfs_tree
 from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
-disk.declare_labels("scan:import", "scan:vanish", "scan:parked")
+
+disk.declare_labels("scan:begin", "scan:end", "scan:import", "scan:vanish", "scan:parked")
+
+# A refresh that took t seconds is followed by a pause of PAUSE_RATIO times t, so that refreshing never loads the PFS.
+PAUSE_RATIO = 9
+BUSY_TRIES = 5
+PUBLISHED_POLL_S = 0.005
 LISTED_BATCH = 256
-
+# Names in one transaction: each takes four rows, and some more for its xattrs.
 IMPORT_BATCH = limits.CHANGE_ROWS_MAX // 8
-"""Names in one transaction: each takes four rows, and some more for its xattrs."""
-
+# In a cluster the store has to accept all keys of a name at once: up to six.
 CLUSTER_IMPORT_BATCH = limits.ETCD_OPERATIONS_MAX // 10
-"""The same in a cluster: the store has to take all that is about a name at once, and that is up to six keys."""
+# Errors of one directory, not of the PFS.
+DIRECTORY_ERRNOS = {errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY}
+
 Item = TypeVar("Item")
 RefreshNames = Callable[[list[bytes]], set[bytes]]
 
 
-class DirectoryScan:
-    """One listed directory and the catalog."""
-
-    def __init__(
-        self, db: Database, notify: Notifier, pending: PendingChanges, fd: int, progress: Callable[[], None] = lambda: None,
-        refresh_names: RefreshNames | None = None, is_gone: Callable[[int], bool] = lambda inode: False,
-    ) -> None:  # fmt: skip
-        """`look_again` learns what other nodes know of names, and says which must be left to them; `gone`: whether a file certainly has
-        no name any more.
-        """
-        self._is_gone = is_gone
-        self._refresh_names = refresh_names
-        self._db = db
-        self._notify = notify
-        self._pending = pending
-        self._directory = pending.directory
-        self._fd = fd
-        self._can_cache_absent_names = scans.can_cache_absent_names(db, pending.directory)
-        self._is_first_scan = not scans.is_imported(db, pending.directory)
-        self._progress = progress
-        self._names_changed = False
-        self._external_names: list[bytes] = []
-
-    def run(self) -> None:
-        """Take over everything: what is there, then what is not there any more, then what stands where a directory was."""
-        if self._directory == ROOT:
-            self._import_root()
-        names: set[bytes] = set()
-        replaced: list[PfsEntryStat] = []
-        listing = pfs_tree.list_entries(self._fd, is_root=self._directory == ROOT, on_external=self._external_names.append)
-        for batch in _split(listing, LISTED_BATCH):
-            self._progress()
-            names.update(seen.name for seen in batch)
-            self._exclude_pending_elsewhere([seen.name for seen in batch])
-            replaced += self._import_entries(self._list_differing(batch))
-        self._report_external()
-        self._record_vanished(name for name, _, _ in scans.list_expected(self._db, self._directory) if name not in names)
-        for seen in replaced:
-            self._delete_tree(seen.name)
-            self._import_entries([seen])
-        if self._names_changed:
-            with self._db.transaction():
-                scans.record_external_change(self._db, self._directory, pfs_tree.stat_descriptor(self._fd))
-            self._notify.invalidate_inode(self._directory)
-
-    def _remove_parked(self, name: bytes) -> bool:
-        """What a node that died was about to rename goes when nobody calls it anything any more. What lives stays, and is told of."""
-        inode = pfs_tree.parse_parked_name(name)
-        if inode is None or not self._is_gone(inode):
-            return False
-        parent = pfs_tree.stat_descriptor(self._fd)
-        try:
-            pfs_ownership.retry_as_owner(lambda: disk.unlink("scan:parked", name, dir_fd=self._fd), lambda: [(parent.uid, parent.gid)])
-        except OSError as failure:
-            log.debug("%s stays: %s", os.fsdecode(name), failure)
-            return False
-        log.info("%s is gone from the PFS: a node had died while it renamed it, and it was deleted since", os.fsdecode(name))
-        return True
-
-    def _report_external(self) -> None:
-        """What somebody calls like what is ours is not shown in the mount: people shall know."""
-        self._external_names = [name for name in self._external_names if not self._remove_parked(name)]
-        key = f"trouble:hidden:{self._directory:016x}"
-        if not self._external_names:
-            summary.set_report(self._db, key, None)
-            return
-        path = b"/".join(part for part in (namespace.get_path(self._db, self._directory), min(self._external_names)) if part)
-        count = len(self._external_names)
-        what = "is hidden in the mount" if count == 1 else f"and {count - 1} more are hidden in the mount"
-        if not summary.list_reports(self._db, key):
-            log.warning("%s %s: names like it are for ckptfs's own files", os.fsdecode(path), what)
-        remedy = "give it another name on the PFS, one that does not begin with .ckptfs"
-        summary.set_report(
-            self._db, key, {"what": f"{what}: names like it are for ckptfs's own files", "path": os.fsdecode(path), "remedy": remedy}
-        )
-
-    def _import_root(self) -> None:
-        with scans.import_transaction(self._db, ROOT):
-            is_changed = scans.set_root_attributes(self._db, self._pending, pfs_tree.stat_descriptor(self._fd))
-        if is_changed:
-            self._notify.invalidate_inode(ROOT)
-
-    def record_vanished_name(self, name: bytes) -> None:
-        """Take over that one name is not there any more."""
-        self._record_vanished([name])
-        if self._names_changed:
-            self._notify.invalidate_inode(self._directory)
-
-    def _list_differing(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
-        """Those for which there may be something to do; the others cost one query and no transaction."""
-        if self._is_first_scan:
-            return batch
-        with self._db.read_transaction():
-            return [
-                seen
-                for seen in batch
-                if scans.choose_verdict(seen, scans.get_known_name(self._db, self._directory, seen.name)) is not ScanVerdict.SAME
-            ]
-
-    def _import_entries(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
-        """Take over what differs; what stands where a directory was is left, and returned."""
-        replaced = []
-        for part in _split(self._load_details(batch), IMPORT_BATCH if self._refresh_names is None else CLUSTER_IMPORT_BATCH):
-            done: list[tuple[PfsEntryStat, ScanVerdict, int | None]] = []
-            with scans.import_transaction(self._db, self._directory):
-                self._pending.update(self._db)
-                done += [(seen, *scans.import_entry(self._db, self._pending, seen)) for seen in part]
-                disk.act("scan:import", lambda: None)
-            for seen, verdict, inode in done:
-                self._notify_mount(seen, verdict, inode)
-                if verdict is ScanVerdict.REPLACED and seen.is_directory != scans.is_directory(self._db, inode):
-                    replaced.append(seen)
-        return replaced
-
-    def _load_details(self, batch: Iterable[PfsEntryStat]) -> Iterator[PfsEntryStat]:
-        for entry in batch:
-            try:
-                yield pfs_tree.load_details(self._fd, entry)
-            except FileNotFoundError:
-                continue
-
-    def _notify_mount(self, entry: PfsEntryStat, verdict: ScanVerdict, inode: int | None) -> None:
-        """Let the mount's kernel forget what is not true any more. Of an unvisited directory it knows no absent names."""
-        if verdict in {ScanVerdict.NEW, ScanVerdict.REPLACED}:
-            self._names_changed = self._names_changed or self._can_cache_absent_names
-            if self._can_cache_absent_names:
-                self._notify.invalidate_entry(self._directory, entry.name)
-        if verdict in {ScanVerdict.ATTRIBUTES, ScanVerdict.CONTENT, ScanVerdict.ADOPT} and inode is not None:
-            self._notify.invalidate_inode(inode)
-        if verdict is ScanVerdict.CONTENT and inode is not None:
-            # A kernel that caches writes believes its own size and times for as long as it knows the inode: it must forget its names.
-            for parent, name in scans.list_names(self._db, inode):
-                self._notify.invalidate_entry(parent, name)
-            log.info("%s was changed on the PFS by somebody else", os.fsdecode(entry.name))
-
-    def _exclude_pending_elsewhere(self, names: list[bytes]) -> None:
-        if self._refresh_names is not None and names:
-            self._pending.names |= self._refresh_names(names)
-
-    def _record_vanished(self, candidates: Iterable[bytes]) -> None:
-        """Take over that these names are gone, once each was looked for by itself."""
-        gone = list(candidates)
-        self._exclude_pending_elsewhere(gone)
-        for name in gone:
-            if pfs_tree.is_absent(self._fd, name):
-                self._delete_tree(name)
-
-    def _delete_tree(self, name: bytes) -> None:
-        """Forget a name with all that is below it, from the bottom up; what is newer than the PFS stays, with what holds it."""
-        inode = scans.get_known_name(self._db, self._directory, name).inode
-        if inode is None or self._is_pending(name, inode):
-            return
-        for directory, below in scans.list_tree(self._db, inode):
-            pending = scans.record_scan_begin(self._db, directory)
-            try:
-                self._delete_names(pending, below)
-            finally:
-                scans.record_scan_end(self._db, directory, whole=False)
-        self._names_changed = self._delete_names(self._pending, [name]) or self._names_changed
-
-    def _is_pending(self, name: bytes, inode: int) -> bool:
-        self._pending.update(self._db)
-        return self._pending.is_pending(name, inode)
-
-    def _delete_names(self, pending: PendingChanges, names: list[bytes]) -> bool:
-        """Forget names in one directory; whether any went."""
-        gone: list[bytes] = []
-        for part in _split(names, IMPORT_BATCH):
-            with scans.import_transaction(self._db, pending.directory):
-                pending.update(self._db)
-                gone += [name for name in part if scans.record_vanished(self._db, pending, name)]
-                disk.act("scan:vanish", lambda: None)
-        for name in gone:
-            self._notify.invalidate_entry(pending.directory, name)
-        if gone:
-            self._notify.wake_lanes()
-        return bool(gone)
-
-
-def _split(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, size)):
-        yield batch
-
-
-disk.declare_labels("scan:begin", "scan:end")
-
-# A refresh that took t seconds is followed by a pause of this many times t, so that refreshing never loads the PFS.
-PAUSE_RATIO = 9
-BUSY_TRIES = 5
-PUBLISHED_POLL_S = 0.005
-
-DIRECTORY_ERRNOS = {errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY}
-"""Errors of one directory, not of the PFS."""
-
-
-def request_scan(db: Database, inode: int, *, recursive: bool, wait_s: float = limits.SCAN_WAIT_S) -> int:
-    """Want the directory `inode` to be compared with the PFS now, with all visited ones below it if `recursive`. The want's id."""
-    return mover_requests.insert_request(
-        db, mover_requests.SCAN, inode, mover_requests.TREE if recursive else mover_requests.COMPARE_AGAIN, wait_s=wait_s
-    )
-
-
 class Scan:
-    """One directory a step: those that somebody waits for first."""
+    """The lane that scans one directory per step, requested ones first."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
-        """`around`: the other nodes, which look at the same PFS; None on a node that is alone."""
+        """`cluster`: the other nodes, which use the same PFS; None on a single node."""
         self._cluster = cluster
         self._db = db
         self._tiers = tiers
@@ -267,30 +70,30 @@ class Scan:
         self._request_id = 0
 
     def prepare(self) -> None:
-        """Once, before the mover is ready: forget visits that died. Asks nothing of the PFS."""
+        """Forget unfinished scans. Call once before the mover is ready; does not access the PFS."""
         if self._config.pfs is not None:
             scans.reset_scans(self._db, os.fsdecode(self._config.pfs))
 
     def step(self) -> bool:
-        """Visit one directory. True: there may be more at once."""
+        """Scan one directory. Return True if more work may be ready now."""
         self._request_id = 0
         self._sweep_requests()
         requests = mover_requests.list_open(self._db, mover_requests.SCAN)
-        single = next((want for want in requests if want.argument != mover_requests.TREE), None)
+        single = next((request for request in requests if request.argument != mover_requests.TREE), None)
         if single is not None:
             self._answer(single)
             return True
-        self._tree_queues = {want.id: self._tree_queues.get(want.id) or deque([want.inode]) for want in requests}
+        self._tree_queues = {request.id: self._tree_queues.get(request.id) or deque([request.inode]) for request in requests}
         if requests:
             self._scan_next_of_tree(requests[0])
             return True
         return self._refresh_next()
 
     def next_due_s(self) -> float | None:
-        """Until directories whose turn it may be are looked for."""
+        """Return the seconds until the next look for a directory that is due."""
         return max(0.0, self._next_refresh_s - time.monotonic())
 
-    # --- what is asked --------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------------
 
     def _sweep_requests(self) -> None:
         if time.monotonic() - self._swept_s > limits.REQUEST_SWEEP_S:
@@ -298,13 +101,13 @@ class Scan:
             mover_requests.delete_stale(self._db)
 
     def _report_progress(self) -> None:
-        """Whoever waits for a large directory shall know that it is coming."""
+        """Extend the deadline of the request in hand: a large directory takes long."""
         if self._request_id and time.monotonic() - self._progress_s > limits.REQUEST_POLL_S:
             self._progress_s = time.monotonic()
             mover_requests.record_progress(self._db, self._request_id, wait_s=limits.SCAN_WAIT_S)
 
     def _answer(self, request: mover_requests.MoverRequest) -> None:
-        """Visit what one want asks for. It fails with the visit, at once: whoever asked may ask again."""
+        """Scan the directory of a request. A failed scan fails the request at once."""
         self._request_id = request.id
         try:
             if request.argument == mover_requests.COMPARE_AGAIN or not scans.is_imported(self._db, request.inode):
@@ -317,15 +120,18 @@ class Scan:
         self._notify.notify_replies()
 
     def _fail_request(self, request_id: int, inode: int, failure: Exception) -> bool:
-        """Answer with what went wrong; whether that is the asker's business only, and no trouble of the PFS."""
+        """Mark the request as failed. Return True if the error concerns this directory only, not the PFS."""
         code = failure.errno if isinstance(failure, OSError) and _is_directory_error(failure) else errno.EIO
         mover_requests.mark_failed(self._db, request_id, code or errno.EIO)
         self._notify.notify_replies()
-        log.debug("visit of inode %d: %s", inode, failure)
+        log.debug("inode %d: scan failed: %s", inode, failure)
         return _is_directory_error(failure)
 
     def _scan_next_of_tree(self, request: mover_requests.MoverRequest) -> None:
-        """Visit the next directory of a tree; the want is done with the last one. One below that cannot be listed is left out."""
+        """Scan the next directory of a recursive request; the last one completes it.
+
+        A directory below the requested one that cannot be listed is skipped.
+        """
         self._request_id = request.id
         queue = self._tree_queues[request.id]
         directory = queue.popleft()
@@ -346,7 +152,10 @@ class Scan:
         self._notify.notify_replies()
 
     def _refresh_next(self) -> bool:
-        """Compare the directory whose turn it is; never True, so that the pause after it is kept. In a cluster one node does it for all."""
+        """Scan the directory whose refresh is due. In a cluster the node with the lowest number does it.
+
+        Always returns False, so that the pause after a refresh is kept.
+        """
         if time.monotonic() < self._next_refresh_s:
             return False
         if self._cluster is not None and self._cluster.node_number != min(
@@ -371,7 +180,7 @@ class Scan:
         return False
 
     def _scan_when_undisturbed(self, directory: int) -> None:
-        """Write-back may be renaming a directory on the way just now: look again in a moment."""
+        """Scan a directory; try again if write-back is just renaming a directory on its path."""
         for _ in range(BUSY_TRIES):
             try:
                 return self._scan(directory)
@@ -381,14 +190,15 @@ class Scan:
             time.sleep(limits.RETRY_FIRST_S)
         return self._scan(directory)
 
-    # --- one visit ------------------------------------------------------------------------------------------------------
+    # --- one directory ---------------------------------------------------------------------------------------------------
 
     def _scan(self, directory: int) -> None:
-        """Compare one directory with the PFS. Raises OSError and TierUnavailable when it cannot be listed."""
+        """Compare one directory with the PFS. Raises OSError or TierUnavailable if it cannot be listed."""
         root_fd = self._open_root()
         try:
             pending = disk.act("scan:begin", scans.record_scan_begin, self._db, directory)
-            self._refresh_pfs_path(directory)
+            if self._cluster is not None:  # Other nodes may have moved the directory on the PFS.
+                pfs_coordination.load_inodes(self._db, self._cluster.store, directory)
             names = pfs_state.find_path(self._db, directory)
             if names is None:
                 scans.record_scan_end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
@@ -406,7 +216,7 @@ class Scan:
         self._wait_published()
 
     def _is_gone(self, inode: int) -> bool:
-        """Whether the store has no such file; not while nodes tell one anew that has lost its data."""
+        """Return True if the store has no such file. False while a store that lost its data is being rebuilt."""
         if self._cluster is None or store_loss.get_loss_age_s(self._db) < limits.UNPUBLISHED_KEEP_S:
             return False
         try:
@@ -414,27 +224,25 @@ class Scan:
         except CkptfsError:
             return False
 
-    def _refresh_pfs_path(self, directory: int) -> None:
-        """Where the PFS shows a directory now: other nodes may have moved it."""
-        if self._cluster is not None:
-            pfs_coordination.load_inodes(self._db, self._cluster.store, directory)
-
     def _build_refresh_names(self, directory: int) -> RefreshNames | None:
-        """What asks the store about names that were listed."""
+        """Return the function that reads listed names from the store; None on a single node."""
         if self._cluster is None:
             return None
         store = self._cluster.store
         return lambda names: pfs_coordination.refresh_names(self._db, store, directory, names)
 
     def _wait_published(self) -> None:
-        """What was imported is the other nodes' before anybody here uses it; or theirs is, where they were faster."""
+        """Wait until the store has the imported names, or until `ETCD_WAIT_S` have passed.
+
+        Then all nodes agree on a name before this node uses it, also if another node imported it first.
+        """
         until_s, last = time.monotonic() + limits.ETCD_WAIT_S, key_state.get_last_change(self._db)
         while self._cluster is not None and key_state.has_dirty(self._db, last) and time.monotonic() < until_s:
             time.sleep(PUBLISHED_POLL_S)
 
     def _open_root(self) -> int:
         if self._config.pfs is None:
-            raise TierUnavailable("there is no PFS to visit")
+            raise TierUnavailable("no PFS is configured")
         if copies.get_tier_uuid(self._db, Tier.PFS) is None:
             self._adopt_pfs()
         try:
@@ -444,16 +252,16 @@ class Scan:
             raise TierUnavailable(f"{self._config.pfs} cannot be opened: {failure.strerror}", remedy=remedy) from failure
 
     def _adopt_pfs(self) -> None:
-        """The first time: leave a mark by which this PFS is known again. One that takes no mark is believed whatever it shows."""
+        """Mark the PFS on the first scan, so that it is recognised later."""
         try:
             uuid = self._tiers[Tier.PFS].uuid
         except (OSError, TierUnavailable) as failure:
-            log.info("the PFS takes no mark of ours: %s", failure)
+            log.info("%s: the PFS cannot be marked: %s; whatever it shows is imported", self._config.pfs, failure)
             return
         copies.set_tier_uuid(self._db, Tier.PFS, uuid)
 
     def _open_directory(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> int:
-        """A descriptor of the directory itself, also while write-back is about to rename what is above it."""
+        """Return a descriptor of the directory. Raises OSError (EBUSY) if its path is being renamed."""
         try:
             fd = pfs_tree.open_directory(root_fd, names)
         except (FileNotFoundError, NotADirectoryError):
@@ -469,7 +277,7 @@ class Scan:
         return fd
 
     def _scan_missing_ancestor(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> None:
-        """A directory is gone from the PFS: compare the nearest one above that is there, so that the catalog learns of it."""
+        """Record in the catalog that a directory is gone, by scanning its nearest ancestor on the PFS."""
         ancestor = directory
         for depth in range(len(names) - 1, -1, -1):
             ancestor = pfs_state.get_parent(self._db, ancestor)
@@ -488,9 +296,197 @@ class Scan:
             return
 
 
+class DirectoryScan:
+    """The comparison of one listed directory with the catalog."""
+
+    def __init__(
+        self, db: Database, notify: Notifier, pending: PendingChanges, fd: int, progress: Callable[[], None] = lambda: None,
+        refresh_names: RefreshNames | None = None, is_gone: Callable[[int], bool] = lambda inode: False,
+    ) -> None:  # fmt: skip
+        """`refresh_names` reads names from the store and returns those that must be left to other nodes.
+
+        `is_gone` returns True if a file certainly has no name any more. `progress` is called for each batch of the listing.
+        """
+        self._is_gone = is_gone
+        self._refresh_names = refresh_names
+        self._db = db
+        self._notify = notify
+        self._pending = pending
+        self._directory = pending.directory
+        self._fd = fd
+        self._can_cache_absent_names = scans.can_cache_absent_names(db, pending.directory)
+        self._is_first_scan = not scans.is_imported(db, pending.directory)
+        self._progress = progress
+        self._names_changed = False
+        self._external_names: list[bytes] = []
+
+    def run(self) -> None:
+        """Import new and changed names, then removals, then names that changed to or from a directory."""
+        if self._directory == ROOT:
+            self._import_root()
+        names: set[bytes] = set()
+        replaced: list[PfsEntryStat] = []
+        listing = pfs_tree.list_entries(self._fd, is_root=self._directory == ROOT, on_external=self._external_names.append)
+        for batch in _split(listing, LISTED_BATCH):
+            self._progress()
+            names.update(seen.name for seen in batch)
+            self._exclude_pending_elsewhere([seen.name for seen in batch])
+            replaced += self._import_entries(self._list_differing(batch))
+        self._report_external()
+        self._record_vanished(name for name, _, _ in scans.list_expected(self._db, self._directory) if name not in names)
+        for seen in replaced:
+            self._delete_tree(seen.name)
+            self._import_entries([seen])
+        if self._names_changed:
+            with self._db.transaction():
+                scans.record_external_change(self._db, self._directory, pfs_tree.stat_descriptor(self._fd))
+            self._notify.invalidate_inode(self._directory)
+
+    def _remove_parked(self, name: bytes) -> bool:
+        """Remove a parked name that a dead node left, if its file is deleted. Return False if it stays."""
+        inode = pfs_tree.parse_parked_name(name)
+        if inode is None or not self._is_gone(inode):
+            return False
+        parent = pfs_tree.stat_descriptor(self._fd)
+        try:
+            pfs_ownership.retry_as_owner(lambda: disk.unlink("scan:parked", name, dir_fd=self._fd), lambda: [(parent.uid, parent.gid)])
+        except OSError as failure:
+            log.debug("%s: parked name cannot be removed: %s; the next scan tries again", os.fsdecode(name), failure)
+            return False
+        log.info("%s: removed from the PFS: its file is deleted, and the node that was renaming it died", os.fsdecode(name))
+        return True
+
+    def _report_external(self) -> None:
+        """Report names on the PFS that the mount hides because they look like ckptfs's own."""
+        self._external_names = [name for name in self._external_names if not self._remove_parked(name)]
+        key = f"trouble:hidden:{self._directory:016x}"
+        if not self._external_names:
+            summary.set_report(self._db, key, None)
+            return
+        path = b"/".join(part for part in (namespace.get_path(self._db, self._directory), min(self._external_names)) if part)
+        count = len(self._external_names)
+        what = "is hidden in the mount" if count == 1 else f"and {count - 1} more are hidden in the mount"
+        what += ": names that begin with .ckptfs are reserved for ckptfs"
+        remedy = "rename it on the PFS to a name that does not begin with .ckptfs"
+        if not summary.list_reports(self._db, key):
+            log.warning("%s %s (%s)", os.fsdecode(path), what, remedy)
+        summary.set_report(self._db, key, {"what": what, "path": os.fsdecode(path), "remedy": remedy})
+
+    def _import_root(self) -> None:
+        with scans.import_transaction(self._db, ROOT):
+            is_changed = scans.set_root_attributes(self._db, self._pending, pfs_tree.stat_descriptor(self._fd))
+        if is_changed:
+            self._notify.invalidate_inode(ROOT)
+
+    def record_vanished_name(self, name: bytes) -> None:
+        """Record that one name is gone from the PFS."""
+        self._record_vanished([name])
+        if self._names_changed:
+            self._notify.invalidate_inode(self._directory)
+
+    def _list_differing(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
+        """Return the entries that may differ from the catalog; the others cost one query and no transaction."""
+        if self._is_first_scan:
+            return batch
+        with self._db.read_transaction():
+            return [
+                seen
+                for seen in batch
+                if scans.choose_verdict(seen, scans.get_known_name(self._db, self._directory, seen.name)) is not ScanVerdict.SAME
+            ]
+
+    def _import_entries(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
+        """Import the entries that differ. Return those that changed to or from a directory; they come last."""
+        replaced = []
+        for part in _split(self._load_details(batch), IMPORT_BATCH if self._refresh_names is None else CLUSTER_IMPORT_BATCH):
+            done: list[tuple[PfsEntryStat, ScanVerdict, int | None]] = []
+            with scans.import_transaction(self._db, self._directory):
+                self._pending.update(self._db)
+                done += [(seen, *scans.import_entry(self._db, self._pending, seen)) for seen in part]
+                disk.act("scan:import", lambda: None)
+            for seen, verdict, inode in done:
+                self._notify_mount(seen, verdict, inode)
+                if verdict is ScanVerdict.REPLACED and seen.is_directory != scans.is_directory(self._db, inode):
+                    replaced.append(seen)
+        return replaced
+
+    def _load_details(self, batch: Iterable[PfsEntryStat]) -> Iterator[PfsEntryStat]:
+        for entry in batch:
+            try:
+                yield pfs_tree.load_details(self._fd, entry)
+            except FileNotFoundError:
+                continue
+
+    def _notify_mount(self, entry: PfsEntryStat, verdict: ScanVerdict, inode: int | None) -> None:
+        """Invalidate what the kernel caches about an entry.
+
+        Absent names are cached only in a directory that was scanned before.
+        """
+        if verdict in {ScanVerdict.NEW, ScanVerdict.REPLACED}:
+            self._names_changed = self._names_changed or self._can_cache_absent_names
+            if self._can_cache_absent_names:
+                self._notify.invalidate_entry(self._directory, entry.name)
+        if verdict in {ScanVerdict.ATTRIBUTES, ScanVerdict.CONTENT, ScanVerdict.ADOPT} and inode is not None:
+            self._notify.invalidate_inode(inode)
+        if verdict is ScanVerdict.CONTENT and inode is not None:
+            # A kernel that caches writes keeps its own size and times as long as it knows the inode, so its names must go too.
+            for parent, name in scans.list_names(self._db, inode):
+                self._notify.invalidate_entry(parent, name)
+            log.info("%s: changed on the PFS from outside of ckptfs; the new content is imported", os.fsdecode(entry.name))
+
+    def _exclude_pending_elsewhere(self, names: list[bytes]) -> None:
+        if self._refresh_names is not None and names:
+            self._pending.names |= self._refresh_names(names)
+
+    def _record_vanished(self, candidates: Iterable[bytes]) -> None:
+        """Record that these names are gone, after looking for each one on its own."""
+        gone = list(candidates)
+        self._exclude_pending_elsewhere(gone)
+        for name in gone:
+            if pfs_tree.is_absent(self._fd, name):
+                self._delete_tree(name)
+
+    def _delete_tree(self, name: bytes) -> None:
+        """Delete a name and everything below it from the catalog, bottom up.
+
+        Entries newer than the PFS stay, and so do the directories that hold them.
+        """
+        inode = scans.get_known_name(self._db, self._directory, name).inode
+        self._pending.update(self._db)
+        if inode is None or self._pending.is_pending(name, inode):
+            return
+        for directory, below in scans.list_tree(self._db, inode):
+            pending = scans.record_scan_begin(self._db, directory)
+            try:
+                self._delete_names(pending, below)
+            finally:
+                scans.record_scan_end(self._db, directory, whole=False)
+        self._names_changed = self._delete_names(self._pending, [name]) or self._names_changed
+
+    def _delete_names(self, pending: PendingChanges, names: list[bytes]) -> bool:
+        """Delete names in one directory from the catalog. Return True if any was deleted."""
+        gone: list[bytes] = []
+        for part in _split(names, IMPORT_BATCH):
+            with scans.import_transaction(self._db, pending.directory):
+                pending.update(self._db)
+                gone += [name for name in part if scans.record_vanished(self._db, pending, name)]
+                disk.act("scan:vanish", lambda: None)
+        for name in gone:
+            self._notify.invalidate_entry(pending.directory, name)
+        if gone:
+            self._notify.wake_lanes()
+        return bool(gone)
+
+
 def _is_directory_error(failure: Exception) -> bool:
     return isinstance(failure, OSError) and failure.errno in DIRECTORY_ERRNOS
 
 
 def _build_busy_error(names: tuple[bytes, ...]) -> OSError:
-    return OSError(errno.EBUSY, "a directory on the way is being renamed", os.fsdecode(b"/".join(names)))
+    return OSError(errno.EBUSY, "a directory on the path is being renamed", os.fsdecode(b"/".join(names)))
+
+
+def _split(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
