@@ -1,13 +1,18 @@
-"""Takes: the journal's next rows, and what the PFS shows as far as we know.
-Leaves: a plan: changes of the PFS in the journal's order, and what it will show after them. Nothing is touched here.
-If we die here: the next mover plans anew.
+"""The plan of one batch: pure decisions over a view of the PFS and facts from the catalog.
 
-A file that the PFS does not show yet only has names in `pfs_pending`: what happens to them costs nothing, so a file that is made,
-renamed and deleted before its first content is sealed leaves no trace, and what it is renamed over stays until its own bytes are there.
-What would need a directory that the same batch makes, or moves one, begins the next batch: so every path in a plan holds from its
-beginning to its end, and each change can be told from its own names whether it was done (see apply.py).
+Takes: the journal's next rows, and the catalog's record of what the PFS shows.
+Leaves: PFS changes in journal order, and the entries that the PFS shows after them. The PFS is not touched.
+If we die here: the next mover plans again.
+
+A file that the PFS does not show yet has its names in `pfs_pending` only; changes of these names cost nothing. A file that is created,
+renamed and deleted before its first content is sealed leaves no trace. A file that a pending file replaces stays until the new bytes
+are there.
+
+Invariant: every path in a plan is valid from the beginning of the batch to its end. A row that needs a directory made by this batch,
+or that moves a directory, begins the next batch. So each change can be recognised as done by its own names (apply.py).
 """
 
+import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +22,7 @@ from typing import Protocol
 from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsEntry, PfsLocation, PfsName, PfsView, PublishedRow
+from ckptfs.coherence.pfs_coordination import list_row_names
 from ckptfs.model import ROOT, Content, ContentState, Inode
 
 PUTS_MAX = 64
@@ -26,8 +32,10 @@ KEYS_PER_ROW = 1 << 20
 
 
 class SourceKind(Enum):
-    """What a 'put' makes: an inode as the catalog has it, a sealed content, one whose seal is still to come, or a stable state of an open
-    file.
+    """What a 'put' makes.
+
+    INODE: the inode as the catalog has it. SEALED: a sealed content. EARLY: a closed content whose seal is still to come. STABLE: a
+    consistent state of an open file.
     """
 
     INODE = auto()
@@ -38,56 +46,60 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """What is to be made under a temporary name: what `inode` is, with the bytes of `content`. `mode` counts where its row is gone."""
+    """A temporary file to make: `inode` with the bytes of `content`.
+
+    `mode` is used if the inode's row is gone; `path` is the target's path on the PFS, for messages.
+    """
 
     kind: SourceKind
     inode: int
     content: Content | None
     mode: int
+    path: str
 
 
 class Facts(Protocol):
-    """What planning asks of the catalog."""
+    """What the planner reads from the catalog and from earlier attempts."""
 
     def get_inode(self, inode: int) -> Inode | None:
-        """The row of an inode."""
+        """Return the row of an inode."""
 
     def get_content(self, content: int) -> Content | None:
-        """The row of a content."""
+        """Return the row of a content."""
 
     def get_published(self, inode: int) -> PublishedRow | None:
-        """What the PFS shows of a file's bytes."""
+        """Return what the PFS shows of a file's bytes."""
 
     def is_repeated(self, row: JournalRow) -> bool:
-        """Whether a later row makes this one needless."""
+        """Return True if a later row makes this one redundant."""
 
     def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
-        """Whether a CLOSED content kept write-back waiting for its seal too long."""
+        """Return True if write-back has waited too long for the seal of a CLOSED content."""
 
     def can_copy_early(self, content: Content) -> bool:
-        """Whether a CLOSED content may be copied while its digest is still being computed."""
+        """Return True if a CLOSED content may be copied while its digest is being computed."""
 
     def is_unstable(self, content: Content) -> bool:
-        """Whether the content changed all the time when it was to be read while open."""
+        """Return True if the content kept changing while it was read as an open file."""
 
     def is_paused(self, content: Content) -> bool:
-        """Whether an open file was copied so recently, and that took so long, that this fsync of it has to wait for its turn."""
+        """Return True if a recent copy of the open file took so long that this fsync must wait."""
 
     def is_unfit(self, inode: int) -> bool:
-        """Whether the PFS refused to have such a thing as this inode."""
+        """Return True if the PFS cannot hold this kind of inode."""
 
     def is_deferred(self, inode: int) -> bool:
-        """Whether the bytes of this file are refused for now: its rows stay in the journal."""
+        """Return True if the PFS refuses the bytes of this file for now; its rows stay in the journal."""
 
 
 class Planner:
-    """Rows are taken one after another, until `take` refuses one: it begins the next batch."""
+    """Plans rows one after another until `plan_row` refuses one, which begins the next batch."""
 
     actions_max = ACTIONS_MAX
     puts_max = PUTS_MAX
 
     def __init__(self, view: PfsView, facts: Facts, temporary: Callable[[int], bytes]) -> None:
-        """`temporary` names a temporary file after an action's key."""
+        """`temporary` builds the name of a temporary file from an action's key."""
         self.view = view
         self.actions: list[PfsAction] = []
         self.puts: dict[int, PlannedFile] = {}
@@ -106,7 +118,7 @@ class Planner:
         self._is_full = False
 
     def plan_row(self, row: JournalRow) -> bool:
-        """Plan one row. False: it has to wait for another batch, and nothing was planned of it."""
+        """Plan one row. Return False if it has to wait for another batch; then nothing of it is planned."""
         if (
             self._is_full
             or len(self.actions) >= self.actions_max
@@ -121,7 +133,10 @@ class Planner:
         return is_planned
 
     def observe_kept_names(self) -> None:
-        """What got its times under a name that went afterwards is looked at under one that it kept: else it seems changed by a stranger."""
+        """Expect an inode whose attributes are set under a name that it keeps.
+
+        Otherwise its new times look like an external change if the name that they were set under is removed later in the batch.
+        """
         for inode in self._with_set_attributes:
             for name in self.view.list_names(inode)[-1:]:
                 if (shown := self.view.get_entry(*name)) is not None and self._find_location(name) is not None:
@@ -133,7 +148,7 @@ class Planner:
             "exchange": self._exchange, "attributes": self._attributes, "content": self._content, "synced": self._synced,
         }[row.op](row)  # fmt: skip
 
-    # --- pieces ---------------------------------------------------------------------------------------------------------
+    # --- actions --------------------------------------------------------------------------------------------------------
 
     def _find_location(self, name: PfsName) -> PfsLocation | None:
         path = self.view.get_path(name[0])
@@ -144,36 +159,45 @@ class Planner:
         return self._key
 
     def _find_fingerprint(self, name: PfsName) -> Fingerprint | None:
-        """What is there before, to be recognised. A file whose times this batch sets is recognised by its number alone."""
+        """Return how the present entry is recognised: by st_ino alone if this batch sets its times."""
         shown = self.view.get_entry(*name)
         if shown is None:
             return None
         return Fingerprint(shown.fingerprint.ino) if shown.inode in self._with_set_attributes else shown.fingerprint
 
-    def _plan_file(self, planned: PlannedFile, name: PfsName, spot: PfsLocation) -> Fingerprint:
-        """Plan that `name` shows what `put` makes; how it is recognised then."""
+    def _list_shown_names(self, inode: int) -> list[PfsName]:
+        return [name for name in self.view.list_names(inode) if self._find_location(name) is not None]
+
+    def _append(
+        self, act: str, inode: int, at: PfsLocation, mark: Fingerprint, to: PfsLocation | None, replaced: Fingerprint | None
+    ) -> None:
+        key = self._next_key()
+        self.actions.append(PfsAction(act, key, inode, at, mark, to, replaced, self._temporary(key)))
+
+    def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName, spot: PfsLocation) -> Fingerprint:
+        """Plan that `name` shows the new file. Return how it is recognised afterwards."""
         key = self._next_key()
         mark = Fingerprint(-key)
-        self.actions.append(
-            PfsAction(
-                "put", key, planned.inode, spot, mark, replaced_fingerprint=self._find_fingerprint(name), temporary=self._temporary(key)
-            )
-        )
-        self.puts[key] = planned
-        self._rewritten.add(planned.inode)
-        self._planned_bytes += planned.content.size if planned.content is not None else 0
+        self.actions.append(PfsAction("put", key, inode, spot, mark, None, self._find_fingerprint(name), self._temporary(key)))
+        self.puts[key] = PlannedFile(kind, inode, content, mode, format_path(spot))
+        self._rewritten.add(inode)
+        self._planned_bytes += content.size if content is not None else 0
         self.view.delete_pending(*name)
-        self.view.set_entry(*name, PfsEntry(planned.inode, mark))
+        self.view.set_entry(*name, PfsEntry(inode, mark))
         return mark
 
     def _plan_link(self, inode: int, source: PfsName, target: PfsName, mark: Fingerprint) -> None:
-        """Plan that `target` names what `source` names."""
+        """Plan that `target` names the same inode as `source`."""
         at, to = self._find_location(source), self._find_location(target)
         assert at is not None and to is not None
-        key = self._next_key()
-        self.actions.append(PfsAction("link", key, inode, at, mark, to, self._find_fingerprint(target), self._temporary(key)))
+        self._append("link", inode, at, mark, to, self._find_fingerprint(target))
         self.view.delete_pending(*target)
         self.view.set_entry(*target, PfsEntry(inode, mark))
+
+    def _plan_move(self, shown: PfsEntry, name: PfsName, at: PfsLocation, new: PfsName, to: PfsLocation) -> None:
+        self._append("move", shown.inode, at, self._find_fingerprint(name) or shown.fingerprint, to, self._find_fingerprint(new))
+        self.view.delete_entry(*name)
+        self.view.set_entry(*new, shown)
 
     def _plan_removal(self, name: PfsName, spot: PfsLocation, act: str = "unlink") -> None:
         shown = self.view.get_entry(*name)
@@ -182,17 +206,17 @@ class Planner:
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:
-        """Plan that what is shown under `name` gets the attributes of `inode`."""
+        """Plan that the entry under `name` gets the attributes of `inode`."""
         shown, spot = self.view.get_entry(*name), self._find_location(name)
         assert shown is not None and spot is not None
         self.actions.append(PfsAction("attributes", self._next_key(), inode, spot, Fingerprint(shown.fingerprint.ino)))
         self._with_set_attributes.add(inode)
         self.view.set_entry(*name, shown)
 
-    # --- what the rows mean ---------------------------------------------------------------------------------------------
+    # --- rows by operation ----------------------------------------------------------------------------------------------
 
     def _make(self, row: JournalRow) -> bool:
-        name = _name(row)
+        (name,) = list_row_names(row)
         inode = self._facts.get_inode(row.inode)
         spot = self._find_location(name)
         if spot is None or self._facts.is_unfit(row.inode) or not _can_be_made(row, inode):
@@ -200,14 +224,14 @@ class Planner:
             return True
         if row.parent in self._made_directories:
             return False
-        self._plan_file(PlannedFile(SourceKind.INODE, row.inode, None, row.mode), name, spot)
+        self._plan_file(SourceKind.INODE, row.inode, None, row.mode, name, spot)
         if stat.S_ISDIR(row.mode):
             self._made_directories.add(row.inode)
         return True
 
     def _link(self, row: JournalRow) -> bool:
-        name = _name(row)
-        shown = [source for source in self.view.list_names(row.inode) if self._find_location(source) is not None]
+        (name,) = list_row_names(row)
+        shown = self._list_shown_names(row.inode)
         if not shown or self._find_location(name) is None:
             self.view.set_pending(*name, row.inode)
             return True
@@ -218,8 +242,8 @@ class Planner:
         return True
 
     def _remove(self, row: JournalRow) -> bool:
-        """Take a name away; what a file that did not appear yet has covered goes with it."""
-        name = _name(row)
+        """Plan the removal of a name, and of the old file that a pending file under this name replaces."""
+        (name,) = list_row_names(row)
         has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
         spot, shown = self._find_location(name), self.view.get_entry(*name)
@@ -232,7 +256,7 @@ class Planner:
         return True
 
     def _rename(self, row: JournalRow) -> bool:
-        name, new = _name(row), _new_name(row)
+        name, new = list_row_names(row)
         shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
         if shown is None or shown.inode != row.inode or self.view.get_pending(*name) is not None:
             self._rename_pending(row, name, new, at)
@@ -246,25 +270,11 @@ class Planner:
             self.view.delete_entry(*name)
             self.view.set_pending(*new, row.inode)
             return True
-        key = self._next_key()
-        self.actions.append(
-            PfsAction(
-                "move",
-                key,
-                row.inode,
-                at,
-                self._find_fingerprint(name) or Fingerprint(),
-                to,
-                self._find_fingerprint(new),
-                self._temporary(key),
-            )
-        )
-        self.view.delete_entry(*name)
-        self.view.set_entry(*new, shown)
+        self._plan_move(shown, name, at, new, to)
         return True
 
     def _rename_pending(self, row: JournalRow, name: PfsName, new: PfsName, at: PfsLocation | None) -> None:
-        """Rename what the PFS does not show yet. What it covered under its old name goes, as it has gone in the mount."""
+        """Rename a file that the PFS does not show yet. The file that it replaced under its old name goes."""
         has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
         if has_pending and self.view.get_entry(*name) is not None and at is not None:
@@ -272,10 +282,10 @@ class Planner:
         self.view.set_pending(*new, row.inode)
 
     def _exchange(self, row: JournalRow) -> bool:
-        """What is there of the two changes places."""
+        """Exchange the two names as far as the PFS shows them."""
         if self.actions:
             return False
-        name, new = _name(row), _new_name(row)
+        name, new = list_row_names(row)
         at, to = self._find_location(name), self._find_location(new)
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
         one_pending, other_pending = self.view.get_pending(*name), self.view.get_pending(*new)
@@ -284,28 +294,19 @@ class Planner:
         if at is not None and to is not None:
             self._is_full = True
             if one_pending is None and other_pending is None and one is not None and other is not None:
-                key = self._next_key()
-                self.actions.append(PfsAction("exchange", key, one.inode, at, one.fingerprint, to, other.fingerprint, self._temporary(key)))
+                self._append("exchange", one.inode, at, one.fingerprint, to, other.fingerprint)
                 self.view.set_entry(*name, other)
                 self.view.set_entry(*new, one)
                 return True
-            self._move_shown(name, at, new, to, one if one_pending is None else None)
-            self._move_shown(new, to, name, at, other if other_pending is None else None)
+            if one is not None and one_pending is None:
+                self._plan_move(one, name, at, new, to)
+            if other is not None and other_pending is None:
+                self._plan_move(other, new, to, name, at)
         if one_pending is not None:
             self.view.set_pending(*new, one_pending)
         if other_pending is not None:
             self.view.set_pending(*name, other_pending)
         return True
-
-    def _move_shown(self, name: PfsName, at: PfsLocation, new: PfsName, to: PfsLocation, shown: PfsEntry | None) -> None:
-        """One half of an exchange whose other half the PFS does not show."""
-        if shown is not None:
-            key = self._next_key()
-            self.actions.append(
-                PfsAction("move", key, shown.inode, at, shown.fingerprint, to, self._find_fingerprint(new), self._temporary(key))
-            )
-            self.view.delete_entry(*name)
-            self.view.set_entry(*new, shown)
 
     def _attributes(self, row: JournalRow) -> bool:
         if self._facts.is_repeated(row) or self._facts.get_inode(row.inode) is None:
@@ -313,10 +314,8 @@ class Planner:
         if row.inode == ROOT:
             self.actions.append(PfsAction("attributes", self._next_key(), ROOT, PfsLocation(ROOT, b".", ()), Fingerprint()))
             return True
-        name = next((name for name in self.view.list_names(row.inode) if self._find_location(name) is not None), None)
-        if name is None:
-            return True
-        self._plan_attributes(row.inode, name)
+        for name in self._list_shown_names(row.inode)[:1]:
+            self._plan_attributes(row.inode, name)
         return True
 
     def _content(self, row: JournalRow) -> bool:
@@ -326,7 +325,7 @@ class Planner:
         if content.state is ContentState.SEALED:
             return self._publish(row, content, SourceKind.SEALED)
         if not self._facts.is_seal_overdue(row, content):
-            # Nothing that could have been done at once waits for a seal: a large content begins a batch, and is alone in it.
+            # An early copy may wait for its seal: it goes alone into a batch, so that no finished row waits with it.
             if (
                 content.size >= BATCH_BYTES_MAX
                 and not self.actions
@@ -337,7 +336,7 @@ class Planner:
                 return self._publish(row, content, SourceKind.EARLY)
             self.waiting_for = content
             return False
-        # Somebody still has it mapped for writing: its seal will come, and with it another turn at the journal's end.
+        # A process still has the file mapped for writing. The row moves to the journal's end; the content is sealed later.
         published = self._facts.get_published(row.inode)
         shown = published is not None and published.generation == content.generation
         if not shown and not self._facts.is_unstable(content) and not self._publish(row, content, SourceKind.STABLE):
@@ -357,7 +356,7 @@ class Planner:
     def _publish(self, row: JournalRow, content: Content, kind: SourceKind) -> bool:
         """Plan that all names of a file show this content."""
         inode = self._facts.get_inode(row.inode)
-        shown = [name for name in self.view.list_names(row.inode) if self._find_location(name) is not None]
+        shown = self._list_shown_names(row.inode)
         waiting = [name for name in self.view.list_pending_names(row.inode) if self._find_location(name) is not None]
         if inode is None or inode.nlink == 0 or not shown + waiting:
             return True
@@ -386,19 +385,22 @@ class Planner:
                 return False
             spot = self._find_location(first)
             assert spot is not None
-            mark = self._plan_file(PlannedFile(kind, row.inode, content, row.mode), first, spot)
+            mark = self._plan_file(kind, row.inode, content, row.mode, first, spot)
         for name in others:
             self._plan_link(row.inode, first, name, mark)
         return True
 
 
 def _is_on_pfs(published: PublishedRow, content: Content) -> bool:
-    """Whether the PFS shows exactly these bytes, of this or of an earlier generation."""
+    """Return True if the PFS shows exactly these bytes, of this or of an earlier generation."""
     return published.is_complete and content.digest is not None and (published.size, published.digest) == (content.size, content.digest)
 
 
 def _can_be_made(row: JournalRow, inode: Inode | None) -> bool:
-    """Whether what this row made can appear at once: directories always, files without bytes of their own, the rest while it is known."""
+    """Return True if the inode of this row can be made before any content is sealed.
+
+    That holds for directories, and, as long as the catalog knows them, for other inodes that have no bytes.
+    """
     if stat.S_ISDIR(row.mode):
         return True
     if inode is None or inode.nlink == 0:
@@ -406,11 +408,6 @@ def _can_be_made(row: JournalRow, inode: Inode | None) -> bool:
     return not stat.S_ISREG(inode.mode) or inode.content is None
 
 
-def _name(row: JournalRow) -> PfsName:
-    assert row.name is not None
-    return row.parent, row.name
-
-
-def _new_name(row: JournalRow) -> PfsName:
-    assert row.new_name is not None
-    return row.new_parent, row.new_name
+def format_path(location: PfsLocation) -> str:
+    """Return the path of a location below the PFS's root, for messages."""
+    return os.fsdecode(b"/".join((*location.path, location.name)))

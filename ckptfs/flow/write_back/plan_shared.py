@@ -13,10 +13,10 @@ from collections.abc import Callable, Container
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_state import PfsAction, PfsName, PfsView
+from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.coherence.keys import PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot, list_row_names
-from ckptfs.flow.write_back.plan import Facts, PlannedFile, Planner, SourceKind
+from ckptfs.flow.write_back.plan import Facts, Planner, SourceKind
 from ckptfs.model import ROOT, ContentState
 
 PUTS_MAX = 24
@@ -225,10 +225,10 @@ class SharedPlanner(Planner):
             if not self.view.list_names(inode) and known is not None and not (known.is_file and known.content is not None):
                 spot = self._find_location(name)
                 assert spot is not None
-                self._plan_file(PlannedFile(SourceKind.INODE, inode, None, known.mode), name, spot)
+                self._plan_file(SourceKind.INODE, inode, None, known.mode, name, spot)
                 if known.is_directory:
                     self._made_directories.add(inode)
-            elif (others := [other for other in self.view.list_names(inode) if self._find_location(other)]) and name not in others:
+            elif (others := self._list_shown_names(inode)) and name not in others:
                 source = self.view.get_entry(*others[0])
                 assert source is not None
                 self._plan_link(inode, others[0], name, source.fingerprint)
@@ -261,20 +261,8 @@ class SharedPlanner(Planner):
             if self.actions:
                 return False
             self._is_full = True
-        action = PfsAction(
-            "move",
-            self._next_key(),
-            inode,
-            at,
-            self._find_fingerprint(name) or shown.fingerprint,
-            to,
-            self._find_fingerprint(new),
-            self._temporary(self._key),
-        )
-        self.actions.append(action)
+        self._plan_move(shown, name, at, new, to)
         self.view.delete_pending(*new)
-        self.view.delete_entry(*name)
-        self.view.set_entry(*new, shown)
         return True
 
     def _vacate(self, name: PfsName, inode: int) -> bool:
