@@ -108,7 +108,7 @@ def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[
     rows += [(name, words[CopyState.GOOD], 0) for name, _ in (found.clique.holders if found.clique is not None else ())]
     if found.published is not None:
         checked = db.value("SELECT checked_ns FROM published WHERE inode = ?", inode) or 0
-        rows.append((Tier.PFS.value, "published" if lifecycle.is_on_pfs(found) else "earlier", int(checked)))
+        rows.append((Tier.PFS.value, "published" if lifecycle.is_on_pfs(found) else "stale", int(checked)))
     return rows
 
 

@@ -61,35 +61,35 @@ class Refused(_message.Message):
     def __init__(self, where: _Optional[str] = ..., who: _Optional[str] = ..., reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Clique(_message.Message):
-    __slots__ = ("behind_files", "behind_bytes", "lag_s", "copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes", "receiving", "lending", "links")
-    BEHIND_FILES_FIELD_NUMBER: _ClassVar[int]
-    BEHIND_BYTES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("under_replicated_files", "under_replicated_bytes", "lag_s", "copies_wanted", "copies_present", "rebuild_files", "rebuild_bytes", "repair_files", "repair_bytes", "incoming_transfers", "outgoing_reads", "links")
+    UNDER_REPLICATED_FILES_FIELD_NUMBER: _ClassVar[int]
+    UNDER_REPLICATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAG_S_FIELD_NUMBER: _ClassVar[int]
     COPIES_WANTED_FIELD_NUMBER: _ClassVar[int]
-    COPIES_THERE_FIELD_NUMBER: _ClassVar[int]
-    REFILL_FILES_FIELD_NUMBER: _ClassVar[int]
-    REFILL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_PRESENT_FIELD_NUMBER: _ClassVar[int]
+    REBUILD_FILES_FIELD_NUMBER: _ClassVar[int]
+    REBUILD_BYTES_FIELD_NUMBER: _ClassVar[int]
     REPAIR_FILES_FIELD_NUMBER: _ClassVar[int]
     REPAIR_BYTES_FIELD_NUMBER: _ClassVar[int]
-    RECEIVING_FIELD_NUMBER: _ClassVar[int]
-    LENDING_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    OUTGOING_READS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
-    behind_files: int
-    behind_bytes: int
+    under_replicated_files: int
+    under_replicated_bytes: int
     lag_s: float
     copies_wanted: int
-    copies_there: int
-    refill_files: int
-    refill_bytes: int
+    copies_present: int
+    rebuild_files: int
+    rebuild_bytes: int
     repair_files: int
     repair_bytes: int
-    receiving: int
-    lending: int
+    incoming_transfers: int
+    outgoing_reads: int
     links: _containers.RepeatedCompositeFieldContainer[Link]
-    def __init__(self, behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., copies_wanted: _Optional[int] = ..., copies_there: _Optional[int] = ..., refill_files: _Optional[int] = ..., refill_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ..., receiving: _Optional[int] = ..., lending: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+    def __init__(self, under_replicated_files: _Optional[int] = ..., under_replicated_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., copies_wanted: _Optional[int] = ..., copies_present: _Optional[int] = ..., rebuild_files: _Optional[int] = ..., rebuild_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ..., incoming_transfers: _Optional[int] = ..., outgoing_reads: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
 
 class Link(_message.Message):
-    __slots__ = ("node", "waiting_files", "waiting_bytes", "sending_files", "sending_bytes", "rtt_s", "bytes_per_s", "doubtful")
+    __slots__ = ("node", "waiting_files", "waiting_bytes", "sending_files", "sending_bytes", "rtt_s", "bytes_per_s", "failed_recently")
     NODE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FILES_FIELD_NUMBER: _ClassVar[int]
     WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -97,7 +97,7 @@ class Link(_message.Message):
     SENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     RTT_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    DOUBTFUL_FIELD_NUMBER: _ClassVar[int]
+    FAILED_RECENTLY_FIELD_NUMBER: _ClassVar[int]
     node: str
     waiting_files: int
     waiting_bytes: int
@@ -105,8 +105,8 @@ class Link(_message.Message):
     sending_bytes: int
     rtt_s: float
     bytes_per_s: float
-    doubtful: bool
-    def __init__(self, node: _Optional[str] = ..., waiting_files: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., sending_files: _Optional[int] = ..., sending_bytes: _Optional[int] = ..., rtt_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., doubtful: _Optional[bool] = ...) -> None: ...
+    failed_recently: bool
+    def __init__(self, node: _Optional[str] = ..., waiting_files: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., sending_files: _Optional[int] = ..., sending_bytes: _Optional[int] = ..., rtt_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., failed_recently: _Optional[bool] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "path", "budget_bytes", "used_bytes", "free_bytes", "contents", "health")
@@ -127,24 +127,24 @@ class TierStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., contents: _Optional[int] = ..., health: _Optional[str] = ...) -> None: ...
 
 class WriteBack(_message.Message):
-    __slots__ = ("dirty_bytes", "dirty_files", "changes", "lag_s", "unsealed_files", "now_path", "now_copied_bytes", "now_size_bytes")
+    __slots__ = ("dirty_bytes", "dirty_files", "changes", "lag_s", "unsealed_files", "current_path", "current_copied_bytes", "current_size_bytes")
     DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIRTY_FILES_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     LAG_S_FIELD_NUMBER: _ClassVar[int]
     UNSEALED_FILES_FIELD_NUMBER: _ClassVar[int]
-    NOW_PATH_FIELD_NUMBER: _ClassVar[int]
-    NOW_COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NOW_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_PATH_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     dirty_bytes: int
     dirty_files: int
     changes: int
     lag_s: float
     unsealed_files: int
-    now_path: str
-    now_copied_bytes: int
-    now_size_bytes: int
-    def __init__(self, dirty_bytes: _Optional[int] = ..., dirty_files: _Optional[int] = ..., changes: _Optional[int] = ..., lag_s: _Optional[float] = ..., unsealed_files: _Optional[int] = ..., now_path: _Optional[str] = ..., now_copied_bytes: _Optional[int] = ..., now_size_bytes: _Optional[int] = ...) -> None: ...
+    current_path: str
+    current_copied_bytes: int
+    current_size_bytes: int
+    def __init__(self, dirty_bytes: _Optional[int] = ..., dirty_files: _Optional[int] = ..., changes: _Optional[int] = ..., lag_s: _Optional[float] = ..., unsealed_files: _Optional[int] = ..., current_path: _Optional[str] = ..., current_copied_bytes: _Optional[int] = ..., current_size_bytes: _Optional[int] = ...) -> None: ...
 
 class Counts(_message.Message):
     __slots__ = ("files", "directories", "by_level", "open_handles", "writers", "lost")
@@ -210,7 +210,7 @@ class ListReply(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[Record, _Mapping]]] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "waiting", "lacks")
+    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "pfs_pending", "incomplete_reason")
     INODE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -220,8 +220,8 @@ class Record(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    LACKS_FIELD_NUMBER: _ClassVar[int]
+    PFS_PENDING_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_REASON_FIELD_NUMBER: _ClassVar[int]
     inode: int
     known: bool
     kind: str
@@ -229,13 +229,13 @@ class Record(_message.Message):
     level: str
     state: str
     generation: int
-    copies: _containers.RepeatedCompositeFieldContainer[Place]
+    copies: _containers.RepeatedCompositeFieldContainer[CopyInfo]
     progress: float
-    waiting: bool
-    lacks: str
-    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., progress: _Optional[float] = ..., waiting: _Optional[bool] = ..., lacks: _Optional[str] = ...) -> None: ...
+    pfs_pending: bool
+    incomplete_reason: str
+    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyInfo, _Mapping]]] = ..., progress: _Optional[float] = ..., pfs_pending: _Optional[bool] = ..., incomplete_reason: _Optional[str] = ...) -> None: ...
 
-class Place(_message.Message):
+class CopyInfo(_message.Message):
     __slots__ = ("tier", "state", "verified_age_s")
     TIER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -260,20 +260,20 @@ class DrainRequest(_message.Message):
     def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("done", "files_left", "bytes_left", "changes_left", "obstacle", "remedy")
+    __slots__ = ("done", "files_left", "bytes_left", "changes_left", "blocked_by", "remedy")
     DONE_FIELD_NUMBER: _ClassVar[int]
     FILES_LEFT_FIELD_NUMBER: _ClassVar[int]
     BYTES_LEFT_FIELD_NUMBER: _ClassVar[int]
     CHANGES_LEFT_FIELD_NUMBER: _ClassVar[int]
-    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_BY_FIELD_NUMBER: _ClassVar[int]
     REMEDY_FIELD_NUMBER: _ClassVar[int]
     done: bool
     files_left: int
     bytes_left: int
     changes_left: int
-    obstacle: str
+    blocked_by: str
     remedy: str
-    def __init__(self, done: _Optional[bool] = ..., files_left: _Optional[int] = ..., bytes_left: _Optional[int] = ..., changes_left: _Optional[int] = ..., obstacle: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
+    def __init__(self, done: _Optional[bool] = ..., files_left: _Optional[int] = ..., bytes_left: _Optional[int] = ..., changes_left: _Optional[int] = ..., blocked_by: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("inode",)
@@ -354,7 +354,7 @@ class Cluster(_message.Message):
     def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., etcd: _Optional[str] = ..., island: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., keys: _Optional[str] = ..., keys_expire_s: _Optional[float] = ..., etcd_trouble: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("name", "number", "alive", "address", "rank", "domain", "capacity_bytes", "peers", "told", "behind_files", "behind_bytes", "lag_s", "held_files", "held_bytes", "copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes", "probed", "silent", "rtt_s", "clock_s")
+    __slots__ = ("name", "number", "alive", "address", "rank", "domain", "capacity_bytes", "peers", "has_figures", "under_replicated_files", "under_replicated_bytes", "lag_s", "held_files", "held_bytes", "copies_wanted", "copies_present", "rebuild_files", "rebuild_bytes", "repair_files", "repair_bytes", "probed", "probe_error", "rtt_s", "clock_offset_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -363,22 +363,22 @@ class Member(_message.Message):
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
-    TOLD_FIELD_NUMBER: _ClassVar[int]
-    BEHIND_FILES_FIELD_NUMBER: _ClassVar[int]
-    BEHIND_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HAS_FIGURES_FIELD_NUMBER: _ClassVar[int]
+    UNDER_REPLICATED_FILES_FIELD_NUMBER: _ClassVar[int]
+    UNDER_REPLICATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAG_S_FIELD_NUMBER: _ClassVar[int]
     HELD_FILES_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     COPIES_WANTED_FIELD_NUMBER: _ClassVar[int]
-    COPIES_THERE_FIELD_NUMBER: _ClassVar[int]
-    REFILL_FILES_FIELD_NUMBER: _ClassVar[int]
-    REFILL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_PRESENT_FIELD_NUMBER: _ClassVar[int]
+    REBUILD_FILES_FIELD_NUMBER: _ClassVar[int]
+    REBUILD_BYTES_FIELD_NUMBER: _ClassVar[int]
     REPAIR_FILES_FIELD_NUMBER: _ClassVar[int]
     REPAIR_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
-    SILENT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_ERROR_FIELD_NUMBER: _ClassVar[int]
     RTT_S_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     number: int
     alive: bool
@@ -387,41 +387,41 @@ class Member(_message.Message):
     domain: str
     capacity_bytes: int
     peers: _containers.RepeatedScalarFieldContainer[str]
-    told: bool
-    behind_files: int
-    behind_bytes: int
+    has_figures: bool
+    under_replicated_files: int
+    under_replicated_bytes: int
     lag_s: float
     held_files: int
     held_bytes: int
     copies_wanted: int
-    copies_there: int
-    refill_files: int
-    refill_bytes: int
+    copies_present: int
+    rebuild_files: int
+    rebuild_bytes: int
     repair_files: int
     repair_bytes: int
     probed: bool
-    silent: str
+    probe_error: str
     rtt_s: float
-    clock_s: float
-    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., alive: _Optional[bool] = ..., address: _Optional[str] = ..., rank: _Optional[int] = ..., domain: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., told: _Optional[bool] = ..., behind_files: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ..., copies_wanted: _Optional[int] = ..., copies_there: _Optional[int] = ..., refill_files: _Optional[int] = ..., refill_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ..., probed: _Optional[bool] = ..., silent: _Optional[str] = ..., rtt_s: _Optional[float] = ..., clock_s: _Optional[float] = ...) -> None: ...
+    clock_offset_s: float
+    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., alive: _Optional[bool] = ..., address: _Optional[str] = ..., rank: _Optional[int] = ..., domain: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., has_figures: _Optional[bool] = ..., under_replicated_files: _Optional[int] = ..., under_replicated_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ..., copies_wanted: _Optional[int] = ..., copies_present: _Optional[int] = ..., rebuild_files: _Optional[int] = ..., rebuild_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ..., probed: _Optional[bool] = ..., probe_error: _Optional[str] = ..., rtt_s: _Optional[float] = ..., clock_offset_s: _Optional[float] = ...) -> None: ...
 
-class RoomRequest(_message.Message):
+class CapacityRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Room(_message.Message):
+class Capacity(_message.Message):
     __slots__ = ("tiers", "clustered", "replication_factor", "node")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     CLUSTERED_FIELD_NUMBER: _ClassVar[int]
     REPLICATION_FACTOR_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
-    tiers: _containers.RepeatedCompositeFieldContainer[TierRoom]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierCapacity]
     clustered: bool
     replication_factor: int
     node: str
-    def __init__(self, tiers: _Optional[_Iterable[_Union[TierRoom, _Mapping]]] = ..., clustered: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierCapacity, _Mapping]]] = ..., clustered: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
 
-class TierRoom(_message.Message):
+class TierCapacity(_message.Message):
     __slots__ = ("name", "path", "total_bytes", "used_bytes", "free_bytes", "held_bytes", "share_bytes", "usable_bytes", "usable_for_peers_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]

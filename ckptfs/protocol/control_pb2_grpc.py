@@ -25,8 +25,8 @@ if _version_not_supported:
     )
 
 
-class QuestionsStub:
-    """Questions: NAME.sock, for anyone. None of them touches the PFS.
+class QueriesStub:
+    """Queries: NAME.sock, for anyone. None of them touches the PFS.
     """
 
     def __init__(self, channel):
@@ -36,34 +36,34 @@ class QuestionsStub:
             channel: A grpc.Channel.
         """
         self.GetStatus = channel.unary_unary(
-                '/ckptfs.control.Questions/GetStatus',
+                '/ckptfs.control.Queries/GetStatus',
                 request_serializer=control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=control__pb2.Status.FromString,
                 _registered_method=True)
         self.GetCluster = channel.unary_unary(
-                '/ckptfs.control.Questions/GetCluster',
+                '/ckptfs.control.Queries/GetCluster',
                 request_serializer=control__pb2.ClusterRequest.SerializeToString,
                 response_deserializer=control__pb2.Cluster.FromString,
                 _registered_method=True)
-        self.GetRoom = channel.unary_unary(
-                '/ckptfs.control.Questions/GetRoom',
-                request_serializer=control__pb2.RoomRequest.SerializeToString,
-                response_deserializer=control__pb2.Room.FromString,
+        self.GetCapacity = channel.unary_unary(
+                '/ckptfs.control.Queries/GetCapacity',
+                request_serializer=control__pb2.CapacityRequest.SerializeToString,
+                response_deserializer=control__pb2.Capacity.FromString,
                 _registered_method=True)
         self.List = channel.unary_unary(
-                '/ckptfs.control.Questions/List',
+                '/ckptfs.control.Queries/List',
                 request_serializer=control__pb2.ListRequest.SerializeToString,
                 response_deserializer=control__pb2.ListReply.FromString,
                 _registered_method=True)
         self.Wait = channel.unary_stream(
-                '/ckptfs.control.Questions/Wait',
+                '/ckptfs.control.Queries/Wait',
                 request_serializer=control__pb2.WaitRequest.SerializeToString,
                 response_deserializer=control__pb2.Progress.FromString,
                 _registered_method=True)
 
 
-class QuestionsServicer:
-    """Questions: NAME.sock, for anyone. None of them touches the PFS.
+class QueriesServicer:
+    """Queries: NAME.sock, for anyone. None of them touches the PFS.
     """
 
     def GetStatus(self, request, context):
@@ -78,7 +78,7 @@ class QuestionsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetRoom(self, request, context):
+    def GetCapacity(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +97,7 @@ class QuestionsServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_QuestionsServicer_to_server(servicer, server):
+def add_QueriesServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -109,10 +109,10 @@ def add_QuestionsServicer_to_server(servicer, server):
                     request_deserializer=control__pb2.ClusterRequest.FromString,
                     response_serializer=control__pb2.Cluster.SerializeToString,
             ),
-            'GetRoom': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetRoom,
-                    request_deserializer=control__pb2.RoomRequest.FromString,
-                    response_serializer=control__pb2.Room.SerializeToString,
+            'GetCapacity': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCapacity,
+                    request_deserializer=control__pb2.CapacityRequest.FromString,
+                    response_serializer=control__pb2.Capacity.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -126,14 +126,14 @@ def add_QuestionsServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'ckptfs.control.Questions', rpc_method_handlers)
+            'ckptfs.control.Queries', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('ckptfs.control.Questions', rpc_method_handlers)
+    server.add_registered_method_handlers('ckptfs.control.Queries', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Questions:
-    """Questions: NAME.sock, for anyone. None of them touches the PFS.
+class Queries:
+    """Queries: NAME.sock, for anyone. None of them touches the PFS.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class Questions:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckptfs.control.Questions/GetStatus',
+            '/ckptfs.control.Queries/GetStatus',
             control__pb2.StatusRequest.SerializeToString,
             control__pb2.Status.FromString,
             options,
@@ -177,7 +177,7 @@ class Questions:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckptfs.control.Questions/GetCluster',
+            '/ckptfs.control.Queries/GetCluster',
             control__pb2.ClusterRequest.SerializeToString,
             control__pb2.Cluster.FromString,
             options,
@@ -191,7 +191,7 @@ class Questions:
             _registered_method=True)
 
     @staticmethod
-    def GetRoom(request,
+    def GetCapacity(request,
             target,
             options=(),
             channel_credentials=None,
@@ -204,9 +204,9 @@ class Questions:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckptfs.control.Questions/GetRoom',
-            control__pb2.RoomRequest.SerializeToString,
-            control__pb2.Room.FromString,
+            '/ckptfs.control.Queries/GetCapacity',
+            control__pb2.CapacityRequest.SerializeToString,
+            control__pb2.Capacity.FromString,
             options,
             channel_credentials,
             insecure,
@@ -231,7 +231,7 @@ class Questions:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckptfs.control.Questions/List',
+            '/ckptfs.control.Queries/List',
             control__pb2.ListRequest.SerializeToString,
             control__pb2.ListReply.FromString,
             options,
@@ -258,7 +258,7 @@ class Questions:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/ckptfs.control.Questions/Wait',
+            '/ckptfs.control.Queries/Wait',
             control__pb2.WaitRequest.SerializeToString,
             control__pb2.Progress.FromString,
             options,
@@ -272,8 +272,8 @@ class Questions:
             _registered_method=True)
 
 
-class OrdersStub:
-    """Orders: NAME.admin.sock, for the mount's owner.
+class AdminStub:
+    """Admin: NAME.admin.sock, for the mount's owner.
     """
 
     def __init__(self, channel):
@@ -283,29 +283,29 @@ class OrdersStub:
             channel: A grpc.Channel.
         """
         self.Drain = channel.unary_stream(
-                '/ckptfs.control.Orders/Drain',
+                '/ckptfs.control.Admin/Drain',
                 request_serializer=control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=control__pb2.Progress.FromString,
                 _registered_method=True)
         self.Verify = channel.unary_stream(
-                '/ckptfs.control.Orders/Verify',
+                '/ckptfs.control.Admin/Verify',
                 request_serializer=control__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=control__pb2.VerifyProgress.FromString,
                 _registered_method=True)
         self.Refresh = channel.unary_unary(
-                '/ckptfs.control.Orders/Refresh',
+                '/ckptfs.control.Admin/Refresh',
                 request_serializer=control__pb2.RefreshRequest.SerializeToString,
                 response_deserializer=control__pb2.RefreshReply.FromString,
                 _registered_method=True)
         self.LogLevel = channel.unary_unary(
-                '/ckptfs.control.Orders/LogLevel',
+                '/ckptfs.control.Admin/LogLevel',
                 request_serializer=control__pb2.LogLevelRequest.SerializeToString,
                 response_deserializer=control__pb2.LogLevelReply.FromString,
                 _registered_method=True)
 
 
-class OrdersServicer:
-    """Orders: NAME.admin.sock, for the mount's owner.
+class AdminServicer:
+    """Admin: NAME.admin.sock, for the mount's owner.
     """
 
     def Drain(self, request, context):
@@ -333,7 +333,7 @@ class OrdersServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_OrdersServicer_to_server(servicer, server):
+def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Drain': grpc.unary_stream_rpc_method_handler(
                     servicer.Drain,
@@ -357,14 +357,14 @@ def add_OrdersServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'ckptfs.control.Orders', rpc_method_handlers)
+            'ckptfs.control.Admin', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('ckptfs.control.Orders', rpc_method_handlers)
+    server.add_registered_method_handlers('ckptfs.control.Admin', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Orders:
-    """Orders: NAME.admin.sock, for the mount's owner.
+class Admin:
+    """Admin: NAME.admin.sock, for the mount's owner.
     """
 
     @staticmethod
@@ -381,7 +381,7 @@ class Orders:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/ckptfs.control.Orders/Drain',
+            '/ckptfs.control.Admin/Drain',
             control__pb2.DrainRequest.SerializeToString,
             control__pb2.Progress.FromString,
             options,
@@ -408,7 +408,7 @@ class Orders:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/ckptfs.control.Orders/Verify',
+            '/ckptfs.control.Admin/Verify',
             control__pb2.VerifyRequest.SerializeToString,
             control__pb2.VerifyProgress.FromString,
             options,
@@ -435,7 +435,7 @@ class Orders:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckptfs.control.Orders/Refresh',
+            '/ckptfs.control.Admin/Refresh',
             control__pb2.RefreshRequest.SerializeToString,
             control__pb2.RefreshReply.FromString,
             options,
@@ -462,7 +462,7 @@ class Orders:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckptfs.control.Orders/LogLevel',
+            '/ckptfs.control.Admin/LogLevel',
             control__pb2.LogLevelRequest.SerializeToString,
             control__pb2.LogLevelReply.FromString,
             options,

@@ -90,30 +90,30 @@ def _format_usable(tiers: Sequence[TierCapacity]) -> str:
     return f"{render.format_size(sum(tier.usable_bytes for tier in tiers))} that can be used"
 
 
-def list_tiers(capacity: "pb.Room") -> list[TierCapacity]:
+def list_tiers(capacity: "pb.Capacity") -> list[TierCapacity]:
     """The tiers of this node, in the order in which they are taken."""
     return [TierCapacity(one.name, one.usable_bytes, one.usable_for_peers_bytes) for one in capacity.tiers if one.name != PFS]
 
 
-def list_clique(capacity: "pb.Room", cluster: "pb.Cluster | None") -> list["pb.Member"]:
+def list_clique(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> list["pb.Member"]:
     """The nodes that live and hold copies for this one, or it for them."""
     living, peers = _list_living(capacity, cluster)
     return [member for member in living if member.name in peers or capacity.node in member.peers]
 
 
-def list_peers(capacity: "pb.Room", cluster: "pb.Cluster | None") -> list[PeerCapacity]:
+def list_peers(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> list[PeerCapacity]:
     """Those that hold copies for this node, as far as they have told how much they hold."""
     living, peers = _list_living(capacity, cluster)
-    return [PeerCapacity(one.name, max(0, one.capacity_bytes - one.held_bytes)) for one in living if one.name in peers and one.told]
+    return [PeerCapacity(one.name, max(0, one.capacity_bytes - one.held_bytes)) for one in living if one.name in peers and one.has_figures]
 
 
-def _list_living(capacity: "pb.Room", cluster: "pb.Cluster | None") -> tuple[list["pb.Member"], set[str]]:
+def _list_living(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> tuple[list["pb.Member"], set[str]]:
     """(the nodes that live, the names of those that hold copies for this one)."""
     living = [] if cluster is None else [member for member in cluster.members if member.alive]
     return living, {name for member in living if member.name == capacity.node for name in member.peers}
 
 
-def build_tier_table(capacity: "pb.Room") -> Any:
+def build_tier_table(capacity: "pb.Capacity") -> Any:
     """The tiers of this node."""
     from rich.markup import escape
 
@@ -135,6 +135,6 @@ def build_clique_table(members: Sequence["pb.Member"], node: str) -> Any:
     grid = render.grid("node of the clique", "share of peers>", "held for peers>", "left>", "copies go to")
     for member in members:
         held, left = (render.format_size(one) for one in (member.held_bytes, max(0, member.capacity_bytes - member.held_bytes)))
-        figures = (held, left) if member.told else ("unknown", "unknown")
+        figures = (held, left) if member.has_figures else ("unknown", "unknown")
         grid.add_row(escape(member.name), render.format_size(member.capacity_bytes), *figures, "here" if node in member.peers else "")
     return grid

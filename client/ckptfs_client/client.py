@@ -71,9 +71,9 @@ class Client:
         )
         return answer
 
-    def get_capacity(self) -> pb.Room:
+    def get_capacity(self) -> pb.Capacity:
         """What there is for the next checkpoint on this node."""
-        answer: pb.Room = self._call(self._build_query_stub().GetRoom, pb.RoomRequest())
+        answer: pb.Capacity = self._call(self._build_query_stub().GetCapacity, pb.CapacityRequest())
         return answer
 
     def list_records(self, inodes: Iterable[int]) -> list[pb.Record]:
@@ -111,14 +111,14 @@ class Client:
     # --- the connection -----------------------------------------------------------------------------------------------
 
     def _build_query_stub(self) -> Any:
-        return rpc.QuestionsStub(self._channel(self.mount.socket))
+        return rpc.QueriesStub(self._channel(self.mount.socket))
 
     def _build_admin_stub(self) -> Any:
         path = self.mount.admin_socket
         if path.exists() and not os.access(path, os.W_OK):
             remedy = "do it as root, or as the user who mounted it"
             raise NotPermitted(f"only the owner of the mount {self.mount.name} may do this", remedy=remedy)
-        return rpc.OrdersStub(self._channel(path))
+        return rpc.AdminStub(self._channel(path))
 
     def _channel(self, path: Path) -> grpc.Channel:
         if path not in self._channels:

@@ -259,11 +259,11 @@ def _check_etcd(name: str, cluster: "pb.Cluster") -> Finding:
 
 
 def _check_nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Finding:
-    silent = [member for member in living if member.silent]
+    silent = [member for member in living if member.probe_error]
     if silent:
-        words = "; ".join(f"{member.name} at {member.address}: {member.silent}" for member in silent[:NAMED_MAX])
+        words = "; ".join(f"{member.name} at {member.address}: {member.probe_error}" for member in silent[:NAMED_MAX])
         remedy = "see that address= there names the host as this one reaches it, and that its port and the one after it are open"
-        if any("keys" in member.silent for member in silent):
+        if any("keys" in member.probe_error for member in silent):
             remedy = "give each node keys of its own; where they were revoked issue new ones, and start it again"
         return Finding(name, BAD, f"{format_count(len(silent), 'node')} of {len(living)} cannot be reached: {words}", remedy)
     if len(living) < cluster.replication_factor:
@@ -275,10 +275,11 @@ def _check_nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) ->
 
 
 def _check_node_clocks(name: str, living: list["pb.Member"]) -> Iterator[Finding]:
-    off = [member for member in living if member.probed and not member.silent and abs(member.clock_s) > CLOCK_OFFSET_S_MAX]
+    off = [member for member in living if member.probed and not member.probe_error and abs(member.clock_offset_s) > CLOCK_OFFSET_S_MAX]
     if off:
         words = ", ".join(
-            f"{one.name} by {format_duration(abs(one.clock_s))} {'ahead' if one.clock_s > 0 else 'behind'}" for one in off[:NAMED_MAX]
+            f"{one.name} by {format_duration(abs(one.clock_offset_s))} {'ahead' if one.clock_offset_s > 0 else 'behind'}"
+            for one in off[:NAMED_MAX]
         )
         remedy = "let NTP set them (timedatectl set-ntp true): of two files closed under one name the later one wins"
         yield Finding(name, NOTE, f"clocks differ from this node's: {words}", remedy)

@@ -162,4 +162,4 @@ def _list_files(client: Client, member: Path) -> dict[bytes, MemberFile]:
         except OSError as failure:
             raise CommandFailed(f"{os.fsdecode(path)}: {os.strerror(failure.errno or 0)}") from failure
     known = zip(inodes, client.list_records(inodes.values()), strict=True)
-    return gone | {below: MemberFile(one.size, Level(one.level), one.lacks) if one.known else DELETED for below, one in known}
+    return gone | {below: MemberFile(one.size, Level(one.level), one.incomplete_reason) if one.known else DELETED for below, one in known}

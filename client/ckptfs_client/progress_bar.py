@@ -97,7 +97,7 @@ def _describe_progress(progress: "pb.Progress") -> str:
     if progress.changes_left:
         words.append(render.format_count(progress.changes_left, "other change"))
     text = ", ".join(words)
-    return f"{text}; held up: {progress.obstacle}" if progress.obstacle else text
+    return f"{text}; held up: {progress.blocked_by}" if progress.blocked_by else text
 
 
 class ProgressBar:

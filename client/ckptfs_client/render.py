@@ -114,9 +114,9 @@ def status(answer: "pb.Status") -> "RenderableType":
         changes = changes if behind.dirty_files or behind.changes else "nothing is behind"
         lag = f", the oldest for {format_duration(behind.lag_s)}" if behind.lag_s else ""
         lines.append(f"  write-back  {changes}{lag}, to {escape(answer.pfs)}")
-        if behind.now_path:
+        if behind.current_path:
             lines.append(
-                f"              now {_escape_name(behind.now_path)}: {format_size(behind.now_copied_bytes)} of {format_size(behind.now_size_bytes)}"
+                f"              now {_escape_name(behind.current_path)}: {format_size(behind.current_copied_bytes)} of {format_size(behind.current_size_bytes)}"
             )
     else:
         lines.append("  write-back  none: this mount has no PFS")
@@ -138,17 +138,20 @@ def status(answer: "pb.Status") -> "RenderableType":
 
 def _describe_clique(clique: "pb.Clique") -> list[str]:
     """How far replication, refill and repair are."""
-    behind, repair = _format_amount(clique.behind_files, clique.behind_bytes), _format_amount(clique.repair_files, clique.repair_bytes)
-    copies = f", {clique.copies_there} of {clique.copies_wanted} copies" if clique.copies_wanted else ""
-    lag = f", the oldest for {format_duration(clique.lag_s)}" if clique.behind_files else ""
+    behind, repair = (
+        _format_amount(clique.under_replicated_files, clique.under_replicated_bytes),
+        _format_amount(clique.repair_files, clique.repair_bytes),
+    )
+    copies = f", {clique.copies_present} of {clique.copies_wanted} copies" if clique.copies_wanted else ""
+    lag = f", the oldest for {format_duration(clique.lag_s)}" if clique.under_replicated_files else ""
     lines = [f"  copies      {behind or 'nothing'} behind{copies if behind else ''}{lag}"]
-    if clique.refill_files:
-        lines.append(f"  refill      {_format_amount(clique.refill_files, clique.refill_bytes)} to come back from other nodes")
+    if clique.rebuild_files:
+        lines.append(f"  refill      {_format_amount(clique.rebuild_files, clique.rebuild_bytes)} to come back from other nodes")
     if repair:
         lines.append(f"  repair      {repair} of nodes that died, to be copied from here{'' if behind else copies}")
-    if clique.receiving or clique.lending:
+    if clique.incoming_transfers or clique.outgoing_reads:
         lines.append(
-            f"  peers       sending {format_count(clique.receiving, 'file')} to this node, reading {format_count(clique.lending, 'file')} from it"
+            f"  peers       sending {format_count(clique.incoming_transfers, 'file')} to this node, reading {format_count(clique.outgoing_reads, 'file')} from it"
         )
     return lines
 
@@ -178,7 +181,7 @@ def _build_link_table(clique: "pb.Clique") -> Any:
         speed = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s >= 0 else "-"
         rtt = f"{link.rtt_s * 1000:.1f} ms" if link.rtt_s >= 0 else "-"
         table.add_row(
-            _escape_name(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.doubtful else ""
+            _escape_name(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.failed_recently else ""
         )
     return table
 
@@ -189,7 +192,7 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
     from rich.markup import escape
 
     # An island knows only of itself that it lives; of the others it shows what was known last.
-    unknown = {member.name for member in answer.members if answer.island and not member.told and member.name != answer.node}
+    unknown = {member.name for member in answer.members if answer.island and not member.has_figures and member.name != answer.node}
     living = sum(member.alive and member.name not in unknown for member in answer.members)
     head = (
         f"[bold]{escape(answer.name)}[/]: {living} of {format_count(len(answer.members), 'node')}, {answer.replication_factor} copies,"
@@ -198,13 +201,17 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
     columns = ("node", "number>", "state", "rank>", "domain", "address", "copies go to", "behind", "oldest>", "refill, repair")
     table = grid(*columns, "holds for others")
     for member in answer.members:
-        copies = f", {member.copies_there} of {member.copies_wanted} copies" if member.copies_wanted else ""
-        behind = f"{_format_amount(member.behind_files, member.behind_bytes)}{copies}" if member.behind_files else "nothing"
-        back, again = _format_amount(member.refill_files, member.refill_bytes), _format_amount(member.repair_files, member.repair_bytes)
+        copies = f", {member.copies_present} of {member.copies_wanted} copies" if member.copies_wanted else ""
+        behind = (
+            f"{_format_amount(member.under_replicated_files, member.under_replicated_bytes)}{copies}"
+            if member.under_replicated_files
+            else "nothing"
+        )
+        back, again = _format_amount(member.rebuild_files, member.rebuild_bytes), _format_amount(member.repair_files, member.repair_bytes)
         held = f"{format_count(member.held_files, 'file')} ({format_size(member.held_bytes)})"
-        lag = format_duration(member.lag_s) if member.behind_files else "-"
+        lag = format_duration(member.lag_s) if member.under_replicated_files else "-"
         figures = (behind, lag, ", ".join(filter(None, (back, again and f"{again} for others"))) or "-", held)
-        shown_figures = figures if member.told else ("unknown", "-", "-", "unknown")
+        shown_figures = figures if member.has_figures else ("unknown", "-", "-", "unknown")
         state = "unknown" if member.name in unknown and member.alive else "alive" if member.alive else "dead"
         table.add_row(
             escape(member.name), str(member.number), _style_word(state), str(member.rank), escape(member.domain),
@@ -251,7 +258,7 @@ def listing(rows: list[dict[str, Any]]) -> Any:
     table = grid("level", "state", "gen>", "size>", "copies", "digest", "name")
     for row in rows:
         copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
-        waiting = " *" if row["waiting"] else ""
+        waiting = " *" if row["pfs_pending"] else ""
         figures = (str(row["generation"]), format_size(row["size"]))
         table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], _escape_name(row["name"]))
     return table

@@ -60,4 +60,4 @@ def _df(node: NodeUnderTest) -> dict[str, object] | None:
     found: dict[str, object] = json.loads(node.command("df", node.path, "--json").stdout)
     clique = found["clique"]
     assert isinstance(clique, list)
-    return found if clique and all(member["told"] for member in clique) else None
+    return found if clique and all(member["has_figures"] for member in clique) else None

@@ -34,7 +34,7 @@ def test_a_file_on_its_way(mount: Area) -> None:
     mount.command("wait", path, "--level", "local", "--timeout", "60s")
     mount.command("wait", path, "--timeout", "120s")
     row = listed(mount, path)[0]
-    assert (row["level"], row["state"], row["size"], row["waiting"], row["progress"]) == ("pfs", "sealed", MIB, False, 1.0)
+    assert (row["level"], row["state"], row["size"], row["pfs_pending"], row["progress"]) == ("pfs", "sealed", MIB, False, 1.0)
     assert {"pfs": "published", "ram": "good"}.items() <= {copy["tier"]: copy["state"] for copy in row["copies"]}.items()
     assert row["digest"] == os.getxattr(path, "user.ckptfs.digest").decode() and len(row["digest"]) == 32
     assert (mount.pfs / "model.pt").read_bytes() == path.read_bytes()

@@ -51,7 +51,7 @@ def test_everything_answers_while_the_pfs_hangs(hanging: tuple[DaemonUnderTest, 
     assert (daemon.path / "during").read_bytes() == b"2" * 100_000
     assert daemon.command("wait", daemon.path / "during", "--timeout", "500ms", check=False, timeout=ANSWER_S).returncode == 4
     row = json.loads(daemon.command("ls", "--json", daemon.path / "during", timeout=ANSWER_S).stdout)[0]
-    assert row["level"] == "local" and row["waiting"]
+    assert row["level"] == "local" and row["pfs_pending"]
     found = eventually(lambda: (now := status(daemon))["health"] == "degraded" and now, what="status says that the PFS is ill")
     assert {tier["name"]: tier["health"] for tier in found["tiers"]}["pfs"] in ("suspect", "down")
     assert "does not answer" in json.dumps(found["troubles"])

@@ -52,7 +52,7 @@ def test_who_lives_and_where_copies_go(node: Node, store: MemoryStore) -> None:
     """N1, N4."""
     found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert (found.name, found.node, found.number, found.island, found.replication_factor) == ("c", "node1", 1, False, 2)
-    members = [(one.name, one.alive, list(one.peers), one.told) for one in found.members]
+    members = [(one.name, one.alive, list(one.peers), one.has_figures) for one in found.members]
     assert members == [("node1", True, ["node2"], False), ("node2", True, ["node1"], True), ("node3", False, [], False)]
     text = "\n".join(str(part) for part in render.cluster(found).renderables[:1])  # type: ignore[attr-defined]
     assert "2 of 3 nodes" in text
@@ -66,7 +66,7 @@ def test_figures_are_those_of_the_catalog(node: Node, store: MemoryStore) -> Non
     peer_copies.mark_under_replicated(node.db, [content])
     store.commit([], [Put(cluster_status.figures_key(1), cluster_status.encode_figures(node.db))])
     first = ClusterFigures(node.config, node.db, store).build_cluster().members[0]
-    assert (first.behind_files, first.behind_bytes, first.held_files) == (1, 1000, 0)
+    assert (first.under_replicated_files, first.under_replicated_bytes, first.held_files) == (1, 1000, 0)
     assert first.lag_s > 0
 
 
@@ -92,9 +92,15 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     )
     figures = ClusterFigures(node.config, node.db, store, transport)
     found = figures.build_clique()
-    assert (found.behind_files, found.copies_there, found.copies_wanted) == (1, 2, 4)
-    assert (found.refill_files, found.refill_bytes, found.repair_files, found.receiving, found.lending) == (1, 1000, 1, 2, 1)
-    assert [(one.node, one.waiting_files, one.sending_bytes, one.doubtful) for one in found.links] == [
+    assert (found.under_replicated_files, found.copies_present, found.copies_wanted) == (1, 2, 4)
+    assert (found.rebuild_files, found.rebuild_bytes, found.repair_files, found.incoming_transfers, found.outgoing_reads) == (
+        1,
+        1000,
+        1,
+        2,
+        1,
+    )
+    assert [(one.node, one.waiting_files, one.sending_bytes, one.failed_recently) for one in found.links] == [
         ("node2", 3, 1000, False), ("node3", 0, 0, True),
     ]  # fmt: skip
     status = QueryService(node.config, node.db, node.tiers, figures).GetStatus(pb.StatusRequest(), None)
@@ -113,7 +119,7 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     assert render.message_to_dict(status)["clique"]["links"][0]["waiting_bytes"] == 3000
     store.commit([], [Put(cluster_status.figures_key(1), cluster_status.encode_figures(node.db))])
     member = figures.build_cluster().members[0]
-    assert (member.refill_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)
+    assert (member.rebuild_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)
 
 
 def examined(
@@ -195,7 +201,7 @@ def test_broken_records_are_passed_over(node: Node, store: MemoryStore, garbage:
     """P11."""
     store.commit([], [Put(cluster_status.figures_key(2), garbage), Put(membership.node_key(7), garbage)])
     found = ClusterFigures(node.config, node.db, store).build_cluster()
-    assert [(one.name, one.told) for one in found.members if one.alive] == [("node1", False), ("node2", False)]
+    assert [(one.name, one.has_figures) for one in found.members if one.alive] == [("node1", False), ("node2", False)]
 
 
 def test_a_mount_without_a_cluster_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,14 +114,14 @@ def test_records(served: Served) -> None:
     served.seal()
     inode = served.node.inode(content)
     file, directory, unknown = served.client.list_records([inode, ROOT, 999])
-    assert (file.kind, file.size, file.level, file.state, file.waiting, file.progress) == ("file", 1234, "local", "sealed", True, 0.0)
+    assert (file.kind, file.size, file.level, file.state, file.pfs_pending, file.progress) == ("file", 1234, "local", "sealed", True, 0.0)
     assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good")] and file.copies[0].verified_age_s >= 0
     assert (directory.kind, directory.level) == ("directory", "") and not unknown.known
     served.node.publish(content)
     with served.node.db.transaction():
         served.node.db.run("DELETE FROM journal")
     file = served.client.list_records([inode])[0]
-    assert (file.level, file.waiting, file.progress) == ("pfs", False, 1.0)
+    assert (file.level, file.pfs_pending, file.progress) == ("pfs", False, 1.0)
     assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good"), ("pfs", "published")]
 
 
@@ -134,9 +134,9 @@ def test_progress_of_a_large_file(served: Served) -> None:
     assert served.client.list_records([inode])[0].progress == 0.25
     assert next(served.client.wait(inode, "pfs")).bytes_left == next(served.client.drain()).bytes_left == 750
     behind = served.client.get_status().write_back
-    assert (behind.now_path, behind.now_copied_bytes, behind.now_size_bytes) == ("large", 250, 1000)
+    assert (behind.current_path, behind.current_copied_bytes, behind.current_size_bytes) == ("large", 250, 1000)
     summary.set_report(served.node.db, "write_back", None)
-    assert served.client.list_records([inode])[0].progress == 0.0 and not served.client.get_status().write_back.now_path
+    assert served.client.list_records([inode])[0].progress == 0.0 and not served.client.get_status().write_back.current_path
 
 
 def test_more_records_than_one_message_holds(served: Served) -> None:
@@ -150,12 +150,12 @@ def test_waiting_for_local(served: Served) -> None:
     with pytest.raises(NotInTime):
         list(served.client.wait(inode, "local", 0.3))
     first = next(served.client.wait(inode, "local", 5.0))
-    assert not first.done and first.files_left == 1 and first.obstacle == "a file is still open for writing"
+    assert not first.done and first.files_left == 1 and first.blocked_by == "a file is still open for writing"
 
     with served.node.db.transaction():
         contents.mark_closed(served.node.db, inode, content, 100, 1, 2)
     closed = next(served.client.wait(inode, "local", 5.0))
-    assert not closed.done and not closed.obstacle, "its seal is to come, on which `ckptfs latest` rests"
+    assert not closed.done and not closed.blocked_by, "its seal is to come, on which `ckptfs latest` rests"
     timer = later(served.seal)
     *_, last = served.client.wait(inode, "local", 60.0)
     timer.join()
@@ -214,7 +214,7 @@ def test_drain_hurries_the_lanes_and_ends_with_the_journal(served: Served) -> No
     assert served.lanes.times >= 1
     messages = served.client.drain(60.0)
     first = next(messages)
-    assert (first.files_left, first.obstacle, first.remedy) == (1, "ENOSPC: full", "make room")
+    assert (first.files_left, first.blocked_by, first.remedy) == (1, "ENOSPC: full", "make room")
     served.seal()
     with served.node.db.transaction():
         served.node.db.run("DELETE FROM journal")

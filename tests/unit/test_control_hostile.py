@@ -47,13 +47,13 @@ def counted(served: Served) -> dict[str, int]:
 
 
 def test_what_is_no_message_and_no_method_is_refused_and_counted(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    questions = ["GetStatus", "GetCluster", "GetRoom", "List", "Wait"]
+    questions = ["GetStatus", "GetCluster", "GetCapacity", "List", "Wait"]
     for method in questions:
-        assert refused(served.mount.socket, f"Questions/{method}", b"\xff" * 100) is Status.INVALID_ARGUMENT
+        assert refused(served.mount.socket, f"Queries/{method}", b"\xff" * 100) is Status.INVALID_ARGUMENT
     for method in ("Drain", "Verify", "Refresh", "LogLevel"):
-        assert refused(served.mount.admin_socket, f"Orders/{method}", b"\xff" * 100) is Status.INVALID_ARGUMENT
-        assert refused(served.mount.socket, f"Orders/{method}", b"") is Status.UNIMPLEMENTED
-    assert refused(served.mount.socket, "Questions/../GetStatus", b"") is Status.UNIMPLEMENTED
+        assert refused(served.mount.admin_socket, f"Admin/{method}", b"\xff" * 100) is Status.INVALID_ARGUMENT
+        assert refused(served.mount.socket, f"Admin/{method}", b"") is Status.UNIMPLEMENTED
+    assert refused(served.mount.socket, "Queries/../GetStatus", b"") is Status.UNIMPLEMENTED
     assert counted(served) == {"invalid_argument": 9, "unimplemented": 5}
     assert caplog.records == []
 
@@ -61,16 +61,16 @@ def test_what_is_no_message_and_no_method_is_refused_and_counted(served: Served,
 def test_numbers_that_no_inode_has_are_unknown(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     for number in (0, *BEYOND):
         wait = pb.WaitRequest(inode=number, level="local").SerializeToString()
-        assert refused(served.mount.socket, "Questions/Wait", wait) is Status.NOT_FOUND
+        assert refused(served.mount.socket, "Queries/Wait", wait) is Status.NOT_FOUND
         for method, order in (("Verify", pb.VerifyRequest(inode=number)), ("Refresh", pb.RefreshRequest(inode=number))):
-            assert refused(served.mount.admin_socket, f"Orders/{method}", order.SerializeToString()) is Status.NOT_FOUND
+            assert refused(served.mount.admin_socket, f"Admin/{method}", order.SerializeToString()) is Status.NOT_FOUND
     assert [record.known for record in served.client.list_records([0, *BEYOND])] == [False] * 3
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_long_words_are_not_sent_back(served: Served) -> None:
     wait = pb.WaitRequest(inode=1, level="x" * (1 << 19)).SerializeToString()
-    assert refused(served.mount.socket, "Questions/Wait", wait) is Status.FAILED_PRECONDITION
+    assert refused(served.mount.socket, "Queries/Wait", wait) is Status.FAILED_PRECONDITION
 
 
 def test_calls_whose_message_never_comes_end(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -83,7 +83,7 @@ def test_calls_whose_message_never_comes_end(served: Served, caplog: pytest.LogC
 
     most = limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX
     with grpc.insecure_channel(f"unix:{served.mount.socket}") as channel:
-        call = channel.stream_unary("/ckptfs.control.Questions/GetStatus", bytes, bytes)
+        call = channel.stream_unary("/ckptfs.control.Queries/GetStatus", bytes, bytes)
         calls = [call.future(silent()) for _ in range(most + 8)]
         eventually(lambda: all(one.done() for one in calls), what="all are ended")
         codes = [one.code() for one in calls]

@@ -37,9 +37,9 @@ def _without_versions(path: Path) -> str:
 
 
 def test_a_full_list_fits_one_message() -> None:
-    place = pb.Place(tier="nvme", state="quarantined", verified_age_s=1.5)
+    place = pb.CopyInfo(tier="nvme", state="quarantined", verified_age_s=1.5)
     record = pb.Record(
         inode=2**62, known=True, kind="directory", size=2**62, level="local", state="published", generation=2**40, copies=[place] * 4,
-        progress=0.5, waiting=True,
+        progress=0.5, pfs_pending=True,
     )  # fmt: skip
     assert pb.ListReply(records=[record] * limits.CONTROL_LIST_MAX).ByteSize() < limits.CONTROL_MESSAGE_BYTES_MAX

@@ -74,12 +74,12 @@ def test_the_clique_of_a_node() -> None:
     """Who holds copies for it, and for whom it does; of the first those that told how much they hold."""
     members = [
         pb.Member(name="me", alive=True, peers=["right"]),
-        pb.Member(name="right", alive=True, peers=["far"], told=True, capacity_bytes=10, held_bytes=4),
+        pb.Member(name="right", alive=True, peers=["far"], has_figures=True, capacity_bytes=10, held_bytes=4),
         pb.Member(name="left", alive=True, peers=["me"], capacity_bytes=3),
         pb.Member(name="far", alive=True, peers=["left"]),
         pb.Member(name="dead", alive=False, peers=["me"]),
     ]
-    mine, cluster = pb.Room(node="me", clustered=True), pb.Cluster(members=members)
+    mine, cluster = pb.Capacity(node="me", clustered=True), pb.Cluster(members=members)
     assert [member.name for member in capacity.list_clique(mine, cluster)] == ["right", "left"]
     assert capacity.list_peers(mine, cluster) == [PeerCapacity("right", 6)]
     assert capacity.list_clique(mine, None) == [] and capacity.list_peers(mine, None) == []

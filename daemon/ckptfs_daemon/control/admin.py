@@ -151,8 +151,8 @@ LOG_LEVEL_WAIT_S = 10.0
 REFRESH_WAIT_S = 3600.0
 
 
-class AdminService(rpc.OrdersServicer):  # type: ignore[misc]
-    """The service `Orders`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
+class AdminService(rpc.AdminServicer):  # type: ignore[misc]
+    """The service `Admin`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
 
     def __init__(
         self, config: Config, db: Database, tiers: Tiers, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
@@ -197,7 +197,7 @@ class AdminService(rpc.OrdersServicer):  # type: ignore[misc]
             done=not left, files_left=max(files, unsealed, unsafe), bytes_left=max(0, size - copied), changes_left=changes
         )
         if not progress.done:
-            progress.obstacle, progress.remedy = self._figures.get_first_trouble()
+            progress.blocked_by, progress.remedy = self._figures.get_first_trouble()
         return progress
 
     @translate_stream_errors

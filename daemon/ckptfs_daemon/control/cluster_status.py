@@ -70,6 +70,12 @@ class NodeProbe:
 
 
 FIGURES_PREFIX = b"s/"
+PROGRESS_FIELDS = {
+    "behind_files": "under_replicated_files", "behind_bytes": "under_replicated_bytes", "copies_wanted": "copies_wanted",
+    "copies_there": "copies_present", "refill_files": "rebuild_files", "refill_bytes": "rebuild_bytes", "repair_files": "repair_files",
+    "repair_bytes": "repair_bytes",
+}  # fmt: skip
+"""Stored name of a figure: field of control.proto. Nodes of several versions read the stored names, so these stay."""
 LEASE_POLL_S = 0.5
 
 
@@ -79,25 +85,19 @@ def figures_key(number: int) -> bytes:
 
 
 def encode_figures(db: Database) -> bytes:
-    """This node's figures, as they are stored. They change only when something else does than the time."""
+    """Return this node's figures as they are stored. They do not depend on the time, so they change only with the catalog."""
     held_files, held_bytes = remote_contents.count_hosted(db)
-    figures = {
-        "oldest_ns": peer_copies.get_oldest_under_replicated_ns(db),
-        "held_files": held_files,
-        "held_bytes": held_bytes,
-        **count_progress(db),
-    }
+    figures = {"oldest_ns": peer_copies.get_oldest_under_replicated_ns(db), "held_files": held_files, "held_bytes": held_bytes}
+    progress = count_progress(db)
+    figures |= {stored: progress[field] for stored, field in PROGRESS_FIELDS.items()}
     return json.dumps(figures, separators=(",", ":")).encode()
 
 
 def count_progress(db: Database) -> dict[str, int]:
-    """How far replication, refill and repair are, by the names that `Clique` and `Member` have for it."""
-    (behind_files, behind_bytes, _), (wanted, there) = peer_copies.get_replication_lag(db), peer_copies.count_wanted_copies(db)
-    (refill_files, refill_bytes), (repair_files, repair_bytes) = peer_copies.count_rebuildable(db), peer_copies.count_repairable(db)
-    return {
-        "behind_files": behind_files, "behind_bytes": behind_bytes, "copies_wanted": wanted, "copies_there": there,
-        "refill_files": refill_files, "refill_bytes": refill_bytes, "repair_files": repair_files, "repair_bytes": repair_bytes,
-    }  # fmt: skip
+    """Count how far replication, rebuild and repair are. Returns {field of `pb.Clique` and `pb.Member`: count}."""
+    (lacking_files, lacking_bytes, _), (wanted, present) = peer_copies.get_replication_lag(db), peer_copies.count_wanted_copies(db)
+    counts = (lacking_files, lacking_bytes, wanted, present, *peer_copies.count_rebuildable(db), *peer_copies.count_repairable(db))
+    return dict(zip(PROGRESS_FIELDS.values(), counts, strict=True))
 
 
 async def publish_figures(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
@@ -144,7 +144,7 @@ def _build_links(loads: list[PeerLoad], link_figures: dict[str, dict[str, float 
         link = pb.Link(node=name, rtt_s=-1 if rtt_s is None else rtt_s, bytes_per_s=-1 if bytes_per_s is None else bytes_per_s)
         link.waiting_files, link.waiting_bytes = load.waiting_files, load.waiting_bytes
         link.sending_files, link.sending_bytes = load.sending_files, load.sending_bytes
-        link.doubtful = bool(found.get("failed"))
+        link.failed_recently = bool(found.get("failed"))
         links.append(link)
     return links
 
@@ -175,7 +175,7 @@ class ClusterFigures:
             setattr(answer, name, count)
         if self._transport is not None:
             server_figures = self._transport.get_server_figures()
-            answer.receiving, answer.lending = server_figures.get("transfers", 0), server_figures.get("loans", 0)
+            answer.incoming_transfers, answer.outgoing_reads = server_figures.get("transfers", 0), server_figures.get("loans", 0)
             answer.links.extend(_build_links(self._transport.list_loads(), self._transport.get_link_figures()))
         return answer
 
@@ -273,9 +273,9 @@ def _set_probe_result(member: pb.Member, answer: ProbeResult | None) -> None:
         return
     member.probed = True
     if isinstance(answer, str):
-        member.silent = answer
+        member.probe_error = answer
     else:
-        member.rtt_s, member.clock_s = answer.rtt_s or 0.0, answer.clock_offset_s or 0.0
+        member.rtt_s, member.clock_offset_s = answer.rtt_s or 0.0, answer.clock_offset_s or 0.0
 
 
 def _set_figures(member: pb.Member, figures: bytes) -> None:
@@ -284,10 +284,10 @@ def _set_figures(member: pb.Member, figures: bytes) -> None:
         found = json.loads(figures)
         oldest_s = int(found["oldest_ns"]) / 1e9
         member.lag_s = max(0.0, time.time() - oldest_s) if oldest_s else 0.0
-        for name in ("behind_files", "behind_bytes", "held_files", "held_bytes"):
-            setattr(member, name, int(found[name]))
-        for name in ("copies_wanted", "copies_there", "refill_files", "refill_bytes", "repair_files", "repair_bytes"):
-            setattr(member, name, int(found.get(name, 0)))  # Older nodes do not tell these.
-        member.told = True
+        member.held_files, member.held_bytes = int(found["held_files"]), int(found["held_bytes"])
+        for stored, field in PROGRESS_FIELDS.items():
+            # Older nodes publish only the first two of these.
+            setattr(member, field, int(found[stored] if stored.startswith("behind") else found.get(stored, 0)))
+        member.has_figures = True
     except (ValueError, KeyError, TypeError):
-        member.told = False
+        member.has_figures = False

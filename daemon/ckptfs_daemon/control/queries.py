@@ -85,7 +85,7 @@ class LevelCheck:
         )
         progress = pb.Progress(done=not self._remaining, files_left=files, bytes_left=size, changes_left=len(self._non_files))
         if self._has_writers:
-            progress.obstacle, progress.remedy = "a file is still open for writing", "close it"
+            progress.blocked_by, progress.remedy = "a file is still open for writing", "close it"
         return progress
 
     def _check_inode(self, inode: int) -> bool:
@@ -117,8 +117,8 @@ REST_RATIO = 4
 KEEPALIVE_S = 2.0
 
 
-class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
-    """The service `Questions`."""
+class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
+    """The service `Queries`."""
 
     def __init__(
         self, config: Config, db: Database, tiers: Tiers, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
@@ -154,7 +154,7 @@ class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
         return self._cluster.build_probed_cluster() if request.probe else self._cluster.build_cluster()
 
     @translate_errors
-    def GetRoom(self, request: pb.RoomRequest, context: grpc.ServicerContext) -> pb.Room:
+    def GetCapacity(self, request: pb.CapacityRequest, context: grpc.ServicerContext) -> pb.Capacity:
         """What there is for the next checkpoint on this node."""
         return build_capacity(self._config, self._db, self._tiers)
 
@@ -178,12 +178,12 @@ class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
             kind=_get_kind_name(found.mode),
             size=found.size,
             generation=found.generation,
-            waiting=found.has_pending_changes,
+            pfs_pending=found.has_pending_changes,
         )
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value
             answer.state = _get_state_name(found)
-            answer.lacks = find_incomplete_reason(found.record, found.size)
+            answer.incomplete_reason = find_incomplete_reason(found.record, found.size)
             answer.progress = (
                 1.0 if self._has_highest_level(found) else _get_copied_ratio(under_way) if under_way.get("inode") == inode else 0.0
             )
@@ -233,8 +233,8 @@ class QueryService(rpc.QuestionsServicer):  # type: ignore[misc]
             beats, begun = self._progress_signal.count, time.monotonic()
             progress = level_wait.check_next(self._figures.get_copied_bytes())
             looked_s = time.monotonic() - begun
-            if not progress.done and not progress.obstacle:
-                progress.obstacle, progress.remedy = self._find_obstacle(wanted)
+            if not progress.done and not progress.blocked_by:
+                progress.blocked_by, progress.remedy = self._find_obstacle(wanted)
             if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
                 last_sent, last_sent_at = progress, time.monotonic()
                 yield progress
@@ -267,5 +267,5 @@ def _get_state_name(found: ListedFile) -> str:
     """The state of the content in one word; what is on the PFS, or on other nodes, only has none."""
     content = found.record.content
     if content is None:
-        return "published" if found.record.published is not None else "elsewhere" if found.size else "empty"
+        return "published" if found.record.published is not None else "remote" if found.size else "empty"
     return content.state.name.lower()

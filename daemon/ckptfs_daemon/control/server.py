@@ -85,9 +85,9 @@ async def _serve_until_unlinked(name: str, queries: QueryService, admin: AdminSe
     servers: list[tuple[grpc.Server, Path]] = []
     watchdog = CallWatchdog()
     try:
-        server = _server(limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX, ControlMethods("Questions", queries, watchdog))
+        server = _server(limits.CONTROL_CALLS_MAX + limits.CONTROL_WAITS_MAX, ControlMethods("Queries", queries, watchdog))
         servers.append((server, _bind(server, runtime_dir.socket_path(name), QUERIES_MODE)))
-        server = _server(ADMIN_CALLS_MAX, ControlMethods("Orders", admin, watchdog))
+        server = _server(ADMIN_CALLS_MAX, ControlMethods("Admin", admin, watchdog))
         servers.append((server, _bind(server, runtime_dir.admin_socket_path(name), ADMIN_MODE)))
         for server, _ in servers:
             server.start()

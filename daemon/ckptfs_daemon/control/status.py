@@ -120,8 +120,8 @@ class StatusFigures:
         found, now = self._write_back_counts.get(), self.get_current_write_back()
         return pb.WriteBack(
             dirty_bytes=found.dirty_bytes, dirty_files=found.dirty_files, changes=found.changes,
-            lag_s=found.lag_s, unsealed_files=found.unsealed_files, now_path=str(now.get("path", "")),
-            now_copied_bytes=int(now.get("copied_bytes", 0)), now_size_bytes=int(now.get("size_bytes", 0)),
+            lag_s=found.lag_s, unsealed_files=found.unsealed_files, current_path=str(now.get("path", "")),
+            current_copied_bytes=int(now.get("copied_bytes", 0)), current_size_bytes=int(now.get("size_bytes", 0)),
         )  # fmt: skip
 
     def _build_counts(self) -> pb.Counts:
@@ -193,10 +193,10 @@ def _parse_json_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Room:
+def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Capacity:
     """All tiers that there are."""
     clustered = config.cluster is not None
-    answer = pb.Room(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
+    answer = pb.Capacity(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
     for tier in (Tier.RAM, Tier.NVME):
         if tier in tiers:
             with contextlib.suppress(OSError, CkptfsError):
@@ -206,11 +206,11 @@ def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Room:
     return answer
 
 
-def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) -> pb.TierRoom:
+def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) -> pb.TierCapacity:
     capacity = tiers[tier].get_capacity()
     leaving = summary.count_leaving_bytes(db, tier) if config.pfs is not None else 0
     below = int((config.ram_high if tier is Tier.RAM else 1.0) * capacity.total)
-    answer = pb.TierRoom(
+    answer = pb.TierCapacity(
         name=tier.value, path=str(tiers[tier].root), total_bytes=capacity.total, used_bytes=capacity.used, free_bytes=capacity.free,
         held_bytes=remote_contents.count_hosted_bytes(db, tier), usable_bytes=max(0, min(capacity.free + leaving, below - capacity.used + leaving)),
     )  # fmt: skip
@@ -220,8 +220,8 @@ def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) ->
     return answer
 
 
-def _build_pfs_tier(db: Database, root: Path) -> pb.TierRoom:
-    answer = pb.TierRoom(name=Tier.PFS.value, path=str(root))
+def _build_pfs_tier(db: Database, root: Path) -> pb.TierCapacity:
+    answer = pb.TierCapacity(name=Tier.PFS.value, path=str(root))
     for key, text, _ in summary.list_reports(db, "tier:"):
         if key == f"tier:{Tier.PFS.value}":
             with contextlib.suppress(ValueError, TypeError, AttributeError):
