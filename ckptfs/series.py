@@ -1,15 +1,15 @@
-"""Pure: which sibling names are one series, and whether a member of it is complete.
+"""Series of checkpoints: which sibling names form one, which members are complete, and which complete member is the newest.
 
-A series are siblings whose names differ in one number only (T5). A member is complete when all its files are sealed and can be read (N7),
-and when a directory that looks like one of torch.distributed.checkpoint has its `.metadata` (T6). Who wants the newest looks at
-`newest_first`, one after the other, until `judged` finds one complete (N2).
-If we die here: nothing happens, nothing is remembered.
+The members of a series are siblings whose names differ in one number (T5). A member is complete if all its files are sealed and readable
+(N7), and if each of its directories with shards of torch.distributed.checkpoint has a `.metadata` (T6). `find_newest` is the only search
+for the newest complete member (N2): `ckptfs latest` and `.ckptfs/latest` both call it, each with its own way of reading a member.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from ckptfs import lifecycle
 from ckptfs.lifecycle import FileRecord
@@ -24,53 +24,59 @@ _PART_NAME = re.compile(rb"__[0-9]+_[0-9]+\.distcp|.*[0-9]-of-[0-9].*|.*(rank|sh
 """Names whose numbers count parts of one checkpoint."""
 _STEP_WORD = re.compile(rb".*(step|ckpt|chk|checkpoint|iter|iteration|epoch)[-_.=]?", re.IGNORECASE | re.DOTALL)
 _LEVELS = list(Level)
+Entry = TypeVar("Entry")
+"""How a caller of `find_newest` identifies a file or directory: by path, or by inode number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The names `before` NUMBER `after`."""
+    """All names of the form PREFIX NUMBER SUFFIX."""
 
     prefix: bytes
     suffix: bytes
 
     @property
     def name(self) -> bytes:
-        """With the number left out: "step_*"."""
+        """The pattern that matches the members: "step_*"."""
         return self.prefix + WILDCARD + self.suffix
 
     @property
     def is_step_count(self) -> bool:
-        """Whether the word before the number says so; "run*" may as well count runs."""
+        """Whether the word before the number says that it counts steps; the number in "run*" may count runs."""
         return _STEP_WORD.fullmatch(self.prefix) is not None
 
     def parse_number(self, name: bytes) -> int | None:
-        """The number of a member; None for any other name."""
+        """Return the number of a member. Returns None for any other name."""
         if not (name.startswith(self.prefix) and name.endswith(self.suffix)):
             return None
         middle = name[len(self.prefix) : len(name) - len(self.suffix)]
         return int(middle) if _NUMBER.fullmatch(middle) else None
 
     def sort_newest_first(self, names: Iterable[bytes]) -> list[bytes]:
-        """Its members among these names. Of two with one number ("1" and "01") the shorter name is the newer one, always."""
+        """Return the members among `names`. If two have the same number ("1" and "01"), the shorter name counts as newer."""
         found = [(number, -len(name), name) for name in names if (number := self.parse_number(name)) is not None]
         return [name for _, _, name in sorted(found, reverse=True)]
 
 
 def parse(name: bytes) -> Series | None:
-    """The series of a name with one `*`; None for any other name."""
+    """Return the series of a pattern with one `*`. Returns None for any other name."""
     before, mark, after = name.partition(WILDCARD)
     return Series(before, after) if mark and WILDCARD not in after else None
 
 
 def find_series(name: bytes, siblings: Iterable[bytes]) -> Series | None:
-    """The series to which a name belongs: of its numbers the one that differs among most siblings, the last one where that is even."""
+    """Return the series of a name that has a number.
+
+    If it has several, the one that differs among most siblings counts; among equals, the last one.
+    """
     found = _list_candidates(name)
     return max(found, key=lambda one: (sum(one.parse_number(sibling) is not None for sibling in siblings), len(one.prefix)), default=None)
 
 
 def list_series(names: Iterable[bytes]) -> list[Series]:
-    """The series in a directory, by name. Names that have a number and no sibling count only where there is no other series, and those
-    that look like parts of one checkpoint not at all.
+    """Return the series in a directory, sorted by name.
+
+    A name with a number but without siblings counts only if there is no other series. Names of parts of one checkpoint never count.
     """
     names = [name for name in names if not _PART_NAME.fullmatch(name)]
     sizes = Counter(reading for name in names for reading in _list_candidates(name))
@@ -82,24 +88,21 @@ def _list_candidates(name: bytes) -> list[Series]:
     return [Series(name[: found.start()], name[found.end() :]) for found in _NUMBER.finditer(name)]
 
 
-# --- complete or not --------------------------------------------------------------------------------------------------
+# --- completeness -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MemberFile:
-    """What counts of a regular file; `lacks`: see there."""
+    """A regular file of a member; `incomplete_reason` is empty if a checkpoint can rest on it."""
 
     size: int
     level: Level
     incomplete_reason: str = ""
 
 
-DELETED = MemberFile(0, Level.NONE, "was deleted just now")
-
-
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """What a member is: its files, their bytes, and the level that all of them have; `lacks` is empty when it is complete."""
+    """The verdict on a member. `level` is the lowest of its files' levels; `incomplete_reason` is empty if it is complete."""
 
     files: int
     size: int
@@ -107,23 +110,58 @@ class Completeness:
     incomplete_reason: str = ""
 
     def has_level(self, wanted: Level) -> bool:
-        """Whether it is complete, and at least as safe as `wanted`."""
+        """Whether the member is complete and at least as safe as `wanted`."""
         return not self.incomplete_reason and _LEVELS.index(self.level) >= _LEVELS.index(wanted)
 
 
-def find_incomplete_reason(record: FileRecord, size: int) -> str:
-    """Why no checkpoint can rest on a regular file of that size; empty when it is sealed, and can be read from a copy that is alive."""
-    content = record.content
-    if lifecycle.is_on_pfs(record) or (content is None and size == 0):
-        return ""
-    if content is not None and content.state in {ContentState.OPEN, ContentState.CLOSED}:
-        return "is not sealed yet"
-    readable = content is not None and content.state is ContentState.SEALED and lifecycle.level(record) is not Level.NONE
-    return "" if readable else "has no copy that could be read"
+class LatestMember(NamedTuple):
+    """The outcome of a search: a member and the verdict on it."""
+
+    number: int
+    name: bytes
+    verdict: Completeness
+
+
+ReadMember = Callable[[Entry], Awaitable[tuple[dict[bytes, MemberFile], dict[bytes, Entry]]]]
+"""Return the regular files and the subdirectories of a directory by name; for a file, only the file itself under the name b"".
+
+May leave out entries after the first incomplete file. Raises FileNotFoundError.
+"""
+
+
+async def find_newest(series: Series, siblings: Mapping[bytes, Entry], read: ReadMember[Entry], wanted: Level) -> LatestMember | None:
+    """Return the newest complete member that has the level, else the newest member. Returns None without any.
+
+    The caller checks `verdict.has_level(wanted)`.
+    """
+    newest = None
+    for name in series.sort_newest_first(siblings):
+        found = LatestMember(series.parse_number(name) or 0, name, judge_completeness(await _read_files(siblings[name], read)))
+        if found.verdict.has_level(wanted):
+            return found
+        newest = newest or found
+    return newest
+
+
+async def _read_files(member: Entry, read: ReadMember[Entry]) -> dict[bytes, MemberFile]:
+    """Return the regular files of a member by their paths below it, up to the directory with the first incomplete file."""
+    files: dict[bytes, MemberFile] = {}
+    todo = [(b"", member)]
+    while todo:
+        path, entry = todo.pop()
+        try:
+            found, directories = await read(entry)
+        except FileNotFoundError:
+            return {path: MemberFile(0, Level.NONE, "was deleted just now")}
+        files |= {_join(path, name): file for name, file in found.items()}
+        if any(file.incomplete_reason for file in found.values()):
+            break
+        todo += [(_join(path, name), child) for name, child in directories.items()]
+    return files
 
 
 def judge_completeness(files: Mapping[bytes, MemberFile]) -> Completeness:
-    """What a member is whose regular files these are, by their paths below it (a member that is a file: b"")."""
+    """Return the verdict on a member with these regular files, by their paths below it (b"" if the member is a file)."""
     level = min((file.level for file in files.values()), key=_LEVELS.index, default=Level.NONE)
     return Completeness(len(files), sum(file.size for file in files.values()), level, _find_first_reason(files))
 
@@ -134,13 +172,22 @@ def _find_first_reason(files: Mapping[bytes, MemberFile]) -> str:
     for path, file in sorted(files.items()):
         if file.incomplete_reason:
             return f"{path.decode(errors='backslashreplace') or 'it'} {file.incomplete_reason}"
-    for directory in sorted({_split_path(path)[0] for path in files if _SHARD_NAME.fullmatch(_split_path(path)[1])}):
-        if directory + _METADATA_NAME not in files:
-            return f"{directory.decode(errors='backslashreplace')}.metadata is not there yet"
+    for directory, _, _ in sorted(path.rpartition(b"/") for path in files if _SHARD_NAME.fullmatch(path.rpartition(b"/")[2])):
+        if (metadata := _join(directory, _METADATA_NAME)) not in files:
+            return f"{metadata.decode(errors='backslashreplace')} is not there yet"
     return ""
 
 
-def _split_path(path: bytes) -> tuple[bytes, bytes]:
-    """(directory with its slash, name)."""
-    directory, slash, name = path.rpartition(b"/")
-    return directory + slash, name
+def _join(directory: bytes, name: bytes) -> bytes:
+    return directory + b"/" + name if directory and name else directory or name
+
+
+def find_incomplete_reason(record: FileRecord, size: int) -> str:
+    """Return why no checkpoint can rest on a regular file of `size` bytes; empty if it is sealed and has a living copy."""
+    content = record.content
+    if lifecycle.is_on_pfs(record) or (content is None and size == 0):
+        return ""
+    if content is not None and content.state in {ContentState.OPEN, ContentState.CLOSED}:
+        return "is not sealed yet"
+    readable = content is not None and content.state is ContentState.SEALED and lifecycle.level(record) is not Level.NONE
+    return "" if readable else "has no copy that could be read"

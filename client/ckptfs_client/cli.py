@@ -255,19 +255,19 @@ def latest(
 
     if level not in LEVELS:
         raise UsageError(f"{level!r} is not a level; accepted: {', '.join(LEVELS)}")
-    found = find_newest(series, Level(level))
+    path, found = find_newest(series, Level(level))
     if json:
-        from ckptfs_client import render as show
+        from ckptfs_client import render
 
         verdict = found.verdict
         answer: LatestJson = {
-            "number": found.number, "path": str(found.path), "level": verdict.level.value, "size": verdict.size, "files": verdict.files,
+            "number": found.number, "path": str(path), "level": verdict.level.value, "size": verdict.size, "files": verdict.files,
         }  # fmt: skip
-        show.print_json(answer)
+        render.print_json(answer)
     else:
-        # A program reads this: the name's own bytes, whatever they are.
+        # A program reads this: the bytes of the name, whatever they are.
         sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(found.path) + b"\n")
+        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
 
 
 @app.command(epilog=EPILOG)

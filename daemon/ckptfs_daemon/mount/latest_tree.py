@@ -1,15 +1,11 @@
-"""Owns `.ckptfs/latest` at the top of the mount: a name of the newest complete checkpoint of a series that any program can open (N2).
+"""The read-only tree `.ckptfs/latest` at the root of the mount: a symlink to the newest complete checkpoint of each series (N2).
 
-There are the directories of the mount, and in each of them its series as symlinks: `.ckptfs/latest/run1/step_*` leads to `run1/step_100`,
-found anew whenever somebody follows it, and to nothing while no checkpoint is complete. None of it is in the catalog, the kernel keeps
-nothing of it, nobody can change it. Whoever may list a directory finds its series there.
-If we die here: nothing was changed. What the kernel asks the next process of before it looked it up again is ESTALE, so it does that.
+The tree shows the directories of the mount, and in each of them its series as symlinks: `.ckptfs/latest/run1/step_*` leads to
+`run1/step_100`. Each readlink(2) searches anew; while no checkpoint is complete it fails with ENOENT. The kernel caches nothing of the
+tree, and the catalog has no rows for it. A caller that may list a directory may look up its series.
 
-Owns the inode numbers of what `.ckptfs` at the top of the mount shows, which is in no catalog.
-
-A number follows from what it stands for, so the next mount process gives the same ones to whoever looks again. Only those that were
-looked up last are kept: of any other nobody here knows what it stands for.
-If we die here: the kernel looks up again.
+Inode numbers are a hash of what they stand for, so the next mount process assigns the same ones. Only the entries that were looked up last
+are remembered; any other number gets ESTALE, and the kernel then looks the name up again.
 """
 
 import errno
@@ -28,7 +24,7 @@ from ckptfs.catalog import namespace, summary
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import posix_error
 from ckptfs.model import ROOT, Inode, Level
-from ckptfs.series import DELETED, MemberFile
+from ckptfs.series import MemberFile
 from ckptfs_daemon.fuse import request
 from ckptfs_daemon.fuse.request import translate_errors
 from ckptfs_daemon.mount.namespace_handlers import NamespaceHandlers
@@ -45,10 +41,7 @@ _COUNT = 1 << 40
 
 
 class VirtualEntry(NamedTuple):
-    """What is shown: of a directory of the mount its series and directories, or (`series` is not empty) one of its series.
-
-    Directory 0 is `.ckptfs` itself.
-    """
+    """A directory of the mount, or (`series` is not empty) one of its series. Directory 0 is `.ckptfs` itself."""
 
     directory: int
     series: bytes = b""
@@ -58,19 +51,19 @@ TOP = VirtualEntry(0)
 
 
 def is_virtual(inode: int) -> bool:
-    """Whether a number is one of these."""
+    """Whether an inode belongs to this tree."""
     return inode >= FIRST_INODE
 
 
 class VirtualInodes:
-    """The places that were looked up last."""
+    """The numbers of the entries that were looked up last."""
 
     def __init__(self, at_most: int = limits.VIRTUAL_NAMES_MAX) -> None:
         self._at_most = at_most
         self._entries: OrderedDict[int, VirtualEntry] = OrderedDict()
 
     def assign_inode(self, entry: VirtualEntry) -> int:
-        """The number of a place."""
+        """Return the inode number of an entry, and remember it."""
         number = xxhash.xxh3_64_intdigest(b"%d/%s" % entry) % _COUNT
         while self._entries.get(FIRST_INODE + number, entry) != entry:
             number = (number + 1) % _COUNT
@@ -81,18 +74,17 @@ class VirtualInodes:
         return FIRST_INODE + number
 
     def find_entry(self, number: int) -> VirtualEntry | None:
-        """What a number stands for; None where that is not known any more."""
+        """Return the entry of an inode number. Returns None if it is no longer remembered."""
         return self._entries.get(number)
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 LATEST = b"latest"
-ABOVE = b"../"
 
 
 def read_only(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """A handler of changes that refuses them where nothing can be changed."""
+    """Make a handler refuse changes in this tree with EROFS."""
 
     @functools.wraps(handler)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -104,7 +96,7 @@ def read_only(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
 
 
 class LatestTree(NamespaceHandlers):
-    """The handlers of names, and before them what is ours alone."""
+    """The handlers of names, which first serve the inodes of this tree."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +115,7 @@ class LatestTree(NamespaceHandlers):
 
     @translate_errors
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
-        """What a name leads to."""
+        """Look up a name."""
         if parent_inode == ROOT and name == namespace.RESERVED_NAME:
             return self._build_entry_attributes(TOP)
         if not is_virtual(parent_inode):
@@ -133,24 +125,24 @@ class LatestTree(NamespaceHandlers):
 
     @translate_errors
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
-        """The attributes of an inode."""
+        """Return the attributes of an inode."""
         return self._build_entry_attributes(self._get_entry(inode)) if is_virtual(inode) else await super().getattr(inode, ctx)
 
     @translate_errors
     async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
-        """Where a symlink leads: that of a series to the newest of its members that is complete now."""
+        """Return the target of a symlink; that of a series leads to its newest complete member."""
         return await self._get_newest_path(self._get_entry(inode)) if is_virtual(inode) else await super().readlink(inode, ctx)
 
     @translate_errors
     async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
-        """The value of an attribute."""
+        """Return the value of an xattr."""
         if is_virtual(inode):
             raise posix_error(errno.ENODATA)
         return await super().getxattr(inode, name, ctx)
 
     @translate_errors
     async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
-        """The names of the attributes."""
+        """Return the names of the xattrs."""
         return [] if is_virtual(inode) else await super().listxattr(inode, ctx)
 
     @translate_errors
@@ -165,7 +157,7 @@ class LatestTree(NamespaceHandlers):
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), self._build_entry_attributes(one), offset):
                 return
 
-    # --- what is where ------------------------------------------------------------------------------------------------
+    # --- entries ------------------------------------------------------------------------------------------------------
 
     def _get_entry(self, inode: int) -> VirtualEntry:
         entry = self._inodes.find_entry(inode)
@@ -174,10 +166,10 @@ class LatestTree(NamespaceHandlers):
         return entry
 
     def _build_entry_attributes(self, virtual: VirtualEntry) -> EntryAttributes:
-        """As the directory that it stands for: who may list that may look here."""
+        """Derive the attributes from the directory of the mount: a caller that may list it may also search the entry."""
         shown = self.get_inode(virtual.directory or ROOT)
-        listing = (shown.mode & 0o444) >> 2 & shown.mode
-        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | listing
+        searchable = (shown.mode & 0o444) >> 2 & shown.mode
+        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | searchable
         entry = request.build_attributes(
             replace(shown, id=self._inodes.assign_inode(virtual), mode=mode, nlink=1 if virtual.series else 2, size=0)
         )
@@ -185,7 +177,6 @@ class LatestTree(NamespaceHandlers):
         return entry
 
     async def _find_child(self, entry: VirtualEntry, name: bytes) -> VirtualEntry | None:
-        """What a name in a place leads to."""
         if entry == TOP:
             return VirtualEntry(ROOT) if name == LATEST else None
         if series.parse(name) is not None:
@@ -205,17 +196,16 @@ class LatestTree(NamespaceHandlers):
             await self.request_scan(directory, must_succeed=True)
             return namespace.lookup(self.context.db, directory, name)
 
-    async def _list_entries(self, directory: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
-        """What a place shows, by name."""
-        if directory == TOP:
+    async def _list_entries(self, entry: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
+        if entry == TOP:
             return [(LATEST, VirtualEntry(ROOT))]
-        found = await self._list_directory(directory.directory)
+        found = await self._list_directory(entry.directory)
         names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
         shown = {name: VirtualEntry(inode.id) for name, inode in found.items() if inode.is_directory}
-        return sorted((shown | {one.name: VirtualEntry(directory.directory, one.name) for one in series.list_series(names)}).items())
+        return sorted((shown | {one.name: VirtualEntry(entry.directory, one.name) for one in series.list_series(names)}).items())
 
     async def _list_directory(self, directory: int) -> dict[bytes, Inode]:
-        """The names in a directory of the mount."""
+        """Return the entries of a directory of the mount."""
         if self.context.shared_namespace is not None:
             await self.context.shared_namespace.refresh_inode(directory)
             await self.context.shared_namespace.refresh_directory(directory)
@@ -223,46 +213,39 @@ class LatestTree(NamespaceHandlers):
             await self.request_scan(directory, must_succeed=True)
         return {entry.name: inode for entry, inode in namespace.iterate_entries(self.context.db, directory)}
 
-    # --- what is complete ---------------------------------------------------------------------------------------------
+    # --- the newest member --------------------------------------------------------------------------------------------
 
     async def _get_newest_path(self, entry: VirtualEntry) -> bytes:
-        """The way from a series' symlink to its newest complete member. Raises ENOENT."""
+        """Return the relative path from a series' symlink to its newest complete member. Raises ENOENT."""
         one = series.parse(entry.series)
         if one is None:
             raise posix_error(errno.EINVAL)
         found = await self._list_directory(entry.directory)
-        for name in one.sort_newest_first(found):
-            inode = found[name]
-            if (inode.is_directory or inode.is_file) and series.judge_completeness(await self._load_member_files(inode.id)).has_level(
-                Level.LOCAL
-            ):
-                parts = [part for part in namespace.get_path(self.context.db, entry.directory).split(b"/") if part]
-                return ABOVE * (len(parts) + 2) + b"/".join([*parts, name])
-        raise posix_error(errno.ENOENT)
+        members = {name: inode.id for name, inode in found.items() if inode.is_directory or inode.is_file}
+        newest = await series.find_newest(one, members, self._read_member, Level.LOCAL)
+        if newest is None or not newest.verdict.has_level(Level.LOCAL):
+            raise posix_error(errno.ENOENT)
+        parts = [part for part in namespace.get_path(self.context.db, entry.directory).split(b"/") if part]
+        return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.name])
 
-    async def _load_member_files(self, member: int) -> dict[bytes, MemberFile]:
-        """The regular files of a member, up to the first on which no checkpoint can rest."""
+    async def _read_member(self, number: int) -> tuple[dict[bytes, MemberFile], dict[bytes, int]]:
+        """Read a file or directory as `series.ReadMember` says."""
+        await self.refresh_inode(number)
+        inode = self.get_inode(number)
+        inside = await self._list_directory(number) if inode.is_directory else {b"": inode}
         files: dict[bytes, MemberFile] = {}
-        todo = [(b"", member)]
-        while todo:
-            path, number = todo.pop()
+        for name, child in inside.items():
             # A large member must not keep other requests waiting.
             await trio.lowlevel.checkpoint()
-            try:
-                await self.refresh_inode(number)
-                inode = self.get_inode(number)
-                inside = await self._list_directory(number) if inode.is_directory else {}
-            except FileNotFoundError:
-                return {path: DELETED}
-            todo += [(path + b"/" + name if path else name, child.id) for name, child in inside.items()]
-            if inode.is_file:
-                files[path] = await self._load_member_file(inode)
-                if files[path].incomplete_reason:
+            if child.is_file:
+                files[name] = await self._load_member_file(child.id)
+                if files[name].incomplete_reason:
                     break
-        return files
+        return files, {name: child.id for name, child in inside.items() if child.is_directory}
 
-    async def _load_member_file(self, inode: Inode) -> MemberFile:
+    async def _load_member_file(self, number: int) -> MemberFile:
+        await self.refresh_inode(number)
         if self.context.shared_namespace is not None:
-            await self.context.shared_namespace.refresh_copies(inode.id)
-        record = summary.load_file_record(self.context.db, inode.id)
+            await self.context.shared_namespace.refresh_copies(number)
+        inode, record = self.get_inode(number), summary.load_file_record(self.context.db, number)
         return MemberFile(inode.size, lifecycle.level(record), series.find_incomplete_reason(record, inode.size))
