@@ -112,7 +112,7 @@ def _read_member(client: Client, path: bytes) -> tuple[dict[bytes, MemberFile], 
     for name, record in zip(inodes, client.list_records(inodes.values()), strict=True):
         if not record.known:
             raise FileNotFoundError(path)
-        files[name] = MemberFile(record.size, Level(record.level), record.lacks)
+        files[name] = MemberFile(record.size, Level(record.level), record.incomplete_reason)
     return files, directories
 
 
