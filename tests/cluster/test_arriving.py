@@ -155,7 +155,7 @@ def test_when_all_sources_are_gone_the_reader_gets_an_error_and_no_wrong_bytes(f
                 file.read()
             file.seek(0)
             assert file.read(1000) == data[:1000]
-        assert "gone cannot be read on" in far[1].log
+        assert "gone: cannot be read to its end" in far[1].log
         far[0].mend()
         far[0].start()
         eventually(lambda: (far[1].path / "gone").read_bytes() == data, what="the file is there again with its node")

@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import pytest
 import trio
+from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.lookups import LookupPrefetch, read_syscall, successor
-from ckptfs_daemon.mount.namespace_handlers import NamespaceHandlers
+from ckptfs_daemon.mount.namespace_handlers import NamespaceHandlers, OrphanTracker
 from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running
@@ -20,7 +21,7 @@ from trio.testing import MockClock
 from ckptfs import limits
 from ckptfs.catalog import mover_requests, namespace
 from ckptfs.flow import open
-from ckptfs.model import ROOT, DataPath, Inode
+from ckptfs.model import ROOT, DataPath
 
 THREAD, OTHER = 7, 8
 
@@ -201,26 +202,25 @@ def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: 
             here.append(inode)
             return mover_requests.FETCHED
 
-        def attributes(inode: Inode) -> Inode:
-            return inode
-
-        operations = NamespaceHandlers()
-        operations.prefetch = walker.walks
-        files = SimpleNamespace(get_attributes=attributes, is_open_for_writing=lambda inode: False)
-        asking = SimpleNamespace(request=ask)
-        operations.context = cast(
-            Any,
-            SimpleNamespace(
-                db=walker.node.db, shared_namespace=walker.node.sharing, mover_client=asking, open_files=files, data_path=DataPath.BUFFERED
-            ),
+        context = MountContext(
+            config=cast(Any, None),
+            data_path=DataPath.BUFFERED,
+            db=walker.node.db,
+            tiers=cast(Any, None),
+            wake_channel=cast(Any, None),
+            mover_client=cast(Any, SimpleNamespace(request=ask)),
+            open_files=cast(Any, SimpleNamespace(get_attributes=lambda inode: inode, is_open_for_writing=lambda inode: False)),
+            shared_namespace=walker.node.sharing,
+            prefetch=walker.walks,
         )
+        names = NamespaceHandlers(context, ChangeRunner(context), OrphanTracker(context))
         monkeypatch.setattr(
             open, "choose_read_source", lambda held: open.ReadSource.HERE if held.inode.id in here else open.ReadSource.FETCH
         )
-        found = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
+        found = await names.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
         assert not here, "nobody waits for bytes who may only want to know the name"
         walker.walks.record_stale_open(THREAD)
-        newest = await operations.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
+        newest = await names.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
         assert here[-1] == newest.st_ino != found.st_ino and len(here) == 4
         assert walker.walks.is_stale_open_target(THREAD, newest.st_ino) and not walker.walks.is_stale_open_target(THREAD, found.st_ino)
         walker.call = b"next"

@@ -87,7 +87,7 @@ def test_what_was_lost_with_ram_fails_and_is_named(data_path: str, make_daemon: 
     daemon.start()
     with pytest.raises(OSError, match="Input/output error"):
         (daemon.path / "file").read_bytes()
-    assert "file cannot be opened: no copy of its content is left" in daemon.log
+    assert "file: cannot be opened: no copy of its content is left" in daemon.log
     (daemon.path / "file").write_bytes(b"again")
     assert (daemon.path / "file").read_bytes() == b"again"
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from ckptfs_daemon.mount.context import ChangeRunner
 from ckptfs_daemon.mount.file_handlers import FileHandlers
 
 from ckptfs.catalog import database
@@ -40,7 +41,7 @@ def fsync(db: Database, clique_lost: CliqueLost, *, back_s: float, island: bool 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(return_later)
             try:
-                await FileHandlers._wait_names_published(SimpleNamespace(context=context), DIRECTORY)  # type: ignore[arg-type]
+                await FileHandlers(context, ChangeRunner(context))._wait_names_published(DIRECTORY)
             except Exception as failure:
                 return int(getattr(failure, "errno", None) or -1)
             finally:

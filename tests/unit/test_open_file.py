@@ -27,8 +27,7 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
     content = node.make(b"file", b"." * 8, closed=False)
     ram = node.tiers[Tier.RAM]
     file = OpenFile(node.inode(content), content, ram, ram.open(content, os.O_RDWR), is_writable=True)
-    operations = FileHandlers()
-    operations.context = cast(Any, SimpleNamespace(db=node.db, tiers=node.tiers, wake_channel=QUIET))
+    handlers = FileHandlers(cast(Any, SimpleNamespace(db=node.db, tiers=node.tiers, wake_channel=QUIET)), cast(Any, None))
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(fd: int) -> None:
@@ -44,9 +43,9 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(lambda: operations.with_room(file, slow, long=True))
+                nursery.start_soon(lambda: handlers.with_room(file, slow, long=True))
                 await trio.to_thread.run_sync(begun.wait)
-                nursery.start_soon(operations.with_room, file, full_once)
+                nursery.start_soon(handlers.with_room, file, full_once)
                 await trio.testing.wait_all_tasks_blocked()
                 assert file.tier is Tier.RAM, "it waits for the thread"
                 go_on.set()
@@ -80,7 +79,7 @@ def test_open_files_on_a_pfs_that_hangs_are_waited_for_once(tmp_path: Path) -> N
         files._pfs_until_s = trio.current_time() + 0.1
         for _ in range(3):
             with pytest.raises(TimedOut):
-                await files._run_on_pfs_until_deadline(lambda: hangs.wait(60))
+                await files._run_until_deadline(Tier.PFS, lambda: hangs.wait(60))
 
     try:
         trio.run(scenario)

@@ -31,9 +31,15 @@ class Opener:
         self.context = cast(
             Any,
             SimpleNamespace(
-                db=self.node.db, tiers=self.node.tiers, open_files=self.files, wake_channel=bell, data_path=DataPath.BUFFERED, shared_namespace=None
+                db=self.node.db,
+                tiers=self.node.tiers,
+                open_files=self.files,
+                wake_channel=bell,
+                mover_client=None,
+                data_path=DataPath.BUFFERED,
+                shared_namespace=None,
             ),
-        )  # fmt: skip
+        )
         self.content = self.node.make(b"file", b"sealed")
         self.inode = self.node.inode(self.content)
         self.seal()

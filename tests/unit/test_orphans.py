@@ -2,10 +2,10 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import trio
-from ckptfs_daemon.mount.namespace_handlers import OrphanHandlers
+from ckptfs_daemon.mount.namespace_handlers import OrphanTracker
 
 from ckptfs import limits
 from ckptfs.catalog import database, namespace
@@ -21,12 +21,9 @@ class World:
         self.db = Database(path / "catalog.db", journalled=False)
         self.kernel: set[int] = set()
         self.removed: list[int] = []
-        self.operations = OrphanHandlers()
-        self.operations.context = SimpleNamespace(  # type: ignore[assignment]
-            db=self.db,
-            open_files=SimpleNamespace(delete_ram_files=self.removed.extend),
-            wake_channel=SimpleNamespace(notify=lambda _: True),
-        )
+        open_files = SimpleNamespace(delete_ram_files=self.removed.extend)
+        wake_channel = SimpleNamespace(notify=lambda _: True)
+        self.orphans = OrphanTracker(cast(Any, SimpleNamespace(db=self.db, open_files=open_files, wake_channel=wake_channel)))
 
     def file(self, name: bytes) -> tuple[int, int]:
         """(inode, content) of a new file that the kernel knows."""
@@ -39,11 +36,11 @@ class World:
     def unlink(self, name: bytes) -> None:
         with self.db.transaction():
             inode = namespace.unlink(self.db, ROOT, name)
-        self.operations.track_orphan(inode)
+        self.orphans.track(inode)
 
-    async def forget(self, *inodes: int) -> None:
+    def forget(self, *inodes: int) -> None:
         self.kernel.difference_update(inodes)
-        await self.operations.forget([(inode, 1) for inode in inodes])
+        self.orphans.forget([(inode, 1) for inode in inodes])
 
     def knows(self, inode: int) -> bool:
         return inode in self.kernel
@@ -57,7 +54,7 @@ def run(world: World, story: Any) -> None:
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(world.operations.run_orphan_deletion, world.knows)
+            nursery.start_soon(world.orphans.run_deletion, world.knows)
             with trio.fail_after(60):
                 await story()
             nursery.cancel_scope.cancel()
@@ -80,7 +77,7 @@ def test_what_is_forgotten_goes_and_its_bytes_in_ram_at_once(tmp_path: Path) -> 
 
     async def story() -> None:
         world.unlink(b"a")
-        await world.forget(inode, other)
+        world.forget(inode, other)
         await until(lambda: not world.exists(inode))
 
     run(world, story)
@@ -94,7 +91,7 @@ def test_what_still_has_a_name_stays_when_it_is_forgotten(tmp_path: Path) -> Non
 
     async def story() -> None:
         world.unlink(b"b")
-        await world.forget(inode, gone)
+        world.forget(inode, gone)
         await until(lambda: not world.exists(gone))
         assert world.exists(inode)
 
@@ -109,11 +106,11 @@ def test_a_forget_that_is_older_than_a_lookup_takes_nothing(tmp_path: Path) -> N
     async def story() -> None:
         world.unlink(b"a")
         world.unlink(b"b")
-        await world.operations.forget([(inode, 1)])  # The kernel knows it still, or again.
-        await world.forget(marker)
+        world.orphans.forget([(inode, 1)])  # The kernel knows it still, or again.
+        world.forget(marker)
         await until(lambda: not world.exists(marker))
         assert world.exists(inode)
-        await world.forget(inode)
+        world.forget(inode)
         await until(lambda: not world.exists(inode))
 
     run(world, story)
@@ -131,7 +128,7 @@ def test_what_a_dead_process_left_is_found_at_start(tmp_path: Path) -> None:
     async def story() -> None:
         await until(lambda: not world.exists(forgotten))
         assert world.exists(known)
-        await world.forget(known)
+        world.forget(known)
         await until(lambda: not world.exists(known))
 
     run(world, story)
@@ -145,7 +142,7 @@ def test_many_go_in_several_changes(tmp_path: Path) -> None:
     async def story() -> None:
         for number in range(count):
             world.unlink(b"%d" % number)
-        await world.forget(*inodes)
+        world.forget(*inodes)
         await until(lambda: world.db.value("SELECT count(*) FROM inode") == 1)
 
     run(world, story)

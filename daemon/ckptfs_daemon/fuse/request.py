@@ -11,13 +11,10 @@ Python's and the C++ library's buffers then take); the buffered path says 4096, 
 """
 
 import errno
-import functools
 import logging
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 from ckptfs import limits
 from ckptfs.errors import CkptfsError
@@ -26,11 +23,8 @@ from ckptfs_daemon.fuse import session
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
-from pyfuse3 import FUSEError  # isort: skip
 
 log = logging.getLogger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
 RESENT_BIT = 1 << 63
 
 unexpected_errors: Counter[str] = Counter()
@@ -59,21 +53,6 @@ def get_errno(failure: BaseException, where: str) -> int:
     unexpected_errors[where] += 1
     log.error("unexpected error in %s", where, exc_info=failure)
     return errno.EIO
-
-
-def translate_errors(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Wrap a pyfuse3 handler so that nothing but FUSEError leaves it."""
-
-    @functools.wraps(handler)
-    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await handler(*args, **kwargs)
-        except FUSEError:
-            raise
-        except Exception as failure:
-            raise FUSEError(get_errno(failure, handler.__name__)) from failure
-
-    return wrapped
 
 
 BLOCK_BYTES = 4096

@@ -1,22 +1,20 @@
-"""What the mount process's handlers work with: wired once in mount.py, never changed afterwards.
+"""The services that all handlers of the mount process share, and the way in which a handler changes the catalog.
 
-What the mixins of handlers share: a change of the catalog that waits for the PFS only where it must, and the attributes of a reply.
+A handler reads its request's number before the first await, commits its change together with its reply, then replies. If the kernel resends
+a request after a crash, the handler returns the recorded reply.
 
-Every handler follows the same order: note the request before the first await, commit the change together with its answer, then reply. A
-request that the kernel sends again after a crash gets the answer that its change was committed with.
-If we die here: before the commit nothing happened, after it the answer is in the catalog.
+Crash safety: before the commit nothing happened; after it the reply is in the catalog.
 """
 
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckptfs import limits
-from ckptfs.catalog import handles, mover_requests
+from ckptfs.catalog import handles, inodes, mover_requests
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, TimedOut, posix_error
@@ -26,6 +24,7 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import BLOCK_BYTES, PASSTHROUGH_BLKSIZE, Request, build_attributes, build_negative_entry
 from ckptfs_daemon.ipc import WakeChannel
 from ckptfs_daemon.mount.cluster_recovery import StandbyLease
+from ckptfs_daemon.mount.lookups import LookupPrefetch
 from ckptfs_daemon.mount.mover_client import MoverClient
 from ckptfs_daemon.mount.open_file_table import OpenFileTable
 from ckptfs_daemon.mount.shared_namespace import SharedNamespace
@@ -33,13 +32,16 @@ from ckptfs_daemon.mount.shared_namespace import SharedNamespace
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
 
-if TYPE_CHECKING:
-    from ckptfs_daemon.mount.lookups import LookupPrefetch
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SCANS_PER_REQUEST_MAX = 3
+"""How many scans one request may ask for: a rename needs two directories, and a third one if its target was replaced meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class MountContext:
-    """The catalog, the tiers, the way to the mover, and what is open."""
+    """The services of a mount process. `shared_namespace`, `prefetch` and `standby_lease` are None outside a cluster."""
 
     config: Config
     data_path: DataPath
@@ -49,61 +51,54 @@ class MountContext:
     mover_client: MoverClient
     open_files: OpenFileTable
     shared_namespace: SharedNamespace | None = None
-    """None: this node is alone."""
+    prefetch: LookupPrefetch | None = None
     standby_lease: StandbyLease | None = None
-    """None likewise."""
 
+    def get_inode(self, inode: int) -> Inode:
+        """Return the row of an inode. Raises ENOENT."""
+        return inodes.get(self.db, inode)
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
+    def build_reply(self, inode: Inode) -> EntryAttributes:
+        """Return the current attributes of `inode`; size and times of an open file come from its backing file."""
+        return self.build_attributes(self.open_files.get_attributes(inode), self.open_files.is_open_for_writing(inode.id))
 
-SCANS_PER_REQUEST_MAX = 3
-"""How often one request asks for visits: a rename needs two directories, and a third that became the target meanwhile."""
-
-
-class ChangeRunner:
-    """The base of the mixins; `context` is what the mount process wired, `walks` too, with other nodes."""
-
-    context: "MountContext"
-    prefetch: "LookupPrefetch | None" = None
-    _is_scan_slow = False
-
-    def get_attributes(self, inode: Inode) -> EntryAttributes:
-        """The attributes of `inode` as they are now, an open file's from its backing file."""
-        files = self.context.open_files
-        return self.build_attributes(files.get_attributes(inode), files.is_open_for_writing(inode.id))
-
-    def build_attributes(self, inode: Inode, is_open_for_writing: bool = False) -> EntryAttributes:
-        """The attributes of `inode`, which says itself all that there is to say; `written`: somebody has it open for writing."""
-        passthrough = self.context.data_path is DataPath.PASSTHROUGH
-        entry = build_attributes(inode, PASSTHROUGH_BLKSIZE if passthrough else BLOCK_BYTES)
-        if self.context.shared_namespace is not None:
-            # Another node may change it at any time, and does not tell us.
+    def build_attributes(self, inode: Inode, is_open_for_writing: bool) -> EntryAttributes:
+        """Return the attributes of the row `inode`, with the timeouts that this mount allows the kernel."""
+        is_passthrough = self.data_path is DataPath.PASSTHROUGH
+        entry = build_attributes(inode, PASSTHROUGH_BLKSIZE if is_passthrough else BLOCK_BYTES)
+        if self.shared_namespace is not None:
+            # Another node may change it at any time without notice.
             entry.entry_timeout, entry.attr_timeout = 0, limits.SHARED_ATTRIBUTE_TIMEOUT_S
-        if is_open_for_writing and passthrough:
+        if is_open_for_writing and is_passthrough:
             entry.attr_timeout = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S
         return entry
 
     def build_negative_entry(self) -> EntryAttributes:
-        """There is no such name."""
-        return build_negative_entry(limits.NEGATIVE_TIMEOUT_S if self.context.shared_namespace is None else 0)
+        """Return the reply to a lookup of a name that does not exist."""
+        return build_negative_entry(limits.NEGATIVE_TIMEOUT_S if self.shared_namespace is None else 0)
+
+
+class ChangeRunner:
+    """Changes of the catalog. A change waits for a scan of the PFS or for the shared store only if it must."""
+
+    def __init__(self, context: MountContext) -> None:
+        self._context = context
+        self._is_scan_slow = False
 
     async def get_replayed_reply(self, request: Request) -> bytes | None:
-        """The answer that this request got before a crash; None when it is new, was not answered, or was taken back since."""
+        """Return the reply that this request got before a crash. Returns None if it has none, or if its change was reverted since."""
         if not request.is_resent:
             return None
-        if self.context.shared_namespace is not None:
-            await self.context.shared_namespace.wait_published()
-        return handles.get_reply(self.context.db, request.number)
-
-    # --- with the other nodes -----------------------------------------------------------------------------------------
+        if self._context.shared_namespace is not None:
+            await self._context.shared_namespace.wait_published()
+        return handles.get_reply(self._context.db, request.number)
 
     async def refresh_inode(self, inode: int, pid: int = 0) -> None:
-        """What other nodes did to an inode is known here; `pid`: the thread that asks, where it may just have looked it up."""
-        if self.prefetch is not None and pid:
-            await self.prefetch.refresh_inode(pid, inode)
-        elif self.context.shared_namespace is not None:
-            await self.context.shared_namespace.refresh_inode(inode)
+        """Load what other nodes did to an inode. `pid`: the calling thread, which may just have looked it up; 0 if unknown."""
+        if self._context.prefetch is not None and pid:
+            await self._context.prefetch.refresh_inode(pid, inode)
+        elif self._context.shared_namespace is not None:
+            await self._context.shared_namespace.refresh_inode(inode)
 
     async def commit_shared(
         self,
@@ -112,12 +107,12 @@ class ChangeRunner:
         inodes: Iterable[int] = (),
         undo: Callable[[T], None] = lambda _: None,
     ) -> T:
-        """Do `act`, a change of these names or inodes, and return when the other nodes see it; alone at once.
+        """Run `act`, a change of these names and inodes, and wait until other nodes see it; outside a cluster just run it.
 
-        Where it fails on what was known here, or another node was faster, it is done again on what is true. `undo` is told what came of an
-        act that was taken back.
+        If `act` fails on the rows of this node, or another node was faster, `act` runs again on fresh rows. `undo` gets the result of an
+        `act` that was reverted.
         """
-        shared_namespace = self.context.shared_namespace
+        shared_namespace = self._context.shared_namespace
         if shared_namespace is None:
             return await act()
         names, inodes = tuple(names), tuple(inodes)
@@ -130,42 +125,38 @@ class ChangeRunner:
         return await shared_namespace.commit_shared(act, refresh, names, undo)
 
     async def run_change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
-        """Run `act(db, blind)` as one change, with the releases that came before; visit what it finds unvisited, and try again.
+        """Run `act(db, blind)` as one change, together with the pending releases. Scan a directory that `act` needs, and try again.
 
-        `creates`: when a visit fails or takes too long, go on with what the catalog knows (`blind`): creating never fails because of
-        the PFS (P1). Otherwise the visit's error is raised.
+        `creates`: if a scan fails or takes too long, go on with the rows of the catalog (`blind`): creating never fails because of the PFS
+        (P1). Otherwise the scan's error is raised.
         """
         blind = False
         for _ in range(SCANS_PER_REQUEST_MAX):
             try:
-                with self.context.open_files.change() as db:
+                with self._context.open_files.change() as db:
                     result = act(db, blind)
                 break
             except NotImported as missing:
                 blind = not await self.request_scan(missing.directory, must_succeed=blind or not creates)
         else:
             raise posix_error(errno.EAGAIN)
-        if self.context.db.is_journalled:
-            self.context.wake_channel.notify(ipc.WORK)
+        if self._context.db.is_journalled:
+            self._context.wake_channel.notify(ipc.WORK)
         return result
 
     async def request_scan(self, directory: int, *, must_succeed: bool = False) -> bool:
-        """Have a directory of the PFS imported. False when that cannot be done now; with `must` the error is raised.
+        """Have the mover import a directory of the PFS. Returns False if it cannot be imported now; with `must_succeed` raises the error.
 
-        Where the last visit took too long the next ones are given little time, until one succeeds: what waits here is an application.
+        An application waits for it: if the last scan took too long, the next ones get little time until one succeeds.
         """
         try:
             timeout_s = limits.SCAN_WAIT_SLOW_S if self._is_scan_slow else limits.SCAN_WAIT_S
-            await self.context.mover_client.request(mover_requests.SCAN, directory, timeout_s=timeout_s)
+            await self._context.mover_client.request(mover_requests.SCAN, directory, timeout_s=timeout_s)
         except (OSError, CkptfsError) as failure:
             self._is_scan_slow = isinstance(failure, TimedOut)
             if must_succeed:
                 raise
-            log.debug("directory %d could not be visited: %s", directory, failure)
+            log.debug("directory %d: cannot be scanned: %s", directory, failure)
             return False
         self._is_scan_slow = False
         return True
-
-    def get_inode(self, inode: int) -> Inode:
-        """The row of an inode. Raises ENOENT."""
-        return get(self.context.db, inode)

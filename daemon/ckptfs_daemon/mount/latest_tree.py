@@ -9,12 +9,11 @@ are remembered; any other number gets ESTALE, and the kernel then looks the name
 """
 
 import errno
-import functools
 import stat
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import trio
 import xxhash
@@ -26,8 +25,7 @@ from ckptfs.errors import posix_error
 from ckptfs.model import ROOT, Inode, Level
 from ckptfs.series import MemberFile
 from ckptfs_daemon.fuse import request
-from ckptfs_daemon.fuse.request import translate_errors
-from ckptfs_daemon.mount.namespace_handlers import NamespaceHandlers
+from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
@@ -78,79 +76,55 @@ class VirtualInodes:
         return self._entries.get(number)
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
 LATEST = b"latest"
 
 
-def read_only(handler: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Make a handler refuse changes in this tree with EROFS."""
+class LatestTree:
+    """Handlers for the inodes below `.ckptfs`. Every change fails with EROFS."""
 
-    @functools.wraps(handler)
-    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if any(isinstance(one, int) and is_virtual(one) for one in args[1:4]):
-            raise pyfuse3.FUSEError(errno.EROFS)
-        return await handler(*args, **kwargs)
-
-    return wrapped
-
-
-class LatestTree(NamespaceHandlers):
-    """The handlers of names, which first serve the inodes of this tree."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
+        self._context, self._changes = context, changes
         self._inodes = VirtualInodes()
 
-    mkdir = read_only(NamespaceHandlers.mkdir)
-    mknod = read_only(NamespaceHandlers.mknod)
-    symlink = read_only(NamespaceHandlers.symlink)
-    link = read_only(NamespaceHandlers.link)
-    unlink = read_only(NamespaceHandlers.unlink)
-    rmdir = read_only(NamespaceHandlers.rmdir)
-    rename = read_only(NamespaceHandlers.rename)
-    setattr = read_only(NamespaceHandlers.setattr)
-    setxattr = read_only(NamespaceHandlers.setxattr)
-    removexattr = read_only(NamespaceHandlers.removexattr)
+    def owns(self, inode: int) -> bool:
+        """Return True if these handlers serve `inode`."""
+        return is_virtual(inode)
 
-    @translate_errors
-    async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
-        """Look up a name."""
-        if parent_inode == ROOT and name == namespace.RESERVED_NAME:
+    def owns_name(self, parent_inode: int, name: bytes) -> bool:
+        """Return True if these handlers look `name` up."""
+        return is_virtual(parent_inode) or (parent_inode == ROOT and name == namespace.RESERVED_NAME)
+
+    async def refuse_change(self, *_: object) -> NoReturn:
+        """Raise EROFS."""
+        raise posix_error(errno.EROFS)
+
+    create = mkdir = mknod = symlink = link = unlink = rmdir = rename = setattr = setxattr = removexattr = refuse_change
+
+    async def lookup(self, parent_inode: int, name: bytes, _: "RequestContext") -> EntryAttributes:
+        """What a name leads to."""
+        if parent_inode == ROOT:
             return self._build_entry_attributes(TOP)
-        if not is_virtual(parent_inode):
-            return await super().lookup(parent_inode, name, ctx)
         entry = await self._find_child(self._get_entry(parent_inode), name)
         return request.build_negative_entry(0) if entry is None else self._build_entry_attributes(entry)
 
-    @translate_errors
-    async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
-        """Return the attributes of an inode."""
-        return self._build_entry_attributes(self._get_entry(inode)) if is_virtual(inode) else await super().getattr(inode, ctx)
+    async def getattr(self, inode: int, _: "RequestContext") -> EntryAttributes:
+        """The attributes of an inode."""
+        return self._build_entry_attributes(self._get_entry(inode))
 
-    @translate_errors
-    async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
-        """Return the target of a symlink; that of a series leads to its newest complete member."""
-        return await self._get_newest_path(self._get_entry(inode)) if is_virtual(inode) else await super().readlink(inode, ctx)
+    async def readlink(self, inode: int) -> bytes:
+        """Where the symlink of a series leads: to the newest of its members that is complete now."""
+        return await self._get_newest_path(self._get_entry(inode))
 
-    @translate_errors
-    async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
-        """Return the value of an xattr."""
-        if is_virtual(inode):
-            raise posix_error(errno.ENODATA)
-        return await super().getxattr(inode, name, ctx)
+    async def getxattr(self, inode: int, name: bytes) -> bytes:
+        """The value of an attribute: there are none."""
+        raise posix_error(errno.ENODATA)
 
-    @translate_errors
-    async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
-        """Return the names of the xattrs."""
-        return [] if is_virtual(inode) else await super().listxattr(inode, ctx)
+    async def listxattr(self, inode: int, _: "RequestContext") -> Sequence[bytes]:
+        """The names of the attributes: there are none."""
+        return []
 
-    @translate_errors
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         """Fill the reply with entries after the offset `start_id`."""
-        if not is_virtual(fh):
-            await super().readdir(fh, start_id, token)
-            return
         directory = self._get_entry(fh)
         found = [(b".", directory), (b"..", directory), *await self._list_entries(directory)]
         for offset, (name, one) in enumerate(found[start_id:], start_id + 1):
@@ -166,10 +140,10 @@ class LatestTree(NamespaceHandlers):
         return entry
 
     def _build_entry_attributes(self, virtual: VirtualEntry) -> EntryAttributes:
-        """Derive the attributes from the directory of the mount: a caller that may list it may also search the entry."""
-        shown = self.get_inode(virtual.directory or ROOT)
-        searchable = (shown.mode & 0o444) >> 2 & shown.mode
-        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | searchable
+        """As the directory that it stands for: who may list that may look here."""
+        shown = self._context.get_inode(virtual.directory or ROOT)
+        listing = (shown.mode & 0o444) >> 2 & shown.mode
+        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | listing
         entry = request.build_attributes(
             replace(shown, id=self._inodes.assign_inode(virtual), mode=mode, nlink=1 if virtual.series else 2, size=0)
         )
@@ -188,13 +162,13 @@ class LatestTree(NamespaceHandlers):
         return VirtualEntry(child.id) if child.is_directory else None
 
     async def _lookup_child(self, directory: int, name: bytes) -> Inode:
-        if self.context.shared_namespace is not None:
-            await self.context.shared_namespace.refresh_name(directory, name)
+        if self._context.shared_namespace is not None:
+            await self._context.shared_namespace.refresh_name(directory, name)
         try:
-            return namespace.lookup(self.context.db, directory, name)
+            return namespace.lookup(self._context.db, directory, name)
         except NotImported:
-            await self.request_scan(directory, must_succeed=True)
-            return namespace.lookup(self.context.db, directory, name)
+            await self._changes.request_scan(directory, must_succeed=True)
+            return namespace.lookup(self._context.db, directory, name)
 
     async def _list_entries(self, entry: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
         if entry == TOP:
@@ -205,13 +179,13 @@ class LatestTree(NamespaceHandlers):
         return sorted((shown | {one.name: VirtualEntry(entry.directory, one.name) for one in series.list_series(names)}).items())
 
     async def _list_directory(self, directory: int) -> dict[bytes, Inode]:
-        """Return the entries of a directory of the mount."""
-        if self.context.shared_namespace is not None:
-            await self.context.shared_namespace.refresh_inode(directory)
-            await self.context.shared_namespace.refresh_directory(directory)
-        if not self.get_inode(directory).is_imported:
-            await self.request_scan(directory, must_succeed=True)
-        return {entry.name: inode for entry, inode in namespace.iterate_entries(self.context.db, directory)}
+        """The names in a directory of the mount."""
+        if self._context.shared_namespace is not None:
+            await self._context.shared_namespace.refresh_inode(directory)
+            await self._context.shared_namespace.refresh_directory(directory)
+        if not self._context.get_inode(directory).is_imported:
+            await self._changes.request_scan(directory, must_succeed=True)
+        return {entry.name: inode for entry, inode in namespace.iterate_entries(self._context.db, directory)}
 
     # --- the newest member --------------------------------------------------------------------------------------------
 
@@ -225,13 +199,13 @@ class LatestTree(NamespaceHandlers):
         newest = await series.find_newest(one, members, self._read_member, Level.LOCAL)
         if newest is None or not newest.verdict.has_level(Level.LOCAL):
             raise posix_error(errno.ENOENT)
-        parts = [part for part in namespace.get_path(self.context.db, entry.directory).split(b"/") if part]
+        parts = [part for part in namespace.get_path(self._context.db, entry.directory).split(b"/") if part]
         return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.name])
 
     async def _read_member(self, number: int) -> tuple[dict[bytes, MemberFile], dict[bytes, int]]:
         """Read a file or directory as `series.ReadMember` says."""
-        await self.refresh_inode(number)
-        inode = self.get_inode(number)
+        await self._changes.refresh_inode(number)
+        inode = self._context.get_inode(number)
         inside = await self._list_directory(number) if inode.is_directory else {b"": inode}
         files: dict[bytes, MemberFile] = {}
         for name, child in inside.items():
@@ -244,8 +218,8 @@ class LatestTree(NamespaceHandlers):
         return files, {name: child.id for name, child in inside.items() if child.is_directory}
 
     async def _load_member_file(self, number: int) -> MemberFile:
-        await self.refresh_inode(number)
-        if self.context.shared_namespace is not None:
-            await self.context.shared_namespace.refresh_copies(number)
-        inode, record = self.get_inode(number), summary.load_file_record(self.context.db, number)
+        await self._changes.refresh_inode(number)
+        if self._context.shared_namespace is not None:
+            await self._context.shared_namespace.refresh_copies(number)
+        inode, record = self._context.get_inode(number), summary.load_file_record(self._context.db, number)
         return MemberFile(inode.size, lifecycle.level(record), series.find_incomplete_reason(record, inode.size))

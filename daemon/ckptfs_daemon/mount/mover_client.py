@@ -1,8 +1,9 @@
-"""Owns the mount's waiting for the mover: a want is written to the catalog, the bell rung, and the answer read from the catalog.
+"""Requests of the mount process to the mover: insert a row in the catalog, wake the mover, read its reply from the catalog.
 
-The bell is a hint in both directions: a waiter looks again every `limits.REQUEST_POLL_S` and rings again, so neither a lost hint nor a
-new mover process costs more than that. Everything runs in the mount's trio thread.
-If we die here: the kernel sends the request again, the handler asks again and shares the row that is still open.
+A wake-up is a hint in both directions. A waiter checks its row and wakes the mover every `limits.REQUEST_POLL_S`, so neither a lost wake-up
+nor a new mover process costs more than that. Everything runs in the trio thread.
+
+Crash safety: the kernel resends its request; the handler asks again and shares the row that is still open.
 """
 
 import errno
@@ -20,13 +21,13 @@ from ckptfs_daemon.ipc import URGENT_REQUEST
 
 
 class WakeSender(Protocol):
-    """What is needed of a bell: `ring` never blocks."""
+    """The side of a wake channel that sends. `notify` never blocks."""
 
     def notify(self, message: bytes) -> None: ...
 
 
 class MoverClient:
-    """The mount side of wants."""
+    """The mount's side of mover requests."""
 
     def __init__(self, db: Database, wake_channel: WakeSender) -> None:
         self._db = db
@@ -34,27 +35,31 @@ class MoverClient:
         self._reply_event = trio.Event()
 
     def wake_waiters(self) -> None:
-        """The mover says that it answered something: every waiter looks at its own row."""
+        """Make every waiter check its row: the mover has replied to some request."""
         self._reply_event.set()
         self._reply_event = trio.Event()
 
     async def wait_reply(self, seconds: float) -> None:
-        """Wait until the mover says anything, at most so long."""
-        answers = self._reply_event
+        """Wait until the mover replies to any request, at most `seconds`."""
+        reply_event = self._reply_event
         with trio.move_on_after(seconds):
-            await answers.wait()
+            await reply_event.wait()
+
+    def wake_mover(self, kind: str) -> None:
+        """Wake the mover for an open request of this kind."""
+        self._wake_channel.notify(URGENT_REQUEST + kind.encode())
 
     async def request(
         self, kind: str, inode: int, argument: str = "", *, timeout_s: float = limits.SCAN_WAIT_S, accepts_begun: bool = False
     ) -> str:
-        """Ask and wait; the answer's result, `wants.BEGUN` too if `begun` is enough.
+        """Insert a request and wait for it. Returns its result; `READABLE` too if `accepts_begun`.
 
         Raises OSError with the mover's errno, or TimedOut after `timeout_s` without progress.
         """
         request_id = mover_requests.insert_request(self._db, kind, inode, argument, wait_s=timeout_s)
         started_ns = time.time_ns()
         while True:
-            self._wake_channel.notify(URGENT_REQUEST + kind.encode())
+            self.wake_mover(kind)
             row = mover_requests.get(self._db, request_id)
             if row is not None and row.state == mover_requests.DONE:
                 return row.result

@@ -1,18 +1,13 @@
-"""Owns the handlers of names: lookup, make, link, unlink, rename. Each is one change of the catalog and one reply.
+"""Handlers of names and directories, statfs, and the deletion of inodes without a name.
 
-What loses its last name stays in the catalog as an orphan until the kernel forgets it: orphans.py.
-If we die here: see handler.py.
+Each change of a name is one change of the catalog and one reply. The handle of a directory is the number of its inode.
 
-Owns what has no name left while the kernel may still know it: an open file, somebody's working directory, an O_PATH descriptor.
+An inode that loses its last name stays in the catalog as an orphan while the kernel knows it: an open file, a working directory, an O_PATH
+descriptor. After FORGET its row and contents are deleted, in batches. The kernel is asked before each deletion (invalidating an unknown
+inode fails with ENOENT), because a FORGET may be older than a lookup. The kernel does not resend a FORGET that a dead mount process had
+read, so all orphans are checked every `limits.ORPHANS_INTERVAL_S`.
 
-The kernel says FORGET when it does; then the row and the contents go, in batches, a moment later. Before that the kernel itself is asked
-(an invalidation of an inode that it does not know fails with ENOENT), because a FORGET may be older than a lookup, and because one that a
-dead mount process had read is not sent again: whatever is left over is looked at every `limits.ORPHANS_INTERVAL_S`.
-If we die here: the rows with nlink 0 are found again by the next mount process.
-
-Owns the handlers that read directories, and statfs. A directory's handle is its inode's id: nothing to keep, nothing to lose.
-
-If we die here: the next mount process goes on reading at the cookie that the kernel hands it.
+Crash safety: see `context`. The next mount process finds orphans by nlink 0, and continues a readdir at the kernel's offset.
 """
 
 import errno
@@ -21,7 +16,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -33,10 +28,9 @@ from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.flow import open
 from ckptfs.model import Inode, Tier
 from ckptfs_daemon import ipc
-from ckptfs_daemon.fuse.request import Request, build_negative_entry, get_current_request, translate_errors
+from ckptfs_daemon.fuse.request import build_negative_entry, get_current_request
 from ckptfs_daemon.mount import lookups
-from ckptfs_daemon.mount.attribute_handlers import AttributeHandlers, XattrHandlers
-from ckptfs_daemon.mount.context import ChangeRunner
+from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
@@ -47,48 +41,266 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DOT, DOTS = 1, 2
+"""Offsets after '.' and '..'. The offset of any other entry is its cookie plus `DOTS`."""
+
+INODES_MAX = 2**48
+"""The inode count that statfs reports: numbers have 63 bits, and only the disk of the catalog limits them."""
+
+INODE_ID_BYTES = 8
+"""Bytes of the recorded reply to a request that created a name: the number of the inode."""
+
+
+class NamespaceHandlers:
+    """Handlers of names: lookup, create without opening, link, unlink, rename."""
+
+    def __init__(self, context: MountContext, changes: ChangeRunner, orphans: "OrphanTracker") -> None:
+        self._context, self._changes, self._orphans = context, changes, orphans
+
+    async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
+        """Return the inode of a name, or a negative entry, which the kernel caches too."""
+        context, prefetch = self._context, self._context.prefetch
+        if prefetch is not None:
+            await prefetch.refresh_name(ctx.pid, parent_inode, name)
+            if prefetch.has_stale_open(ctx.pid):
+                await self._fetch_before_reply(ctx.pid, parent_inode, name)
+        try:
+            found = namespace.lookup(context.db, parent_inode, name)
+            if prefetch is not None:
+                prefetch.record_reached(ctx.pid, found.id)
+            return context.build_reply(found)
+        except FileNotFoundError:
+            return context.build_negative_entry()
+        except NotImported as missing:
+            directory = missing.directory
+        try:
+            await self._changes.request_scan(directory, must_succeed=True)
+            return context.build_reply(namespace.lookup(context.db, parent_inode, name))
+        except FileNotFoundError:
+            return context.build_negative_entry()
+        except (OSError, CkptfsError):
+            if not lookups.may_create(ctx.pid):
+                raise
+            return build_negative_entry(0)
+
+    async def _fetch_before_reply(self, pid: int, parent: int, name: bytes) -> None:
+        """Fetch the file behind `name`, at least its beginning, before the lookup is answered.
+
+        The open that follows then waits for nothing, so no other node can replace the file between the lookup and the open.
+        """
+        context = self._context
+        assert context.shared_namespace is not None and context.prefetch is not None
+        fetched_inode = 0
+        for _ in range(limits.STALE_OPEN_LOOKUPS_MAX):
+            try:
+                found = namespace.lookup(context.db, parent, name)
+                held = contents.get_file_content(context.db, found.id) if found.is_file and found.id != fetched_inode else None
+                if held is None or open.choose_read_source(held) is not open.ReadSource.FETCH:
+                    context.prefetch.record_stale_open_target(pid, found.id)
+                    return
+                await context.mover_client.request(mover_requests.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, accepts_begun=True)
+                fetched_inode = found.id
+            except (OSError, CkptfsError) as failure:
+                if failure.errno != errno.ESTALE:
+                    return  # The lookup or the open reports it.
+                await context.shared_namespace.refresh_name(parent, name)
+
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> EntryAttributes:
+        """Create a directory."""
+        return await self._create_inode(parent_inode, name, stat.S_IFDIR | (stat.S_IMODE(mode) & ~ctx.umask), ctx)
+
+    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: "RequestContext") -> EntryAttributes:
+        """Create a file, fifo, socket or device."""
+        kind = stat.S_IFMT(mode) or stat.S_IFREG
+        return await self._create_inode(parent_inode, name, kind | (stat.S_IMODE(mode) & ~ctx.umask), ctx, rdev=rdev)
+
+    async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: "RequestContext") -> EntryAttributes:
+        """Create a symlink."""
+        return await self._create_inode(parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
+
+    async def _create_inode(
+        self, parent: int, name: bytes, mode: int, ctx: "RequestContext", *, rdev: int = 0, target: bytes | None = None
+    ) -> EntryAttributes:
+        request = get_current_request()
+        replayed = await self._changes.get_replayed_reply(request)
+        if replayed is not None:
+            return self._context.build_reply(self._context.get_inode(int.from_bytes(replayed, "little")))
+
+        def act(db: Database, blind: bool) -> Inode:
+            inode = namespace.create(db, parent, name, mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target, allow_unimported=blind)
+            handles.record_reply(db, request.number, inode.id.to_bytes(INODE_ID_BYTES, "little"))
+            return inode
+
+        created = await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=True), [(parent, name)])
+        return self._context.build_reply(created)
+
+    async def link(self, inode: int, new_parent_inode: int, new_name: bytes) -> EntryAttributes:
+        """Add a name to a file."""
+        linked = await self._change_names(
+            lambda db, blind: namespace.link(db, inode, new_parent_inode, new_name, allow_unimported=blind),
+            [(new_parent_inode, new_name)],
+            inodes=[inode],
+            creates=True,
+        )
+        return self._context.build_reply(linked or self._context.get_inode(inode))
+
+    async def unlink(self, parent_inode: int, name: bytes) -> None:
+        """Remove a name of a file that is not a directory."""
+        self._orphans.track(await self._change_names(lambda db, _: namespace.unlink(db, parent_inode, name), [(parent_inode, name)]))
+
+    async def rmdir(self, parent_inode: int, name: bytes) -> None:
+        """Remove an empty directory."""
+        self._orphans.track(await self._change_names(lambda db, _: namespace.rmdir(db, parent_inode, name), [(parent_inode, name)]))
+
+    async def rename(self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int) -> None:
+        """Rename, replace or exchange."""
+
+        def rename(db: Database, blind: bool) -> Inode | None:
+            return namespace.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, allow_unimported=blind)
+
+        names = [(parent_inode_old, name_old), (parent_inode_new, name_new)]
+        self._orphans.track(await self._change_names(rename, names, creates=True))
+
+    async def _change_names(
+        self,
+        change: Callable[[Database, bool], Inode | None],
+        names: list[tuple[int, bytes]],
+        *,
+        inodes: Iterable[int] = (),
+        creates: bool = False,
+    ) -> Inode | None:
+        """Run `change` once for the current request. Returns its result, or None if the request was done before a crash."""
+        request = get_current_request()
+        if await self._changes.get_replayed_reply(request) is not None:
+            return None
+
+        def act(db: Database, blind: bool) -> Inode | None:
+            handles.record_reply(db, request.number)
+            return change(db, blind)
+
+        return await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes)
+
+
+class PfsCapacity(NamedTuple):
+    """What statvfs(2) of the PFS said at `checked_s` of the monotonic clock."""
+
+    checked_s: float = float("-inf")
+    total: int = 0
+    free: int = 0
+
+
+class DirectoryHandlers:
+    """Handlers of readdir and statfs."""
+
+    def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
+        self._context, self._changes = context, changes
+        self._pfs_capacity = PfsCapacity()
+        self._is_statvfs_running = False
+
+    async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
+        """Fill the reply with the entries after the offset `start_id`."""
+        context = self._context
+        if context.shared_namespace is not None and start_id == 0:
+            await context.shared_namespace.refresh_inode(fh)
+            await context.shared_namespace.refresh_directory(fh)
+        directory = context.get_inode(fh)
+        if not directory.is_directory:
+            raise posix_error(errno.ENOTDIR)
+        if not directory.is_imported:
+            await self._changes.request_scan(fh, must_succeed=True)
+        if directory.nlink == 0 or not self._reply_dot_entries(directory, start_id, token):
+            return
+        for entry, inode in namespace.iterate_entries(context.db, fh, max(0, start_id - DOTS)):
+            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), context.build_reply(inode), entry.cookie + DOTS):
+                return
+
+    def _reply_dot_entries(self, directory: Inode, start_id: int, token: "ReaddirToken") -> bool:
+        """Add '.' and '..': pyfuse3 does not require them, but programs do. Returns False if the reply is full."""
+        context = self._context
+        if start_id < DOT and not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b"."), context.build_reply(directory), DOT):
+            return False
+        if start_id < DOTS:
+            parent = context.get_inode(directory.parent) if directory.parent else directory
+            return pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b".."), context.build_reply(parent), DOTS)
+        return True
+
+    async def statfs(self) -> "StatvfsData":
+        """Return how much can still be written: the capacity of the PFS, or of RAM and NVMe if that is larger or there is no PFS."""
+        capacities = self._context.tiers.get_local_capacities().values()
+        total, free = sum(capacity.total for capacity in capacities), sum(capacity.free for capacity in capacities)
+        if Tier.PFS in self._context.tiers:
+            pfs = await self._get_pfs_capacity()
+            total, free = max(total, pfs.total), max(free, pfs.free)
+        figures = pyfuse3.StatvfsData()
+        figures.f_bsize = figures.f_frsize = limits.STATFS_UNIT_BYTES
+        figures.f_blocks = total // limits.STATFS_UNIT_BYTES
+        figures.f_bfree = figures.f_bavail = free // limits.STATFS_UNIT_BYTES
+        figures.f_files = figures.f_ffree = figures.f_favail = INODES_MAX
+        figures.f_namemax = limits.NAME_BYTES_MAX
+        return figures
+
+    async def _get_pfs_capacity(self) -> PfsCapacity:
+        """Return the cached capacity of the PFS. If it is old, refresh it first in a thread, of which at most one runs."""
+        if time.monotonic() - self._pfs_capacity.checked_s > limits.CAPACITY_AGE_S and not self._is_statvfs_running:
+            self._is_statvfs_running = True
+            with trio.move_on_after(limits.STATFS_WAIT_S):
+                await trio.to_thread.run_sync(self._statvfs_pfs, abandon_on_cancel=True)
+        return self._pfs_capacity
+
+    def _statvfs_pfs(self) -> None:
+        assert self._context.config.pfs is not None
+        try:
+            figures = os.statvfs(self._context.config.pfs)
+            total, free = figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
+            self._pfs_capacity = PfsCapacity(time.monotonic(), total, free)
+        except OSError:
+            self._pfs_capacity = PfsCapacity(time.monotonic())
+        finally:
+            self._is_statvfs_running = False
+
 
 def is_known_to_kernel(inode: int) -> bool:
-    """Whether the kernel has this inode in memory. Not to be called inside a handler."""
+    """Return True if the kernel has this inode in memory. Must not be called inside a handler."""
     try:
         pyfuse3.invalidate_inode(pyfuse3.InodeT(inode), attr_only=True)
     except FileNotFoundError:
         return False
     except OSError as failure:
-        log.debug("cannot ask the kernel about inode %d: %s", inode, failure)
+        log.debug("inode %d: cannot ask the kernel whether it knows it: %s", inode, failure)
     return True
 
 
-class OrphanHandlers(ChangeRunner):
-    """Handler of FORGET, and the task that deletes."""
+class OrphanTracker:
+    """Inodes without a name, and the task that deletes those that the kernel has forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: MountContext) -> None:
+        self._context = context
         self._orphans: set[int] = set()
         self._forgotten: set[int] = set()
         self._wake = trio.Event()
 
-    def track_orphan(self, inode: Inode) -> None:
-        """A name of `inode` was taken away; remember it when that was the last one."""
-        if inode.nlink == 0:
+    def track(self, inode: Inode | None) -> None:
+        """Remember an inode that lost a name if it was its last one."""
+        if inode is not None and inode.nlink == 0:
             self._orphans.add(inode.id)
 
-    def add_orphans(self, inodes: Iterable[int]) -> None:
-        """These have no name any more: another node took it away."""
+    def add_unlinked(self, inodes: Iterable[int]) -> None:
+        """Add inodes that lost their last name on another node."""
         self._orphans.update(inodes)
         self._forgotten.update(inodes)
         self._wake.set()
 
-    async def forget(self, inode_list: Iterable[tuple[int, int]]) -> None:
-        """The kernel dropped these inodes. Never raises."""
+    def forget(self, inode_list: Iterable[tuple[int, int]]) -> None:
+        """Record that the kernel dropped these (inode, lookup count). Never raises."""
         forgotten = self._orphans.intersection(inode for inode, _ in inode_list)
         if forgotten:
             self._forgotten |= forgotten
             self._wake.set()
 
-    async def run_orphan_deletion(self, is_known: Callable[[int], bool] = is_known_to_kernel) -> None:
-        """The task: delete what the kernel forgot, soon after it did; and look at everything without a name from time to time."""
+    async def run_deletion(self, is_known: Callable[[int], bool] = is_known_to_kernel) -> None:
+        """Delete what the kernel forgot, soon after each FORGET, and check all orphans at intervals. A task."""
         while True:
-            self._orphans |= namespace.list_orphans(self.context.db)
+            self._orphans |= namespace.list_orphans(self._context.db)
             await self._delete_unknown(set(self._orphans), is_known)
             with trio.move_on_after(limits.ORPHANS_INTERVAL_S):
                 while True:
@@ -99,7 +311,6 @@ class OrphanHandlers(ChangeRunner):
                     await self._delete_unknown(forgotten, is_known)
 
     async def _delete_unknown(self, candidates: set[int], is_known: Callable[[int], bool]) -> None:
-        """Delete those of `candidates` that the kernel does not know."""
         if not candidates:
             return
         unknown = await trio.to_thread.run_sync(lambda: sorted(inode for inode in candidates if not is_known(inode)))
@@ -108,251 +319,11 @@ class OrphanHandlers(ChangeRunner):
             await trio.lowlevel.checkpoint()
 
     def _delete_orphans(self, inodes: list[int]) -> None:
-        """Delete these inodes in one change, and their bytes in RAM at once. What is still open stays an orphan."""
-        with self.context.db.transaction() as db:
-            reaped = namespace.delete_forgotten(db, inodes)
-        self._orphans.difference_update(reaped)
-        doomed = [content for contents in reaped.values() for content in contents]
-        self.context.open_files.delete_ram_files(doomed)
-        if doomed or (reaped and self.context.shared_namespace is not None):
-            self.context.wake_channel.notify(ipc.WORK)  # Of what other nodes wrote they are told.
-
-
-DOT, DOTS = 1, 2
-"""The offsets after '.' and '..'; an entry's is its cookie and these two."""
-
-INODES_MAX = 2**48
-"""What statfs says: ids are 63 bits wide, the catalog takes as many as fit the disk below."""
-
-
-class DirectoryHandlers(ChangeRunner):
-    """Handlers for open directories and for the filesystem as a whole."""
-
-    @translate_errors
-    async def opendir(self, inode: int, ctx: "RequestContext") -> int:
-        """A handle for reading a directory: its inode's id."""
-        return inode
-
-    @translate_errors
-    async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
-        """Fill the reply with entries after the offset `start_id`."""
-        if self.context.shared_namespace is not None and start_id == 0:
-            await self.context.shared_namespace.refresh_inode(fh)
-            await self.context.shared_namespace.refresh_directory(fh)
-        directory = self.get_inode(fh)
-        if not directory.is_directory:
-            raise posix_error(errno.ENOTDIR)
-        if not directory.is_imported:
-            await self.request_scan(fh, must_succeed=True)
-        if directory.nlink == 0 or not self._reply_dot_entries(directory, start_id, token):
-            return
-        for entry, inode in namespace.iterate_entries(self.context.db, fh, max(0, start_id - DOTS)):
-            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), self.get_attributes(inode), entry.cookie + DOTS):
-                return
-
-    def _reply_dot_entries(self, directory: Inode, start_id: int, token: "ReaddirToken") -> bool:
-        """'.' and '..', which a pyfuse3 filesystem may leave out and programs expect. False when the reply is full."""
-        if start_id < DOT and not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b"."), self.get_attributes(directory), DOT):
-            return False
-        if start_id < DOTS:
-            parent = self.get_inode(directory.parent) if directory.parent else directory
-            return pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b".."), self.get_attributes(parent), DOTS)
-        return True
-
-    @translate_errors
-    async def releasedir(self, fh: int) -> None:
-        """Nothing was kept."""
-
-    @translate_errors
-    async def access(self, inode: int, mode: int, ctx: "RequestContext") -> bool:
-        """The kernel judges by itself (default_permissions)."""
-        return True
-
-    @translate_errors
-    async def statfs(self, ctx: "RequestContext") -> "StatvfsData":
-        """How much can still be written here: what the PFS has, where there is one; else what RAM and NVMe have."""
-        capacities = self.context.tiers.get_local_capacities().values()
-        total, free = sum(room.total for room in capacities), sum(room.free for room in capacities)
-        if Tier.PFS in self.context.tiers:
-            pfs_total, pfs_free = await self._get_pfs_capacity()
-            total, free = max(total, pfs_total), max(free, pfs_free)
-        figures = pyfuse3.StatvfsData()
-        figures.f_bsize = figures.f_frsize = limits.STATFS_UNIT_BYTES
-        figures.f_blocks = total // limits.STATFS_UNIT_BYTES
-        figures.f_bfree = figures.f_bavail = free // limits.STATFS_UNIT_BYTES
-        figures.f_files = figures.f_ffree = figures.f_favail = INODES_MAX
-        figures.f_namemax = limits.NAME_BYTES_MAX
-        return figures
-
-    _pfs_capacity: tuple[float, int, int] = (float("-inf"), 0, 0)
-    _is_statvfs_running = False
-
-    async def _get_pfs_capacity(self) -> tuple[int, int]:
-        """(total, free) of the PFS as it last said; asked again in a thread, of which there is one at most, when that is old."""
-        asked_s, total, free = self._pfs_capacity
-        if time.monotonic() - asked_s > limits.CAPACITY_AGE_S and not self._is_statvfs_running:
-            self._is_statvfs_running = True
-            with trio.move_on_after(limits.STATFS_WAIT_S):
-                await trio.to_thread.run_sync(self._statvfs_pfs, abandon_on_cancel=True)
-            _, total, free = self._pfs_capacity
-        return total, free
-
-    def _statvfs_pfs(self) -> None:
-        pfs = self.context.config.pfs
-        assert pfs is not None
-        try:
-            figures = os.statvfs(pfs)
-            self._pfs_capacity = (time.monotonic(), figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize)
-        except OSError:
-            self._pfs_capacity = (time.monotonic(), 0, 0)
-        finally:
-            self._is_statvfs_running = False
-
-
-INODE_ID_BYTES = 8
-"""Bytes of the kept answer to a request that made a name: the inode's id."""
-
-
-class NamespaceHandlers(AttributeHandlers, DirectoryHandlers, OrphanHandlers, XattrHandlers):
-    """Everything about the namespace; files' bytes are elsewhere."""
-
-    @translate_errors
-    async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
-        """What a name leads to; a reply without an inode where there is none, which the kernel remembers too."""
-        if self.prefetch is not None:
-            await self.prefetch.refresh_name(ctx.pid, parent_inode, name)
-            if self.prefetch.has_stale_open(ctx.pid):
-                await self._fetch_before_reply(ctx.pid, parent_inode, name)
-        try:
-            found = namespace.lookup(self.context.db, parent_inode, name)
-            if self.prefetch is not None:
-                self.prefetch.record_reached(ctx.pid, found.id)
-            return self.get_attributes(found)
-        except FileNotFoundError:
-            return self.build_negative_entry()
-        except NotImported as missing:
-            directory = missing.directory
-        try:
-            await self.request_scan(directory, must_succeed=True)
-            return self.get_attributes(namespace.lookup(self.context.db, parent_inode, name))
-        except FileNotFoundError:
-            return self.build_negative_entry()
-        except (OSError, CkptfsError):
-            if not lookups.may_create(ctx.pid):
-                raise
-            return build_negative_entry(0)
-
-    async def _fetch_before_reply(self, pid: int, parent: int, name: bytes) -> None:
-        """The bytes of the file to which a name leads are here, or on their way, before the name is answered, whichever file that is by
-        then: the open that follows has nothing to wait for, so that other nodes cannot replace the file meanwhile.
-        """
-        shared_namespace, prefetch, db = self.context.shared_namespace, self.prefetch, self.context.db
-        assert shared_namespace is not None and prefetch is not None
-        fetched_inode = 0
-        for _ in range(limits.STALE_OPEN_LOOKUPS_MAX):
-            try:
-                found = namespace.lookup(db, parent, name)
-                held = contents.get_file_content(db, found.id)
-                if (
-                    found.id == fetched_inode
-                    or not found.is_file
-                    or held is None
-                    or open.choose_read_source(held) is not open.ReadSource.FETCH
-                ):
-                    prefetch.record_stale_open_target(pid, found.id)
-                    return
-                await self.context.mover_client.request(mover_requests.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, accepts_begun=True)
-                fetched_inode = found.id
-            except (OSError, CkptfsError) as failure:
-                if failure.errno != errno.ESTALE:
-                    return  # Whoever answers the name, or opens the file, says why.
-                await shared_namespace.refresh_name(parent, name)
-
-    @translate_errors
-    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> EntryAttributes:
-        """Make a directory."""
-        return await self._create_inode(get_current_request(), parent_inode, name, stat.S_IFDIR | (stat.S_IMODE(mode) & ~ctx.umask), ctx)
-
-    @translate_errors
-    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: "RequestContext") -> EntryAttributes:
-        """Make a file, fifo, socket or device."""
-        kind = stat.S_IFMT(mode) or stat.S_IFREG
-        return await self._create_inode(get_current_request(), parent_inode, name, kind | (stat.S_IMODE(mode) & ~ctx.umask), ctx, rdev=rdev)
-
-    @translate_errors
-    async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: "RequestContext") -> EntryAttributes:
-        """Make a symlink."""
-        return await self._create_inode(get_current_request(), parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
-
-    async def _create_inode(
-        self, request: Request, parent: int, name: bytes, mode: int, ctx: "RequestContext", *, rdev: int = 0, target: bytes | None = None
-    ) -> EntryAttributes:
-        replayed = await self.get_replayed_reply(request)
-        if replayed is not None:
-            return self.get_attributes(self.get_inode(int.from_bytes(replayed, "little")))
-
-        def act(db: Database, blind: bool) -> Inode:
-            inode = namespace.create(db, parent, name, mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target, allow_unimported=blind)
-            handles.record_reply(db, request.number, inode.id.to_bytes(INODE_ID_BYTES, "little"))
-            return inode
-
-        made = await self.commit_shared(lambda: self.run_change(act, creates=True), [(parent, name)])
-        return self.get_attributes(made)
-
-    @translate_errors
-    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: "RequestContext") -> EntryAttributes:
-        """Give a file another name."""
-        request = get_current_request()
-        if await self.get_replayed_reply(request) is not None:
-            return self.get_attributes(self.get_inode(inode))
-
-        def act(db: Database, blind: bool) -> Inode:
-            handles.record_reply(db, request.number)
-            return namespace.link(db, inode, new_parent_inode, new_name, allow_unimported=blind)
-
-        linked = await self.commit_shared(lambda: self.run_change(act, creates=True), [(new_parent_inode, new_name)], [inode])
-        return self.get_attributes(linked)
-
-    @translate_errors
-    async def unlink(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
-        """Take away a name of something that is no directory."""
-        request = get_current_request()
-        if await self.get_replayed_reply(request) is not None:
-            return
-
-        def act(db: Database, _: bool) -> Inode:
-            handles.record_reply(db, request.number)
-            return namespace.unlink(db, parent_inode, name)
-
-        self.track_orphan(await self.commit_shared(lambda: self.run_change(act), [(parent_inode, name)]))
-
-    @translate_errors
-    async def rmdir(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
-        """Take away an empty directory."""
-        request = get_current_request()
-        if await self.get_replayed_reply(request) is not None:
-            return
-
-        def act(db: Database, _: bool) -> Inode:
-            handles.record_reply(db, request.number)
-            return namespace.rmdir(db, parent_inode, name)
-
-        self.track_orphan(await self.commit_shared(lambda: self.run_change(act), [(parent_inode, name)]))
-
-    @translate_errors
-    async def rename(
-        self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int, ctx: "RequestContext"
-    ) -> None:
-        """Rename, replace or exchange."""
-        request = get_current_request()
-        if await self.get_replayed_reply(request) is not None:
-            return
-
-        def act(db: Database, blind: bool) -> Inode | None:
-            handles.record_reply(db, request.number)
-            return namespace.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, allow_unimported=blind)
-
-        names = [(parent_inode_old, name_old), (parent_inode_new, name_new)]
-        replaced = await self.commit_shared(lambda: self.run_change(act, creates=True), names)
-        if replaced is not None:
-            self.track_orphan(replaced)
+        """Delete these inodes in one change, and their files in RAM at once. An inode that is still open stays an orphan."""
+        with self._context.db.transaction() as db:
+            deleted = namespace.delete_forgotten(db, inodes)
+        self._orphans.difference_update(deleted)
+        doomed = [content for contents in deleted.values() for content in contents]
+        self._context.open_files.delete_ram_files(doomed)
+        if doomed or (deleted and self._context.shared_namespace is not None):
+            self._context.wake_channel.notify(ipc.WORK)  # The mover announces the deletion of contents that other nodes wrote.

@@ -1,20 +1,12 @@
-"""Owns how one open comes about: decided and committed in one go without a yield point, or not at all; what it must wait for, it waits for
-outside, and then decides anew.
+"""One open or create: attempts that either commit without a yield point or change nothing.
 
-Invariant: an attempt is one transaction. Files, descriptors and backing ids that an attempt made are undone when it is not committed.
-If we die here: a file that no row names is swept by the mover, a backing id that no handle names ends with the connection.
+An attempt loads the rows (`_load`), lets `flow.open` choose, acts on files and descriptors (`_act`), and records handle and reply in the
+same transaction (`_record`). If it must wait for something, it raises `MustWait`; `run` waits and starts the next attempt.
 
-Owns what an attempt at an open ends with when it does not succeed: what it must wait for, and what it takes back.
+Invariants:
+- An attempt is one transaction. Files, descriptors and backing ids of an attempt that does not commit are undone.
 
-If we die here: an attempt is one transaction, and was not committed.
-
-What an open asks for, and what came of it: the values that travel between the handlers, the attempts and the kept answers.
-
-Nothing here outlives the process but `Opened.pack`, which the table of answers holds.
-
-Owns how one create comes about: a name, an inode, a content and a handle in one transaction, or none of them.
-
-If we die here: see opening.py.
+Crash safety: the mover deletes a file that no row names. A backing id without a handle ends with the connection.
 """
 
 import contextlib
@@ -26,7 +18,6 @@ import struct
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -40,14 +31,16 @@ from ckptfs.tiers import space
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import Request
+from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, FetchWaiter, OpenFile, open_pfs_file, run_on_pfs, set_inode_times
 
-if TYPE_CHECKING:
-    from ckptfs_daemon.mount.context import MountContext
+log = logging.getLogger(__name__)
+SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
+_OPENED = struct.Struct("<QQI?")
 
 
 class MustWait(Exception):
-    """The attempt must wait for something first."""
+    """The attempt must await `wait()` first."""
 
     def __init__(self, wait: Callable[[], Awaitable[object]]) -> None:
         super().__init__()
@@ -55,7 +48,7 @@ class MustWait(Exception):
 
 
 class UndoLog:
-    """What an attempt that fails must take back, the last first. Most do not fail: an ExitStack is made only for those that do."""
+    """What a failed attempt must undo, last first. Most attempts succeed, so an ExitStack is made only for those that fail."""
 
     def __init__(self) -> None:
         self._acts: list[tuple[Callable[..., object], tuple[object, ...]]] = []
@@ -64,7 +57,7 @@ class UndoLog:
         self._acts.append((act, values))
 
     def pop_all(self) -> None:
-        """It did not fail."""
+        """Forget all: the attempt succeeded."""
         self._acts.clear()
 
     def __enter__(self) -> "UndoLog":
@@ -77,13 +70,12 @@ class UndoLog:
                     stack.callback(act, *values)
 
 
-_OPENED = struct.Struct("<QQI?")
-
-
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """What somebody asks for. `request` is None for ourselves: such a handle is not recorded. `root`: writes keep set-id bits.
-    `hasty`: with O_NONBLOCK, which the kernel hands on to the backing file: it must not meet a lease of the mover's there.
+    """What to open, and how.
+
+    `fuse_request` is None for an internal open, whose handle is not recorded. `is_root`: writes keep set-id bits. `nonblocking`: the
+    kernel passes O_NONBLOCK on to the backing file, so the open must not meet a lease of the mover.
     """
 
     inode: int
@@ -96,7 +88,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class OpenResult:
-    """What came of it. `direct`: reads and writes come to us even on the passthrough path."""
+    """A handle. `direct`: reads and writes pass through this process although there is a backing id. The reply cache keeps it packed."""
 
     inode: int
     handle: int
@@ -105,7 +97,7 @@ class OpenResult:
 
     @property
     def fh(self) -> int:
-        """What the kernel gets: the handle, and the backing id in the upper half."""
+        """FUSE's `fh`: the handle, with the backing id in the upper half."""
         return self.handle | self.backing_id << 32
 
     def pack(self) -> bytes:
@@ -116,18 +108,16 @@ class OpenResult:
         return cls(*_OPENED.unpack(body))
 
 
-log = logging.getLogger(__name__)
-SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
-
-
 class OpenAttempt:
-    """The attempts at one open."""
+    """The attempts at one open, and what they keep between them: a file or descriptor that was waited for, and deadlines."""
 
-    def __init__(self, context: "MountContext", open_request: OpenRequest) -> None:
+    def __init__(self, context: MountContext, open_request: OpenRequest) -> None:
         self._context = context
+        self._db = context.db
         self._files = context.open_files
         self._open_request = open_request
-        self._made: tuple[int, int] | None = None
+        self._reserved: tuple[int, int] | None = None
+        """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1
         self._unsealed_content: int | None = None
         self._leases_until_s = 0.0
@@ -135,132 +125,116 @@ class OpenAttempt:
         self._announce_deadline_s = trio.current_time() + limits.PUBLISHED_WAIT_S
 
     async def run(self) -> OpenResult:
-        """Open. Raises OSError, ContentLost, NoRoom, TimedOut."""
+        """Open. Raises OSError, ContentLost, NoSpace, TimedOut."""
         full_until_s = trio.current_time() + limits.NO_SPACE_WAIT_S
         try:
             while True:
                 try:
                     return self._attempt()
-                except MustWait as later:
-                    await later.wait()
+                except MustWait as must:
+                    await must.wait()
                 except NoSpace:
                     if trio.current_time() > full_until_s:
                         raise
                     self._context.wake_channel.notify(ipc.WORK)
                     await trio.sleep(limits.NO_SPACE_POLL_S)
         finally:
-            if self._pfs_fd >= 0:
-                os.close(self._pfs_fd)
-            if self._made is not None:
-                os.close(self._made[1])
-                # There was room elsewhere in the end.
-                with self._context.db.transaction() as db:
-                    contents.mark_doomed(db, self._made[0])
-            if self._unsealed_content is not None:
-                self._reclose_unsealed(self._unsealed_content)
-
-    # --- one attempt --------------------------------------------------------------------------------------------------
+            self._discard_unused()
 
     def _attempt(self) -> OpenResult:
-        open_request = self._open_request
-        file = self._files.by_inode.get(open_request.inode)
-        if file is not None and file.ended_handles:
-            self._files.commit_releases()
-            file = self._files.by_inode.get(open_request.inode)
-        if file is not None and file.move_done is not None:
-            raise MustWait(file.wait_moved)
-        if file is not None and file.fetch_waiter is not None and open_request.is_writer:
-            waiter, reading = file.fetch_waiter, file
-            raise MustWait(lambda: waiter.wait_complete(reading))
+        file = self._find_open_file()
         with UndoLog() as undo:
             with self._files.change():
-                held = contents.get_file_content(self._context.db, open_request.inode)
-                if held is None:
-                    raise posix_error(errno.ENOENT if self._context.shared_namespace is None else errno.ESTALE)
-                if not held.inode.is_file:
-                    raise posix_error(errno.EINVAL)
-                if (
-                    held.has_newer_generation
-                    and self._context.shared_namespace is not None
-                    and trio.current_time() < self._announce_deadline_s
-                ):
-                    raise MustWait(self._wait_and_refresh)
-                if file is None:
-                    file = self._open_first(held, undo)
-                elif open_request.is_writer:
-                    self._require_newest(file, held)
-                    self._add_writer(file, held)
-                opened = self._record_handle(file, held)
+                held = self._load()
+                file = self._act(file, held, undo)
+                opened = self._record(file, held)
             undo.pop_all()
-        self._files.add_handle(file, opened.handle, open_request.is_writer)
+        self._files.add_handle(file, opened.handle, self._open_request.is_writer)
         return opened
 
-    def _record_handle(self, file: OpenFile, held: FileContent) -> OpenResult:
-        """The rows of a handle, and of the answer."""
-        db, open_request, inode = self._context.db, self._open_request, held.inode.id
-        if open_request.fuse_request is None:
-            return OpenResult(inode, self._files.allocate_internal_handle(), file.backing_id, False)
-        if open_request.truncates and open_request.fuse_request.kills_set_id and held.inode.mode & SET_ID_BITS:
-            inodes.set_attributes(db, inode, kill_set_id=True)
-        handle = handles.insert(
-            db, inode, file.content, is_writer=open_request.is_writer, backing_id=file.backing_id, generation=file.generation
-        )
-        must_drop_set_id = open_request.is_writer and not open_request.is_root and bool(held.inode.mode & SET_ID_BITS)
-        opened = OpenResult(inode, handle, file.backing_id, bool(file.backing_id) and (file.direct or must_drop_set_id))
-        handles.record_reply(db, open_request.fuse_request.number, opened.pack())
-        return opened
+    # --- load ---------------------------------------------------------------------------------------------------------
 
-    # --- nobody has it open -------------------------------------------------------------------------------------------
+    def _find_open_file(self) -> OpenFile | None:
+        """Return the inode's open file if it has one that a handle can join now."""
+        file = self._files.by_inode.get(self._open_request.inode)
+        if file is not None and file.ended_handles:
+            self._files.commit_releases()
+            file = self._files.by_inode.get(self._open_request.inode)
+        if file is not None and file.move_done is not None:
+            raise MustWait(file.wait_moved)
+        if file is not None and file.fetch_waiter is not None and self._open_request.is_writer:
+            waiter, reading = file.fetch_waiter, file
+            raise MustWait(lambda: waiter.wait_complete(reading))
+        return file
+
+    def _load(self) -> FileContent:
+        is_shared = self._context.shared_namespace is not None
+        held = contents.get_file_content(self._db, self._open_request.inode)
+        if held is None:
+            raise posix_error(errno.ESTALE if is_shared else errno.ENOENT)
+        if not held.inode.is_file:
+            raise posix_error(errno.EINVAL)
+        if held.has_newer_generation and is_shared and trio.current_time() < self._announce_deadline_s:
+            raise MustWait(self._wait_and_refresh)
+        return held
+
+    # --- act ----------------------------------------------------------------------------------------------------------
+
+    def _act(self, file: OpenFile | None, held: FileContent, undo: UndoLog) -> OpenFile:
+        if file is None:
+            return self._open_first(held, undo)
+        if self._open_request.is_writer:
+            self._require_newest(file, held)
+            self._add_writer(file, held)
+        return file
 
     def _open_first(self, held: FileContent, undo: UndoLog) -> OpenFile:
-        open_request = self._open_request
-        if open_request.is_writer:
-            write_target = open.choose_write_target(held, truncate=open_request.truncates, shared=False)
-            if write_target is open.WriteTarget.NEW:
-                return self.create_content(held, undo)
-            if write_target is open.WriteTarget.IN_PLACE:
+        """Open an inode that has no open file."""
+        if self._open_request.is_writer:
+            choice = open.choose_write_target(held, truncate=self._open_request.truncates, shared=False)
+            if choice is open.WriteTarget.NEW:
+                return self._create_content(held, undo)
+            if choice is open.WriteTarget.IN_PLACE:
                 return self._open_local(held, undo)
-            if write_target is open.WriteTarget.FETCH:
+            if choice is open.WriteTarget.FETCH:
                 raise MustWait(self._request_fetch)
         else:
-            read_source = open.choose_read_source(held)
-            if read_source is open.ReadSource.HERE:
+            source = open.choose_read_source(held)
+            if source is open.ReadSource.HERE:
                 return self._open_local(held, undo)
-            if read_source is open.ReadSource.EMPTY:
+            if source is open.ReadSource.EMPTY:
                 return self._open_empty(held, undo)
-            if read_source is open.ReadSource.FETCH:
+            if source is open.ReadSource.FETCH:
                 return self._open_incoming(held, undo) or self._open_pfs_file(held, undo)
         if self._context.shared_namespace is not None and not self._has_searched:
-            raise MustWait(self._search_elsewhere)
+            raise MustWait(self._search_other_nodes)
         raise self._build_lost_error("no copy of its content is left")
 
-    def create_content(self, held: FileContent, undo: UndoLog, kind: bytes | None = None) -> OpenFile:
-        """A new content."""
-        expected = max(held.inode.size, self._files.get_expected_bytes(kind) if kind else 0)
+    def _create_content(self, held: FileContent, undo: UndoLog, kind: bytes | None = None) -> OpenFile:
+        """Start a new content. `kind`: the series of a new file, which tells how large it will probably be."""
+        expected_bytes = max(held.inode.size, self._files.get_expected_bytes(kind) if kind else 0)
         reserved_bytes = self._files.get_reserved_bytes()
-        tier = self._context.tiers.choose_tier(expected, reserved_bytes)
+        tier = self._context.tiers.choose_tier(expected_bytes, reserved_bytes)
         storage = self._context.tiers[tier]
-        direct = self._must_be_direct(tier, expected or None, reserved_bytes.get(tier, 0))
+        direct = self._must_be_direct(tier, expected_bytes or None, reserved_bytes.get(tier, 0))
         changed_ns = None if kind is not None or self._files.kernel_owns_times else time.time_ns()
         if tier is Tier.PFS:
-            content, fd = self._get_pfs_content(storage)
-            contents.insert_content(self._context.db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
-            undo.callback(setattr, self, "_made", self._made)
-            self._made = None
+            content, fd = self._take_reserved(storage, undo)
+            contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
         else:
-            content = contents.insert_content(self._context.db, held.inode.id, tier, changed_ns=changed_ns)
+            content = contents.insert_content(self._db, held.inode.id, tier, changed_ns=changed_ns)
             fd = storage.create(content, os.O_RDWR if direct else os.O_RDONLY)
             undo.callback(storage.remove, content)
             undo.callback(os.close, fd)
-        mtime_ns = held.inode.mtime_ns if changed_ns is None else changed_ns
-        os.utime(fd, ns=(held.inode.atime_ns, mtime_ns))
+        os.utime(fd, ns=(held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns))
         file = self._build_open_file(held, content, storage, fd, undo, direct=direct, kind=kind)
-        file.expected_bytes = expected
+        file.expected_bytes = expected_bytes
         return file
 
-    def _must_be_direct(self, tier: Tier, expected: int | None, reserved_bytes: int) -> bool:
-        """Whether a writer's bytes shall pass through us although the kernel could do it alone: where a tier is nearly full, so that
-        they can move on, or wait for the room of what was just deleted.
+    def _must_be_direct(self, tier: Tier, expected_bytes: int | None, reserved_bytes: int) -> bool:
+        """Return True if a writer's bytes must pass through this process.
+
+        On the passthrough path that is so if the tier is nearly full: the content can then move on, or wait for deleted files to be freed.
         """
         if self._context.data_path is not DataPath.PASSTHROUGH:
             return True
@@ -268,31 +242,54 @@ class OpenAttempt:
             return False
         tiers = self._context.tiers
         capacity = space.subtract_reserved(tiers.get_capacity(tier), reserved_bytes)
-        return space.needs_watching(capacity, expected) if any(tiers.list_next(tier)) else space.needs_watching_in_last(capacity, expected)
+        needs_watching = space.needs_watching if any(tiers.list_next(tier)) else space.needs_watching_in_last
+        return needs_watching(capacity, expected_bytes)
 
     def _open_empty(self, held: FileContent, undo: UndoLog) -> OpenFile:
-        """A file that was made by mknod and never written: it gets a content now, closed at once with this handle."""
-        file = self.create_content(held, undo, kind=b"")
+        """Open a file that mknod made and nothing has written: give it a content that is closed at once."""
+        file = self._create_content(held, undo, kind=b"")
         assert file.content is not None
-        contents.mark_closed(self._context.db, held.inode.id, file.content, 0, held.inode.atime_ns, held.inode.mtime_ns)
+        contents.mark_closed(self._db, held.inode.id, file.content, 0, held.inode.atime_ns, held.inode.mtime_ns)
         return file
 
     def _open_local(self, held: FileContent, undo: UndoLog) -> OpenFile:
-        """From the tier that has it."""
-        open_request, content, tier = self._open_request, held.content, held.tiers[0]
+        """Open the copy in the first tier that has one."""
+        is_writer, content, tier = self._open_request.is_writer, held.content, held.tiers[0]
         assert content is not None
         storage = self._get_storage(tier)
-        direct = open_request.is_writer and self._must_be_direct(tier, 0, self._files.get_reserved_bytes().get(tier, 0))
+        direct = is_writer and self._must_be_direct(tier, 0, self._files.get_reserved_bytes().get(tier, 0))
         try:
             fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if direct else os.O_RDONLY)
         except FileNotFoundError as failure:
             raise MustWait(lambda: self._delete_missing_copy(content, tier)) from failure
         undo.callback(os.close, fd)
-        if open_request.is_writer:
+        if is_writer:
             self._mark_content_open(held, content, storage)
         if tier is not Tier.PFS:
             set_inode_times(fd, held.inode)
         return self._build_open_file(held, content, storage, fd, undo, direct=direct)
+
+    def _open_incoming(self, held: FileContent, undo: UndoLog) -> OpenFile | None:
+        """Open a file whose blocks are being fetched. Returns None if no fetch of it is published."""
+        content = None if held.content is None else contents.get_content(self._db, held.content)
+        if content is None or content.state is not ContentState.SEALED or content.generation != held.inode.generation:
+            return None
+        waiter = FetchWaiter(self._db, self._context.tiers, self._context.mover_client, content)
+        found = waiter.open_partial()
+        if found is None:
+            return None
+        storage, fd = found
+        undo.callback(os.close, fd)
+        generation = held.inode.generation
+        return OpenFile(held.inode.id, content.id, storage, fd, atime_ns=held.inode.atime_ns, generation=generation, fetch_waiter=waiter)
+
+    def _open_pfs_file(self, held: FileContent, undo: UndoLog) -> OpenFile:
+        """Open the PFS's own file if the mover allowed it; otherwise request a fetch."""
+        if self._pfs_fd < 0:
+            raise MustWait(self._request_fetch)
+        fd = self._take_pfs_fd()
+        undo.callback(os.close, fd)
+        return self._build_open_file(held, None, None, fd, undo, direct=self._context.data_path is not DataPath.PASSTHROUGH)
 
     def _build_open_file(
         self,
@@ -305,62 +302,98 @@ class OpenAttempt:
         direct: bool,
         kind: bytes | None = None,
     ) -> OpenFile:
-        file = OpenFile(held.inode.id, content, storage, fd, kind=kind or None, atime_ns=held.inode.atime_ns)
-        file.generation = held.inode.generation
+        row = held.inode
+        file = OpenFile(row.id, content, storage, fd, kind=kind or None, atime_ns=row.atime_ns, generation=row.generation)
         if direct:
             file.is_writable = self._open_request.is_writer
         else:
             file.backing_id = self._files.register_backing(fd, file.tier)
             undo.callback(self._files.unregister_backing, file.backing_id)
         if self._open_request.is_writer and not file.backing_id and not file.is_writable and storage is not None and content is not None:
-            # The kernel refused to take this file over: from now on we need to write it ourselves.
-            writing = self._open_or_wait(storage, content, NONBLOCKING_WRITE)
-            os.dup2(writing, fd, inheritable=False)
-            os.close(writing)
+            # The kernel refused to take this file over: from now on this process must write it.
+            file.replace_fd(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
             file.is_writable = True
         return file
 
-    # --- somebody has it open -----------------------------------------------------------------------------------------
+    # --- act on a file that is open -----------------------------------------------------------------------------------
 
     def _require_newest(self, file: OpenFile, held: FileContent) -> None:
-        """Refuse to write into a former generation that is open here since another node wrote the file again: it would be lost."""
+        """Raise Busy if another node has written the file since it was opened here: a write to the old generation would be lost."""
         if file.content is None or (file.content == held.content and not (held.is_remote and held.inode.generation != file.generation)):
             return
-        path = os.fsdecode(namespace.get_path(self._context.db, self._open_request.inode))
-        raise Busy(f"{path}: a program on this node has a former generation open, and another node has written it since")
+        raise Busy(f"{self._get_path()}: a program on this node has the previous generation open, and another node has written it since")
 
     def _add_writer(self, file: OpenFile, held: FileContent) -> None:
-        """One more writer on an open inode: same content, same backing id."""
+        """Let one more writer share the content and the backing id of an open file."""
         if file.storage is None:
             self._replace_pfs_file(file, held)
-        content, tier = file.content, file.tier
-        assert content is not None and tier is not None and file.storage is not None
+        content, storage = file.content, file.storage
+        assert content is not None and storage is not None
         if self._open_request.truncates and held.state is not ContentState.OPEN:
             # The catalog must know that the bytes change before they do.
-            raise MustWait(lambda: self._mark_unsealed(held, content, tier))
+            raise MustWait(lambda: self._mark_unsealed(held, content, storage.tier))
         if not file.backing_id and not file.is_writable:
-            file.replace_fd(self._open_or_wait(file.storage, content, NONBLOCKING_WRITE))
+            file.replace_fd(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
             file.is_writable = True
         if self._open_request.truncates:
-            self._truncate(file, content)
-        self._mark_content_open(held, content, file.storage)
+            self._truncate(file, storage, content)
+        self._mark_content_open(held, content, storage)
 
-    def _truncate(self, file: OpenFile, content: int) -> None:
-        assert file.storage is not None
-        fd = file.fd if file.is_writable else self._open_or_wait(file.storage, content, NONBLOCKING_WRITE)
+    def _replace_pfs_file(self, file: OpenFile, held: FileContent) -> None:
+        """Replace the PFS's own file, open for readers, by a writable copy. From now on reads pass through this process as well."""
+        if not held.tiers or held.content is None:
+            raise MustWait(self._request_fetch)
+        storage = self._get_storage(held.tiers[0])
+        file.replace_fd(self._open_or_wait(storage, held.content, NONBLOCKING_WRITE))
+        file.content, file.storage, file.is_writable, file.direct = held.content, storage, True, True
+        handles.set_content(self._db, file.inode, held.content)
+
+    def _truncate(self, file: OpenFile, storage: TierStorage, content: int) -> None:
+        fd = file.fd if file.is_writable else self._open_or_wait(storage, content, NONBLOCKING_WRITE)
         try:
             os.ftruncate(fd, 0)
         finally:
             if fd != file.fd:
                 os.close(fd)
 
-    async def _mark_unsealed(self, held: FileContent, content: int, tier: Tier) -> None:
-        with self._context.db.transaction() as db:
-            contents.mark_open(db, held.inode.id, content, tier)
-        self._unsealed_content = content
+    def _mark_content_open(self, held: FileContent, content: int, storage: TierStorage) -> None:
+        if held.state is ContentState.OPEN:
+            contents.bump_change(self._db, content)
+            return
+        if self._open_request.nonblocking and storage.tier is not Tier.PFS:
+            os.close(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
+        contents.mark_open(self._db, held.inode.id, content, storage.tier)
+
+    # --- record -------------------------------------------------------------------------------------------------------
+
+    def _record(self, file: OpenFile, held: FileContent) -> OpenResult:
+        """Insert the rows of the handle and of the reply."""
+        open_request, inode = self._open_request, held.inode.id
+        if open_request.fuse_request is None:
+            return OpenResult(inode, self._files.allocate_internal_handle(), file.backing_id, False)
+        has_set_id = bool(held.inode.mode & SET_ID_BITS)
+        if open_request.truncates and open_request.fuse_request.kills_set_id and has_set_id:
+            inodes.set_attributes(self._db, inode, kill_set_id=True)
+        is_writer = open_request.is_writer
+        handle = handles.insert(self._db, inode, file.content, is_writer=is_writer, backing_id=file.backing_id, generation=file.generation)
+        must_drop_set_id = is_writer and not open_request.is_root and has_set_id
+        opened = OpenResult(inode, handle, file.backing_id, bool(file.backing_id) and (file.direct or must_drop_set_id))
+        handles.record_reply(self._db, open_request.fuse_request.number, opened.pack())
+        return opened
+
+    def _discard_unused(self) -> None:
+        """Give back what was waited for and then not needed."""
+        if self._pfs_fd >= 0:
+            os.close(self._pfs_fd)
+        if self._reserved is not None:
+            os.close(self._reserved[1])
+            with self._db.transaction() as db:
+                contents.mark_doomed(db, self._reserved[0])
+        if self._unsealed_content is not None:
+            self._reclose_unsealed(self._unsealed_content)
 
     def _reclose_unsealed(self, content: int) -> None:
-        """What was unsealed for a writer who did not come to it in the end would stay OPEN for ever. Its size is found at its seal."""
+        """Close a content that was unsealed for a writer that failed to open it; it would stay OPEN. Its seal finds its size."""
         with self._files.change() as db:
             known = contents.get_content(db, content)
             if known is None or known.state is not ContentState.OPEN:
@@ -375,39 +408,10 @@ class OpenAttempt:
                 contents.mark_closed(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
         self._context.wake_channel.notify(ipc.WORK)
 
-    def _mark_content_open(self, held: FileContent, content: int, storage: TierStorage) -> None:
-        if held.state is ContentState.OPEN:
-            contents.bump_change(self._context.db, content)
-            return
-        if self._open_request.nonblocking and storage.tier is not Tier.PFS:
-            os.close(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
-        contents.mark_open(self._context.db, held.inode.id, content, storage.tier)
-
-    def _replace_pfs_file(self, file: OpenFile, held: FileContent) -> None:
-        """Readers have the PFS's own file open and somebody wants to write: from now on their reads come to us as well."""
-        if not held.tiers or held.content is None:
-            raise MustWait(self._request_fetch)
-        storage = self._get_storage(held.tiers[0])
-        file.replace_fd(self._open_or_wait(storage, held.content, NONBLOCKING_WRITE))
-        file.content, file.storage, file.is_writable, file.direct = held.content, storage, True, True
-        handles.set_content(self._context.db, file.inode, held.content)
-
-    def _get_storage(self, tier: Tier) -> TierStorage:
-        if tier not in self._context.tiers:
-            raise self._build_lost_error(f"its content lies in {tier}, which is not there now: see `ckptfs status`")
-        return self._context.tiers[tier]
-
-    def _build_lost_error(self, why: str) -> ContentLost | OSError:
-        if not contents.has_name(self._context.db, self._open_request.inode):
-            return posix_error(errno.ESTALE)  # Another node has taken its name away since it was looked up: the kernel looks again.
-        path = os.fsdecode(namespace.get_path(self._context.db, self._open_request.inode))
-        log.error("%s cannot be opened: %s", path, why)
-        return ContentLost(f"{path}: {why}")
-
-    # --- what needs waiting -------------------------------------------------------------------------------------------
+    # --- wait ---------------------------------------------------------------------------------------------------------
 
     def _open_or_wait(self, storage: TierStorage, content: int, flags: int) -> int:
-        """A descriptor, at once or Later: the mover may hold a lease, and the PFS may hang."""
+        """Return a descriptor. Raises MustWait if the mover holds a lease, and before any open on the PFS, which may hang."""
         if storage.tier is Tier.PFS:
             if self._pfs_fd < 0:
                 raise MustWait(lambda: self._open_on_pfs(storage, content, flags))
@@ -421,75 +425,64 @@ class OpenAttempt:
                 raise TimedOut("the mover does not give up its lease") from failure
             raise MustWait(lambda: trio.sleep(limits.LEASE_POLL_S)) from failure
 
+    async def _open_on_pfs(self, storage: TierStorage, content: int, flags: int) -> None:
+        self._pfs_fd = await run_on_pfs(lambda: storage.open(content, flags & ~os.O_NONBLOCK))
+
+    def _take_pfs_fd(self) -> int:
+        fd, self._pfs_fd = self._pfs_fd, -1
+        return fd
+
+    def _take_reserved(self, storage: TierStorage, undo: UndoLog) -> tuple[int, int]:
+        """Return (content, descriptor) of a new file on the PFS. Raises MustWait if there is none yet."""
+        if self._reserved is None:
+            raise MustWait(lambda: self._create_on_pfs(storage))
+        reserved, self._reserved = self._reserved, None
+        undo.callback(setattr, self, "_reserved", reserved)
+        return reserved
+
+    async def _create_on_pfs(self, storage: TierStorage) -> None:
+        with self._db.transaction() as db:
+            content = contents.insert_reserved_content(db, Tier.PFS)
+        try:
+            self._reserved = content, await run_on_pfs(lambda: storage.create(content))
+        except BaseException as failure:
+            with self._db.transaction() as db:
+                contents.mark_doomed(db, content)
+            if isinstance(failure, (OSError, CkptfsError)):
+                raise NoSpace(f"RAM and NVMe are full, and the PFS cannot take a file: {failure}") from failure
+            raise
+
+    async def _mark_unsealed(self, held: FileContent, content: int, tier: Tier) -> None:
+        with self._db.transaction() as db:
+            contents.mark_open(db, held.inode.id, content, tier)
+        self._unsealed_content = content
+
     async def _wait_and_refresh(self) -> None:
         await trio.sleep(limits.STORE_PUBLISHED_POLL_S)
         if self._context.shared_namespace is not None:
             await self._context.shared_namespace.refresh_inode(self._open_request.inode)
 
     async def _delete_missing_copy(self, content: int, tier: Tier) -> None:
-        """The catalog knows a copy that is not there: it does not count any more."""
-        path = os.fsdecode(namespace.get_path(self._context.db, self._open_request.inode))
-        log.error("%s: the file of its content %d is gone from %s", path, content, tier)
-        copies.delete_copy(self._context.db, content, tier)
-
-    def _take_pfs_fd(self) -> int:
-        fd, self._pfs_fd = self._pfs_fd, -1
-        return fd
-
-    async def _open_on_pfs(self, storage: TierStorage, content: int, flags: int) -> None:
-        self._pfs_fd = await run_on_pfs(lambda: storage.open(content, flags & ~os.O_NONBLOCK))
-
-    def _get_pfs_content(self, storage: TierStorage) -> tuple[int, int]:
-        if self._made is None:
-            raise MustWait(lambda: self._create_pfs_content(storage))
-        return self._made
-
-    async def _create_pfs_content(self, storage: TierStorage) -> None:
-        with self._context.db.transaction() as db:
-            content = contents.insert_reserved_content(db, Tier.PFS)
-        try:
-            self._made = content, await run_on_pfs(lambda: storage.create(content))
-        except BaseException as failure:
-            with self._context.db.transaction() as db:
-                contents.mark_doomed(db, content)
-            if isinstance(failure, (OSError, CkptfsError)):
-                raise NoSpace(f"RAM and NVMe are full, and the PFS cannot take a file: {failure}") from failure
-            raise
-
-    def _open_pfs_file(self, held: FileContent, undo: UndoLog) -> OpenFile:
-        """The PFS's own file, when the mover said so; else ask."""
-        if self._pfs_fd < 0:
-            raise MustWait(self._request_fetch)
-        fd = self._take_pfs_fd()
-        undo.callback(os.close, fd)
-        return self._build_open_file(held, None, None, fd, undo, direct=self._context.data_path is not DataPath.PASSTHROUGH)
-
-    def _open_incoming(self, held: FileContent, undo: UndoLog) -> OpenFile | None:
-        """A file whose blocks are on their way here: it is read as they come. None where nothing is published of it."""
-        content = None if held.content is None else contents.get_content(self._context.db, held.content)
-        if content is None or content.state is not ContentState.SEALED or content.generation != held.inode.generation:
-            return None
-        waiter = FetchWaiter(self._context, content)
-        found = waiter.open_partial()
-        if found is None:
-            return None
-        storage, fd = found
-        undo.callback(os.close, fd)
-        file = OpenFile(held.inode.id, content.id, storage, fd, atime_ns=held.inode.atime_ns)
-        file.generation, file.fetch_waiter = held.inode.generation, waiter
-        return file
+        """Delete the row of a copy whose file does not exist."""
+        log.error("%s: the file of content %d is missing in %s; this copy no longer counts", self._get_path(), content, tier)
+        copies.delete_copy(self._db, content, tier)
 
     async def _request_fetch(self) -> None:
-        """Have it brought: a reader needs only its beginning, unless that was tried."""
-        argument, begun = (mover_requests.FOR_WRITING, False) if self._open_request.is_writer else ("", not self._has_begun_fetch)
-        ask = self._context.mover_client.request
-        result = await ask(mover_requests.FETCH, self._open_request.inode, argument, timeout_s=limits.FETCH_STALL_S, accepts_begun=begun)
+        """Request a fetch. A reader waits only for the beginning of the file, but at its second request for all of it."""
+        is_writer, inode = self._open_request.is_writer, self._open_request.inode
+        result = await self._context.mover_client.request(
+            mover_requests.FETCH,
+            inode,
+            mover_requests.FOR_WRITING if is_writer else "",
+            timeout_s=limits.FETCH_STALL_S,
+            accepts_begun=not is_writer and not self._has_begun_fetch,
+        )
         self._has_begun_fetch |= result == mover_requests.READABLE
         if result == mover_requests.DIRECT:
-            self._pfs_fd = await open_pfs_file(self._context, self._open_request.inode)
+            self._pfs_fd = await open_pfs_file(self._db, self._context.config.pfs, inode)
 
-    async def _search_elsewhere(self) -> None:
-        """This node knows of no copy: another one may have it all the same, or be about to show what the file held before."""
+    async def _search_other_nodes(self) -> None:
+        """Ask for a copy that this node does not know: another node may have one, or may be about to restore the previous generation."""
         self._has_searched = True
         try:
             await self._request_fetch()
@@ -497,19 +490,37 @@ class OpenAttempt:
             if failure.errno not in {errno.EIO, errno.ETIMEDOUT}:
                 raise
 
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _get_storage(self, tier: Tier) -> TierStorage:
+        if tier not in self._context.tiers:
+            raise self._build_lost_error(f"its content is in {tier}, which is not available (see `ckptfs status`)")
+        return self._context.tiers[tier]
+
+    def _build_lost_error(self, cause: str) -> ContentLost | OSError:
+        if not contents.has_name(self._db, self._open_request.inode):
+            return posix_error(errno.ESTALE)  # Another node removed its name since the lookup: the kernel looks it up again.
+        path = self._get_path()
+        log.error("%s: cannot be opened: %s", path, cause)
+        return ContentLost(f"{path}: {cause}")
+
+    def _get_path(self) -> str:
+        return os.fsdecode(namespace.get_path(self._db, self._open_request.inode))
+
 
 class CreateAttempt(OpenAttempt):
-    """The attempts at one create."""
+    """The attempts at one create: a name, an inode, a content and a handle in one transaction, or none of them."""
 
-    def __init__(self, context: "MountContext", request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
+    def __init__(self, context: MountContext, request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
         super().__init__(context, OpenRequest(0, is_writer=True, truncates=False, fuse_request=request))
         self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
         self._kind = open.get_series_pattern(name)
         self._inode: Inode | None = None
         self.blind = False
+        """Set to create in a directory that is not imported."""
 
     def try_nonblocking(self) -> OpenResult | None:
-        """Create if nothing must be waited for; else None, and nothing was changed."""
+        """Create without waiting. Returns None, and changes nothing, if something must be waited for."""
         try:
             return self._attempt()
         except (MustWait, NoSpace):
@@ -517,20 +528,15 @@ class CreateAttempt(OpenAttempt):
 
     @property
     def inode(self) -> Inode:
-        """What was made."""
+        """The new inode, after success."""
         assert self._inode is not None
         return self._inode
 
-    def _attempt(self) -> OpenResult:
-        """Raises what `namespace.make` raises, Unvisited too."""
+    def _load(self) -> FileContent:
+        """Insert the inode and its name. Raises what `namespace.create` raises, NotImported too."""
         uid, gid = self._owner
-        with UndoLog() as undo:
-            with self._files.change() as db:
-                inode = namespace.create(db, self._parent, self._name, self._mode, uid=uid, gid=gid, allow_unimported=self.blind)
-                held = FileContent(inode, None, None, (), False)
-                file = self.create_content(held, undo, self._kind)
-                opened = self._record_handle(file, held)
-            undo.pop_all()
-        self._files.add_handle(file, opened.handle, True)
-        self._inode = inode
-        return opened
+        self._inode = namespace.create(self._db, self._parent, self._name, self._mode, uid=uid, gid=gid, allow_unimported=self.blind)
+        return FileContent(self._inode, None, None, (), False)
+
+    def _act(self, file: OpenFile | None, held: FileContent, undo: UndoLog) -> OpenFile:
+        return self._create_content(held, undo, self._kind)

@@ -1,8 +1,9 @@
-"""Owns which inodes are open, and the ends of handles on their way into the catalog.
+"""The open inodes of the mount, by inode and by handle; and the commit of their releases.
 
-A release is answered once its row is gone, but it waits a few milliseconds for company: the next open or create takes it along in its own
-transaction. Until then the inode counts as open here, so that whoever asks meanwhile sees what the application wrote.
-If we die here: the kernel sends an unanswered release again, and `start` builds everything else from the handle table.
+The kernel gets its RELEASE reply after the handle row is deleted. Deletes are batched: the next open or create commits them, or a task does
+after `RELEASE_GATHER_S`. Until then the inode counts as open, so that others see what the application wrote.
+
+Crash safety: the kernel resends a release without a reply. `start` rebuilds everything else from the handle table.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import WakeChannel
-from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, OpenFile, open_for_writing, run_on_pfs
+from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, open_for_writing, run_on_pfs
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ class OpenFileTable:
     def __init__(
         self, db: Database, tiers: Tiers, passthrough: Passthrough | None, wake_channel: WakeChannel, *, kernel_owns_times: bool = False
     ) -> None:
-        """`passthrough` is None on the buffered path. `times_are_kernels`: it keeps its writeback cache, and with it the files' mtime.
+        """`passthrough` is None on the buffered path. `kernel_owns_times`: the kernel's writeback cache keeps the mtime of files.
 
-        It sets that by itself when it is another one, and writes what it kept at any time: a backing file's own mtime says nothing then.
+        The kernel then sets a new mtime by itself and writes its pages at any time, so the mtime of a backing file means nothing.
         """
         self.kernel_owns_times = kernel_owns_times
         self.db = db
@@ -62,7 +63,7 @@ class OpenFileTable:
         self._pfs_until_s = float("inf")
 
     def get_file(self, fh: int) -> OpenFile:
-        """The open file behind FUSE's `fh`. Raises EBADF."""
+        """Return the open file behind FUSE's `fh`. Raises EBADF."""
         file = self.by_handle.get(fh & HANDLE_MASK)
         if file is None:
             raise posix_error(errno.EBADF)
@@ -71,7 +72,7 @@ class OpenFileTable:
     # --- attributes ---------------------------------------------------------------------------------------------------
 
     def get_attributes(self, row: Inode) -> Inode:
-        """`row` as it is now: an open file's size, times and blocks come from its backing file."""
+        """Return `row` with the size, times and blocks of the backing file if it is open, else with its blocks."""
         file = self.by_inode.get(row.id)
         if file is not None:
             return file.get_attributes(row)
@@ -84,36 +85,36 @@ class OpenFileTable:
         return row
 
     def is_open_for_writing(self, inode: int) -> bool:
-        """Whether somebody has it open for writing."""
+        """Return True if an open handle of `inode` writes."""
         file = self.by_inode.get(inode)
         return file is not None and any(file.handles.values())
 
     def get_mtime_ns(self, status: os.stat_result) -> int | None:
-        """When the file with this backing file was written last; None: its inode knows."""
+        """Return the mtime of a file from the status of its backing file. Returns None if the inode row has it."""
         return None if self.kernel_owns_times else status.st_mtime_ns
 
     def set_times(self, inode: int, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """The inode's times were set (None: not this one); an open file's follow."""
+        """Set the times of the backing file if the inode is open; None leaves one unchanged."""
         file = self.by_inode.get(inode)
         if file is not None:
             file.set_times(atime_ns, mtime_ns)
 
     def get_expected_bytes(self, kind: bytes) -> int:
-        """How large a new file of this kind will probably be: as the last one; 0 when there was none."""
+        """Return the probable size of a new file of this series: that of the last one, or 0."""
         return self._size_by_kind.get(kind, 0)
 
     def get_reserved_bytes(self) -> dict[Tier, int]:
-        """What writers are still expected to write, by tier."""
+        """Return the bytes that writers are still expected to write, by tier."""
         sums: dict[Tier, int] = {}
         for file in self._reserving:
-            if file.tier is not None and file.tier is not Tier.PFS and (promised := file.reserved_bytes):
-                sums[file.tier] = sums.get(file.tier, 0) + promised
+            if file.tier is not None and file.tier is not Tier.PFS and (reserved := file.reserved_bytes):
+                sums[file.tier] = sums.get(file.tier, 0) + reserved
         return sums
 
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def register_backing(self, fd: int, tier: Tier | None) -> int:
-        """A backing id for `fd`; 0 where its bytes must pass through us, which is logged once for a tier."""
+        """Return a backing id for `fd`, or 0 if its bytes must pass through this process, which is logged once per tier."""
         if self._passthrough is None:
             return 0
         try:
@@ -123,38 +124,37 @@ class OpenFileTable:
                 raise
             if tier not in self._refused_tiers:
                 self._refused_tiers.add(tier)
-                reason = os.strerror(failure.errno or 0)
-                log.info("files in %s are served without passthrough: the kernel says %s", tier or "the PFS", reason)
+                log.info("%s: files are served without passthrough: %s", tier or "the PFS", os.strerror(failure.errno or 0))
             return 0
 
     def unregister_backing(self, backing: int) -> None:
-        """Give a backing id back."""
+        """Give a backing id back; 0 is none."""
         if backing and self._passthrough is not None:
             with contextlib.suppress(OSError):
                 self._passthrough.release(backing)
 
     def allocate_internal_handle(self) -> int:
-        """A handle of our own, which neither the kernel nor the catalog knows."""
+        """Return a handle for an internal open, which neither the kernel nor the catalog knows."""
         self._last_internal_handle -= 1
         return self._last_internal_handle
 
-    def add_handle(self, file: OpenFile, handle: int, writer: bool) -> None:
-        """A handle was committed: from now on it is open."""
+    def add_handle(self, file: OpenFile, handle: int, is_writer: bool) -> None:
+        """Add a handle that was committed."""
         self.by_inode[file.inode] = file
         self.by_handle[handle] = file
-        file.handles[handle] = writer
+        file.handles[handle] = is_writer
         if file.expected_bytes:
             self._reserving[file] = None
-        if writer and self.db.is_clustered:
+        if is_writer and self.db.is_clustered:
             self._wake_channel.notify(ipc.WRITER_OPENED)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def release(self, handle: int, on_committed: Callable[[], None] = lambda: None) -> None:
-        """A handle is closed. That is committed with the next change, or soon; then `answer` is called."""
+        """Close a handle. The next change or `run_release_commits` commits that and then calls `on_committed`."""
         file = self.by_handle.pop(handle, None)
         if file is None:
-            on_committed()  # It was committed before a crash, and is told again.
+            on_committed()  # Committed before a crash, then resent.
             return
         file.ended_handles.append(handle)
         file.has_ended_writer |= file.handles.pop(handle)
@@ -166,30 +166,30 @@ class OpenFileTable:
         self._has_releases.set()
 
     def release_all(self) -> None:
-        """The connection has ended: what is still open is closed, of which the kernel tells nothing any more."""
+        """Close everything: the connection has ended, and the kernel sends no more releases."""
         for handle in list(self.by_handle):
             self.release(handle)
         self.commit_releases()
 
     async def run_release_commits(self) -> None:
-        """The task: commit what ended and found no company."""
+        """Commit releases that no change took along. A task."""
         while True:
             await self._has_releases.wait()
             await trio.sleep(limits.RELEASE_GATHER_S)
             try:
                 self.commit_releases()
             except Exception:
-                log.exception("closed files cannot be recorded; trying again")
+                log.exception("releases of files: cannot be committed; trying again")
                 await trio.sleep(limits.RETRY_LAST_S)
 
     def commit_releases(self) -> None:
-        """Commit what ended."""
+        """Commit the pending releases now."""
         with self.change():
             pass
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Database]:
-        """A transaction that takes along what ended."""
+        """Yield a transaction that commits the pending releases as well."""
         if not self._releasing:
             with self.db.transaction() as db:
                 yield db
@@ -198,22 +198,21 @@ class OpenFileTable:
         with self.db.transaction() as db:
             doomed = [self._record_release(file) for file in ending]
             yield db
-        for file, gone in zip(ending, doomed, strict=True):
-            self._finish_release(file, gone)
+        for file, doomed_contents in zip(ending, doomed, strict=True):
+            self._finish_release(file, doomed_contents)
         self._has_releases = trio.Event()
-        answers, self._release_callbacks = self._release_callbacks, []
-        for answer in answers:
-            answer()
+        callbacks, self._release_callbacks = self._release_callbacks, []
+        for on_committed in callbacks:
+            on_committed()
 
     def _record_release(self, file: OpenFile) -> list[int]:
-        """The rows of one file's ended handles; the contents that are not needed any more."""
+        """Update the rows for one file's ended handles. Returns the contents that are doomed now."""
         for handle in file.ended_handles:
             if handle > 0:
                 handles.delete(self.db, handle)
         if not file.is_closing and file.handles:
             return []
-        named = contents.has_name(self.db, file.inode)
-        if not named:
+        if not contents.has_name(self.db, file.inode):
             return [] if file.handles else contents.mark_all_doomed(self.db, file.inode)
         if file.content is not None and file.fd >= 0:
             self._record_stats(file, file.content)
@@ -223,7 +222,7 @@ class OpenFileTable:
         status = os.fstat(file.fd)
         if file.is_closing:
             contents.mark_closed(self.db, file.inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status))
-            self._record_size_of_kind(file.kind, min(status.st_size, status.st_blocks * 512))
+            self._record_size_of_kind(file.kind, min(status.st_size, status.st_blocks * STAT_BLOCK_BYTES))
             return
         if status.st_atime_ns != file.atime_ns and file.fetch_waiter is None:
             contents.record_access(self.db, file.inode, status.st_atime_ns)
@@ -237,9 +236,9 @@ class OpenFileTable:
                 del self._size_by_kind[next(iter(self._size_by_kind))]
 
     def _finish_release(self, file: OpenFile, doomed: list[int]) -> None:
-        """The rows are committed: now the descriptors, the backing id, and what was unlinked."""
-        closed = file.is_closing
-        large = closed and file.fd >= 0 and os.fstat(file.fd).st_size >= limits.LARGE_BYTES_MIN
+        """After the commit, give back the descriptor, the backing id and doomed contents."""
+        is_closed = file.is_closing
+        is_large = is_closed and file.fd >= 0 and os.fstat(file.fd).st_size >= limits.LARGE_BYTES_MIN
         file.ended_handles.clear()
         file.has_ended_writer = False
         del self._releasing[file]
@@ -248,15 +247,15 @@ class OpenFileTable:
             file.close()
             self.unregister_backing(file.backing_id)
             self.delete_ram_files(doomed)
-        elif closed and file.is_writable and file.storage is not None and file.content is not None:
+        elif is_closed and file.is_writable and file.storage is not None and file.content is not None:
             self._reopen_read_only(file, file.storage, file.content)
-        if closed or doomed:
-            self._wake_channel.notify(ipc.LARGE_FILE_CLOSED if large else ipc.WORK)
+        if is_closed or doomed:
+            self._wake_channel.notify(ipc.LARGE_FILE_CLOSED if is_large else ipc.WORK)
 
     def _reopen_read_only(self, file: OpenFile, storage: TierStorage, content: int) -> None:
-        """The last writer has gone, readers are left: give up the right to write, for the mover's lease. Never raises.
+        """Open again for the remaining readers, so that the mover gets its lease. Never raises.
 
-        A descriptor on the PFS stays as it is until the readers have closed it: opening another may hang.
+        A descriptor on the PFS stays writable until the readers close it: opening another one may hang.
         """
         if storage.tier is Tier.PFS:
             return
@@ -264,12 +263,12 @@ class OpenFileTable:
             file.replace_fd(storage.open(content))
             file.is_writable = False
         except OSError as failure:
-            log.error("content %d in %s stays open for writing: %s", content, storage.tier, failure)
+            log.error("content %d in %s: cannot be opened read-only: %s; the mover gets no lease", content, storage.tier, failure)
 
     def delete_ram_files(self, doomed: list[int]) -> None:
-        """Give back at once what doomed contents take in RAM; the mover does the rest.
+        """Delete the files of doomed contents in RAM at once; the mover deletes the others.
 
-        Whoever reads one for its digest or its copy is made to let go of it: the room is free when its last descriptor is closed.
+        The open for writing breaks the lease of a mover thread that reads such a file: its space is free after the last close.
         """
         ram = self.tiers[Tier.RAM]
         for content in doomed:
@@ -280,14 +279,14 @@ class OpenFileTable:
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    async def start(self, resumed: bool) -> None:
-        """Take over what is open on this connection (`resumed`), or begin a new one with nothing open.
+    async def start(self, is_resumed: bool) -> None:
+        """Reopen what is open on this connection (`is_resumed`), or start with nothing open.
 
-        What a crash left OPEN without a writer is closed, as the last writer's release would have done.
+        A content that a crash left OPEN without a writer is closed as by its last release.
         """
         self._pfs_until_s = trio.current_time() + limits.PFS_ACT_WAIT_S
         with self.db.transaction():
-            if not resumed:
+            if not is_resumed:
                 handles.delete_all(self.db)
                 handles.delete_replies(self.db)
         for row in handles.list_all(self.db):
@@ -297,55 +296,16 @@ class OpenFileTable:
                 await self._close_abandoned(content, inode, self.tiers[tier])
 
     async def _reopen_handle(self, row: Handle) -> None:
-        """One handle of the process before us. Where its file cannot be opened its handle is there all the same, and reads fail."""
+        """Reopen a handle of the previous process. If its file cannot be opened, the handle exists all the same and its reads fail."""
         file = self.by_inode.get(row.inode)
         if file is None:
-            file = OpenFile(
-                row.inode, row.content, self._find_storage(row.content), -1, backing_id=row.backing_id, generation=row.generation
-            )
-            await self._reopen_file(file)
-        if (
-            row.is_writer
-            and not file.backing_id
-            and not file.is_writable
-            and file.fd >= 0
-            and file.storage is not None
-            and row.content is not None
-        ):
+            storage = self._find_storage(row.content)
+            file = OpenFile(row.inode, row.content, storage, -1, backing_id=row.backing_id, generation=row.generation)
+            if storage is not None and row.content is not None:
+                await self._reopen_file(file, storage, row.content)
+        if row.is_writer and not file.backing_id and not file.is_writable and file.fd >= 0 and file.storage and row.content:
             await self._reopen_writable(file, file.storage, row.content)
         self.add_handle(file, row.id, row.is_writer)
-
-    async def _reopen_writable(self, file: OpenFile, storage: TierStorage, content: int) -> None:
-        """Open for writing what a writer before us had open; where that fails its writes do, and everything else goes on."""
-        try:
-            if storage.tier is Tier.PFS:
-                fd = await self._run_on_pfs_until_deadline(lambda: storage.open(content, os.O_RDWR))
-            else:
-                fd = await open_for_writing(storage, content)
-            file.replace_fd(fd)
-            file.is_writable = True
-        except (OSError, CkptfsError) as failure:
-            log.error("the open file with content %d in %s cannot be written any more: %s", content, storage.tier, failure)
-
-    async def _run_on_pfs_until_deadline(self, act: Callable[[], T]) -> T:
-        """Run `act`, which asks the PFS; all of these together have `limits.PFS_ACT_WAIT_S`. Raises TimedOut."""
-        with trio.move_on_at(self._pfs_until_s):
-            return await run_on_pfs(act)
-        raise TimedOut("the PFS does not answer")
-
-    async def _reopen_file(self, file: OpenFile) -> None:
-        storage, content = file.storage, file.content
-        if storage is None or content is None:
-            return
-        try:
-            file.fd = (
-                storage.open(content)
-                if storage.tier is not Tier.PFS
-                else await self._run_on_pfs_until_deadline(lambda: storage.open(content))
-            )
-            file.atime_ns = os.fstat(file.fd).st_atime_ns
-        except (OSError, CkptfsError) as failure:
-            log.error("the open file with content %d cannot be found again in %s: %s", content, storage.tier, failure)
 
     def _find_storage(self, content: int | None) -> TierStorage | None:
         if content is None:
@@ -353,14 +313,36 @@ class OpenFileTable:
         good = (copy.tier for copy in copies.list_copies(self.db, content) if copy.state is CopyState.GOOD)
         return next((self.tiers[tier] for tier in good if tier in self.tiers), None)
 
+    async def _reopen_file(self, file: OpenFile, storage: TierStorage, content: int) -> None:
+        try:
+            file.fd = await self._run_until_deadline(storage.tier, lambda: storage.open(content))
+            file.atime_ns = os.fstat(file.fd).st_atime_ns
+        except (OSError, CkptfsError) as failure:
+            log.error("content %d in %s: the open file cannot be opened again: %s; its reads fail", content, storage.tier, failure)
+
+    async def _reopen_writable(self, file: OpenFile, storage: TierStorage, content: int) -> None:
+        try:
+            if storage.tier is Tier.PFS:
+                fd = await self._run_until_deadline(Tier.PFS, lambda: storage.open(content, os.O_RDWR))
+            else:
+                fd = await open_for_writing(storage, content)
+            file.replace_fd(fd)
+            file.is_writable = True
+        except (OSError, CkptfsError) as failure:
+            log.error("content %d in %s: the open file cannot be opened for writing: %s; its writes fail", content, storage.tier, failure)
+
+    async def _run_until_deadline(self, tier: Tier, act: Callable[[], T]) -> T:
+        """Run `act`. All calls on the PFS together get `limits.PFS_ACT_WAIT_S`, then raise TimedOut."""
+        if tier is not Tier.PFS:
+            return act()
+        with trio.move_on_at(self._pfs_until_s):
+            return await run_on_pfs(act)
+        raise TimedOut("the PFS does not answer")
+
     async def _close_abandoned(self, content: int, inode: int, storage: TierStorage) -> None:
         status = None
         with contextlib.suppress(TimedOut):
-            status = (
-                storage.stat(content)
-                if storage.tier is not Tier.PFS
-                else await self._run_on_pfs_until_deadline(lambda: storage.stat(content))
-            )
+            status = await self._run_until_deadline(storage.tier, lambda: storage.stat(content))
         with self.db.transaction():
             if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
                 contents.mark_doomed(self.db, content)

@@ -1,0 +1,189 @@
+"""The handlers that pyfuse3 calls by name. Each one delegates to the handler class that owns the subject.
+
+`LatestTree` serves the inodes below `.ckptfs`, which are in no catalog.
+
+Invariants:
+- Only FUSEError leaves a handler: any other exception would end the mount.
+"""
+
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from ckptfs_daemon.fuse.request import get_errno
+from ckptfs_daemon.mount.attribute_handlers import AttributeHandlers
+from ckptfs_daemon.mount.file_handlers import FileHandlers
+from ckptfs_daemon.mount.latest_tree import LatestTree
+from ckptfs_daemon.mount.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
+
+# After fuse.session, which loads the shim before pyfuse3.
+import pyfuse3  # isort: skip
+
+if TYPE_CHECKING:
+    from pyfuse3 import EntryAttributes, FileInfo, ReaddirToken, RequestContext, SetattrFields, StatvfsData
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def translate_errors(handler: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Wrap a handler: turn every error into the FUSEError with its errno."""
+
+    @functools.wraps(handler)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await handler(*args, **kwargs)
+        except pyfuse3.FUSEError:
+            raise
+        except Exception as failure:
+            raise pyfuse3.FUSEError(get_errno(failure, handler.__name__)) from failure
+
+    return wrapped
+
+
+class Operations(pyfuse3.Operations):
+    """Every handler of the mount, except those that the shim calls itself (`shim_handlers`)."""
+
+    def __init__(
+        self,
+        names: NamespaceHandlers,
+        directories: DirectoryHandlers,
+        attributes: AttributeHandlers,
+        files: FileHandlers,
+        orphans: OrphanTracker,
+        latest: LatestTree,
+    ) -> None:
+        super().__init__()
+        self._names, self._directories, self._attributes, self._files = names, directories, attributes, files
+        self._orphans, self._latest = orphans, latest
+
+    def _choose(self, handlers: T, *inodes: int) -> T | LatestTree:
+        """Return `handlers`, or `LatestTree` if one of `inodes` is its own."""
+        return self._latest if any(map(self._latest.owns, inodes)) else handlers
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    @translate_errors
+    async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> "EntryAttributes":
+        handlers = self._latest if self._latest.owns_name(parent_inode, name) else self._names
+        return await handlers.lookup(parent_inode, name, ctx)
+
+    async def forget(self, inode_list: Iterable[tuple[int, int]]) -> None:
+        self._orphans.forget(inode_list)
+
+    @translate_errors
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> "EntryAttributes":
+        return await self._choose(self._names, parent_inode).mkdir(parent_inode, name, mode, ctx)
+
+    @translate_errors
+    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: "RequestContext") -> "EntryAttributes":
+        return await self._choose(self._names, parent_inode).mknod(parent_inode, name, mode, rdev, ctx)
+
+    @translate_errors
+    async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: "RequestContext") -> "EntryAttributes":
+        return await self._choose(self._names, parent_inode).symlink(parent_inode, name, target, ctx)
+
+    @translate_errors
+    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: "RequestContext") -> "EntryAttributes":
+        return await self._choose(self._names, inode, new_parent_inode).link(inode, new_parent_inode, new_name)
+
+    @translate_errors
+    async def unlink(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
+        await self._choose(self._names, parent_inode).unlink(parent_inode, name)
+
+    @translate_errors
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
+        await self._choose(self._names, parent_inode).rmdir(parent_inode, name)
+
+    @translate_errors
+    async def rename(
+        self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int, ctx: "RequestContext"
+    ) -> None:
+        handlers = self._choose(self._names, parent_inode_old, parent_inode_new)
+        await handlers.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+
+    # --- directories, and the filesystem as a whole -------------------------------------------------------------------
+
+    @translate_errors
+    async def opendir(self, inode: int, ctx: "RequestContext") -> int:
+        return inode
+
+    @translate_errors
+    async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
+        await self._choose(self._directories, fh).readdir(fh, start_id, token)
+
+    @translate_errors
+    async def releasedir(self, fh: int) -> None:
+        """Do nothing: the handle of a directory is the number of its inode."""
+
+    @translate_errors
+    async def access(self, inode: int, mode: int, ctx: "RequestContext") -> bool:
+        return True  # The kernel decides (default_permissions).
+
+    @translate_errors
+    async def statfs(self, ctx: "RequestContext") -> "StatvfsData":
+        return await self._directories.statfs()
+
+    @translate_errors
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        await self._files.fsyncdir(fh)
+
+    # --- attributes ---------------------------------------------------------------------------------------------------
+
+    @translate_errors
+    async def getattr(self, inode: int, ctx: "RequestContext") -> "EntryAttributes":
+        return await self._choose(self._attributes, inode).getattr(inode, ctx)
+
+    @translate_errors
+    async def setattr(
+        self, inode: int, attr: "EntryAttributes", fields: "SetattrFields", fh: int | None, ctx: "RequestContext"
+    ) -> "EntryAttributes":
+        return await self._choose(self._attributes, inode).setattr(inode, attr, fields, fh)
+
+    @translate_errors
+    async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
+        return await self._choose(self._attributes, inode).readlink(inode)
+
+    @translate_errors
+    async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
+        return await self._choose(self._attributes, inode).getxattr(inode, name)
+
+    @translate_errors
+    async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
+        return await self._choose(self._attributes, inode).listxattr(inode, ctx)
+
+    @translate_errors
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: "RequestContext") -> None:
+        await self._choose(self._attributes, inode).setxattr(inode, name, value)
+
+    @translate_errors
+    async def removexattr(self, inode: int, name: bytes, ctx: "RequestContext") -> None:
+        await self._choose(self._attributes, inode).removexattr(inode, name)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    @translate_errors
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: "RequestContext"
+    ) -> "tuple[FileInfo, EntryAttributes]":
+        return await self._choose(self._files, parent_inode).create(parent_inode, name, mode, flags, ctx)
+
+    @translate_errors
+    async def open(self, inode: int, flags: int, ctx: "RequestContext") -> "FileInfo":
+        return await self._files.open(inode, flags, ctx)
+
+    @translate_errors
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        return await self._files.read(fh, off, size)
+
+    @translate_errors
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        return await self._files.write(fh, off, buf)
+
+    @translate_errors
+    async def flush(self, fh: int) -> None:
+        await self._files.flush(fh)
+
+    @translate_errors
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        await self._files.fsync(fh)
