@@ -23,7 +23,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ckptfs import limits
+from ckptfs import limits, procfs
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
     SETTINGS,
@@ -179,9 +179,7 @@ def _check_directory(key: str, path: Path) -> None:
 
 def _is_mounted(mountpoint: Path) -> bool:
     """Whether a ckptfs is mounted there: then it is a directory, and asking it would wait for a daemon that may not run yet."""
-    escaped = "".join(f"\\{ord(letter):03o}" if letter in " \t\n\\" else letter for letter in str(mountpoint))
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        return any(line.split(" ", 5)[4] == escaped and " - fuse.ckptfs " in line for line in file)
+    return any(entry.mountpoint == mountpoint and entry.fstype == procfs.CKPTFS_TYPE for entry in procfs.list_mount_entries())
 
 
 def _check_disjoint(paths: Mapping[str, Path]) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 
-from ckptfs import disk, lifecycle, limits
+from ckptfs import disk, lifecycle, limits, procfs
 from ckptfs.catalog import copies, namespace, remote_contents, summary
 from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged, mark_lost
 from ckptfs.catalog.database import Database
@@ -222,7 +222,7 @@ class Evict:
         if os.geteuid() != 0 or not os.path.ismount(root) or not count_writers(self._db):
             return
         total, used = space.get_filesystem_size(root)
-        memory, available = space.get_memory()
+        memory, available = procfs.get_memory()
         larger = space.choose_ram_size(total, used, configured=self._config.ram_bytes, available=available, memory=memory)
         if larger > total:
             space.resize_ram(root, larger)

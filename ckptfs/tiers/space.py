@@ -113,16 +113,6 @@ def get_filesystem_size(root: Path) -> tuple[int, int]:
     return figures.f_blocks * figures.f_frsize, (figures.f_blocks - figures.f_bfree) * figures.f_frsize
 
 
-def get_memory() -> tuple[int, int]:
-    """(all, available) bytes of this machine's memory."""
-    fields = {}
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            fields[name] = int(rest.split()[0]) * limits.KIB
-    return fields["MemTotal"], fields["MemAvailable"]
-
-
 def resize_ram(root: Path, size_bytes: int) -> None:
     """Remount the tmpfs at `root` with a new size. Raises OSError; only for a mount of our own."""
     command = ["mount", "-o", f"remount,size={size_bytes}", str(root)]

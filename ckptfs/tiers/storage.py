@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptfs import disk, limits
+from ckptfs import disk, limits, procfs
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -186,7 +186,8 @@ class TierStorage:
             free = max(0, min(free, total - self._measure_used()))
         measured_used = total - free
         if self.tier is Tier.RAM:
-            free = max(0, min(free, _get_available_memory() - int(limits.MEMORY_RESERVE_RATIO * _get_total_memory())))
+            memory, available = procfs.get_memory()
+            free = max(0, min(free, available - int(limits.MEMORY_RESERVE_RATIO * memory)))
         return Capacity(total, free, measured_used)
 
     def _measure_used(self) -> int:
@@ -291,22 +292,6 @@ class Tiers(Mapping[Tier, TierStorage]):
         """Give all descriptors back."""
         for storage in self._tiers.values():
             storage.close()
-
-
-def _read_meminfo(field: str) -> int:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith(field):
-                return int(line.split()[1]) * limits.KIB
-    return limits.FILE_BYTES_MAX
-
-
-def _get_available_memory() -> int:
-    return _read_meminfo("MemAvailable:")
-
-
-def _get_total_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _fsync_path(path: Path) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptfs import limits
+from ckptfs import limits, procfs
 from ckptfs_client.render import format_count, format_duration
 
 if TYPE_CHECKING:
@@ -120,9 +120,7 @@ def _libfuse() -> Iterator[Finding]:
 
 def _permissions() -> Iterator[Finding]:
     if os.geteuid() == 0:
-        status = Path("/proc/self/status").read_text()
-        match = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-        admin = match is not None and int(match[1], 16) >> 21 & 1
+        admin = procfs.has_capability(procfs.CAP_SYS_ADMIN)
         remedy = "" if admin else "run it with CAP_SYS_ADMIN (containers: --cap-add SYS_ADMIN)"
         yield Finding("permissions", GOOD if admin else BAD, "root, and may mount" if admin else "root without the right to mount", remedy)
         return
@@ -165,8 +163,7 @@ def _leases() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    total, available = int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024
+    total, available = procfs.get_memory()
     words = f"{total / limits.GIB:.1f} GiB, {available / limits.GIB:.1f} GiB available"
     little = available < MEMORY_BYTES_MIN
     yield Finding("memory", NOTE if little else GOOD, words, "the RAM tier will be small: give nvme=DIRECTORY too" if little else "")

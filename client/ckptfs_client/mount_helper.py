@@ -28,11 +28,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckptfs import config, limits
+from ckptfs import config, limits, procfs
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
 from ckptfs_client.errors import ClientError
-from ckptfs_client.mounts import find, is_running, list_mounts
+from ckptfs_client.mounts import find, list_mounts
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -269,7 +269,7 @@ def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
     pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)
     until = time.monotonic() + status.drain_deadline_s + GRACE_S
     with ProgressBar(f"writing back {status.name}") as bar:
-        while pid and is_running(pid):
+        while pid and procfs.is_running(pid):
             # While it drains it answers; when it no longer does, it is about to end.
             status = _get_status(client) or status
             bar.update(status.write_back.dirty_bytes, describe_write_back(status))

@@ -9,10 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfs import runtime_dir
+from ckptfs import procfs, runtime_dir
 from ckptfs_client.errors import NoMount
-
-TYPE = "fuse.ckptfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +39,24 @@ class Mount:
             pid = int(json.loads(runtime_dir.registry_path(self.name, self.uid).read_bytes())["pid"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        return not is_running(pid)
+        return not procfs.is_running(pid)
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def list_mounts(table: str = "/proc/self/mountinfo") -> list[Mount]:
+def list_mounts(table: str | Path = procfs.MOUNT_TABLE) -> list[Mount]:
     """Every ckptfs that is mounted, in the order of mounting."""
-    with open(table, encoding="utf-8", errors="surrogateescape") as file:
-        lines = [line.split(" - ", 1) for line in file]
     found = []
-    for left, right in (line for line in lines if len(line) == 2):
-        kind, source, options = right.split()[:3]
-        if kind == TYPE:
-            fields = left.split()
-            major, minor = map(int, fields[2].split(":"))
-            uid = re.search(r"(?:^|,)user_id=(\d+)", options)
-            found.append(Mount(_unescape(source), Path(_unescape(fields[4])), int(uid[1]) if uid else 0, os.makedev(major, minor)))
+    for entry in procfs.list_mount_entries(table):
+        if entry.fstype == procfs.CKPTFS_TYPE:
+            uid = re.search(r"(?:^|,)user_id=(\d+)", entry.options)
+            device = os.makedev(*map(int, entry.device.split(":")))
+            found.append(Mount(entry.source, entry.mountpoint, int(uid[1]) if uid else 0, device))
     return found
 
 
-def list_mountpoints_below(directory: Path, table: str = "/proc/self/mountinfo") -> list[Path]:
+def list_mountpoints_below(directory: Path) -> list[Path]:
     """The places of all mounts of any kind below a directory, deepest and latest first; a place with several is named as often."""
-    with open(table, encoding="utf-8", errors="surrogateescape") as file:
-        points = [Path(_unescape(line.split(" ", 5)[4])) for line in file]
-    found = [point for point in reversed(points) if point.is_relative_to(directory) and point != directory]
+    points = [entry.mountpoint for entry in reversed(procfs.list_mount_entries())]
+    found = [point for point in points if point.is_relative_to(directory) and point != directory]
     return sorted(found, key=lambda point: len(point.parts), reverse=True)
 
 
@@ -102,8 +87,3 @@ def choose(directory: Path | None) -> Mount:
     if len(found) > 1:
         raise NoMount("several ckptfs are mounted", remedy="name one of " + ", ".join(str(mount.mountpoint) for mount in found))
     return found[0]
-
-
-def _unescape(text: str) -> str:
-    """A field of mountinfo without its octal escapes."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,10 +1,9 @@
-"""The command `ckptfsd NAME DIR -o OPTIONS`: the supervisor, in the foreground; and `--child ROLE`, which only the supervisor uses.
+"""The command `ckptfsd NAME DIR -o OPTIONS`: the supervisor in the foreground, or with `--child ROLE` one of its children.
 
 Errors are one sentence on stderr, and on --ready-fd as `error: SENTENCE`. Exit codes: 0 unmounted and drained, 1 failed, 2 refused.
+A child imports its modules, waits for its assignment, and runs its role.
 
-A child of the supervisor: becomes warm, waits for its role, and runs it.
-
-If we die here: the supervisor sees our link's end, and starts another.
+Crash safety: the supervisor sees the end of a child's link and starts another one.
 """
 
 import argparse
@@ -26,7 +25,7 @@ DAEMON_EXIT_CODES = {0: "unmounted and drained", FAILED: "failed", REFUSED: "ref
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run as supervisor or child; the exit code."""
+    """Run as supervisor or as child. Returns the exit code."""
     parser = build_daemon_parser()
     options = parser.parse_args(arguments)
     if options.child is not None:
@@ -51,9 +50,9 @@ def build_daemon_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line of ckptfsd."""
     parser = argparse.ArgumentParser(prog="ckptfsd", description="Serve a ckptfs mount until it is unmounted.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the mount's name")
-    parser.add_argument("directory", nargs="?", metavar="DIR", help="where it is mounted; may stand in the configuration instead")
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="the mountpoint; may be in the configuration instead")
     parser.add_argument("-o", dest="options", action="append", default=[], metavar="KEY=VALUE,...", help="options, as for mount -t ckptfs")
-    parser.add_argument("--ready-fd", type=int, metavar="N", help="descriptor to which `ok` or `error: SENTENCE` is written")
+    parser.add_argument("--ready-fd", type=int, metavar="N", help="the descriptor to write `ok` or `error: SENTENCE` to")
     parser.add_argument("--version", action="version", version=f"ckptfsd {__version__}")
     parser.add_argument("--child", choices=("mount", "mover", "spare"), help=argparse.SUPPRESS)
     parser.add_argument("--link", type=int, default=-1, help=argparse.SUPPRESS)
@@ -61,7 +60,7 @@ def build_daemon_parser() -> argparse.ArgumentParser:
 
 
 def run_child(role: str, link_fd: int) -> int:
-    """Serve in the role that the supervisor assigns; the exit code."""
+    """Serve in the role that the supervisor assigns. Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logs.configure(role, "info")
@@ -85,7 +84,7 @@ def run_child(role: str, link_fd: int) -> int:
 
 
 def _preload_modules(role: str) -> None:
-    """Import what the role needs, before there is a hurry."""
+    """Import the modules of the role before the assignment comes."""
     if role == "mover":
         from ckptfs_daemon.mover import main as mover  # noqa: F401
     else:
@@ -107,5 +106,5 @@ if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    # Threads that hang (on a PFS) must not keep us.
+    # Threads that hang (on a PFS) must not keep the process.
     os._exit(code)

@@ -1,25 +1,19 @@
-"""Owns the bell: how the mount and the mover wake each other. A message is a hint; what there is to do stands in the catalog.
+"""Messages between the processes of a daemon.
 
-From the mount: `WORK`, `OPENED` (a file is being written), `LARGE` (a large one was closed), and `URGENT` with the kind of a want (somebody
-waits). From the mover: `WANTS` (some were answered), `INODE` and 8 bytes (forget its attributes and pages), `ENTRY` and 8 bytes and a name
-(forget that name), `TOUCHED` (other nodes must learn of something), `LEASE` and 8 bytes (this node's lease was kept).
-Numbers are little endian.
-If we die here: what was rung waits in the socket, which the supervisor keeps open, for the next process.
+Mount and mover wake each other over a socket pair, the wake channel. A wake-up is a hint: the catalog says what there is to do. Numbers in
+its messages are little endian.
 
-What a child of the supervisor is given: its role, the configuration, its sockets, and in the mount the FUSE connection.
+Each child has one socket to its supervisor, the link. The first message on it is the assignment: the role and the configuration as JSON,
+with the descriptors that the role needs. A process that has already imported its modules can therefore take any role at once. Afterwards
+the link carries READY and heartbeats to the supervisor, the stop request to the child, and log levels both ways.
 
-A child starts with one socket, the link. Over it the supervisor sends one message, the assignment: JSON and, beside it, the
-descriptors. So a process that is already warm can take any role at once.
-If we die here: the supervisor sees the link's end and gives the same assignment to the next child.
+`ProgressSignal` wakes threads of the mover that wait for a change in the catalog.
 
-Owns a child's tie to its supervisor: the sign of life that the watchdog waits for, and the supervisor's word: to stop, or what to log.
+Invariants:
+- A child whose supervisor has ended exits at once, because another daemon may already do its work.
 
-Invariant: a child whose supervisor is gone ends at once, since somebody else may already do its work.
-If we die here: the supervisor sees the link's end and starts another.
-
-Owns the moments at which something got on in the mover, for threads that wait for what the catalog shows.
-
-A pulse is a hint: whoever waits looks at the catalog, also when none came for a while. If we die here: nobody waits any more.
+Crash safety: messages wait in the sockets, which the supervisor keeps open, for the next process. If a child dies, the supervisor sees the
+end of its link and gives the assignment to another one.
 """
 
 import base64
@@ -42,10 +36,14 @@ from ckptfs.config import Config
 from ckptfs.model import DataPath
 from ckptfs_daemon import logs
 
+# To the mover. URGENT_REQUEST is followed by the kind of a request on which an application waits.
 WORK = b"."
 URGENT_REQUEST = b"!"
 WRITER_OPENED = b"o"
 LARGE_FILE_CLOSED = b"l"
+
+# To the mount: requests were answered; the kernel must forget an inode's attributes and pages, or a name in a directory; rows must be
+# published to the other nodes; the mover renewed this node's lease.
 REPLIES = b"w"
 INVALIDATE_INODE = b"i"
 INVALIDATE_ENTRY = b"e"
@@ -64,10 +62,9 @@ class WakeChannel:
         self._notified_s = {WORK: float("-inf"), WRITER_OPENED: float("-inf")}
 
     def notify(self, message: bytes) -> None:
-        """Send without waiting, from any thread. Dropped when the other side has not listened for so long that the socket is full.
+        """Send without waiting; any thread may call. The message is dropped if the socket is full.
 
-        `WORK` and `OPENED` are left out when they were rung a moment ago: the mover gathers hints for longer than that before it looks at
-        the catalog.
+        `WORK` and `WRITER_OPENED` are skipped shortly after the previous one, because the mover gathers hints for longer than that.
         """
         if message in self._notified_s:
             now_s = time.monotonic()
@@ -77,7 +74,7 @@ class WakeChannel:
         self._send(message)
 
     def notify_or_wait(self, message: bytes) -> None:
-        """Like `ring`, but wait a moment for room: for worker threads with a message that is dear, as an invalidation is."""
+        """Send like `notify`, but wait up to SEND_WAIT_S for room. For worker threads whose message must not be lost."""
         if not self._send(message):
             select.select([], [self._end], [], SEND_WAIT_S)
             self._send(message)
@@ -90,7 +87,7 @@ class WakeChannel:
         return True
 
     async def receive_messages(self) -> AsyncIterator[bytes]:
-        """Every message that arrives, until the other end and the supervisor's are closed."""
+        """Yield every message until all copies of the other end are closed."""
         while True:
             await trio.lowlevel.wait_readable(self._end)
             try:
@@ -105,30 +102,27 @@ class WakeChannel:
 
 
 def build_invalidate_inode(inode: int) -> bytes:
-    """Forget this inode's attributes and pages."""
     return INVALIDATE_INODE + inode.to_bytes(8, "little")
 
 
 def build_invalidate_entry(parent: int, name: bytes) -> bytes:
-    """Forget this name in this directory."""
     return INVALIDATE_ENTRY + parent.to_bytes(8, "little") + name
 
 
 def build_lease_renewed(lease: int) -> bytes:
-    """The mover has kept this node's lease."""
     return LEASE_RENEWED + lease.to_bytes(8, "little")
 
 
 def parse_message(message: bytes) -> tuple[bytes, int, bytes]:
-    """(kind, number, name) of a message; number 0 and name empty where it has none."""
+    """Return (kind, number, name). Number is 0 and name empty in messages without them."""
     return message[:1], int.from_bytes(message[1:9], "little"), message[9:]
 
 
 class MountNotify:
-    """`model.Notify` over a bell: invalidations to the mount, and a wake-up for the lanes beside the one that calls."""
+    """`model.Notifier` of the mover: sends invalidations to the mount and wakes the other lanes."""
 
     def __init__(self, wake_channel: WakeChannel, wake_lanes: Callable[[str], None]) -> None:
-        """`wake` wakes the lanes, the one that it is given at once; it may be called from any thread."""
+        """`wake_lanes` wakes all lanes, and the named one at once. Any thread may call it."""
         self._wake_channel = wake_channel
         self._wake_lanes = wake_lanes
 
@@ -150,24 +144,8 @@ HEARTBEAT = b"alive"
 STOP = b"stop"
 
 LOG_LEVEL = b"level "
-"""Followed by a level of the log: from a child, who was asked for it, to the supervisor, and from there to all children."""
+"""Followed by a level: from the child that received the request to the supervisor, and from there to all children."""
 ASSIGNMENT_BYTES_MAX = 128 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ChildSetup:
-    """All that a child knows when it begins."""
-
-    role: str
-    config: Config
-    link: socket.socket
-    wake_socket: socket.socket
-    fuse_fd: int
-    init_request: bytes
-    data_path: DataPath
-    data_path_reason: str
-    is_resumed: bool
-    can_resend: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +161,17 @@ class Assignment:
     can_resend: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ChildSetup(Assignment):
+    """An assignment as the child received it, with its descriptors."""
+
+    link: socket.socket
+    wake_socket: socket.socket
+    fuse_fd: int
+
+
 def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: socket.socket, fuse_fd: int) -> None:
-    """Give the child at the other end of `link` its role; `fuse_fd` is -1 for the mover. Raises OSError when it is gone."""
+    """Send its assignment to the child at the other end of `link`. `fuse_fd` is -1 for the mover. Raises OSError if it ended."""
     message = {
         "role": assignment.role,
         "config": config.to_json(assignment.config),
@@ -199,7 +186,7 @@ def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: so
 
 
 def receive_assignment(link: socket.socket) -> ChildSetup | None:
-    """Wait for the assignment. None: the supervisor went away or wants no more of us."""
+    """Wait for the assignment. Returns None if the supervisor has ended or asks the child to stop."""
     body, descriptors, _flags, _address = socket.recv_fds(link, ASSIGNMENT_BYTES_MAX, 2)
     if not body or body == STOP:
         return None
@@ -224,21 +211,21 @@ LINK_MESSAGE_BYTES_MAX = 64
 
 
 async def send_heartbeats(link: socket.socket) -> None:
-    """The task: tell the supervisor's watchdog that this thread still turns, whatever hangs in the others."""
+    """Send heartbeats until cancelled: they show that the trio thread runs, even if worker threads hang."""
     while True:
-        # That nobody listens any more is noticed by `told_to_stop`.
+        # If the supervisor has ended, `wait_for_stop` notices.
         with contextlib.suppress(OSError):
             link.send(HEARTBEAT, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         await trio.sleep(HEARTBEAT_INTERVAL_S)
 
 
 def request_log_level(link: socket.socket, level: str) -> None:
-    """Ask the supervisor that all processes log at least that. Any thread may."""
+    """Ask the supervisor to set the log level of all processes. Any thread may call."""
     link.send(LOG_LEVEL + level.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 async def wait_for_stop(link: socket.socket) -> None:
-    """Return when the supervisor says so."""
+    """Wait for the stop request. Applies log levels meanwhile, and exits at once if the supervisor has ended."""
     while True:
         await trio.lowlevel.wait_readable(link)
         try:
@@ -250,12 +237,12 @@ async def wait_for_stop(link: socket.socket) -> None:
         if message.startswith(LOG_LEVEL):
             logs.set_level(message.removeprefix(LOG_LEVEL).decode())
         if not message:
-            log.warning("the supervisor is gone; ending")
+            log.warning("the supervisor has ended; exiting")
             os._exit(1)
 
 
 class ProgressSignal:
-    """Any thread may beat it or wait."""
+    """A counter of changes in the mover, on which threads can wait. A hint: check the catalog after each wait."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -263,16 +250,14 @@ class ProgressSignal:
 
     @property
     def count(self) -> int:
-        """How many there were."""
         return self._count
 
     def notify(self) -> None:
-        """Something got on."""
         with self._condition:
             self._count += 1
             self._condition.notify_all()
 
     def wait(self, seen_count: int, timeout_s: float) -> None:
-        """Until there were more than `beats`, or for `timeout_s`."""
+        """Wait until `count` exceeds `seen_count`, at most `timeout_s`."""
         with self._condition:
             self._condition.wait_for(lambda: self._count > seen_count, timeout_s)

@@ -1,6 +1,6 @@
-"""What a process shows of itself: its log, one line per record on stderr with role and pid, and its name in ps.
+"""The log of a process and its name in ps. A record is one line on stderr with role and pid.
 
-When stderr goes to journald, its priorities stand before each line.
+If stderr is the journal, each line begins with its priority.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERR
 
 
 class OneLine(logging.Formatter):
-    """A record is one line, its traceback included, so that lines of several processes can be told apart."""
+    """Formats a record, its traceback included, as one line, so that lines of several processes stay apart."""
 
     def __init__(self, role: str, *, journal: bool) -> None:
         time = "" if journal else "%(asctime)s "
@@ -28,7 +28,7 @@ class OneLine(logging.Formatter):
 
 
 def goes_to_journal() -> bool:
-    """Whether stderr is the stream that systemd named in JOURNAL_STREAM."""
+    """Return True if stderr is the stream that systemd names in JOURNAL_STREAM."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         found = os.fstat(2)
@@ -38,29 +38,28 @@ def goes_to_journal() -> bool:
 
 
 def configure(role: str, level: str) -> None:
-    """Log to stderr from now on as `role`; called again when a spare takes its role."""
+    """Log to stderr as `role` from now on. Called again when a spare takes its role."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine(role, journal=goes_to_journal()))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # pyfuse3 and trio say at debug level what each request does.
+    # At debug level, pyfuse3 and trio log every request.
     for name in ("pyfuse3", "trio", "grpc"):
         logging.getLogger(name).setLevel(logging.WARNING)
     log.debug("logging as the %s", role)
 
 
 def get_level() -> str:
-    """What this process logs at least: "debug", "info"..."""
+    """Return the log level of this process: "debug", "info"..."""
     return logging.getLevelName(logging.getLogger().level).lower()
 
 
 def set_level(level: str) -> None:
-    """Log from now on at least what has this level."""
     logging.getLogger().setLevel(level.upper())
-    log.debug("logging at this level from now on")
+    log.debug("the log level is %s", level)
 
 
 def set_process_name(name: str) -> None:
-    """The name that ps and top show; at most 15 bytes."""
+    """Set the name that ps and top show, at most 15 bytes."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client.mount_helper import LOG
-from ckptfs_client.mounts import is_running
 from daemon_under_test import REPOSITORY, DaemonUnderTest, environment, eventually
 from programs import with_mounts_of_its_own
+
+from ckptfs.procfs import is_running
 
 Result = subprocess.CompletedProcess[str]
 MakeDaemon = Callable[..., DaemonUnderTest]

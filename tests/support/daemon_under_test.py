@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+from ckptfs import procfs
+
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in (".", "daemon", "client")), "PYTHONDONTWRITEBYTECODE": "1"}
 READY_S = 60.0
 END_S = 90.0
@@ -125,7 +127,7 @@ class DaemonUnderTest:
     def crash(self) -> None:
         """SIGKILL every process of the daemon, as a node's death would, and take away the dead mount."""
         assert self.process is not None
-        self.expect_warning("the supervisor is gone")
+        self.expect_warning("the supervisor has ended")
         processes = self.processes()
         self.process.kill()
         self.process.wait(END_S)
@@ -308,13 +310,10 @@ def _pids(processes: dict[str, Any]) -> list[int]:
 
 def _alive(pid: int) -> bool:
     """Whether the process runs (a zombie does not)."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return procfs.is_running(pid)
 
 
 def _mounts_below(root: Path) -> list[str]:
     """The mountpoints below a directory, deepest first."""
-    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    points = [str(entry.mountpoint) for entry in procfs.list_mount_entries()]
     return sorted((point for point in points if point.startswith(f"{root}/")), key=len, reverse=True)

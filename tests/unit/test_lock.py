@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ckptfs_daemon.supervisor import state_directory
 
+from ckptfs import procfs
 from ckptfs.errors import InvalidArgument
 
 SLEEPER = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
@@ -35,14 +36,14 @@ def _note(path: Path, pid: int, ticks: int) -> None:
 
 def test_what_a_dead_supervisor_left_is_ended(tmp_path: Path) -> None:
     process = _sleeper()
-    _note(tmp_path / "p", process.pid, state_directory.get_start_ticks(process.pid))
+    _note(tmp_path / "p", process.pid, procfs.get_start_ticks(process.pid))
     state_directory.kill_leftovers(tmp_path / "p")
     assert process.wait(60) == -9
 
 
 def test_a_pid_that_now_is_somebody_else_is_left_alone(tmp_path: Path) -> None:
     process = _sleeper()
-    _note(tmp_path / "p", process.pid, state_directory.get_start_ticks(process.pid) - 1)
+    _note(tmp_path / "p", process.pid, procfs.get_start_ticks(process.pid) - 1)
     state_directory.kill_leftovers(tmp_path / "p")
     assert process.poll() is None
     process.kill()
@@ -60,4 +61,4 @@ def test_a_process_that_is_gone_has_no_start() -> None:
     process = _sleeper()
     process.kill()
     process.wait(60)
-    assert state_directory.get_start_ticks(process.pid) == 0
+    assert procfs.get_start_ticks(process.pid) == 0

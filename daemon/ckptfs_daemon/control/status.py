@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ckptfs import __version__
+from ckptfs import __version__, procfs
 from ckptfs.catalog import remote_contents, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -35,7 +35,6 @@ Value = TypeVar("Value")
 CACHE_RATIO = 20
 """Counting in a large catalog takes a while: a result is kept for this many times as long as it took."""
 ROLES = ("supervisor", "mount", "mover", "spare")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class CachedFigure(Generic[Value]):
@@ -169,19 +168,17 @@ def _build_processes(processes: dict[str, Any]) -> list[pb.Process]:
     for role in ROLES:
         one = processes.get(role) or {}
         if pid := int(one.get("pid") or 0):
-            rss, uptime_s = _get_process_usage(pid)
-            found.append(pb.Process(role=role, pid=pid, rss_bytes=rss, restarts=int(one.get("restarts") or 0), uptime_s=uptime_s))
+            restarts = int(one.get("restarts") or 0)
+            found.append(
+                pb.Process(role=role, pid=pid, rss_bytes=procfs.get_resident_bytes(pid), restarts=restarts, uptime_s=_get_uptime_s(pid))
+            )
     return found
 
 
-def _get_process_usage(pid: int) -> tuple[int, float]:
-    """(resident bytes, seconds since its start) of a process; zeros when it is gone."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0, 0.0
-    return pages * PAGE_BYTES, max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+def _get_uptime_s(pid: int) -> float:
+    """Return the age of a process, 0 if it is gone."""
+    started_s = procfs.get_start_ticks(pid) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s) if started_s else 0.0
 
 
 def _parse_json_object(text: str) -> dict[str, Any]:
@@ -209,10 +206,11 @@ def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Capacity:
 def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) -> pb.TierCapacity:
     capacity = tiers[tier].get_capacity()
     leaving = summary.count_leaving_bytes(db, tier) if config.pfs is not None else 0
-    below = int((config.ram_high if tier is Tier.RAM else 1.0) * capacity.total)
+    limit = int((config.ram_high if tier is Tier.RAM else 1.0) * capacity.total)
     answer = pb.TierCapacity(
         name=tier.value, path=str(tiers[tier].root), total_bytes=capacity.total, used_bytes=capacity.used, free_bytes=capacity.free,
-        held_bytes=remote_contents.count_hosted_bytes(db, tier), usable_bytes=max(0, min(capacity.free + leaving, below - capacity.used + leaving)),
+        held_bytes=remote_contents.count_hosted_bytes(db, tier),
+        usable_bytes=max(0, min(capacity.free, limit - capacity.used) + leaving),
     )  # fmt: skip
     if config.cluster is not None:
         answer.share_bytes = int(config.peer_share * capacity.total)

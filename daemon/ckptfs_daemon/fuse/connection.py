@@ -1,14 +1,14 @@
-"""Owns the FUSE connection: opens it, mounts it, takes over what a crash left mounted, answers INIT, and ends it.
+"""The FUSE connection: opening and mounting it, taking over mounts that a crash left, answering INIT, and ending it.
 
-The connection is one descriptor of /dev/fuse. As long as any process holds it, the mount lives, and requests that nobody answers
-wait. With the saved INIT request and the decisions made at the start (`Connection`), any later process can serve it.
-If we die here: between mount(2) and our answer to INIT the mount is dead with us ("transport endpoint is not connected"), and the
-next start takes it over.
+The connection is a descriptor of /dev/fuse. The mount lives as long as any process holds it; requests that no process answers wait. With
+the saved INIT request and the decisions made at the start (`Connection`), any later process can serve it. Mounting uses mount(2), or for
+ordinary users fusermount3.
 
-The system calls and the setuid helper by which things are mounted and unmounted, and the kernel's list of what is.
+Invariants:
+- Only mounts of type fuse.ckptfs, or of a device that the caller names, are ever unmounted.
 
-Invariant: only mounts of our own type, or of the device we were told, are ever unmounted here.
-If we die here: what is mounted stays mounted; the next start finds it in the kernel's list.
+Crash safety: a crash between mount(2) and the answer to INIT leaves a dead mount ("transport endpoint is not connected"). The next start
+finds it in mountinfo and takes it over.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import errno
 import json
 import logging
 import os
-import re
 import select
 import socket
 import subprocess
@@ -26,14 +25,13 @@ from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfs import limits
+from ckptfs import limits, procfs
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs.model import DataPath
 from ckptfs_daemon.fuse import kernel
 from ckptfs_daemon.fuse.kernel import Passthrough
 
-FSTYPE = "fuse.ckptfs"
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 2, 4, 8, 32
 MNT_FORCE, MNT_DETACH, UMOUNT_NOFOLLOW = 1, 2, 8
 FUSERMOUNT_WAIT_S = 20.0
@@ -43,69 +41,34 @@ _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 
 class CannotMount(CkptfsError):
-    """The mount was refused; says by whom and what can be done."""
+    """The mount was refused. The message names the cause, the remedy what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class MountEntry:
-    """One line of /proc/self/mountinfo."""
-
-    point: Path
-    device: str
-    fstype: str
-    source: str
-    options: str
-
-
-def list_mounts() -> list[MountEntry]:
-    """What is mounted in our namespace, in the order of mounting."""
-    found = []
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        left, _, right = line.partition(b" - ")
-        fields, tail = left.split(b" "), right.split(b" ")
-        found.append(
-            MountEntry(
-                Path(_unescape(fields[4])), fields[2].decode(), tail[0].decode(), _unescape(tail[1]), tail[2].decode(errors="replace")
-            )
-        )
-    return found
-
-
-def find_mount_at(point: Path) -> MountEntry | None:
-    """What is visible at `point`: the last thing mounted there, or None."""
-    here = [mounted for mounted in list_mounts() if mounted.point == point]
-    return here[-1] if here else None
-
-
-def _unescape(field: bytes) -> str:
-    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
+def find_mount_at(point: Path) -> procfs.MountEntry | None:
+    """Return the visible mount at `point`, which is the last one mounted there. Returns None if there is none."""
+    found = [mounted for mounted in procfs.list_mount_entries() if mounted.mountpoint == point]
+    return found[-1] if found else None
 
 
 def mount_at(source: str, point: Path, fstype: str, flags: int, data: str) -> None:
-    """mount(2). Raises OSError."""
+    """Call mount(2). Raises OSError."""
     if _libc.mount(os.fsencode(source), os.fsencode(point), fstype.encode(), flags, data.encode()):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(point))
 
 
 def unmount_at(point: Path, flags: int = 0) -> None:
-    """umount2(2); by fusermount3 for who may not. Raises OSError (EBUSY, EINVAL when nothing is mounted there)."""
+    """Call umount2(2), or fusermount3 if not permitted. Raises OSError (EBUSY; EINVAL if nothing is mounted there)."""
     if _libc.umount2(os.fsencode(point), flags | UMOUNT_NOFOLLOW):
         code = ctypes.get_errno()
-        if code == 1 and not can_mount():
+        if code == 1 and not procfs.has_capability(procfs.CAP_SYS_ADMIN):
             _unmount_with_fusermount(point, lazy=bool(flags & MNT_DETACH))
             return
         raise OSError(code, os.strerror(code), str(point))
 
 
-def can_mount() -> bool:
-    """Whether this process has CAP_SYS_ADMIN."""
-    match = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return bool(match and int(match[1], 16) >> 21 & 1)
-
-
 def mount_with_fusermount(name: str, point: Path, options: list[str]) -> int:
-    """Mount through fusermount3, as ordinary users must; the descriptor of the new connection. Raises CannotMount."""
+    """Mount through fusermount3. Returns the descriptor of the new connection. Raises CannotMount."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:
         wanted = ",".join([f"fsname={name}", "subtype=ckptfs", *options])
@@ -114,7 +77,7 @@ def mount_with_fusermount(name: str, point: Path, options: list[str]) -> int:
         if done.returncode != 0:
             words = done.stderr.decode(errors="replace").strip() or "it gave no reason"
             remedy = f"{point} must be yours and writable, and /dev/fuse open to everybody (chmod 666 /dev/fuse)"
-            raise CannotMount(f"an ordinary user cannot mount {point} here: {words}", remedy=remedy)
+            raise CannotMount(f"an ordinary user cannot mount {point}: {words}", remedy=remedy)
         if not select.select([ours], [], [], FUSERMOUNT_WAIT_S)[0]:
             raise CannotMount("fusermount3 did not hand over the connection")
         _body, descriptors, _flags, _address = socket.recv_fds(ours, 16, 1)
@@ -133,7 +96,7 @@ def _run_fusermount(command: list[str], channel: socket.socket | None) -> subpro
     try:
         return subprocess.run(command, env=environment, pass_fds=pass_fds, capture_output=True, timeout=FUSERMOUNT_WAIT_S, check=False)
     except FileNotFoundError as failure:
-        raise CannotMount("an ordinary user can only mount through fusermount3, which is not here", remedy="apt install fuse3") from failure
+        raise CannotMount("an ordinary user can only mount through fusermount3, which is missing", remedy="apt install fuse3") from failure
     except subprocess.TimeoutExpired as failure:
         raise CannotMount(f"{command[0]} did not answer within {FUSERMOUNT_WAIT_S:g} s") from failure
 
@@ -158,7 +121,7 @@ NO_CAPABILITY = "passthrough needs CAP_SYS_ADMIN, which this user does not have"
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A mounted filesystem, to be served by whoever holds `fd`."""
+    """A mounted filesystem; the process that holds `fd` can serve it."""
 
     fd: int
     init_request: bytes
@@ -170,11 +133,11 @@ class Connection:
 
     @property
     def connection_id(self) -> int:
-        """Its name below /sys/fs/fuse/connections."""
+        """The name below /sys/fs/fuse/connections."""
         return int(self.device.split(":")[1])
 
     def serialize(self) -> bytes:
-        """Everything but the descriptor, for the one who takes it up after us."""
+        """Return everything but the descriptor, for a supervisor that takes over."""
         values = {
             "init_request": b64encode(self.init_request).decode(),
             "data_path": self.data_path.value,
@@ -186,12 +149,12 @@ class Connection:
         return json.dumps(values).encode()
 
     def is_mounted(self) -> bool:
-        """Whether it is (still) mounted where we put it."""
-        return any(mounted.point == self.mountpoint and mounted.device == self.device for mounted in list_mounts())
+        """Return True if it is still mounted at its mountpoint."""
+        return any(mounted.mountpoint == self.mountpoint and mounted.device == self.device for mounted in procfs.list_mount_entries())
 
 
 def deserialize(fd: int, saved: bytes) -> Connection:
-    """The connection that `saved` describes. Raises ValueError or KeyError when it is no such description."""
+    """Return the connection that `saved` describes. Raises ValueError or KeyError if it describes none."""
     values = json.loads(saved)
     return Connection(
         fd=fd,
@@ -205,7 +168,7 @@ def deserialize(fd: int, saved: bytes) -> Connection:
 
 
 def connect(config: Config) -> Connection:
-    """Mount `config.mountpoint` and answer INIT. Raises Refused or CannotMount with a sentence; then nothing is mounted."""
+    """Mount `config.mountpoint` and answer INIT. Raises InvalidArgument or CannotMount; then nothing is mounted."""
     unmount_stale(config.mountpoint)
     reason = "asked for by data_path=buffered"
     if config.data_path is not DataPath.BUFFERED:
@@ -219,8 +182,8 @@ def connect(config: Config) -> Connection:
 
 
 def _connect_with_passthrough(config: Config) -> Connection | str:
-    """The connection, or why there is no passthrough here."""
-    if not can_mount():
+    """Return the connection, or the reason why passthrough is not possible."""
+    if not procfs.has_capability(procfs.CAP_SYS_ADMIN):
         return NO_CAPABILITY
     connection = _mount_and_answer_init(config, DataPath.PASSTHROUGH, "the kernel reads and writes the tiers' files itself")
     if connection.data_path is not DataPath.PASSTHROUGH:
@@ -245,15 +208,15 @@ def _unmount_and_close(connection: Connection, reason: str) -> str:
 
 
 def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> Connection:
-    fd = _mount_fuse_unprivileged(config) if not can_mount() else _mount_fuse(config)
+    fd = _mount_fuse_unprivileged(config) if not procfs.has_capability(procfs.CAP_SYS_ADMIN) else _mount_fuse(config)
     try:
         request = _read_init(fd)
         init = kernel.parse_init(request)
         flags = kernel.choose_init_flags(init, data_path, is_single_node=not config.cluster)
         os.write(fd, kernel.build_init_reply(init, flags))
         mounted = find_mount_at(config.mountpoint)
-        if mounted is None or mounted.fstype != FSTYPE:
-            raise CannotMount(f"{config.mountpoint} was mounted and is not there any more")
+        if mounted is None or mounted.fstype != procfs.CKPTFS_TYPE:
+            raise CannotMount(f"{config.mountpoint} was mounted, but is no longer in the list of mounts")
     except BaseException:
         with contextlib.suppress(OSError):
             unmount_at(config.mountpoint, MNT_DETACH)
@@ -270,7 +233,7 @@ def _mount_fuse(config: Config) -> int:
     options = [f"fd={fd}", "rootmode=40000", "user_id=0", "group_id=0", "default_permissions"]
     options += ["allow_other"] if config.allow_other else []
     try:
-        mount_at(config.name, config.mountpoint, FSTYPE, config.mount_flags, ",".join(options))
+        mount_at(config.name, config.mountpoint, procfs.CKPTFS_TYPE, config.mount_flags, ",".join(options))
     except OSError as failure:
         os.close(fd)
         raise CannotMount(f"{config.mountpoint} cannot be mounted: {failure.strerror}") from failure
@@ -292,37 +255,37 @@ def _mount_fuse_unprivileged(config: Config) -> int:
         except CannotMount as failure:
             if "allow_other" not in str(failure):
                 raise
-            log.info("only this user will see the mount: /etc/fuse.conf does not have user_allow_other")
+            log.info("%s: only this user can use the mount: /etc/fuse.conf does not have user_allow_other", config.mountpoint)
     return mount_with_fusermount(config.name, config.mountpoint, options)
 
 
 def _read_init(fd: int) -> bytes:
-    """The first request of a new connection."""
+    """Read the first request of a new connection."""
     if not select.select([fd], [], [], INIT_WAIT_S)[0]:
         raise CannotMount(f"the kernel sent no INIT within {INIT_WAIT_S:g} s")
     return os.read(fd, INIT_BYTES_MAX)
 
 
 def _raise_read_ahead(device: str) -> None:
-    """Reads arrive in pieces of 128 KiB otherwise. Without the right to do so, they do."""
+    """Raise the read-ahead above the default of 128 KiB, if permitted."""
     with contextlib.suppress(OSError):
         Path(f"/sys/class/bdi/{device}/read_ahead_kb").write_text(str(limits.READ_AHEAD_KIB))
 
 
 def unmount_stale(point: Path) -> None:
-    """Unmount what dead daemons of ours left at `point`. Raises Refused when something there is alive, or is not ours."""
+    """Unmount what dead daemons left at `point`. Raises InvalidArgument if a live ckptfs is mounted there."""
     while (mounted := find_mount_at(point)) is not None:
-        if mounted.fstype != FSTYPE:
+        if mounted.fstype != procfs.CKPTFS_TYPE:
             return
         if not _is_dead_mount(point):
             remedy = f"umount {point} first, or choose another directory"
             raise InvalidArgument(f"{point} already has a ckptfs mounted ({mounted.source})", remedy=remedy)
-        log.info("taking over %s, which a dead daemon (%s) left mounted", point, mounted.source)
+        log.info("%s: unmounting it: a dead daemon (%s) left it mounted", point, mounted.source)
         unmount_at(point, MNT_DETACH)
 
 
 def _is_dead_mount(point: Path) -> bool:
-    """Whether the mount at `point` answers "not connected". Asked by a process of its own, since a living one may hang."""
+    """Return True if the mount at `point` is not connected. A child process asks, because a live mount may hang."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -343,7 +306,7 @@ def _is_dead_mount(point: Path) -> bool:
 
 
 def unmount(connection: Connection) -> None:
-    """Take the mount away; from sight at once even while files are open, which then go on until they are closed."""
+    """Unmount. A mount in use is detached: it disappears at once, and open files work until they are closed."""
     if not connection.is_mounted():
         return
     try:
@@ -351,14 +314,14 @@ def unmount(connection: Connection) -> None:
     except OSError as failure:
         if failure.errno != errno.EBUSY:
             raise
-        log.warning("%s is in use: it is detached now and ends when the last open file is closed", connection.mountpoint)
+        log.warning("%s: is in use; it is detached now and ends when the last open file is closed", connection.mountpoint)
         unmount_at(connection.mountpoint, MNT_DETACH)
 
 
 def abort(connection: Connection) -> None:
-    """End the connection whatever waits on it: every request that is open fails in the application."""
+    """End the connection. Every open request fails in its application."""
     if CONNECTIONS_DIR.is_dir() and not os.listdir(CONNECTIONS_DIR):
-        # Nobody mounted the kernel's control files: containers often lack them.
+        # Containers often lack this mount of the kernel's control files.
         with contextlib.suppress(OSError):
             mount_at("fusectl", CONNECTIONS_DIR, "fusectl", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
     try:

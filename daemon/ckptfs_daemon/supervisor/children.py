@@ -1,14 +1,13 @@
-"""Owns the supervisor's child processes: starting them, giving them a role, hearing from them, and noticing when they end.
+"""The supervisor's child processes: start, assignment, messages and end of one; and when a role is restarted.
 
-A child is a new interpreter that imports what it needs and waits for its assignment on its link. A spare has no role yet,
-and so takes a dead mount's place in milliseconds.
-If we die here: the children see their link's end and end themselves.
+A child is a new interpreter that imports its modules and waits on its link for its assignment. A spare has no role yet, so it replaces a
+dead mount process in milliseconds.
 
-When a child that died is started again, and when that is given up. Pure: times come in, decisions go out.
+The restart policy is pure: times in, decisions out. A child that was ready and was killed (SIGKILL by a person, a test or the OOM killer)
+is restarted at once, however often that happens. A child that dies of itself, or before it was ready, waits longer each time. Kills before
+it was ready delay the restart by less than a second and never end a role that was ready once: repeated kills must not end the mount (P8).
 
-A child that was ready and was killed (SIGKILL: a person, a test, the OOM killer) is started again at once, however often that
-happens. One that dies of itself, or before it was ready, waits longer each time. Kills before it was ready make it wait for less than a
-second, and never end what once was ready: whoever kills it again and again must not end the mount (P8).
+Crash safety: if the supervisor dies, its children see the end of their links and exit.
 """
 
 import contextlib
@@ -23,19 +22,18 @@ from pathlib import Path
 
 import ckptfs
 import ckptfs_daemon
-from ckptfs import limits
+from ckptfs import limits, procfs
 from ckptfs_daemon import ipc
 from ckptfs_daemon.ipc import Assignment
-from ckptfs_daemon.supervisor import state_directory
 
 LINK_MESSAGE_BYTES_MAX = 64
 
 
 class Child:
-    """One process. `ready`: it serves; `assigned_at`, `heard_at`: on the monotonic clock."""
+    """One child process. `assigned_at` and `last_message_at` are times of the monotonic clock."""
 
     def __init__(self, role: str, command: list[str] | None = None) -> None:
-        """Start it. `command`: another program to start, for tests; the number of its link's descriptor is appended."""
+        """Start the process. `command` replaces the program in tests; `--link FD` is appended to it."""
         self.role = role
         self.is_ready = False
         self.was_killed = False
@@ -50,7 +48,7 @@ class Child:
                 pass_fds=(theirs.fileno(),), env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self.link.setblocking(False)
-        self.started_ticks = state_directory.get_start_ticks(self.pid)
+        self.started_ticks = procfs.get_start_ticks(self.pid)
 
     @property
     def pid(self) -> int:
@@ -61,25 +59,25 @@ class Child:
         return self.assigned_at > 0
 
     def assign(self, assignment: Assignment, wake_socket: socket.socket, fuse_fd: int) -> None:
-        """Give it its role. When it has died meanwhile, that shows on the link."""
+        """Send the child its role. If it has died, its link shows that."""
         self.role = assignment.role
         self.assigned_at = self.last_message_at = time.monotonic()
         with contextlib.suppress(OSError):
             ipc.send_assignment(self.link, assignment, wake_socket, fuse_fd)
 
     def stop(self) -> None:
-        """Ask it to come to an end."""
+        """Ask the child to stop."""
         with contextlib.suppress(OSError):
             self.link.send(ipc.STOP)
 
     def send_log_level(self, level: str) -> None:
-        """Let it log at least that. One without a role yet learns it with its role."""
+        """Set the child's log level. A child without a role gets the level with its role."""
         if self.is_assigned:
             with contextlib.suppress(OSError):
                 self.link.send(ipc.LOG_LEVEL + level.encode())
 
     def read_messages(self) -> bool:
-        """Read what it has said. False: it has ended, or is about to."""
+        """Read the messages on the link. Returns False if the child has ended or is about to."""
         while True:
             try:
                 message = self.link.recv(LINK_MESSAGE_BYTES_MAX)
@@ -95,13 +93,15 @@ class Child:
                 self.requested_log_level = message.removeprefix(ipc.LOG_LEVEL).decode()
 
     def kill(self) -> None:
-        """kill -9."""
         self.was_killed = True
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 
     def reap(self, patience_s: float) -> int | None:
-        """Its exit code (negative: the signal), killing it when it has closed its link and does not end; None: it hangs in the kernel."""
+        """Return the exit code of a child that closed its link (negative: the signal). Kills it if it does not end within `patience_s`.
+
+        Returns None if it hangs in the kernel.
+        """
         try:
             code = self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -115,8 +115,9 @@ class Child:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with the place of our packages, since the child does not search the working directory. Unless somebody asked for it gRPC does
-    not write a line of its own to the log whenever a stranger fails to introduce himself.
+    """Return the environment of a child. It names the place of our packages, because a child does not search the working directory.
+
+    gRPC writes no lines of its own, such as one for each failed TLS handshake, unless the user asked for them.
     """
     places = [str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)]
     known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
@@ -124,15 +125,15 @@ def _environment() -> dict[str, str]:
 
 
 LONG_LIFE_S = 10.0
-"""A child that has lived so long has not failed to start."""
+"""A child that lived this long did not fail to start."""
 
 FIRST_FAILURES_MAX = 5
-"""How often the first one may fail: then something is wrong that does not pass, and somebody waits for the mount."""
+"""Failures in a row before a role was ever ready. The cause is then permanent, and a user waits for the mount."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartHistory:
-    """The deaths of one role: how many in all, how many failures in a row, and when it died of itself lately."""
+    """The deaths of one role: their number, the failures in a row, and when it died of itself recently."""
 
     restarts: int = 0
     failures: int = 0
@@ -140,7 +141,7 @@ class RestartHistory:
 
 
 def record_death(history: RestartHistory, *, now: float, lived_s: float, ready: bool, killed: bool) -> RestartHistory:
-    """The history after one more death."""
+    """Return the history after one more death."""
     history = replace(history, restarts=history.restarts + 1)
     if ready and killed:
         return replace(history, failures=0)
@@ -152,14 +153,14 @@ def record_death(history: RestartHistory, *, now: float, lived_s: float, ready: 
 
 
 def get_restart_delay_s(history: RestartHistory) -> float:
-    """How long to wait before the next start."""
+    """Return the delay of the next start."""
     if history.failures == 0:
         return 0.0
     return float(min(limits.RESTART_LAST_S, limits.RESTART_FIRST_S * 2 ** min(history.failures - 1, 16)))
 
 
 def must_give_up(history: RestartHistory, *, ever_ready: bool) -> str:
-    """Why it makes no sense to start it again; empty when it does."""
+    """Return why a restart makes no sense, or an empty string."""
     if history.failures >= (limits.FAILURES_MAX if ever_ready else FIRST_FAILURES_MAX):
         return f"it failed {history.failures} times in a row"
     if len(history.deaths) > limits.RESTARTS_MAX:

@@ -1,7 +1,8 @@
-"""Wires the supervisor: configuration, state directory, lock, catalog, RAM tier, connection; then it runs, then it cleans up.
+"""The start and end of a daemon: configuration, state directory, lock, catalog, RAM tier and connection. In between the supervisor runs.
 
-Everything that can be refused is refused here, before anything is mounted, with one sentence.
-If we die here: the next start does the same again; each step finds what an earlier one left.
+Everything that can be refused is refused before anything is mounted, with one sentence.
+
+Crash safety: each step finds what an earlier start left.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ OOM_SCORE = -900
 
 
 def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: ReadyPipe) -> int:
-    """Serve until unmounted; the exit code. Raises CkptfsError or OSError when it cannot begin."""
+    """Serve until unmounted. Returns the exit code. Raises CkptfsError or OSError if the daemon cannot start."""
     config = load(name, mountpoint, parse_options(options))
     logs.configure("supervisor", config.log_level)
     logs.set_process_name("ckptfsd")
@@ -50,7 +51,7 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
 
 
 def _prepare_state(config: Config) -> int:
-    """The state directory, locked, with a whole catalog and the RAM tier in it; the lock's descriptor."""
+    """Prepare and lock the state directory, with its catalog and RAM tier. Returns the descriptor of the lock."""
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = config.state.stat()
     if found.st_uid != os.geteuid():
@@ -68,9 +69,10 @@ def _prepare_state(config: Config) -> int:
 
 
 def _require_pfs_and_cluster(config: Config) -> None:
-    """A catalog that has a PFS needs it: what lies only there could not be read, and what changes meanwhile would never be told to it.
+    """Refuse to start without the PFS or the cluster to which the catalog belongs.
 
-    The same goes for its cluster, whose number for this node is needed before anything is made here.
+    Without its PFS, files that are only there could not be read, and changes would never be written back. The node needs its number in
+    the cluster before anything is created.
     """
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
@@ -78,7 +80,7 @@ def _require_pfs_and_cluster(config: Config) -> None:
             journal.require_no_pfs(db, config.state)
         identity.require_cluster(db, config.cluster, config.state)
         if config.cluster is not None:
-            from ckptfs.clique import membership  # A node that is alone does without gRPC here.
+            from ckptfs.clique import membership  # Imports gRPC, which a single node does not need.
 
             if config.keys is not None:
                 certificates.load_for(config.keys, config.node, config.cluster)
@@ -88,31 +90,31 @@ def _require_pfs_and_cluster(config: Config) -> None:
 
 
 def _resume_or_connect(config: Config, handed_over: tuple[int, bytes] | None) -> tuple[Connection, bool]:
-    """(the connection to serve, whether it was served before)."""
+    """Return (the connection to serve, True if it was served before)."""
     if handed_over is not None:
         fuse_fd, saved = handed_over
         with contextlib.suppress(ValueError, KeyError):
             kept = connection.deserialize(fuse_fd, saved)
             if kept.mountpoint == config.mountpoint and kept.can_resend and kept.is_mounted():
-                log.info("taking up the mount at %s that systemd kept", config.mountpoint)
+                log.info("%s: resuming the mount that systemd kept", config.mountpoint)
                 return kept, True
         os.close(fuse_fd)
     return connection.connect(config), False
 
 
 def _lower_oom_score() -> None:
-    """Ask the OOM killer to look elsewhere first: our death would cost every application on the mount a pause."""
+    """Make the OOM killer choose other processes first: without the supervisor every application on the mount pauses."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
 def _release_ram_tier(config: Config) -> None:
-    """Unmount the RAM tier when nothing lies only there."""
+    """Unmount the RAM tier if it holds no only copy."""
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
-        only_here = copies.count_only_copies(db, Tier.RAM)
-        if only_here:
-            log.info("files whose only copy is in RAM: %d; the RAM tier stays mounted at %s", only_here, config.state / "ram")
+        only_copies = copies.count_only_copies(db, Tier.RAM)
+        if only_copies:
+            log.info("%s: the RAM tier stays mounted: it holds the only copies of %d files", config.state / "ram", only_copies)
         elif state_directory.release_ram_tier(config):
             copies.delete_tier(db, Tier.RAM)
     finally:

@@ -1,18 +1,13 @@
-"""One daemon per state directory: an flock on STATE/lock, which the kernel drops when its holder dies.
+"""The state directory of a daemon: its lock, the files that say which processes run, and the RAM tier's filesystem.
 
-The lock says nothing of a dead supervisor's children; `end_leftovers` makes sure of them by the pids and start times in processes.json.
-If we die here: the lock is free again.
+STATE/lock is held with flock(2), which the kernel releases when its holder dies. The lock says nothing about the children of a dead
+supervisor; `kill_leftovers` finds them by the pids and start times in processes.json. That file and the registry file are renamed into
+place, so a reader sees the old state or the new one.
 
-Where the supervisor says what runs: STATE/processes.json, the registry file of the mount, and whoever waits on --ready-fd.
+The RAM tier is a tmpfs of mode 0700 at STATE/ram, or for an ordinary user a directory below /dev/shm. It outlives the daemon: the next
+start takes it over (its `tier-id` identifies it). It is unmounted at the end only if it holds no only copy.
 
-Files are renamed into place: a reader sees the former state or the new one.
-If we die here: the files are stale; the pids in them are believed only together with their start times.
-
-Owns the RAM tier's filesystem: a tmpfs of our own at STATE/ram, of mode 0700; for an ordinary user a directory below /dev/shm.
-
-It outlives the daemon: what lies there and nowhere else stays there, and the next start takes it over (its `tier-id` tells that it is
-the same). It is unmounted at the end only when nothing in it is the only copy.
-If we die here: the tmpfs is mounted or not; the next start looks.
+Crash safety: processes.json may be stale; its pids count only together with their start times.
 """
 
 import contextlib
@@ -30,7 +25,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ckptfs import runtime_dir
+from ckptfs import procfs, runtime_dir
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs_daemon.fuse import connection
@@ -40,7 +35,7 @@ LEFTOVER_WAIT_S = 10.0
 
 
 def acquire_lock(state: Path) -> int:
-    """Lock the state directory; the descriptor that holds the lock. Raises Refused when another daemon has it."""
+    """Lock the state directory. Returns the descriptor of the lock. Raises InvalidArgument if another daemon holds it."""
     path = state / "lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -55,18 +50,10 @@ def acquire_lock(state: Path) -> int:
     return fd
 
 
-def get_start_ticks(pid: int) -> int:
-    """When a process was started, in clock ticks since boot: with the pid, its identity. 0 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
 def kill_leftovers(processes: Path) -> None:
-    """Kill what a dead supervisor left running, so that no two mount or mover processes work on one catalog.
+    """Kill the children of a dead supervisor, so that no two mount or mover processes use one catalog.
 
-    They end by themselves when their supervisor is gone; one that hangs in a system call (on the PFS) is killed and does nothing more.
+    They exit on their own once their supervisor has ended. One that hangs in a system call (on the PFS) does nothing more once killed.
     """
     try:
         known: Any = json.loads(processes.read_bytes())
@@ -74,7 +61,7 @@ def kill_leftovers(processes: Path) -> None:
         return
     for role in ("mount", "mover", "spare"):
         one = known.get(role) if isinstance(known, dict) else None
-        if isinstance(one, dict) and one.get("pid") and get_start_ticks(one["pid"]) == one.get("started_ticks"):
+        if isinstance(one, dict) and one.get("pid") and procfs.get_start_ticks(one["pid"]) == one.get("started_ticks"):
             _kill_leftover(role, one["pid"])
 
 
@@ -84,12 +71,12 @@ def _kill_leftover(role: str, pid: int) -> None:
     except OSError:
         return
     try:
-        log.info("ending the %s process %d of an earlier supervisor", role, pid)
+        log.info("%s process %d: killing it: an earlier supervisor left it", role, pid)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         ended = select.poll()
         ended.register(pidfd, select.POLLIN)
         if not ended.poll(LEFTOVER_WAIT_S * 1000):
-            log.warning("the %s process %d is killed but still hangs in a system call; going on without it", role, pid)
+            log.warning("%s process %d: was killed but hangs in a system call; it is ignored", role, pid)
     except ProcessLookupError:
         pass
     finally:
@@ -97,7 +84,7 @@ def _kill_leftover(role: str, pid: int) -> None:
 
 
 def publish_processes(config: Config, processes: Mapping[str, Any]) -> None:
-    """Publish `processes` beside the catalog and in the registry."""
+    """Write `processes` to the state directory, and the mount's file in the registry."""
     _replace_json_file(config.state / "processes.json", processes)
     _replace_json_file(
         runtime_dir.create() / f"{config.name}.json",
@@ -112,7 +99,7 @@ def publish_processes(config: Config, processes: Mapping[str, Any]) -> None:
 
 
 def delete_process_files(config: Config) -> None:
-    """Nothing runs any more."""
+    """Delete both files, because no process runs any more."""
     for path in (config.state / "processes.json", runtime_dir.registry_path(config.name)):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -127,7 +114,7 @@ def _replace_json_file(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class ReadyPipe:
-    """The descriptor given as --ready-fd: one line, once."""
+    """The descriptor of --ready-fd, to which one line is written once."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -135,7 +122,7 @@ class ReadyPipe:
             os.set_inheritable(fd, False)
 
     def write_once(self, line: str) -> None:
-        """Write `line` if nothing was written before; nobody may be listening."""
+        """Write `line` unless a line was written before. The reader may have gone."""
         if self._fd is None:
             return
         with contextlib.suppress(OSError):
@@ -150,9 +137,9 @@ SIZE_STEP_BYTES = 4096
 
 
 def prepare_ram_tier(config: Config) -> Path:
-    """Have the RAM tier's directory in place; where it really lies. Raises Refused or CkptfsError with a sentence."""
+    """Create or take over the RAM tier. Returns its directory. Raises InvalidArgument or CkptfsError."""
     point = config.state / "ram"
-    if not connection.can_mount():
+    if not procfs.has_capability(procfs.CAP_SYS_ADMIN):
         return _prepare_shared_memory_dir(config, point)
     if point.is_symlink():
         point.unlink()
@@ -162,9 +149,9 @@ def prepare_ram_tier(config: Config) -> Path:
         if mounted is None:
             _mount_ram_tier(point, get_ram_tier_size_bytes(config))
         elif mounted.fstype != "tmpfs":
-            raise InvalidArgument(f"{point} has a {mounted.fstype} mounted, not our tmpfs", remedy=f"umount {point}")
+            raise InvalidArgument(f"{point} has a {mounted.fstype} mounted, not the tmpfs of ckptfs", remedy=f"umount {point}")
         else:
-            log.info("the RAM tier at %s is still there; taking it over", point)
+            log.info("%s: the RAM tier is still mounted; taking it over", point)
             _resize_ram_tier(point, get_ram_tier_size_bytes(config))
     except OSError as failure:
         raise CkptfsError(f"the RAM tier cannot be mounted at {point}: {failure.strerror}") from failure
@@ -172,12 +159,12 @@ def prepare_ram_tier(config: Config) -> Path:
 
 
 def get_ram_tier_size_bytes(config: Config) -> int:
-    """How large the tmpfs is at first: what was configured, or half of the memory that we may use."""
+    """Return the initial size of the tmpfs: as configured, or half of the available memory."""
     return config.ram_bytes if config.ram_bytes is not None else get_memory_bytes() // 2 // SIZE_STEP_BYTES * SIZE_STEP_BYTES
 
 
 def get_memory_bytes() -> int:
-    """The machine's memory, or the limit of our memory cgroup where that is lower."""
+    """Return the machine's memory, or the limit of the memory cgroup if that is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):
         groups = Path("/proc/self/cgroup").read_text().splitlines()
@@ -202,18 +189,18 @@ def _resize_ram_tier(point: Path, size_bytes: int) -> None:
     except OSError as failure:
         if failure.errno != errno.EINVAL:
             raise
-        log.warning("the RAM tier holds more than %d bytes; it keeps its size until there is less in it", size_bytes)
+        log.warning("%s: the RAM tier keeps its size: it holds more than %d bytes", point, size_bytes)
 
 
 def _prepare_shared_memory_dir(config: Config, point: Path) -> Path:
-    """The directory of an ordinary user. /dev/shm is everybody's, so what is there under our name must be ours indeed."""
+    """Create the RAM tier of an ordinary user. Every user can write to /dev/shm, so ownership and mode are checked."""
     token = sha256(os.fsencode(config.state)).hexdigest()[:12]
     directory = SHARED_MEMORY / f"ckptfs-{os.geteuid()}-{token}"
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = os.lstat(directory)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise InvalidArgument(f"{directory} is not a directory of ours alone", remedy=f"remove {directory}")
+        raise InvalidArgument(f"{directory} is not a directory of this user alone", remedy=f"remove {directory}")
     if not point.is_symlink() or os.readlink(point) != str(directory):
         if point.is_symlink():
             point.unlink()
@@ -224,7 +211,7 @@ def _prepare_shared_memory_dir(config: Config, point: Path) -> Path:
 
 
 def release_ram_tier(config: Config) -> bool:
-    """Give the memory back; whether that could be. Called when nothing in it is the only copy of anything."""
+    """Unmount or remove the RAM tier, which holds no only copy. Returns False if that is not possible."""
     point = config.state / "ram"
     if point.is_symlink():
         target = Path(os.readlink(point))
@@ -234,6 +221,6 @@ def release_ram_tier(config: Config) -> bool:
         try:
             connection.unmount_at(point)
         except OSError as failure:
-            log.warning("the RAM tier stays mounted at %s: %s", point, failure.strerror)
+            log.warning("%s: the RAM tier stays mounted: %s", point, failure.strerror)
             return False
     return True

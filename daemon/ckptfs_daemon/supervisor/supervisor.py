@@ -1,8 +1,10 @@
 """The supervisor: keeps the FUSE connection, keeps a mount and a mover process running, and ends all of it in order.
 
-One thread and one poll loop; touches no file content. Order of a fresh start: the mover recovers first, then the mount serves. Order of
-the end: unmount, the mount process ends by itself, the mover drains, the RAM tier is given back if nothing lies only there.
-If we die here: the children end with us. systemd has the connection and starts us again, or the next start takes over what is left.
+One thread and one poll loop, without access to file contents. At the start, the mover recovers before the mount serves. At the end, the
+mount is unmounted, the mount process exits, the mover drains, and the RAM tier is released if it holds no only copy.
+
+Crash safety: the children exit with the supervisor. systemd keeps the connection and restarts the supervisor; without systemd the next
+start takes over what is left.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from ckptfs import limits
+from ckptfs import limits, procfs
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.model import DataPath
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MOUNT, MOVER, SPARE = "mount", "mover", "spare"
 MOVER_RECOVERY_WAIT_S = 10.0
-"""How long a fresh mount waits for the mover to have recovered what an earlier daemon left."""
+"""How long a fresh mount waits for the mover to recover after an earlier daemon."""
 SPARE_DELAY_S = 0.5
 RECOVERY_WATCHDOG_FACTOR = 20
 REAP_WAIT_S = 5.0
@@ -42,7 +44,7 @@ TURN_MAX_S = 5.0
 
 
 class Phase(Enum):
-    """RUNNING until asked to end; UNMOUNTING until the connection has ended; DRAINING until the mover is done."""
+    """RUNNING until asked to end; UNMOUNTING until the connection has ended; DRAINING until the mover has finished."""
 
     RUNNING = auto()
     UNMOUNTING = auto()
@@ -52,7 +54,7 @@ class Phase(Enum):
 
 @dataclass
 class Slot:
-    """One role: who fills it, what became of those before, and when the next one is due (None: not at all)."""
+    """One role: its child, the deaths before, and when the next child is due (None: not at all)."""
 
     child: Child | None = None
     history: RestartHistory = field(default_factory=RestartHistory)
@@ -61,13 +63,11 @@ class Slot:
 
 
 class Supervisor:
-    """`run` returns the daemon's exit code."""
-
     def __init__(
         self, config: Config, fuse_connection: Connection, *, is_resumed: bool, systemd: Systemd, ready_pipe: state_directory.ReadyPipe,
         new_child: Callable[[str], Child] = Child,
     ) -> None:  # fmt: skip
-        """`resumed`: whether a mount process has served this connection before."""
+        """`is_resumed`: a mount process has served this connection before."""
         self._config = config
         self._new_child = new_child
         self._connection = fuse_connection
@@ -86,7 +86,7 @@ class Supervisor:
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> int:
-        """Until unmounted or told to end."""
+        """Run until unmounted or asked to end. Returns the daemon's exit code."""
         self._listen_to_signals()
         while self._phase is not Phase.OVER:
             self._start_due()
@@ -109,25 +109,24 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def _count_stop_signal(self, *_: object) -> None:
-        """The signal handler: anything more could meet the main loop in the middle of the same."""
+        """Count a signal. The handler does nothing more, because it may interrupt the main loop anywhere."""
         self._stop_signal_count += 1
 
     def _handle_signals(self) -> None:
-        """Do what signals asked for."""
-        asks, self._stop_signal_count = self._stop_signal_count, 0
-        for _ in range(asks):
+        count, self._stop_signal_count = self._stop_signal_count, 0
+        for _ in range(count):
             self._handle_stop_signal()
 
     def _handle_stop_signal(self) -> None:
-        """The first time: unmount and drain. Once more: files that are still open fail, or the drain is cut short."""
+        """Unmount and drain at the first signal. At the next one, fail open files or cut the drain short."""
         if self._phase is Phase.RUNNING:
-            log.info("asked to end: unmounting %s", self._config.mountpoint)
+            log.info("%s: asked to end; unmounting", self._config.mountpoint)
             self._start_unmount()
         else:
             self._deadline = time.monotonic()
 
     def _wait(self) -> None:
-        """Until a child speaks or dies, a signal comes, or something is due."""
+        """Wait until a child sends a message or dies, a signal comes, or something is due."""
         now = time.monotonic()
         due = [slot.due_at for slot in self._slots.values() if slot.due_at is not None]
         until = min([now + TURN_MAX_S, self._deadline, *due])
@@ -157,7 +156,7 @@ class Supervisor:
                 self._assign(role, child)
 
     def _start(self, role: str, slot: Slot) -> None:
-        """Fill a slot; the mount's from the spare if there is one."""
+        """Fill a slot. The mount's slot takes the spare if there is one."""
         spare = self._slots[SPARE]
         slot.due_at = None
         if role == MOUNT and spare.child is not None:
@@ -166,21 +165,21 @@ class Supervisor:
         try:
             slot.child = self._new_child(role)
         except OSError as failure:
-            log.error("the %s process cannot be started: %s", role, failure)
+            log.error("%s process: cannot be started: %s; trying again in %g s", role, failure, limits.RESTART_LAST_S)
             slot.due_at = time.monotonic() + limits.RESTART_LAST_S
         self._publish_processes()
 
     def _is_waiting_for_mover(self, now: float) -> bool:
-        """Whether a fresh mount still waits for the mover's recovery."""
+        """Return True while a fresh mount waits for the mover's recovery."""
         return not self._is_resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_RECOVERY_WAIT_S
 
     def _assign(self, role: str, child: Child) -> None:
-        fuse_connection = self._connection
+        mounted = self._connection
         assignment = Assignment(
-            role, self._config, fuse_connection.init_request if role == MOUNT else b"", fuse_connection.data_path, fuse_connection.data_path_reason,
-            self._is_resumed, fuse_connection.can_resend,
+            role, self._config, mounted.init_request if role == MOUNT else b"", mounted.data_path, mounted.data_path_reason,
+            self._is_resumed, mounted.can_resend,
         )  # fmt: skip
-        child.assign(assignment, self._wake_sockets[role], fuse_connection.fd if role == MOUNT else -1)
+        child.assign(assignment, self._wake_sockets[role], mounted.fd if role == MOUNT else -1)
         if role == MOVER and self._phase is Phase.DRAINING:
             child.stop()
         self._publish_processes()
@@ -202,27 +201,27 @@ class Supervisor:
                 self._handle_child_end(role, slot, child)
         self._announce_ready()
 
-    def _set_log_level(self, asker: Child) -> None:
-        """All processes log at this level from now on, those that are started later too; a new daemon begins with its configuration's."""
-        level, asker.requested_log_level = asker.requested_log_level, ""
+    def _set_log_level(self, requester: Child) -> None:
+        """Set the log level of all processes, also of later ones. It lasts until the daemon ends."""
+        level, requester.requested_log_level = requester.requested_log_level, ""
         log.info("the log level is %s from now on", level)
         logs.set_level(level)
         self._config = replace(self._config, log_level=level)
-        # The mover last: it answers who asked.
+        # The mover last, because it replies to `ckptfs log-level`.
         for role in (MOUNT, MOVER):
             child = self._slots[role].child
             if child is not None:
                 child.send_log_level(level)
 
     def _mark_resumable(self) -> None:
-        """From now on the connection has been served, so whoever comes next resumes it; and there is time to warm a spare."""
+        """Record that the connection has been served, so the next mount process resumes it. Schedules a spare."""
         self._is_resumed = True
         spare = self._slots[SPARE]
         if spare.child is None and spare.due_at is None and self._phase is Phase.RUNNING:
             spare.due_at = time.monotonic() + max(SPARE_DELAY_S, children.get_restart_delay_s(spare.history))
 
     def _announce_ready(self) -> None:
-        """Once the mount answers and the mover does, or has had its time."""
+        """Announce the mount once it serves and the mover is ready or its time is over."""
         if self._is_ready_announced or not self._slots[MOUNT].ever_ready or self._phase is Phase.DRAINING:
             return
         if self._slots[MOVER].ever_ready or time.monotonic() >= self._began + MOVER_RECOVERY_WAIT_S:
@@ -232,14 +231,14 @@ class Supervisor:
             self._ready_pipe.write_once("ok")
 
     def _check_heartbeats(self) -> None:
-        """Kill who has been silent for too long; tell systemd that we turn."""
+        """Kill children without a heartbeat for too long, and send systemd the supervisor's own."""
         now = time.monotonic()
         for role, slot in self._slots.items():
             child = slot.child
-            # A mover that recovers a large catalog has not begun to speak; nobody waits for it meanwhile.
+            # A mover that recovers a large catalog sends no heartbeats yet, and no application waits for it.
             patience_s = limits.WATCHDOG_S * (RECOVERY_WATCHDOG_FACTOR if role == MOVER and child is not None and not child.is_ready else 1)
             if child is not None and child.is_assigned and now - child.last_message_at > patience_s:
-                log.error("the %s process %d has been silent for %g s; killing it", role, child.pid, patience_s)
+                log.error("%s process %d: no heartbeat for %g s; killing it", role, child.pid, patience_s)
                 child.last_message_at = now
                 child.kill()
         if self._systemd.watchdog_interval_s is not None and now >= self._watchdog_notified_at + self._systemd.watchdog_interval_s:
@@ -249,11 +248,11 @@ class Supervisor:
     # --- deaths ------------------------------------------------------------------------------------------------------
 
     def _handle_child_end(self, role: str, slot: Slot, child: Child) -> None:
-        """Its link is closed: it has ended, or ends now."""
+        """Handle a closed link: the child has ended, or ends now."""
         code = child.reap(REAP_WAIT_S)
         slot.child = None
         if code is None:
-            log.error("the %s process %d is killed but hangs in a system call; going on without it", role, child.pid)
+            log.error("%s process %d: was killed but hangs in a system call; it is ignored", role, child.pid)
         if role == MOUNT and code == 0:
             self._start_drain()
         elif role == MOVER and code == 0 and self._phase is Phase.DRAINING:
@@ -266,11 +265,11 @@ class Supervisor:
         now = time.monotonic()
         lived_s = now - (child.assigned_at or now)
         slot.history = children.record_death(slot.history, now=now, lived_s=lived_s, ready=child.is_ready, killed=code == -signal.SIGKILL)
-        log.warning("the %s process %d ended with %d (%s)", role, child.pid, code, "killed" if code == -9 else "of itself")
-        why = children.must_give_up(slot.history, ever_ready=slot.ever_ready)
+        log.warning("%s process %d: ended with %d (%s)", role, child.pid, code, "killed" if code == -9 else "of itself")
+        reason = children.must_give_up(slot.history, ever_ready=slot.ever_ready)
         if role == MOUNT and self._phase is not Phase.DRAINING:
-            if why:
-                self._give_up(f"the mount process does not stay alive: {why}; the log says what it died of")
+            if reason:
+                self._give_up(f"the mount process does not stay alive: {reason}; the log says what it died of")
                 return
             if self._is_resumed and not self._connection.can_resend:
                 try:
@@ -278,16 +277,16 @@ class Supervisor:
                 except (OSError, CkptfsError) as failure:
                     self._give_up(f"{self._config.mountpoint} cannot be mounted anew: {failure}")
                     return
-        elif role == MOVER and why:
-            log.error("the mover does not stay alive: %s; what is written stays in its tier until it does", why)
+        elif role == MOVER and reason:
+            log.error("mover: does not stay alive: %s; new files stay in their tiers until it does", reason)
             if self._phase is Phase.DRAINING:
                 self._phase = Phase.OVER
         slot.due_at = now + children.get_restart_delay_s(slot.history)
 
     def _remount(self) -> None:
-        """A kernel that cannot send requests again: end the connection, so that nobody waits for ever, and begin another."""
+        """Abort the connection and mount anew, on a kernel that cannot resend requests: they would wait for ever."""
         point = self._config.mountpoint
-        log.warning("this kernel cannot hand a connection to another process: open files fail, and %s is mounted anew", point)
+        log.warning("%s: mounting anew, open files fail: this kernel cannot hand a connection to another process", point)
         connection.abort(self._connection)
         with contextlib.suppress(OSError):
             connection.unmount(self._connection)
@@ -308,7 +307,7 @@ class Supervisor:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _start_unmount(self) -> None:
-        """Begin to unmount; in a thread, because the kernel may wait for answers from the mount process, which we must keep running."""
+        """Unmount in a thread, because the kernel may wait for replies of the mount process meanwhile."""
         self._phase = Phase.UNMOUNTING
         self._deadline = time.monotonic() + limits.STOP_WAIT_S
         self._systemd.notify("STOPPING=1", f"STATUS=unmounting {self._config.mountpoint}")
@@ -317,33 +316,33 @@ class Supervisor:
             try:
                 connection.unmount(self._connection)
             except (OSError, CkptfsError) as failure:
-                log.error("%s cannot be unmounted: %s", self._config.mountpoint, failure)
+                log.error("%s: cannot be unmounted: %s", self._config.mountpoint, failure)
 
         threading.Thread(target=unmount, name="unmount", daemon=True).start()
 
     def _check_deadline(self) -> None:
-        """Deadlines of the end."""
+        """Enforce the deadlines of the end."""
         now = time.monotonic()
         if self._phase is Phase.DRAINING:
             self._systemd.notify("EXTEND_TIMEOUT_USEC=20000000")
         if now < self._deadline:
             return
         if self._phase is Phase.UNMOUNTING:
-            log.warning("files on %s are still open; they fail from now on", self._config.mountpoint)
+            log.warning("%s: files are still open; they fail from now on", self._config.mountpoint)
             self._deadline = now + REAP_WAIT_S
             connection.abort(self._connection)
         elif self._phase is Phase.DRAINING:
-            log.warning("the drain is cut short; what is not written back stays in its tier for the next start")
+            log.warning("drain: cut short; files that are not written back stay in their tiers for the next start")
             self._phase = Phase.OVER
 
     def _start_drain(self) -> None:
-        """Nobody can reach the mount any more: the rest is the mover's."""
+        """Leave the rest to the mover, after no application can reach the mount any more."""
         if self._phase is Phase.DRAINING:
             return
-        log.info("%s is unmounted; writing back what is left", self._config.mountpoint)
+        log.info("%s: unmounted; writing back the rest", self._config.mountpoint)
         self._phase = Phase.DRAINING
         self._deadline = time.monotonic() + self._config.drain_deadline_s + limits.STOP_WAIT_S
-        self._systemd.notify("STOPPING=1", "STATUS=writing back what is left")
+        self._systemd.notify("STOPPING=1", "STATUS=writing back the rest")
         self._systemd.remove_descriptors()
         with contextlib.suppress(OSError, CkptfsError):
             connection.unmount(self._connection)
@@ -363,18 +362,18 @@ class Supervisor:
             slot.child.reap(REAP_WAIT_S)
             slot.child = None
 
-    # --- what others are told ----------------------------------------------------------------------------------------
+    # --- processes.json ----------------------------------------------------------------------------------------------
 
     def _publish_processes(self) -> None:
-        """Say what runs. A full disk must not stop us."""
-        fuse_connection = self._connection
+        """Publish which processes run. A full disk must not stop the supervisor."""
+        mounted = self._connection
         processes: dict[str, Any] = {
             "name": self._config.name,
             "mountpoint": str(self._config.mountpoint),
-            "connection": fuse_connection.connection_id,
-            "data_path": DataPath(fuse_connection.data_path).value,
-            "data_path_reason": fuse_connection.data_path_reason,
-            "supervisor": {"pid": os.getpid(), "started_ticks": state_directory.get_start_ticks(os.getpid()), "restarts": 0},
+            "connection": mounted.connection_id,
+            "data_path": DataPath(mounted.data_path).value,
+            "data_path_reason": mounted.data_path_reason,
+            "supervisor": {"pid": os.getpid(), "started_ticks": procfs.get_start_ticks(os.getpid()), "restarts": 0},
         }
         for role, slot in self._slots.items():
             pid, ticks = (slot.child.pid, slot.child.started_ticks) if slot.child is not None else (0, 0)
@@ -382,4 +381,4 @@ class Supervisor:
         try:
             state_directory.publish_processes(self._config, processes)
         except OSError as failure:
-            log.warning("what runs cannot be written down: %s", failure)
+            log.warning("processes.json: cannot be written: %s", failure)

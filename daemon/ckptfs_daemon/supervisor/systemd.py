@@ -1,8 +1,9 @@
-"""What systemd is told, and what it keeps for us: sd_notify(3) messages and the descriptor store, by socket and without a library.
+"""The protocol with systemd: sd_notify(3) messages and the descriptor store, through its socket and without a library.
 
-Two descriptors are stored: the FUSE connection, and a memfd with what is needed to go on serving it. A supervisor that systemd starts
-again finds both in LISTEN_FDS and takes the same mount up, so that even its death is only a pause.
-If we die here: systemd holds what it was given.
+Two descriptors are stored: the FUSE connection, and a memfd with the data needed to serve it. A supervisor that systemd restarts finds both
+in LISTEN_FDS and resumes the mount, so its death is only a pause.
+
+Crash safety: systemd keeps the descriptors.
 """
 
 import contextlib
@@ -16,17 +17,17 @@ SAVED_BYTES_MAX = 1 << 20
 
 
 class Systemd:
-    """The service manager, if there is one; otherwise everything here does nothing."""
+    """The service manager. Without one, every method does nothing."""
 
     def __init__(self) -> None:
-        """Reads and removes NOTIFY_SOCKET and WATCHDOG_*, so that children do not speak for us."""
+        """Read and remove NOTIFY_SOCKET and WATCHDOG_*, so that children do not notify systemd."""
         self._address = os.environ.pop("NOTIFY_SOCKET", "")
         period_us = os.environ.pop("WATCHDOG_USEC", "")
         ours = os.environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_interval_s: float | None = int(period_us) / 1e6 / 2 if period_us.isdigit() and int(period_us) and ours else None
 
     def notify(self, *lines: str, descriptor: int | None = None) -> bool:
-        """Send lines such as READY=1, with a descriptor if given; whether they were sent."""
+        """Send lines such as READY=1, with a descriptor if given. Returns True if they were sent."""
         if not self._address:
             return False
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
@@ -41,7 +42,7 @@ class Systemd:
         return False
 
     def store_descriptors(self, fuse_fd: int, saved: bytes) -> None:
-        """Let systemd keep the connection. It must not watch it: a FUSE descriptor always looks as if it had failed when it ends."""
+        """Store the connection in systemd. FDPOLL=0: a FUSE descriptor reports an error when it ends."""
         memory = os.memfd_create("ckptfs-saved")
         try:
             os.write(memory, saved)
@@ -51,13 +52,13 @@ class Systemd:
             os.close(memory)
 
     def remove_descriptors(self) -> None:
-        """Take back what was stored: the connection has ended."""
+        """Remove the stored descriptors after the connection has ended."""
         self.notify("FDSTOREREMOVE=1", f"FDNAME={FUSE_NAME}")
         self.notify("FDSTOREREMOVE=1", f"FDNAME={SAVED_NAME}")
 
 
 def take_stored_descriptors() -> tuple[int, bytes] | None:
-    """(FUSE descriptor, saved bytes) that systemd kept for us, or None. What else it hands over is closed."""
+    """Return the (FUSE descriptor, saved bytes) that systemd kept, or None. Closes any other descriptor."""
     count = os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if os.environ.pop("LISTEN_PID", "") != str(os.getpid()) or not count.isdigit():

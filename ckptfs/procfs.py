@@ -1,0 +1,79 @@
+"""What the kernel says in /proc: mounts, memory, processes and their capabilities. Reads only.
+
+The list of mounts is read without touching them, so a mount that hangs cannot hang the reader.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CKPTFS_TYPE = "fuse.ckptfs"
+CAP_SYS_ADMIN = 21
+MOUNT_TABLE = Path("/proc/self/mountinfo")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class MountEntry:
+    """One line of mountinfo (proc(5)). `device` is "MAJOR:MINOR"; `options` are those of the superblock."""
+
+    mountpoint: Path
+    device: str
+    fstype: str
+    source: str
+    options: str
+
+
+def list_mount_entries(table: str | Path = MOUNT_TABLE) -> list[MountEntry]:
+    """Return the mounts of this namespace in the order of mounting."""
+    entries = []
+    for line in Path(table).read_bytes().splitlines():
+        left, _, right = line.partition(b" - ")
+        fields, (fstype, source, options) = left.split(b" "), map(_unescape, right.split(b" ")[:3])
+        entries.append(MountEntry(Path(_unescape(fields[4])), fields[2].decode(), fstype, source, options))
+    return entries
+
+
+def _unescape(field: bytes) -> str:
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
+
+
+def get_memory() -> tuple[int, int]:
+    """Return (total, available) bytes of this machine's memory."""
+    fields: dict[bytes, int] = {}
+    with open("/proc/meminfo", "rb") as file:
+        while not {b"MemTotal", b"MemAvailable"} <= fields.keys():
+            name, _, rest = file.readline().partition(b":")
+            fields[name] = int(rest.split()[0]) * 1024
+    return fields[b"MemTotal"], fields[b"MemAvailable"]
+
+
+def is_running(pid: int) -> bool:
+    """Return True if the process exists and is no zombie."""
+    return _get_stat(pid)[0] not in ("", "Z")
+
+
+def get_start_ticks(pid: int) -> int:
+    """Return the start of a process in clock ticks since boot, 0 if it is gone. Pid and start together identify a process."""
+    return int(_get_stat(pid)[19])
+
+
+def get_resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process, 0 if it is gone."""
+    return int(_get_stat(pid)[21]) * PAGE_BYTES
+
+
+def _get_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)); an empty state and zeros if the process is gone."""
+    try:
+        # The name of the program, in parentheses, may hold blanks and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["", *["0"] * 49]
+
+
+def has_capability(number: int) -> bool:
+    """Return True if this process has the capability in its effective set."""
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return bool(effective and int(effective[1], 16) >> number & 1)
