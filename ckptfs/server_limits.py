@@ -9,6 +9,7 @@ If we die here: nothing was changed but for this process.
 """
 
 import contextlib
+import errno
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptfs.errors import TimedOut
+from google.protobuf.message import DecodeError
+
+from ckptfs.errors import CkptfsError, TimedOut
 
 Call = Any
 """A `grpc.ServicerContext`."""
+
+
+class MalformedCall(CkptfsError):
+    """A call without a message, or with bytes that are not one."""
+
+    errno = errno.EINVAL
+
+
+def parse_message(kind: Any, data: bytes) -> Any:
+    """Parse a protobuf message of the class `kind`. Raises MalformedCall."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise MalformedCall(f"this is no {kind.DESCRIPTOR.name}") from None
 
 
 class CallWatchdog:
@@ -48,6 +65,13 @@ class CallWatchdog:
         finally:
             del self._deadlines[context]
             self._cancelled.discard(context)
+
+    def read_message(self, messages: Iterator[bytes], context: Call, patience_s: float) -> bytes:
+        """Return the one message of a call, awaited as the first of a stream. Raises TimedOut or MalformedCall."""
+        with self.watch_call(context, patience_s):
+            for message in messages:
+                return message
+            raise MalformedCall("a call has a message")
 
     def extend_deadline(self, context: Call, patience_s: float) -> None:
         """Something came; the next has so long."""

@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from ckptfs import limits, server_limits
@@ -55,7 +54,7 @@ from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, server_credentials
 from ckptfs.peers.transfer_table import BlockStreams, ConcurrencyLimit, TransferTable
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
-from ckptfs.server_limits import CallWatchdog
+from ckptfs.server_limits import CallWatchdog, parse_message
 
 log = logging.getLogger(__name__)
 SERVICE = "ckptfs.peer.Peer"
@@ -144,25 +143,17 @@ class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def _read_message(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """The one message of a call."""
-        with (
-            self._guard.guard_call(context) as peer,
-            self._awaited.hold_slot(peer),
-            self._watchdog.watch_call(context, limits.PEER_PIECE_S),
-        ):
-            for message in messages:
-                self._has_read_large_message |= len(message) > LARGE_BYTES
-                return message
-            raise Rejection(RejectReason.MALFORMED, "a call has a message")
+        with self._guard.guard_call(context) as peer, self._awaited.hold_slot(peer):
+            message = self._watchdog.read_message(messages, context, limits.PEER_PIECE_S)
+            self._has_read_large_message |= len(message) > LARGE_BYTES
+            return message
         raise AssertionError
 
     def _build_unary_handler(self, kind: Any, call: RpcHandler) -> RpcHandler:
         def parsed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
             message = self._read_message(messages, context)
-            try:
-                request = kind.FromString(message)
-            except DecodeError:
-                with self._guard.guard_call(context):
-                    raise Rejection(RejectReason.MALFORMED, f"this is no {kind.DESCRIPTOR.name}") from None
+            with self._guard.guard_call(context):
+                request = parse_message(kind, message)
             return call(request, context)
 
         return parsed

@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 from ckptfs import procfs
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in (".", "daemon", "client")), "PYTHONDONTWRITEBYTECODE": "1"}
 READY_S = 60.0

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from ckptfs import limits
 from ckptfs.errors import CkptfsError, InvalidArgument, TierUnavailable, TimedOut, posix_error
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs.server_limits import CallWatchdog
+from ckptfs.server_limits import CallWatchdog, parse_message
 
 log = logging.getLogger(__name__)
 REMEDY_KEY = "ckptfs-remedy-bin"
@@ -156,13 +155,7 @@ class ControlMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     @translate_errors
     def _read_message(self, kind: Any, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        with self._watchdog.watch_call(context, limits.CONTROL_MESSAGE_S):
-            for message in messages:
-                try:
-                    return kind.FromString(message)
-                except DecodeError:
-                    raise OSError(errno.EINVAL, f"this is no {kind.DESCRIPTOR.name}") from None
-            raise OSError(errno.EINVAL, "a call has a message")
+        return parse_message(kind, self._watchdog.read_message(messages, context, limits.CONTROL_MESSAGE_S))
 
     @translate_errors
     def _reject_unknown_method(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
