@@ -1,12 +1,12 @@
-"""The first exchange on a FUSE connection: what the kernel offers (INIT) and what we take of it. Pure: bytes in, bytes out.
+"""The kernel's FUSE protocol, as far as ckptfs speaks it without libfuse: the INIT exchange, and the table of backing files.
 
-We answer INIT ourselves, because libfuse 3.14 knows neither passthrough nor sending again. Layouts and numbers are those of the
-kernel's include/uapi/linux/fuse.h, protocol 7.40.
+ckptfs answers INIT itself, because libfuse 3.14 knows neither passthrough nor resending. Layouts and numbers are those of the kernel's
+include/uapi/linux/fuse.h, protocol 7.40. Parsing and building are pure: bytes in, bytes out.
 
-Owns the kernel's table of backing files: a descriptor is registered for an id, which the OPEN reply then carries.
+A backing file is a descriptor registered under an id, which the OPEN reply carries. Ids belong to the FUSE connection, not to the
+process: they outlive the mount process, and the catalog's handles record them.
 
-Ids belong to the FUSE connection, not to this process: they outlive us, and the catalog's handles remember them.
-If we die here: an id that no handle remembers stays until the connection ends; it costs one open file.
+Crash safety: an id that no handle records stays until the connection ends; it costs one open file.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from ckptfs.model import DataPath
 OPCODE_INIT = 26
 
 PROTOCOL_MINOR = 40
-"""The protocol we speak; a kernel of less is answered with its own number."""
+"""The protocol version of ckptfs. An older kernel is answered with its own version."""
 ASYNC_READ = 1 << 0
 ATOMIC_O_TRUNC = 1 << 3
 BIG_WRITES = 1 << 5
@@ -60,12 +60,12 @@ INIT_REPLY = struct.Struct("=IIIIHHIIHHII24x")
 
 
 class BadHandshake(CkptfsError):
-    """The kernel's first request is not what the protocol says."""
+    """The kernel's first request does not follow the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelInit:
-    """What the kernel said in its INIT request."""
+    """The kernel's INIT request."""
 
     unique: int
     major: int
@@ -75,7 +75,7 @@ class KernelInit:
 
 
 def parse_init(request: bytes) -> KernelInit:
-    """Read an INIT request. Raises BadHandshake."""
+    """Parse an INIT request. Raises BadHandshake."""
     if len(request) < REQUEST_HEADER.size + INIT_REQUEST.size:
         raise BadHandshake(
             f"the kernel's first FUSE request has {len(request)} bytes, an INIT has at least {REQUEST_HEADER.size + INIT_REQUEST.size}"
@@ -92,16 +92,17 @@ def parse_init(request: bytes) -> KernelInit:
 
 
 def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: bool) -> int:
-    """The flags we take of those offered. The kernel refuses PASSTHROUGH together with WRITEBACK_CACHE, so it is one or the other.
+    """Return the flags to accept of those offered. The kernel rejects PASSTHROUGH together with WRITEBACK_CACHE.
 
-    With WRITEBACK_CACHE the kernel believes nobody else about a file's size and times: only where no other node changes them (`alone`).
+    With WRITEBACK_CACHE the kernel trusts only itself about sizes and times of files. It is used only if no other node changes them
+    (`is_single_node`).
     """
     cached = WRITEBACK_CACHE if is_single_node else 0
     return (COMMON | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
 
 
 def build_init_reply(init: KernelInit, flags: int) -> bytes:
-    """The reply to INIT."""
+    """Build the reply to INIT."""
     body = INIT_REPLY.pack(
         7,
         min(init.minor, PROTOCOL_MINOR),
@@ -124,21 +125,21 @@ BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, u32)
 
 
 class Passthrough:
-    """Registers and releases backing files on one FUSE connection."""
+    """The backing files of one FUSE connection."""
 
     def __init__(self, fuse_fd: int) -> None:
         self._fuse_fd = fuse_fd
 
     def register(self, fd: int) -> int:
-        """The backing id (greater than 0) for the open file `fd`, which may be closed afterwards.
+        """Register the open file `fd`, which may be closed afterwards. Returns its backing id, greater than 0.
 
-        Raises OSError: EPERM without CAP_SYS_ADMIN, ELOOP when the file lies on a stacked filesystem such as overlayfs,
-        EOPNOTSUPP or ENOTTY when the kernel has no passthrough.
+        Raises OSError: EPERM without CAP_SYS_ADMIN, ELOOP if the file is on a stacked filesystem such as overlayfs, EOPNOTSUPP or ENOTTY
+        if the kernel has no passthrough.
         """
-        # A bytearray that may be changed: only then does Python hand back the ioctl's own result, the id.
+        # Only with a mutable buffer does fcntl.ioctl return the result of the ioctl, which is the id.
         backing: int = fcntl.ioctl(self._fuse_fd, BACKING_OPEN, bytearray(struct.pack("=iIQ", fd, 0, 0)), True)
         return backing
 
     def release(self, backing: int) -> None:
-        """Forget an id; open files that use it go on. Raises OSError (ENOENT) when the kernel does not know it."""
+        """Release an id. Open files that use it are not affected. Raises OSError (ENOENT) if the kernel does not know it."""
         fcntl.ioctl(self._fuse_fd, BACKING_CLOSE, struct.pack("=I", backing))

@@ -1,13 +1,11 @@
-"""The edge between our handlers and pyfuse3: errors become errnos here and nowhere else, and a handler learns which request it serves.
+"""The border between handlers and pyfuse3: the request being served, errors as errnos, and the layouts of replies.
 
-An exception of any other kind than FUSEError that leaves a pyfuse3 handler would end the whole mount; `answered` lets none out.
-If we die here: nothing is kept.
+An exception other than FUSEError that leaves a pyfuse3 handler would end the whole mount; `translate_errors` turns it into an errno.
 
-Owns how an inode becomes the attributes that the kernel gets. Pure.
-
-Timeouts are long: what the mover changes reaches the kernel as a notification. st_blksize tells programs how much to gather before they
-call write(2) or read(2): a call on the passthrough path costs about 1 us more than on a tmpfs, so regular files ask for 128 KiB (which
-Python's and the C++ library's buffers then take); the buffered path says 4096, because the kernel takes a larger one for its page logic.
+The kernel caches attributes and names for long: the mover's changes reach it as notifications. st_blksize tells programs how many bytes to
+buffer per read(2) or write(2). A call on the passthrough path costs about 1 us more than on a tmpfs, so regular files report 128 KiB there,
+which the buffers of Python and of the C++ library then use. The buffered path reports 4096, because the kernel uses a larger value for its
+page logic.
 """
 
 import errno
@@ -28,12 +26,12 @@ log = logging.getLogger(__name__)
 RESENT_BIT = 1 << 63
 
 unexpected_errors: Counter[str] = Counter()
-"""How often each handler met an error that we did not foresee; `status` shows it."""
+"""Unexpected errors by handler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request being served: its number in this FUSE connection, whether the kernel sent it again, whether it drops set-id bits."""
+    """A request: its number in this FUSE connection, whether the kernel resent it, whether it drops set-id bits."""
 
     number: int
     is_resent: bool
@@ -41,13 +39,13 @@ class Request:
 
 
 def get_current_request() -> Request:
-    """The request that is being served. To be called before the handler's first await."""
+    """Return the request being served. Call it before the handler's first await."""
     unique, kill = session.get_request_header()
     return Request(unique & ~RESENT_BIT, bool(unique & RESENT_BIT), kill)
 
 
 def get_errno(failure: BaseException, where: str) -> int:
-    """The errno that stands for `failure`. What we did not foresee is logged with its traceback, counted, and EIO."""
+    """Return the errno of `failure`. Unexpected errors are logged with their traceback, counted, and become EIO."""
     if isinstance(failure, CkptfsError) or (isinstance(failure, OSError) and failure.errno):
         return failure.errno or errno.EIO
     unexpected_errors[where] += 1
@@ -60,15 +58,14 @@ SECTOR_BYTES = 512
 PASSTHROUGH_BLKSIZE = 128 * limits.KIB
 NANO = 1_000_000_000
 _ATTRIBUTES = "6Q10I"
+# struct fuse_attr_out, fuse_entry_out and fuse_open_out of <linux/fuse.h>.
 _ATTR_OUT = struct.Struct("=Q2I" + _ATTRIBUTES)
 _ENTRY_OUT = struct.Struct("=4Q2I" + _ATTRIBUTES)
-
 _OPEN_OUT = struct.Struct("=QIi")
-"""struct fuse_attr_out, fuse_entry_out and fuse_open_out of <linux/fuse.h>."""
 
 
 def build_attributes(inode: Inode, blksize: int = BLOCK_BYTES) -> EntryAttributes:
-    """What the kernel shall know of `inode`. `gather_bytes`: st_blksize of regular files."""
+    """Build the attributes of `inode` for the kernel. `blksize` is st_blksize of regular files."""
     entry = EntryAttributes()
     entry.st_ino = inode.id
     entry.generation = 0
@@ -89,14 +86,14 @@ def build_attributes(inode: Inode, blksize: int = BLOCK_BYTES) -> EntryAttribute
 
 
 def count_blocks(inode: Inode) -> int:
-    """st_blocks: what is allocated where that is known, else what the size needs."""
+    """Return st_blocks: the allocated units if known, otherwise as many as the size needs."""
     if inode.allocated_blocks is not None:
         return inode.allocated_blocks
     return -(-inode.size // BLOCK_BYTES) * (BLOCK_BYTES // SECTOR_BYTES) if inode.is_file else 0
 
 
 def build_negative_entry(timeout_s: float) -> EntryAttributes:
-    """There is no such name, and for so long the kernel need not ask again."""
+    """Build the reply that a name does not exist. The kernel caches it for `timeout_s`."""
     entry = EntryAttributes()
     entry.st_ino = 0
     entry.entry_timeout = timeout_s
@@ -105,24 +102,24 @@ def build_negative_entry(timeout_s: float) -> EntryAttributes:
 
 
 def attr_out(inode: Inode, blksize: int, timeout_s: float) -> bytes:
-    """What answers a GETATTR."""
+    """Build the reply to a GETATTR."""
     whole_s, rest_s = divmod(timeout_s, 1)
     return _ATTR_OUT.pack(int(whole_s), int(rest_s * NANO), 0, *_packed(inode, blksize))
 
 
 def entry_out(inode: Inode, blksize: int, timeout_s: float, entry_timeout_s: float = limits.ENTRY_TIMEOUT_S) -> bytes:
-    """What answers a LOOKUP, and begins the answer to a CREATE. `timeout_s` is that of the attributes, `name_s` of the name."""
+    """Build the reply to a LOOKUP, which also begins the reply to a CREATE. `timeout_s` is that of the attributes."""
     whole_s, rest_s = divmod(timeout_s, 1)
     return _ENTRY_OUT.pack(inode.id, 0, int(entry_timeout_s), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, blksize))
 
 
 def open_out(fh: int, flags: int, backing: int) -> bytes:
-    """What answers an OPEN, and ends the answer to a CREATE."""
+    """Build the reply to an OPEN, which also ends the reply to a CREATE."""
     return _OPEN_OUT.pack(fh, flags, backing)
 
 
 def _packed(inode: Inode, blksize: int) -> tuple[int, ...]:
-    """struct fuse_attr; times before 1970 are negative seconds there."""
+    """Return the fields of struct fuse_attr. Times before 1970 have negative seconds."""
     atime_s, atime_ns = divmod(inode.atime_ns, NANO)
     mtime_s, mtime_ns = divmod(inode.mtime_ns, NANO)
     ctime_s, ctime_ns = divmod(inode.ctime_ns, NANO)
@@ -135,7 +132,7 @@ def _packed(inode: Inode, blksize: int) -> tuple[int, ...]:
 _U64 = 2**64 - 1
 
 NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
-"""What answers a LOOKUP of a name that is not there, in a directory of which that is known."""
+"""The reply to a LOOKUP of a name that does not exist."""
 
 UNCACHED_NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(*[0] * 22)
-"""The same where another node may make it at any time."""
+"""The same if another node may create the name at any time."""

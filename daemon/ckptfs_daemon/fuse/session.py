@@ -1,16 +1,16 @@
-"""The door through which the mount process serves the kernel: pyfuse3 and libfuse, led to what neither of them offers.
+"""The libfuse session of the mount process: pyfuse3 and libfuse with the C shim in front of them.
 
-Loads the C file before pyfuse3, so nothing may import pyfuse3 before this module. `open_session` gives libfuse the connection that the
-supervisor opened, feeds it the INIT request that the supervisor has long answered (libfuse's own answer then names a request that the
-kernel no longer knows, and is dropped), and asks the kernel to send again what an earlier mount process took and did not answer.
-If we die here: the supervisor keeps the connection, and the next process comes in by the same door.
+The shim is loaded before pyfuse3, so nothing may import pyfuse3 before this module. `open_session` gives libfuse the connection that the
+supervisor opened and processes the saved INIT request. The supervisor has answered that request already. libfuse answers it again under a
+number that the kernel no longer knows, and the kernel drops this answer. If an earlier mount process died, `open_session` asks the kernel
+to resend the requests that it had not answered.
 
-What pyfuse3's loop sees instead of trio: the same, but a worker that finds the next request at once takes it without yielding.
+`TrioAdapter` is what pyfuse3's loop uses instead of trio. For each request pyfuse3 takes a lock, waits for its descriptor and yields to
+trio's scheduler, which costs more than most handlers. With the adapter, a worker that finds the next request at once takes it without
+yielding. Every `TURN_S` the worker yields in any case, so other tasks are not starved. pyfuse3 has a place for another `trio` module,
+which its asyncio support uses.
 
-pyfuse3 takes a lock, waits for its descriptor and yields to trio's scheduler for each request; that costs more than most of our
-handlers. pyfuse3 has a place for another `trio` module (its asyncio support uses it), and this goes there. Every `TURN_S` the worker
-yields whatever comes, so that other tasks are never starved.
-If we die here: nothing is kept.
+Crash safety: the supervisor keeps the connection, and the next mount process opens a session on it.
 """
 
 import contextlib
@@ -32,19 +32,30 @@ from ckptfs.errors import CkptfsError
 from ckptfs_daemon.fuse import shim_build
 from ckptfs_daemon.ipc import ChildSetup
 
+if "pyfuse3" in sys.modules:
+    raise ImportError("pyfuse3 was imported before ckptfs_daemon.fuse.session, which must come first")
+
+# PyDLL: the functions call back into pyfuse3's handlers, which expect to hold the GIL.
+_shim = ctypes.PyDLL(str(shim_build.ensure()), mode=ctypes.RTLD_GLOBAL)
+
+# Its extension module is linked against libfuse, so it must be loaded after the shim.
+import pyfuse3  # isort: skip  # noqa: E402
+
+log = logging.getLogger(__name__)
+
 TURN_S = 0.004
 
 LINGER_MS = 1
-"""How long the thread stays with the descriptor before it goes back to trio's scheduler: an application that does one thing after the
-other sends its next request within some 20 us, and all else that runs here can wait a millisecond."""
+"""Time to poll the descriptor before returning to trio's scheduler. A sequential application sends its next request within about 20 us,
+and every other task of this process can wait a millisecond."""
 
 SPIN_S = 60e-6
-"""How long it looks again and again before it sleeps, while requests come that close: where an idle processor is halted, as in most virtual
-machines, waking from a sleep takes as long as a whole request (2,570 creates/s against 1,850)."""
+"""Time to poll without sleeping while requests follow each other that closely. Where idle processors are halted, as in most virtual
+machines, waking from a sleep takes as long as a whole request (2,570 creates/s with spinning, 1,850 without)."""
 
 
 class Lock:
-    """A lock that its last holder may take again at once; whoever waits gets its chance when that one yields."""
+    """A lock that its last holder may take again at once. Other tasks get it when the holder yields."""
 
     def __init__(self) -> None:
         self._held = False
@@ -58,7 +69,7 @@ class Lock:
 
     async def __aexit__(self, *_: object) -> None:
         self._held = False
-        # One is enough: it runs when this task yields, and parks again if the lock is taken by then.
+        # Waking one is enough: it runs when this task yields, and parks again if the lock is taken by then.
         if self._waiting and not self._woken:
             self._woken = True
             trio.lowlevel.reschedule(self._waiting.popleft())
@@ -76,20 +87,20 @@ class Lock:
 
 
 class LowlevelAdapter:
-    """`trio.lowlevel` with an eager `wait_readable`."""
+    """`trio.lowlevel` with a `wait_readable` that polls before it yields."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._registered_fds: set[int] = set()
         self._yield_at = 0.0
         self._is_busy = False
-        """Whether the last request came within SPIN_S: a slower application must not cost a processor."""
+        """True if the last request came within SPIN_S. For a slower application, spinning would only burn a processor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(trio.lowlevel, name)
 
     async def wait_readable(self, fd: int) -> None:
-        """Return when `fd` can be read, without yielding when that is now and this turn is not over."""
+        """Wait until `fd` is readable. Does not yield if it is readable now and the turn is not over."""
         if fd not in self._registered_fds:
             self._registered_fds.add(fd)
             self._poll.register(fd, select.POLLIN)
@@ -103,20 +114,20 @@ class LowlevelAdapter:
         self._yield_at = time.monotonic() + TURN_S
 
     def _linger(self, now: float) -> bool:
-        """Whether a request came while we waited for it here."""
+        """Poll for a request; return True if one came."""
         spun = now + SPIN_S
         while self._is_busy and now < spun:
             if self._poll.poll(0):
                 return True
             now = time.monotonic()
         came = bool(self._poll.poll(LINGER_MS))
-        # A wake-up takes about as long as we would have looked.
+        # A wake-up takes about as long as the spinning would have.
         self._is_busy = came and time.monotonic() < spun + SPIN_S
         return came
 
 
 class TrioAdapter:
-    """The module `trio`, as far as pyfuse3 uses it."""
+    """The part of the module `trio` that pyfuse3 uses."""
 
     Lock = Lock
 
@@ -127,15 +138,6 @@ class TrioAdapter:
         return getattr(trio, name)
 
 
-if "pyfuse3" in sys.modules:
-    raise ImportError("pyfuse3 was imported before ckptfs_daemon.fuse.session, which must come first")
-
-# PyDLL: the functions call back into pyfuse3's handlers, which expect to hold the GIL.
-_shim = ctypes.PyDLL(str(shim_build.ensure()), mode=ctypes.RTLD_GLOBAL)
-
-import pyfuse3  # noqa: E402  (the shim must be in the process first)
-
-log = logging.getLogger(__name__)
 FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_NOFLUSH = 1 << 5
@@ -144,7 +146,7 @@ NOTIFY_RESEND = 7
 WORKERS_IDLE = 8
 
 WORKERS_MAX = 256
-"""How many requests may wait for something (the PFS) at once; one more is served all the same when one of them is answered."""
+"""Requests that may wait (for the PFS) at once. Further requests are served as these are answered."""
 _unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
 _kill_privileges = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")
 _open_flags = ctypes.c_uint32.in_dll(_shim, "shim_open_flags")
@@ -175,25 +177,25 @@ _reply_write = _shim.fuse_reply_write
 _reply_write.argtypes = [_R, ctypes.c_size_t]
 _reply_lseek = _shim.fuse_reply_lseek
 _reply_lseek.argtypes = [_R, _Q]
-_shim.shim_feed.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+_shim.shim_process_saved_init.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 _raw_callbacks = _RawCallbacks()
 _fast_path_callbacks = _FastPathCallbacks()
 
 
 class ShimNotLoaded(CkptfsError):
-    """The C file did not come before pyfuse3."""
+    """The C shim was not loaded before pyfuse3."""
 
 
 def get_request_header() -> tuple[int, bool]:
-    """(unique with bit 63 for "sent again", whether set-id bits are to be dropped) of the request that is being processed.
+    """Return (unique, drops set-id bits) of the request being processed. Bit 63 of unique: resent by the kernel.
 
-    Meaningful only until the handler's first await.
+    Valid only until the first await of the handler.
     """
     return _unique.value, bool(_kill_privileges.value)
 
 
 def set_open_flags(flags: int) -> None:
-    """FOPEN_* flags for the reply to this open, create or opendir: the handler's last act before it returns, without an await after it."""
+    """Set FOPEN_* flags for the reply to this open, create or opendir. No await may follow in the handler."""
     _open_flags.value = flags
 
 
@@ -204,23 +206,23 @@ def set_raw_callbacks(
     lseek: Callable[[int, int, int, int, int], None],
     release: Callable[[int, int, int], None],
 ) -> None:
-    """Set who serves FALLOCATE, COPY_FILE_RANGE, LSEEK and RELEASE; before `open_session`.
+    """Set the functions that serve FALLOCATE, COPY_FILE_RANGE, LSEEK and RELEASE. Call it before `open_session`.
 
-    They are plain functions, called where a handler would begin (`current()` is right in them), and answer, at once or later from a
-    task, with exactly one `reply_*`:
+    They are plain functions, called where a handler would start, so `get_request_header` is valid in them. Each request needs exactly one
+    `reply*`, at once or later from a task. Arguments:
     fallocate(req, inode, mode, offset, length, fh);
     copy_file_range(req, inode_in, offset_in, fh_in, inode_out, offset_out, fh_out, length, flags); lseek(req, inode, offset, whence, fh);
-    release(req, inode, fh): pyfuse3 has a handler for it, but one that waits for company would hold a task of pyfuse3's.
+    release(req, inode, fh). pyfuse3 has a handler for RELEASE, but one that waits for a batch would occupy a task of pyfuse3.
     """
     _raw_callbacks.fallocate = FALLOCATE(_guard_raw_callback(fallocate))
     _raw_callbacks.copy_file_range = COPY_FILE_RANGE(_guard_raw_callback(copy_file_range))
     _raw_callbacks.lseek = LSEEK(_guard_raw_callback(lseek))
     _raw_callbacks.release = RELEASE(_guard_raw_callback(release))
-    _shim.shim_set_extra(ctypes.byref(_raw_callbacks))
+    _shim.shim_set_raw_callbacks(ctypes.byref(_raw_callbacks))
 
 
 def _guard_raw_callback(function: Callable[..., None]) -> Callable[..., None]:
-    """An exception from `function` cannot cross C: it is logged and answered with EIO."""
+    """Wrap a callback: an exception cannot cross C, so it is logged and answered with EIO."""
 
     def guarded(req: int, *arguments: int) -> None:
         try:
@@ -238,79 +240,82 @@ def set_fast_path_callbacks(
     getattr: Callable[[int, int, int], bool],
     create: Callable[[int, int, bytes, int, int, int], bool],
 ) -> None:
-    """Set who is asked first to serve LOOKUP, GETATTR and CREATE; before `open_session`. Not called, pyfuse3's handlers serve them all.
+    """Set the functions that may serve LOOKUP, GETATTR and CREATE before pyfuse3 does. Call it before `open_session`.
 
-    They are called like those of `on_extra`, and answer at once, with exactly one `reply`, or say False and let pyfuse3's handler begin:
-    lookup(req, parent, name, pid); getattr(req, inode, pid); create(req, parent, name, mode, uid, gid).
+    They are called like those of `set_raw_callbacks`. They send exactly one reply at once and return True, or return False and leave the
+    request to pyfuse3's handler.
+    Arguments: lookup(req, parent, name, pid); getattr(req, inode, pid); create(req, parent, name, mode, uid, gid).
     """
     _fast_path_callbacks.lookup = LOOKUP(_guard_fast_path_callback(lookup))
     _fast_path_callbacks.getattr = GETATTR(_guard_fast_path_callback(getattr))
     _fast_path_callbacks.create = CREATE(_guard_fast_path_callback(create))
-    _shim.shim_set_quick(ctypes.byref(_fast_path_callbacks))
+    _shim.shim_set_fast_path_callbacks(ctypes.byref(_fast_path_callbacks))
 
 
 def _guard_fast_path_callback(function: Callable[..., bool]) -> Callable[..., bool]:
-    """An exception from `function` cannot cross C either: the handler will meet it again, and knows what to do with it."""
+    """Wrap a callback: an exception leaves the request to the handler, which meets the same error and handles it."""
 
-    def answering(*arguments: object) -> bool:
+    def guarded(*arguments: object) -> bool:
         try:
             return function(*arguments)
         except Exception:
             return False
 
-    return answering
+    return guarded
 
 
 def reply(req: int, body: bytes) -> None:
-    """Answer with `body`, laid out as <linux/fuse.h> has it."""
+    """Reply with `body`, in the layout of <linux/fuse.h>."""
     _reply_buf(req, body, len(body))
 
 
 def reply_err(req: int, code: int) -> None:
-    """Answer with errno `code`; 0 for success."""
+    """Reply with errno `code`; 0 means success."""
     _reply_err(req, code)
 
 
 def reply_write(req: int, count: int) -> None:
-    """Answer a copy_file_range: how many bytes were copied."""
+    """Reply to a copy_file_range with the number of bytes copied."""
     _reply_write(req, count)
 
 
 def reply_lseek(req: int, offset: int) -> None:
-    """Answer an lseek: the offset found."""
+    """Reply to an lseek with the offset found."""
     _reply_lseek(req, offset)
 
 
 def open_session(operations: pyfuse3.Operations, setup: ChildSetup) -> None:
-    """Make libfuse and pyfuse3 serve the inherited connection. Nothing is read from the kernel yet. Raises DoorBlocked."""
+    """Make libfuse and pyfuse3 serve the inherited connection. Reads nothing from the kernel yet. Raises ShimNotLoaded."""
     os.set_blocking(setup.fuse_fd, False)
     if setup.config.cluster is None:
-        # In a cluster handlers wait for the store, and what ends their waiting is another task.
+        # In a cluster, handlers wait for the store, and other tasks must run to end these waits.
         pyfuse3.trio = TrioAdapter()  # type: ignore[attr-defined]
     pyfuse3.init(operations, f"/dev/fd/{setup.fuse_fd}", set())
     if _sessions.value == 0:
-        raise ShimNotLoaded("the mount's C part does not stand before libfuse", remedy="rebuild it: python -m ckptfs_daemon.shim_build")
-    _shim.shim_feed(setup.init_request, len(setup.init_request))
+        raise ShimNotLoaded(
+            "the mount's C part was not loaded before libfuse", remedy="rebuild it: python -m ckptfs_daemon.fuse.shim_build"
+        )
+    _shim.shim_process_saved_init(setup.init_request, len(setup.init_request))
     if setup.is_resumed and setup.can_resend:
         request_resend(setup.fuse_fd)
 
 
 def request_resend(fuse_fd: int) -> None:
-    """Make the kernel send again every request that was taken and not answered. A connection that has ended says so at the next read."""
+    """Make the kernel resend every request that was taken and not answered. An ended connection is reported by the next read."""
     with contextlib.suppress(OSError):
         os.write(fuse_fd, struct.pack("=IiQ", 16, NOTIFY_RESEND, 0))
 
 
 async def serve() -> None:
-    """Answer requests until the filesystem is unmounted, or until `stop`."""
+    """Serve requests until the filesystem is unmounted or `stop` is called."""
     await pyfuse3.main(min_tasks=WORKERS_IDLE, max_tasks=WORKERS_MAX)
 
 
 def stop() -> None:
-    """End `serve`; from the thread that runs it."""
+    """End `serve`. Call it from the thread that runs `serve`."""
     pyfuse3.terminate()
 
 
 def close_session() -> None:
-    """Free the session; the kernel's connection lives on as long as anybody holds its descriptor."""
+    """Free the session. The connection lives as long as any process holds its descriptor."""
     pyfuse3.close(unmount=False)

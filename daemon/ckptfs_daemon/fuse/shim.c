@@ -1,14 +1,14 @@
 /*
- * The door between pyfuse3 and libfuse: what neither of them offers, in front of the functions that pyfuse3 calls.
+ * The layer between pyfuse3 and libfuse. It adds what neither of them offers.
  *
- * Loaded with RTLD_GLOBAL before pyfuse3, so that the dynamic linker finds these definitions first:
- *  - fuse_reply_open and fuse_reply_create carry FOPEN_PASSTHROUGH and the backing id (upper half of fh), and any flag asked for;
- *  - fuse_session_process_buf notes which request is being processed (its number, bit 63: sent again; whether it drops set-id bits);
- *  - fuse_session_receive_buf takes "nothing there after all" for what it is, not for the end of the mount;
- *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers, takes release over, and lets
- *    lookup, getattr and create be answered without pyfuse3, whose tasks cost more than these.
+ * The library is loaded with RTLD_GLOBAL before pyfuse3, so the dynamic linker finds these definitions before those of libfuse:
+ *  - fuse_reply_open and fuse_reply_create send FOPEN_PASSTHROUGH with the backing id (upper half of fh), and any other flag;
+ *  - fuse_session_process_buf records the request being processed: its number (bit 63: resent) and whether it drops set-id bits;
+ *  - fuse_session_receive_buf returns EINTR instead of EAGAIN, which would end the mount;
+ *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers, and replaces release.
+ *    It offers lookup, getattr and create to a fast path first, because a task of pyfuse3 costs more than these operations.
  *
- * Everything runs in the one thread that runs pyfuse3, under the GIL. Nothing here outlives the process.
+ * Everything runs in the one thread that runs pyfuse3, under the GIL. Nothing outlives the process.
  */
 #define _GNU_SOURCE
 #define FUSE_USE_VERSION 312
@@ -20,18 +20,18 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Newer than the headers of Debian 12. */
+/* The headers of Debian 12 lack these. */
 #define OPEN_NOFLUSH (1u << 5)
 #define OPEN_PASSTHROUGH (1u << 7)
 #define KILL_AT_OPEN (1u << 0)
 #define KILL_AT_WRITE (1u << 2)
 #define KILL_AT_SETATTR (1u << 11)
 
-/* Marks the file info of an opendir, whose fh is a whole number and carries no backing id. */
+/* Marks the file info of an opendir. Its fh uses all 64 bits and holds no backing id. */
 #define DIRECTORY_MARK 0x64697231u
 
-/* What Python hands over: called inside fuse_session_process_buf, they answer through the fuse_reply_* functions. */
-struct extra {
+/* Callbacks into Python, called inside fuse_session_process_buf. Each sends one reply, now or later. */
+struct raw_callbacks {
     void (*fallocate)(fuse_req_t req, uint64_t ino, int mode, int64_t offset, int64_t length, uint64_t fh);
     void (*copy_file_range)(fuse_req_t req, uint64_t ino_in, int64_t offset_in, uint64_t fh_in, uint64_t ino_out, int64_t offset_out,
                             uint64_t fh_out, uint64_t length, int flags);
@@ -39,8 +39,8 @@ struct extra {
     void (*release)(fuse_req_t req, uint64_t ino, uint64_t fh);
 };
 
-/* Likewise, but these may leave a request to pyfuse3: 0 says that they have not answered. */
-struct quick {
+/* Like raw_callbacks, but a result of 0 means that no reply was sent and pyfuse3 handles the request. */
+struct fast_path_callbacks {
     int (*lookup)(fuse_req_t req, uint64_t parent, const char *name, uint32_t pid);
     int (*getattr)(fuse_req_t req, uint64_t ino, uint32_t pid);
     int (*create)(fuse_req_t req, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid);
@@ -49,13 +49,13 @@ struct quick {
 /* The request being processed. */
 uint64_t shim_unique;
 uint32_t shim_kill_privileges;
-/* Flags for the next reply to an open, create or opendir; used once. */
+/* FOPEN_* flags for the next reply to an open, create or opendir. Cleared by that reply. */
 uint32_t shim_open_flags;
-/* How many sessions were made through this file: 0 tells that pyfuse3 was loaded before it. */
+/* Number of sessions created through this file. 0 after pyfuse3.init: pyfuse3 was loaded first. */
 uint32_t shim_sessions;
 
-static struct extra extra;
-static struct quick quick;
+static struct raw_callbacks raw;
+static struct fast_path_callbacks fast_path;
 static struct fuse_session *session;
 static void (*init_of_pyfuse3)(void *userdata, struct fuse_conn_info *conn);
 static void (*opendir_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi);
@@ -83,7 +83,7 @@ static void fill_open(struct fuse_open_out *out, const struct fuse_file_info *fi
     if (fi->poll_events == DIRECTORY_MARK)
         return;
     if (backing) {
-        /* The kernel refuses KEEP_CACHE beside PASSTHROUGH. */
+        /* The kernel rejects KEEP_CACHE together with PASSTHROUGH. */
         out->open_flags |= OPEN_PASSTHROUGH;
         memcpy((char *)out + 12, &backing, sizeof(backing));
     } else if (fi->keep_cache) {
@@ -185,29 +185,29 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
     if (!next)
         next = NEXT(fuse_session_receive_buf);
     result = next(se, buf);
-    /* The request was withdrawn between poll and read: pyfuse3 would raise, EINTR makes it wait again. */
+    /* The request was withdrawn between poll and read. pyfuse3 raises on EAGAIN and waits again on EINTR. */
     return result == -EAGAIN ? -EINTR : result;
 }
 
-/* Hand the session a request as if it had been read: the saved INIT, which the kernel sends only once. */
-void shim_feed(void *bytes, size_t size)
+/* Process the saved INIT request as if it had been read from the kernel, which sends INIT only once. */
+void shim_process_saved_init(void *bytes, size_t size)
 {
     struct fuse_buf buf = {.mem = bytes, .size = size};
 
     fuse_session_process_buf(session, &buf);
 }
 
-/* --- operations that pyfuse3 does not know ------------------------------------------------------------------------ */
+/* --- operations without pyfuse3 --------------------------------------------------------------------------------------- */
 
-void shim_set_extra(const struct extra *from_python)
+void shim_set_raw_callbacks(const struct raw_callbacks *callbacks)
 {
-    extra = *from_python;
+    raw = *callbacks;
 }
 
 static void on_init(void *userdata, struct fuse_conn_info *conn)
 {
     init_of_pyfuse3(userdata, conn);
-    /* Splicing costs two more system calls for each small request, and hides the header from fuse_session_process_buf. */
+    /* Splicing adds two system calls to each small request and hides the header from fuse_session_process_buf. */
     conn->want &= ~(FUSE_CAP_SPLICE_READ | FUSE_CAP_SPLICE_WRITE | FUSE_CAP_SPLICE_MOVE);
 }
 
@@ -217,17 +217,17 @@ static void on_opendir(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi
     opendir_of_pyfuse3(req, ino, fi);
 }
 
-static bool begins(const char *name, const char *with)
+static bool has_prefix(const char *name, const char *prefix)
 {
-    return strncmp(name, with, strlen(with)) == 0;
+    return strncmp(name, prefix, strlen(prefix)) == 0;
 }
 
-/* The kernel asks for security.capability at the first write to each file, ls for ACLs: we have neither, and say so at once. */
+/* The kernel asks for security.capability at the first write to each file, and ls asks for ACLs. ckptfs has neither. */
 static void on_getxattr(fuse_req_t req, fuse_ino_t ino, const char *name, size_t size)
 {
-    if (begins(name, "security."))
+    if (has_prefix(name, "security."))
         fuse_reply_err(req, ENODATA);
-    else if (begins(name, "system."))
+    else if (has_prefix(name, "system."))
         fuse_reply_err(req, EOPNOTSUPP);
     else
         getxattr_of_pyfuse3(req, ino, name, size);
@@ -235,23 +235,23 @@ static void on_getxattr(fuse_req_t req, fuse_ino_t ino, const char *name, size_t
 
 static void on_fallocate(fuse_req_t req, fuse_ino_t ino, int mode, off_t offset, off_t length, struct fuse_file_info *fi)
 {
-    extra.fallocate(req, ino, mode, offset, length, fi->fh);
+    raw.fallocate(req, ino, mode, offset, length, fi->fh);
 }
 
 static void on_copy_file_range(fuse_req_t req, fuse_ino_t ino_in, off_t offset_in, struct fuse_file_info *fi_in, fuse_ino_t ino_out,
                                off_t offset_out, struct fuse_file_info *fi_out, size_t length, int flags)
 {
-    extra.copy_file_range(req, ino_in, offset_in, fi_in->fh, ino_out, offset_out, fi_out->fh, length, flags);
+    raw.copy_file_range(req, ino_in, offset_in, fi_in->fh, ino_out, offset_out, fi_out->fh, length, flags);
 }
 
 static void on_lseek(fuse_req_t req, fuse_ino_t ino, off_t offset, int whence, struct fuse_file_info *fi)
 {
-    extra.lseek(req, ino, offset, whence, fi->fh);
+    raw.lseek(req, ino, offset, whence, fi->fh);
 }
 
 static void on_release(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
 {
-    extra.release(req, ino, fi->fh);
+    raw.release(req, ino, fi->fh);
 }
 
 static void on_ioctl(fuse_req_t req, fuse_ino_t ino, unsigned int cmd, void *arg, struct fuse_file_info *fi, unsigned flags, const void *in,
@@ -261,30 +261,30 @@ static void on_ioctl(fuse_req_t req, fuse_ino_t ino, unsigned int cmd, void *arg
     fuse_reply_err(req, ENOTTY);
 }
 
-/* --- operations that mostly need no waiting ------------------------------------------------------------------------ */
+/* --- the fast path ---------------------------------------------------------------------------------------------------- */
 
-void shim_set_quick(const struct quick *from_python)
+void shim_set_fast_path_callbacks(const struct fast_path_callbacks *callbacks)
 {
-    quick = *from_python;
+    fast_path = *callbacks;
 }
 
 static void on_lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
 {
-    if (!quick.lookup(req, parent, name, fuse_req_ctx(req)->pid))
+    if (!fast_path.lookup(req, parent, name, fuse_req_ctx(req)->pid))
         lookup_of_pyfuse3(req, parent, name);
 }
 
 static void on_getattr(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
 {
-    if (!quick.getattr(req, ino, fuse_req_ctx(req)->pid))
+    if (!fast_path.getattr(req, ino, fuse_req_ctx(req)->pid))
         getattr_of_pyfuse3(req, ino, fi);
 }
 
 static void on_create(fuse_req_t req, fuse_ino_t parent, const char *name, mode_t mode, struct fuse_file_info *fi)
 {
-    const struct fuse_ctx *who = fuse_req_ctx(req);
+    const struct fuse_ctx *caller = fuse_req_ctx(req);
 
-    if (!quick.create(req, parent, name, mode, who->uid, who->gid))
+    if (!fast_path.create(req, parent, name, mode, caller->uid, caller->gid))
         create_of_pyfuse3(req, parent, name, mode, fi);
 }
 
@@ -297,15 +297,15 @@ static void add_operations(struct fuse_lowlevel_ops *ops)
     ops->opendir = on_opendir;
     ops->getxattr = on_getxattr;
     ops->ioctl = on_ioctl;
-    if (extra.fallocate)
+    if (raw.fallocate)
         ops->fallocate = on_fallocate;
-    if (extra.copy_file_range)
+    if (raw.copy_file_range)
         ops->copy_file_range = on_copy_file_range;
-    if (extra.lseek)
+    if (raw.lseek)
         ops->lseek = on_lseek;
-    if (extra.release)
+    if (raw.release)
         ops->release = on_release;
-    if (!quick.lookup)
+    if (!fast_path.lookup)
         return;
     lookup_of_pyfuse3 = ops->lookup;
     getattr_of_pyfuse3 = ops->getattr;

@@ -1,7 +1,9 @@
-"""Builds `_shim.so` from shim.c beside it, with the C compiler and libfuse's headers that pyfuse3 needs anyway.
+"""The build of `_shim.so` from shim.c, with the C compiler and the libfuse headers that pyfuse3 needs anyway.
 
-`python -m ckptfs_daemon.shim_build` builds it when it is missing or older than its source; the installer calls that, and
-the mount does so itself. The result is renamed into place: dying here leaves the former one, or none.
+`python -m ckptfs_daemon.fuse.shim_build` builds it if it is missing or older than its source. The installer runs that command, and the
+supervisor builds it at its start.
+
+Crash safety: the result is renamed into place, so a crash leaves the previous library, or none.
 """
 
 import os
@@ -19,11 +21,11 @@ REMEDY = "install a C compiler, pkg-config and libfuse's headers (Debian: apt in
 
 
 class CannotBuild(CkptfsError):
-    """The C file cannot be compiled here."""
+    """The C shim cannot be compiled on this machine."""
 
 
 def is_fresh() -> bool:
-    """Whether what is built is at least as new as its source."""
+    """Return True if the library is at least as new as its source."""
     try:
         return BUILT.stat().st_mtime_ns >= SOURCE.stat().st_mtime_ns
     except FileNotFoundError:
@@ -31,7 +33,7 @@ def is_fresh() -> bool:
 
 
 def ensure() -> Path:
-    """The path of the built library, building it first if needed. Raises CannotBuild with a remedy."""
+    """Return the path of the library; build it first if needed. Raises CannotBuild."""
     if is_fresh():
         return BUILT
     if BUILT.exists() and not os.access(BUILT.parent, os.W_OK):
@@ -41,7 +43,7 @@ def ensure() -> Path:
 
 
 def build(target: Path) -> None:
-    """Compile shim.c to `target`, whole or not at all. Raises CannotBuild."""
+    """Compile shim.c to `target`. Raises CannotBuild; then `target` is unchanged."""
     temporary = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         flags = shlex.split(_output(["pkg-config", "--cflags", "--libs", "fuse3"]))
@@ -53,7 +55,7 @@ def build(target: Path) -> None:
 
 
 def _compiler() -> str:
-    """The system's compiler: the one that Python was built with may not exist here."""
+    """Return the system's C compiler. The one that built Python may not exist on this machine."""
     for directory in os.get_exec_path():
         for name in ("cc", "gcc", "clang"):
             if os.access(Path(directory, name), os.X_OK):
@@ -73,7 +75,7 @@ def _output(command: list[str]) -> str:
 
 
 def main() -> int:
-    """Build if needed; exit code 1 and a sentence when that is impossible."""
+    """Build the library if needed. Returns 1 and prints a sentence if that is impossible."""
     try:
         print(ensure())
     except CannotBuild as failure:
