@@ -1,6 +1,8 @@
-"""Wires what the mover has to do with the other nodes of its cluster. Read `Neighbours` as the table of contents.
+"""The services of the mover in a cluster: membership, peer client and server, and the flows that copy between nodes.
 
-If we die here: peers end what we left half done, and the next mover joins again under the same number.
+`ClusterServices` is the table of contents.
+
+Crash safety: peers end what this node left unfinished, and the next mover joins again under the same number.
 """
 
 import contextlib
@@ -47,7 +49,7 @@ TROUBLE = "trouble:peers"
 
 
 class ClusterServices:
-    """The other nodes, for this node's flows, and this node for theirs. Only in a mount with `cluster`."""
+    """The services of this node's flows to other nodes, and those of this node to other nodes' flows."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         assert config.cluster is not None
@@ -81,29 +83,29 @@ class ClusterServices:
         self._early_replication = EarlyReplication(db, tiers, self.cluster)
 
     def list_flows(self) -> list[tuple[str, Flow]]:
-        """(name, flow) of every lane that only a cluster has."""
+        """Return (name, flow) of every lane that only a cluster has."""
         return [
             ("replicate", self._replicate), ("tell", self._announce), ("repair", self._repair), ("reconcile", self._reconcile),
-            ("fall-back", self._salvage), ("host", self._host), ("early copies", self._early_replication),
-            ("copy open files", self._periodic_replication), ("dead records", self._drop_dead_records),
+            ("fall-back", self._salvage), ("hold", self._host), ("ahead", self._early_replication),
+            ("copy open files", self._periodic_replication), ("bury", self._drop_dead_records),
             *([("take over", self._take_over)] if self._config.pfs is not None else ()),
-            *((f"fsync copies {number}", self._fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
+            *((f"secure {number}", self._fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
         ]  # fmt: skip
 
     def refresh_pfs_path(self, inode: int) -> None:
-        """Learn where the PFS shows a file now: another node may have moved it, or what is above it."""
+        """Read from the store where a file is on the PFS now: another node may have moved it or a directory above."""
         with contextlib.suppress(CkptfsError):
             pfs_coordination.load_inodes(self._db, self._store, inode)
 
     def prepare(self) -> None:
-        """Once, before the first step."""
+        """Prepare the flows before their first step."""
         self._announce.prepare()
 
     async def run(self) -> None:
-        """Live among them until cancelled."""
+        """Run until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.membership.run, name="member")
+                nursery.start_soon(self.membership.run, name="membership")
                 nursery.start_soon(serve_peers, self._build_server, self._record_server_started, self._record_server_failed, name="peers")
                 nursery.start_soon(self._publish_figures, name="figures")
         finally:
@@ -120,7 +122,7 @@ class ClusterServices:
         summary.set_report(self._db, TROUBLE, None)
 
     def _record_server_failed(self, what: str) -> None:
-        remedy = f"see who else listens on {self._config.listen}, or give another listen="
+        remedy = f"see which process listens on {self._config.listen}, or give another listen="
         summary.set_report(self._db, TROUBLE, {"what": f"other nodes cannot reach this one: {what}", "path": "", "remedy": remedy})
 
     def _get_server_figures(self) -> dict[str, Any]:
@@ -144,13 +146,13 @@ class ClusterServices:
 async def serve_peers(
     build_server: Callable[[], PeerServer], on_started: Callable[[PeerServer], None], on_start_failed: Callable[[str], None]
 ) -> None:
-    """Serve until cancelled. A server that cannot start, because its port is still taken, is tried again, after `failed` heard of it."""
+    """Serve until cancelled. If the server cannot start because its port is taken, call `on_start_failed` and retry."""
     while True:
         try:
             running = await trio.to_thread.run_sync(build_server)
         except (OSError, RuntimeError) as failure:
             what = str(failure).partition("; set GRPC_VERBOSITY")[0]
-            log.error("peers cannot reach this node: %s", what)
+            log.error("peer server: cannot start: %s; other nodes cannot reach this one until it does", what)
             await trio.to_thread.run_sync(on_start_failed, what)
             await trio.sleep(limits.RETRY_LAST_S)
             continue

@@ -1,9 +1,10 @@
-"""Owns the lanes: each runs one flow's steps, one after the other in a worker thread, and sleeps while there is nothing to do.
+"""Lanes: each runs the steps of one flow in a worker thread, one after the other, and sleeps while there is nothing to do.
 
-A hint wakes a lane after a moment in which more of them may gather; the moment grows while they keep coming, so that one
-transaction takes more under load. An urgent hint (somebody waits) wakes it at once. A step that fails is reported, and tried again with
-backoff; `hurry` forgets backoffs. Nothing but hints comes in from outside: what there is to do stands in the catalog.
-If we die here: every step leaves the catalog whole; the next process begins each lane with a step.
+A hint wakes a lane after a short delay in which more hints may come. The delay grows while they keep coming, so that one transaction takes
+more under load. An urgent hint (an application waits) wakes the lane at once. A step that fails is reported and retried with backoff;
+`retry_now` resets backoffs. Hints carry no data: the catalog says what there is to do.
+
+Crash safety: every step leaves the catalog consistent, and each lane of the next process begins with a step.
 """
 
 import logging
@@ -23,28 +24,28 @@ Report = Callable[[str, Mapping[str, Any] | None], None]
 
 
 class Flow(Protocol):
-    """What a lane runs. Both methods are called in a worker thread, never at the same time."""
+    """What a lane runs. Its methods are called in a worker thread, never concurrently."""
 
     def step(self) -> bool:
-        """Do one bounded piece of work. True: there may be more at once."""
+        """Do one bounded piece of work. Returns True if there may be more at once."""
 
     def next_due_s(self) -> float | None:
-        """Seconds until it wants to run without a hint; None: only after one."""
+        """Return the seconds until the next step without a hint. Returns None if only a hint starts it."""
 
 
 @runtime_checkable
 class Retryable(Protocol):
-    """A flow that puts things off by itself."""
+    """A flow with backoffs of its own."""
 
     def retry_now(self) -> None:
-        """Put nothing off any more. Called in the trio thread, whatever the flow is doing in its own."""
+        """Reset all backoffs. Called in the trio thread, possibly during a step."""
 
 
 class Lane:
-    """One flow and when it runs. All methods belong to the trio thread."""
+    """One flow and its schedule. All methods belong to the trio thread."""
 
     def __init__(self, name: str, flow: Flow, report: Report) -> None:
-        """`report(key, value)` is called in the worker thread, to tell people what fails."""
+        """`report(key, value)` publishes a failure in the catalog. It is called in a worker thread."""
         self.name = name
         self._flow = flow
         self._report = report
@@ -59,19 +60,19 @@ class Lane:
     # --- waking ------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Run soon: there may be something to do."""
         if self._wake_requested_at_s is None:
             self._wake_requested_at_s = trio.current_time()
             self._wake_event.set()
 
     def wake_now(self) -> None:
-        """Somebody waits: run now, also when the last step failed a moment ago."""
+        """Run now, even if the last step has just failed: an application waits."""
         self._is_urgent = True
         self._gather_s = limits.HINT_GATHER_S
         self._wake_event.set()
 
     def retry_now(self) -> None:
-        """Run now, and forget every backoff, the flow's own too."""
+        """Run now, and reset all backoffs, those of the flow included."""
         self._retry_s = 0.0
         if isinstance(self._flow, Retryable):
             self._flow.retry_now()
@@ -80,13 +81,13 @@ class Lane:
     # --- running -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled. A step that hangs is left behind in its thread then."""
+        """Run until cancelled. A step that hangs then stays behind in its thread."""
         while True:
             due_s = await self._run_steps()
             await self._wait_for_work(due_s)
 
     async def _run_steps(self) -> float | None:
-        """Steps until there is nothing to do or one fails; when to run again without a hint."""
+        """Run steps until none is left or one fails. Returns the seconds until the next step without a hint."""
         while True:
             self._clear_wake_ups()
             try:
@@ -100,20 +101,23 @@ class Lane:
         more = self._flow.step()
         if self._trouble:
             self._report(f"trouble:{self.name}", None)
-            log.info("%s works again", self.name)
+            log.info("%s: works again", self.name)
             self._trouble = ""
         self._retry_s = 0.0
         return more, None if more else self._flow.next_due_s()
 
     def _clear_wake_ups(self) -> None:
-        """The step that begins covers what was hinted until now. A fresh hint stays: the bell may have left out a later one for it."""
+        """Clear the hints that the next step covers.
+
+        A fresh hint stays, because the wake channel may have skipped a later one in its favour.
+        """
         self._is_urgent = False
         self._wake_event = trio.Event()
         if self._wake_requested_at_s is not None and trio.current_time() - self._wake_requested_at_s >= limits.HINT_GATHER_S:
             self._wake_requested_at_s = None
 
     async def _wait_for_work(self, due_s: float | None) -> None:
-        """Wait for a hint, or until `due_s` is over."""
+        """Wait for a hint, at most `due_s`."""
         if self._retry_s:
             await self._sleep_unless_urgent(due_s or 0.0)
             return
@@ -127,7 +131,7 @@ class Lane:
             await self._sleep_unless_urgent(self._wake_requested_at_s + self._gather_s - trio.current_time())
 
     async def _sleep_unless_urgent(self, wait_s: float) -> None:
-        """Wait out `wait_s`; hints do not end it, urgent ones do."""
+        """Sleep for `wait_s`. Only an urgent hint ends the sleep early."""
         deadline_s = trio.current_time() + wait_s
         while not self._is_urgent and trio.current_time() < deadline_s:
             self._wake_event = trio.Event()
@@ -137,16 +141,16 @@ class Lane:
     # --- failing -----------------------------------------------------------------------------------------------------
 
     async def _handle_failure(self, failure: Exception) -> float:
-        """Report what failed; how long to wait before it is tried again."""
+        """Report a failed step. Returns the delay before the retry."""
         self._retry_s = min(max(2 * self._retry_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
         value = describe_failure(failure)
         what = f"{value['path']}: {value['what']}" if value["path"] else value["what"]
         if not isinstance(failure, OSError | CkptfsError):
-            log.error("%s failed in a way that nobody foresaw", self.name, exc_info=failure)
+            log.error("%s: failed unexpectedly; retrying", self.name, exc_info=failure)
         elif what != self._trouble:
-            log.warning("%s: %s%s; it is tried again", self.name, what, f" ({value['remedy']})" if value["remedy"] else "")
+            log.warning("%s: %s%s; retrying", self.name, what, f" ({value['remedy']})" if value["remedy"] else "")
         else:
-            log.debug("%s: still %s; again in %.1f s", self.name, what, self._retry_s)
+            log.debug("%s: still %s; retrying in %.1f s", self.name, what, self._retry_s)
         if what != self._trouble:
             self._trouble = what
             with trio.CancelScope(shield=True):
@@ -157,17 +161,17 @@ class Lane:
         try:
             self._report(f"trouble:{self.name}", value)
         except Exception:
-            log.exception("the trouble of %s cannot be recorded in the catalog", self.name)
+            log.exception("%s: its failure cannot be recorded in the catalog", self.name)
 
 
 class Lanes:
-    """All lanes of the mover; `hint` and `hurry` wake every one of them."""
+    """All lanes of the mover."""
 
     def __init__(self, lanes: list[Lane]) -> None:
         self._lanes = lanes
 
     def wake(self, name: str = "") -> None:
-        """There may be something to do, for all lanes or only those whose names begin with `name`."""
+        """Wake the lanes whose names begin with `name`."""
         for lane in self._lanes:
             if lane.name.startswith(name):
                 lane.wake()
@@ -178,19 +182,19 @@ class Lanes:
             lane.wake_now()
 
     def retry_now(self) -> None:
-        """Work now: forget every backoff and every gathering of hints."""
+        """Reset all backoffs and run every lane now."""
         for lane in self._lanes:
             lane.retry_now()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with trio.open_nursery() as nursery:
             for lane in self._lanes:
                 nursery.start_soon(lane.run, name=f"lane {lane.name}")
 
 
 def describe_failure(failure: Exception) -> dict[str, Any]:
-    """What, where and what to do about it, in words."""
+    """Return what failed, where, and the remedy, as text."""
     path = getattr(failure, "path", None) or getattr(failure, "filename", None) or ""
     if isinstance(path, bytes):
         path = path.decode(errors="replace")
@@ -201,5 +205,4 @@ def describe_failure(failure: Exception) -> dict[str, Any]:
 
 
 def _seconds(due_s: float | None) -> float:
-    """A wait as trio takes it: None means for ever."""
     return float("inf") if due_s is None else max(0.0, due_s)

@@ -1,8 +1,9 @@
-"""Wires the mover: everything that moves bytes. Read `_serve` as the table of contents.
+"""The mover process: everything that moves bytes. `_serve` is the table of contents.
 
-The lanes meet in the catalog and wake each other by hints; the mount's hints come over the bell; the supervisor's word over the link.
-At its word the mover drains until the deadline, then ends with 0. When the supervisor is gone it ends at once.
-If we die here: every step leaves the catalog whole, and the next mover recovers before it says that it is ready.
+Each flow runs in a lane. Lanes share the catalog and wake each other with hints; the mount's hints come over the wake channel. When the
+supervisor asks it to stop, the mover drains until the deadline and exits with 0. If the supervisor has ended, it exits at once.
+
+Crash safety: every step leaves the catalog consistent, and the next mover recovers before it reports that it is ready.
 """
 
 import functools
@@ -46,7 +47,7 @@ REMOTE_TIERS = (Tier.PFS,)
 
 
 def run(setup: ChildSetup) -> int:
-    """Move bytes until the supervisor says stop; the exit code."""
+    """Move bytes until the supervisor asks to stop. Returns the exit code."""
     os.nice(NICE)
     server_limits.raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,11 +66,11 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     lanes: Lanes
     progress = ProgressSignal()
 
-    def wake(at_once: str) -> None:
+    def wake(urgent_lane: str) -> None:
         progress.notify()
         token.run_sync_soon(lanes.wake, idempotent=True)
-        if at_once:
-            token.run_sync_soon(lanes.wake_now, at_once, idempotent=True)
+        if urgent_lane:
+            token.run_sync_soon(lanes.wake_now, urgent_lane, idempotent=True)
 
     notify = ipc.MountNotify(wake_channel, wake)
     cluster_services = ClusterServices(db, tiers, config, notify) if config.cluster is not None else None
@@ -77,8 +78,8 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     lanes = Lanes([Lane(name, flow, lambda key, value: summary.set_report(db, key, value)) for name, flow in flows.list_flows()])
     await trio.to_thread.run_sync(flows.prepare)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ipc.send_heartbeats, setup.link, name="alive")
-        nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="bell")
+        nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
+        nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
         nursery.start_soon(lanes.run, name="lanes")
         request_log_level = functools.partial(ipc.request_log_level, setup.link)
         cluster_access = (cluster_services.figures, cluster_services.refresh_pfs_path) if cluster_services else (None, lambda inode: None)
@@ -86,11 +87,11 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
             cluster_services.membership.subscribe_lease(lambda lease: wake_channel.notify(ipc.build_lease_renewed(lease)))
-            nursery.start_soon(cluster_services.run, name="neighbours")
+            nursery.start_soon(cluster_services.run, name="cluster")
         for monitor in _build_monitors(db, tiers, config, lanes):
-            nursery.start_soon(monitor.run, name="watch")
+            nursery.start_soon(monitor.run, name="tier monitor")
         if cluster_services is not None:
-            # Else the first files that are opened would seem to be nowhere.
+            # Without a view, files on other nodes would seem to have no copies.
             with trio.move_on_after(limits.ETCD_WAIT_S):
                 await cluster_services.membership.view_loaded.wait()
         setup.link.send(READY)
@@ -101,7 +102,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
 
 
 class _Flows:
-    """All steps of a file's path, and which of them may hang on their own."""
+    """The flows of all lanes."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster_services: ClusterServices | None) -> None:
         self._db = db
@@ -131,11 +132,11 @@ class _Flows:
             self._lanes += [(f"fetch {number}", self._fetch) for number in range(1, fetches + 1)]
 
     def list_flows(self) -> list[tuple[str, Flow]]:
-        """(name, flow) of every lane."""
+        """Return (name, flow) of every lane."""
         return self._lanes
 
     def prepare(self) -> None:
-        """What must be so before the mount asks anything. Asks nothing of the PFS, which may hang."""
+        """Recover before the mount sends requests. Does not touch the PFS, which may hang."""
         summary.delete_reports(self._db)
         self._recover.step()
         self._write_back.prepare()
@@ -151,7 +152,7 @@ def _build_monitors(db: Database, tiers: Tiers, config: Config, lanes: Lanes) ->
 
 
 async def _handle_wake_ups(wake_channel: ipc.WakeChannel, lanes: Lanes) -> None:
-    """The mount's hints."""
+    """Wake lanes as the mount's hints say."""
     async for message in wake_channel.receive_messages():
         if message[:1] == ipc.URGENT_REQUEST:
             lanes.wake_now(mover_requests.LANE_BY_KIND.get(message[1:].decode(), ""))
@@ -164,23 +165,23 @@ async def _handle_wake_ups(wake_channel: ipc.WakeChannel, lanes: Lanes) -> None:
 
 
 async def _drain(db: Database, lanes: Lanes, config: Config) -> None:
-    """Bring what was closed up to the highest level there is, until the deadline."""
+    """Bring every closed file to its highest level, until the deadline."""
     end = summary.get_journal_end(db)
     with trio.move_on_after(config.drain_deadline_s) as deadline:
-        while left := _count_pending(db, end):
+        while pending := _count_pending(db, end):
             lanes.retry_now()
             with trio.move_on_after(DRAIN_HURRY_S):
-                while _count_pending(db, end) == left:
+                while _count_pending(db, end) == pending:
                     await trio.sleep(DRAIN_POLL_S)
     if deadline.cancelled_caught:
         changes, unsealed, unsafe = _count_pending(db, end) or (0, 0, 0)
-        message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; they wait here"
+        message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; the next start continues"
         log.warning(message, changes, unsealed, f", {unsafe} lack copies on other nodes" if unsafe else "")
     db.persist()
 
 
 def _count_pending(db: Database, end: int) -> tuple[int, int, int] | None:
-    """(changes that the PFS lacks, files that are not sealed, files without copies elsewhere); None: there is nothing left."""
+    """Return (changes missing on the PFS, unsealed files, files without copies elsewhere), or None if nothing is left."""
     files, _, changes = summary.count_journal_left(db, end)
-    left = files + changes, summary.count_unsealed(db), peer_copies.count_unsafe(db)
-    return left if any(left) else None
+    pending = files + changes, summary.count_unsealed(db), peer_copies.count_unsafe(db)
+    return pending if any(pending) else None

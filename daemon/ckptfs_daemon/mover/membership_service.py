@@ -1,9 +1,10 @@
-"""Owns this node's membership, in the mover: keeps its lease, follows the records of the others, and tells the flows how the World changed.
+"""This node's membership in the cluster: keeps its lease, follows the records of the other nodes, and tells the flows about changes.
 
-Two tasks ask the store, each in a thread of its own: one beats, one follows. What they learn comes together in a Roster, and a third one
-makes Worlds of it, a moment later, so that many joins at once are one change. While the store does not answer, the last World stays; the
-catalog keeps it too, for a mover that starts meanwhile. Trouble is reported as the lanes do, and tried again for ever.
-If we die here: the lease runs out unless the next mover is there before; it takes another one and follows anew.
+Two tasks call the store, each in its own thread: one renews the lease, one watches the records. Both feed the member table. A third task
+turns it into views a moment later, so that many joins at once are one change. While the store does not answer, the last view stays; the
+catalog keeps it too, for a mover that starts meanwhile. Failures are reported as those of lanes are, and retried for ever.
+
+Crash safety: the lease expires unless the next mover starts in time; that one takes a new lease and reads all records again.
 """
 
 import contextlib
@@ -43,17 +44,17 @@ ViewListener = Callable[[ViewChange], None]
 
 
 def build_node(config: Config, db: Database, number: int, capacity_bytes: int) -> Node:
-    """This node, as it begins now."""
+    """Build this node's record for a new start."""
     rank = number if config.rank is None else config.rank
     incarnation = f"{identity.get_catalog_id(db)[:8]}.{identity.record_start(db)}"
     return Node(number, config.node, config.address, rank, config.failure_domain, capacity_bytes, incarnation)
 
 
 class MembershipService:
-    """This node among the others. `world`, `in_touch` and `claims` may be used by any thread."""
+    """This node's membership. `view`, `is_connected` and `locks` may be used by any thread."""
 
     def __init__(self, db: Database, store: Store, node: Node, report: Report) -> None:
-        """`report(key, value)` tells people what fails; it is called in a worker thread."""
+        """`report(key, value)` publishes a failure in the catalog. It is called in a worker thread."""
         self.number = node.number
         self.node_lease = NodeLease(store, node, identity.get_catalog_id(db))
         self.locks = ClusterLocks(store, self.node_lease)
@@ -66,43 +67,43 @@ class MembershipService:
         self._on_lease_renewed: Callable[[int], None] = lambda _: None
         self._has_read = False
         self.view_loaded = trio.Event()
-        """Set once the World is what the store shows: before that, nobody is known to a node that is new."""
+        """Set once the view comes from the store. Before that, a new node knows no other node."""
         self._trouble = ""
 
     @property
     def view(self) -> ClusterView:
-        """The newest that is known; this node always lives in it."""
+        """The newest known view. This node is always alive in it."""
         return self._view
 
     @property
     def is_connected(self) -> bool:
-        """Whether the store answers."""
+        """True if the store answers."""
         return self._member_table.is_connected
 
     def subscribe(self, listener: ViewListener) -> None:
-        """Call `told` after each change, in the trio thread."""
+        """Call `listener` after each change, in the trio thread."""
         self._view_listeners.append(listener)
 
     def subscribe_lease(self, listener: Callable[[int], None]) -> None:
-        """Call `kept` with the lease whenever it was kept, in the trio thread."""
+        """Call `listener` with the lease after each renewal, in the trio thread."""
         self._on_lease_renewed = listener
 
     async def run(self) -> None:
-        """Until cancelled. The record stays until its lease runs out: a node that is started again at once was never away."""
+        """Run until cancelled. The record stays until its lease expires, so a quick restart is no absence."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._run_lease_loop, name="beat")
-            nursery.start_soon(self._run_watch_loop, name="follow")
-            nursery.start_soon(self._run_view_loop, name="settle")
+            nursery.start_soon(self._run_lease_loop, name="lease")
+            nursery.start_soon(self._run_watch_loop, name="watch")
+            nursery.start_soon(self._run_view_loop, name="view")
 
-    # --- living ------------------------------------------------------------------------------------------------------
+    # --- lease -------------------------------------------------------------------------------------------------------
 
     async def _run_lease_loop(self) -> None:
         backoff = Backoff()
         while True:
             try:
-                anew = await _run_in_thread(self.node_lease.renew)
+                is_new = await _run_in_thread(self.node_lease.renew)
                 self._on_lease_renewed(self.node_lease.lease_id)
-                if anew:
+                if is_new:
                     log.info("in the cluster as node %s, number %d", self.node_lease.node.name, self.number)
                 self._record_store_answer()
                 await self._clear_trouble()
@@ -112,7 +113,7 @@ class MembershipService:
                 await self._record_trouble(failure)
                 await trio.sleep(limits.NODE_LEASE_RENEW_S if isinstance(failure, NameTaken) else backoff.next_delay_s())
 
-    # --- following ---------------------------------------------------------------------------------------------------
+    # --- watch -------------------------------------------------------------------------------------------------------
 
     async def _run_watch_loop(self) -> None:
         backoff = Backoff()
@@ -125,13 +126,13 @@ class MembershipService:
                 backoff.reset()
                 await self._watch_nodes(revision + 1)
             except Compacted:
-                log.debug("the store has forgotten what we had not read; reading all nodes again")
+                log.debug("etcd: compacted revisions that were not read; reading all nodes again")
             except CkptfsError as failure:
                 await self._record_trouble(failure)
             await trio.sleep(backoff.next_delay_s())
 
     async def _watch_nodes(self, revision: int) -> None:
-        """Every change from that revision on, until the watch ends."""
+        """Apply every change from that revision on, until the watch ends."""
         watch = self._store.watch(NODES_PREFIX, NODES_END, revision)
         try:
             while (events := await _run_in_thread(lambda: _read_events(watch))) is not None:
@@ -142,14 +143,14 @@ class MembershipService:
     def _apply_events(self, batch: WatchEvents) -> None:
         for event in batch.events:
             if event.item is None:
-                with contextlib.suppress(ValueError):  # Somebody put there what is no record.
+                with contextlib.suppress(ValueError):  # The key is not that of a record.
                     self._member_table.mark_gone(int(event.key[len(NODES_PREFIX) :], 16), trio.current_time())
             elif (node := decode_node(event.item.value)) is not None:
                 self._member_table.mark_alive(node)
                 self.node_lease.record_seen_node(node, event.revision)
         self._view_may_change.set()
 
-    # --- telling -----------------------------------------------------------------------------------------------------
+    # --- view --------------------------------------------------------------------------------------------------------
 
     async def _run_view_loop(self) -> None:
         while True:
@@ -175,7 +176,7 @@ class MembershipService:
             listener(change)
         await _run_in_thread(lambda: identity.record_last_members(self._db, [encode_node(node) for node in now.nodes]))
 
-    # --- trouble -----------------------------------------------------------------------------------------------------
+    # --- failures ----------------------------------------------------------------------------------------------------
 
     def _record_store_answer(self) -> None:
         self._member_table.mark_connected(trio.current_time())
@@ -183,7 +184,7 @@ class MembershipService:
 
     async def _clear_trouble(self) -> None:
         if self._trouble:
-            log.info("the cluster's etcd answers again")
+            log.info("etcd: answers again")
             self._trouble = ""
             await _run_in_thread(lambda: self._report(TROUBLE, None))
 
@@ -199,7 +200,7 @@ class MembershipService:
 
 
 class Backoff:
-    """How long to wait before something is tried again: ever longer, and never the same as everybody else."""
+    """Growing delays between retries, randomized so that nodes do not retry in step."""
 
     def __init__(self) -> None:
         self._s = 0.0
@@ -217,5 +218,5 @@ def _read_events(watch: Watch) -> WatchEvents | None:
 
 
 async def _run_in_thread(act: Callable[[], Any]) -> Any:
-    """In a worker thread, which is left behind when we are cancelled."""
+    """Run in a worker thread, which stays behind if this task is cancelled."""
     return await trio.to_thread.run_sync(act, abandon_on_cancel=True)

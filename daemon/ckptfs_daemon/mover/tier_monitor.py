@@ -1,9 +1,10 @@
-"""Owns the watch over the tiers that may fall ill: probes NVMe and PFS now and then, and says in the catalog how they are.
+"""Health of the tiers that may fail: probes NVMe and PFS periodically and reports their state in the catalog.
 
-A probe that hangs is waited for, in a thread of its own, while its silence is counted. When a tier is well again the lanes are
-told to forget their backoffs. The first time the PFS answers, the uuid in its work area becomes the catalog's; a PFS that shows another one
-later is not the same filesystem, and is ill until the right one is mounted.
-If we die here: the next mover begins with NORMAL and probes at once.
+A probe that hangs is awaited in its own thread, and its silence is reported meanwhile. When a tier recovers, the lanes reset their
+backoffs. When the PFS first answers, the uuid in its work area is recorded in the catalog. A PFS with another uuid is a different
+filesystem: the tier is down until the right one is mounted.
+
+Crash safety: the next mover starts with NORMAL and probes at once.
 """
 
 import contextlib
@@ -30,10 +31,10 @@ CHANGE_RATIO = 0.01
 
 
 class TierMonitor:
-    """The watch over one tier."""
+    """The monitor of one tier."""
 
     def __init__(self, db: Database, storage: TierStorage, root: Path, on_recovered: Callable[[], None]) -> None:
-        """`root` is what is asked; `recovered` is called in the trio thread when the tier is well again."""
+        """`root` is probed. `on_recovered` is called in the trio thread when the tier has recovered."""
         self._db = db
         self._storage = storage
         self._root = root
@@ -43,7 +44,7 @@ class TierMonitor:
         self._capacity = (0, 0)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             await self._probe_once()
             await trio.sleep(health.probe_after_s(self._health))
@@ -69,7 +70,7 @@ class TierMonitor:
             await self._set_health(health.after_silence(self._health, now_s, now_s - begun_s))
 
     async def _set_health(self, verdict: Health) -> None:
-        """Take the verdict as what is known, and say so where it is news."""
+        """Store the verdict, and report it if it is new."""
         before, self._health = self._health, verdict
         if verdict.state is not before.state:
             self._log_change(before, verdict)
@@ -88,18 +89,18 @@ class TierMonitor:
 
     def _log_change(self, before: Health, now: Health) -> None:
         if now.state is HealthState.NORMAL:
-            log.info("%s is well again", self._root)
+            log.info("%s: works again", self._root)
         else:
-            log.warning("%s is %s: %s%s", self._root, now.state, now.error, f" ({now.remedy})" if now.remedy else "")
+            log.warning("%s: is %s: %s%s", self._root, now.state, now.error, f" ({now.remedy})" if now.remedy else "")
 
     def _is_worth_reporting(self, value: dict[str, Any]) -> bool:
-        """Whether people would see a difference: figures that moved a little are none, so that an idle node writes nothing."""
+        """Return True if the report changes visibly. Small changes do not count, so an idle node writes nothing."""
         if not self._last_reported or any(value[key] != self._last_reported[key] for key in ("state", "error", "remedy", "total")):
             return True
         return bool(abs(value["free"] - self._last_reported["free"]) > CHANGE_RATIO * max(value["total"], limits.MIB))
 
     def _probe_tier(self) -> tuple[int, int]:
-        """In a thread, which may hang for as long as the tier does."""
+        """Probe in a thread, which hangs as long as the tier does."""
         capacity = health.probe(self._root)
         if self._storage.tier is Tier.PFS:
             check_or_adopt_uuid(self._db, self._storage)
@@ -107,9 +108,9 @@ class TierMonitor:
 
 
 def check_or_adopt_uuid(db: Database, storage: TierStorage) -> None:
-    """Compare the PFS with the one that the catalog belongs to, or make it that one. Raises TierUnavailable for another one.
+    """Compare the uuid of the PFS with the catalog's, or adopt it. Raises TierUnavailable if they differ.
 
-    Where we may not make a work area (root is squashed and the directory is not the owner's) the PFS goes unidentified.
+    If the work area cannot be created (root is squashed and the directory is not the owner's), the PFS stays unidentified.
     """
     expected = copies.get_tier_uuid(db, storage.tier)
     if expected is None:
