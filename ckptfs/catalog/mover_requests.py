@@ -23,7 +23,7 @@ REPLICATE_NOW = "secure"
 REPLICATE_LATER = "copy"
 SALVAGE = "left"
 
-LANE_BY_KIND = {SCAN: "scan", FETCH: "fetch", REPLICATE_NOW: "fsync copies", REPLICATE_LATER: "copy open files", SALVAGE: "fall-back"}
+LANE_BY_KIND = {SCAN: "scan", FETCH: "fetch", REPLICATE_NOW: "fsync copies", REPLICATE_LATER: "copy open files", SALVAGE: "salvage"}
 """Kind -> the beginning of the names of the lanes that answer it alone. What else is wanted needs all of them."""
 
 OPEN, DONE, FAILED = 0, 1, 2

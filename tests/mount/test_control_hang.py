@@ -43,7 +43,7 @@ def status(daemon: DaemonUnderTest) -> dict[str, object]:
 
 def test_everything_answers_while_the_pfs_hangs(hanging: tuple[DaemonUnderTest, Callable[[int], None]]) -> None:
     daemon, signalled = hanging
-    daemon.expect_warning(r"pfs|PFS|write_back|visit")
+    daemon.expect_warning(r"pfs|PFS|write_back|scan")
     (daemon.path / "before").write_bytes(b"1")
     daemon.command("wait", daemon.path / "before", "--timeout", "60s")
     signalled(signal.SIGSTOP)

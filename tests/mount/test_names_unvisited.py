@@ -21,7 +21,7 @@ def refusal(act: Callable[..., Any], *values: Any) -> str:
 def test_a_directory_that_cannot_be_imported(data_path: str, make_daemon: Callable[..., Any], tmp_path: Path) -> None:
     fault = tmp_path / "fault"
     daemon = make_daemon(data_path, start=False, env={"CKPTFS_FAULT": f"@{fault}"})
-    daemon.expect_warning("visit|import")
+    daemon.expect_warning("scan|visit|import")
     (daemon.pfs / "there" / "sub").mkdir(parents=True)
     (daemon.pfs / "there" / "old").write_text("old")
     daemon.start()

@@ -39,7 +39,7 @@ def works(daemon: DaemonUnderTest, directory: Path, name: str) -> None:
 def test_gone_and_back(make_daemon: Make, data_path: str) -> None:
     daemon = with_old_files(make_daemon, data_path)
     daemon.start()
-    daemon.expect_warning("visit|write back|pfs|tier-id|cannot be")
+    daemon.expect_warning("scan|visit|write back|pfs|tier-id|cannot be")
     with deadline(daemon, 200):
         (daemon.path / "work").mkdir()
         assert os.listdir(daemon.path / "old") == ["file"]
@@ -74,7 +74,7 @@ def test_out_of_order_when_a_new_catalog_starts(make_daemon: Make) -> None:
     fault = daemon.root / "fault"
     fault.write_text("scan:root=EIO@*")
     daemon.env["CKPTFS_FAULT"] = f"@{fault}"
-    daemon.expect_warning("visit|write back|pfs|cannot be")
+    daemon.expect_warning("scan|visit|write back|pfs|cannot be")
     daemon.start()
     with deadline(daemon, 200):
         (daemon.path / "old").mkdir()
@@ -95,7 +95,7 @@ def test_hanging(make_daemon: Make) -> None:
     fault = daemon.root / "fault"
     daemon.env["CKPTFS_FAULT"] = f"@{fault}"
     daemon.start()
-    daemon.expect_warning("visit|write back|pfs|silent|does not answer|fetch|cannot be")
+    daemon.expect_warning("scan|visit|write back|pfs|silent|does not answer|fetch|cannot be")
     with deadline(daemon, 250):
         (daemon.path / "work").mkdir()
         assert os.listdir(daemon.path / "old") == ["file"]

@@ -145,7 +145,7 @@ class SalvageWait:
         )
         with self._lock:
             self._salvage_requests[request.id] = new_request
-        self._notify.wake_lanes("fall-back")
+        self._notify.wake_lanes("salvage")
         return salvage_request is None
 
     def _take_decision(self, request: mover_requests.MoverRequest) -> bool:

@@ -85,11 +85,11 @@ class ClusterServices:
     def list_flows(self) -> list[tuple[str, Flow]]:
         """Return (name, flow) of every lane that only a cluster has."""
         return [
-            ("replicate", self._replicate), ("tell", self._announce), ("repair", self._repair), ("reconcile", self._reconcile),
-            ("fall-back", self._salvage), ("hold", self._host), ("ahead", self._early_replication),
-            ("copy open files", self._periodic_replication), ("bury", self._drop_dead_records),
+            ("replicate", self._replicate), ("announce", self._announce), ("repair", self._repair), ("reconcile", self._reconcile),
+            ("salvage", self._salvage), ("host", self._host), ("early copies", self._early_replication),
+            ("copy open files", self._periodic_replication), ("dead records", self._drop_dead_records),
             *([("take over", self._take_over)] if self._config.pfs is not None else ()),
-            *((f"secure {number}", self._fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
+            *((f"fsync copies {number}", self._fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
         ]  # fmt: skip
 
     def refresh_pfs_path(self, inode: int) -> None:
