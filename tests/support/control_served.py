@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import trio
 from ckptfs_client.client import Client
@@ -40,7 +39,7 @@ class Served:
     def start(self) -> None:
         async def serve() -> None:
             with self._scope:
-                await server.serve(SimpleNamespace(config=self.node.config), self.node.db, self.node.tiers, self.lanes)
+                await server.serve(self.node.config, self.node.db, self.node.tiers, self.lanes)
 
         self._scope = trio.CancelScope()
         self._token: trio.lowlevel.TrioToken | None = None

@@ -181,7 +181,7 @@ def test_a_wait_that_can_never_end_is_refused(served: Served) -> None:
     inode = served.node.inode(content)
     with served.node.db.transaction():
         contents.set_state(served.node.db, content, ContentState.LOST)
-    with pytest.raises(CommandFailed, match="lost is lost: no place holds its content") as failure:
+    with pytest.raises(CommandFailed, match="lost is lost: no copy of its content") as failure:
         list(served.client.wait(inode, "local"))
     assert failure.value.remedy == "write it again, or delete it"
     with pytest.raises(UsageError, match="is not a level that can be waited for; accepted: local, clique, pfs"):

@@ -1,13 +1,11 @@
-"""Orders of the mount's owner: drain, verify, refresh, what to log. The acts are the mover's; here they are asked for and watched.
+"""Admin calls of the mount's owner: drain, verify, refresh, log level. The mover's flows do the work; the calls request and follow it.
 
-If we die here: what was ordered is either a row in the catalog, which the next mover takes up, or lost with the client's connection,
-which tells the client.
+`FileVerifier` reads every copy of a file, the one on the PFS included, and compares it with the file's seal. Bad copies in tiers are
+quarantined and remade from a good copy. If this node has none, the file is fetched from another node or the PFS. A bad file on the PFS is
+only reported, because another program may have written it.
 
-The order to verify: every copy of a file is read and compared with its seal, what the PFS shows included.
-
-Bad copies in tiers are quarantined and remade by the flow from a good one here. When there is none here, the file is fetched as for
-somebody who opens it: from another node, or from the PFS. A bad file on the PFS is only told of: it may be a stranger's work.
-If we die here: what was found so far stands in the catalog, the rest was not looked at.
+Crash safety: a request is a row in the catalog, which the next mover handles, or it is lost with the client's connection, which tells the
+client. The results of a verification stand in the catalog as far as it came.
 """
 
 import errno
@@ -41,8 +39,8 @@ FETCH_POLL_S = 0.02
 GOOD, BAD, UNREADABLE, UNKNOWN = "good", "bad", "unreadable", "unknown"
 
 PFS_CHANGED_TEXT = {
-    errno.ESTALE: "was changed by somebody else; `ckptfs refresh` its directory",
-    errno.ENOENT: "the PFS does not show it any more",
+    errno.ESTALE: "was changed by another program; `ckptfs refresh` its directory",
+    errno.ENOENT: "is no longer on the PFS",
 }
 
 
@@ -57,7 +55,7 @@ class FileVerifier:
         retry_now: Callable[[], None],
         refresh_pfs_path: Callable[[int], None] = lambda inode: None,
     ) -> None:
-        """`hurry` makes the lanes work at once, `find` learns from the other nodes where the PFS shows a file now."""
+        """`retry_now` runs all lanes at once. `refresh_pfs_path` reads from the store where a file is on the PFS now."""
         self._refresh_pfs_path = refresh_pfs_path
         self._config = config
         self._db = db
@@ -65,7 +63,7 @@ class FileVerifier:
         self._retry_now = retry_now
 
     def verify_file(self, inode: int) -> tuple[list[pb.Finding], int]:
-        """(a finding for every copy of the file, bytes read)."""
+        """Return (a finding for every copy of the file, bytes read)."""
         record = summary.load_file_record(self._db, inode)
         found = self._verify_in_tiers(record) + self._verify_on_pfs(inode, record)
         path = os.fsdecode(namespace.get_path(self._db, inode)).encode(errors="backslashreplace").decode()
@@ -79,7 +77,7 @@ class FileVerifier:
         if content is None:
             return []
         if content.state in (ContentState.OPEN, ContentState.CLOSED):
-            return [pb.Finding(verdict=UNKNOWN, what="is not sealed yet, so there is nothing to compare it with")]
+            return [pb.Finding(verdict=UNKNOWN, what="is not sealed yet, so there is no digest to compare with")]
         try:
             checked = verify.verify(self._db, self._tiers, content.id)
             if checked and not any(one.ok for one in checked) and self._has_other_source(content.id):
@@ -91,7 +89,7 @@ class FileVerifier:
         return [_build_finding(one) for one in checked]
 
     def _has_other_source(self, number: int) -> bool:
-        """Whether another node, or the PFS, may have what is bad here."""
+        """Return True if another node or the PFS may have the content."""
         record = contents.get_file_record(self._db, number)
         content = record.content
         if content is None or content.state is not ContentState.SEALED:
@@ -99,7 +97,7 @@ class FileVerifier:
         return is_on_pfs(record) or content.is_remote or bool(peer_copies.list_holders(self._db, content))
 
     def _verify_after_fetch(self, content: Content, before: list[verify.CheckResult]) -> list[verify.CheckResult]:
-        """The same findings after the file was fetched: what is good now was remade. Where that came to nothing, as they were."""
+        """Fetch the file and verify again. Copies that are good now count as repaired. Returns `before` if the fetch failed."""
         request_id = mover_requests.insert_request(self._db, mover_requests.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
         self._retry_now()
         while mover_requests.is_open(self._db, request_id):
@@ -112,7 +110,7 @@ class FileVerifier:
         return found + [one for tier, one in after.items() if tier not in {bad.tier for bad in before}]
 
     def _verify_on_pfs(self, inode: int, record: FileRecord) -> list[pb.Finding]:
-        """What the PFS shows under the file's ordinary name."""
+        """Verify the file on the PFS under its ordinary name."""
         if self._config.pfs is None or record.published is None:
             return []
         try:
@@ -131,10 +129,12 @@ class FileVerifier:
         finally:
             os.close(fd)
         if expected is None:
-            return pb.Finding(tier="pfs", verdict=UNKNOWN, what="was written by others, so its digest is not known")
+            return pb.Finding(tier="pfs", verdict=UNKNOWN, what="was written by another program, so its digest is not known")
         if digest == expected:
             return pb.Finding(tier="pfs", verdict=GOOD)
-        return pb.Finding(tier="pfs", verdict=BAD, what="its digest differs from what was written there; restore it from another copy")
+        return pb.Finding(
+            tier="pfs", verdict=BAD, what="its digest differs from that of the file that was written back; restore it from another copy"
+        )
 
 
 def _build_finding(checked: verify.CheckResult) -> pb.Finding:
@@ -152,7 +152,7 @@ REFRESH_WAIT_S = 3600.0
 
 
 class AdminService(rpc.AdminServicer):  # type: ignore[misc]
-    """The service `Admin`. `hurry` makes the lanes work at once; it may be called from any thread but trio's."""
+    """The gRPC service `Admin`. `retry_now` runs all lanes at once; any thread but trio's may call it."""
 
     def __init__(
         self, config: Config, db: Database, tiers: Tiers, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
@@ -169,7 +169,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
 
     @translate_stream_errors
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
-        """Bring everything that was closed before now up to the highest level there is."""
+        """Bring every file closed before now to its highest level."""
         end = summary.get_journal_end(self._db)
         retried_at = last_sent_at = 0.0
         last_sent = pb.Progress()
@@ -179,22 +179,22 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
                 retried_at = time.monotonic()
             begun = time.monotonic()
             progress = self._build_progress(end)
-            looked_s = time.monotonic() - begun
+            count_s = time.monotonic() - begun
             if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
                 last_sent, last_sent_at = progress, time.monotonic()
                 yield progress
             if progress.done:
                 return
-            # With very much to do looking takes a while, and must not take it from those who do it.
-            threading.Event().wait(max(POLL_S, REST_RATIO * looked_s))
+            # With a large backlog, counting takes long. It must not slow down the flows.
+            threading.Event().wait(max(POLL_S, REST_RATIO * count_s))
 
     def _build_progress(self, end: int) -> pb.Progress:
         files, size, changes = summary.count_journal_left(self._db, end)
         unsealed, copied = summary.count_unsealed(self._db), sum(self._figures.get_copied_bytes().values())
         unsafe = peer_copies.count_unsafe(self._db)
-        left = files or changes or unsealed or unsafe
+        pending = files or changes or unsealed or unsafe
         progress = pb.Progress(
-            done=not left, files_left=max(files, unsealed, unsafe), bytes_left=max(0, size - copied), changes_left=changes
+            done=not pending, files_left=max(files, unsealed, unsafe), bytes_left=max(0, size - copied), changes_left=changes
         )
         if not progress.done:
             progress.blocked_by, progress.remedy = self._figures.get_first_trouble()
@@ -224,10 +224,10 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
 
     @translate_errors
     def Refresh(self, request: pb.RefreshRequest, context: grpc.ServicerContext) -> pb.RefreshReply:
-        """Compare a directory on the PFS again, with all below when asked."""
+        """Compare a directory with the PFS again, and all directories below it if asked."""
         if self._config.pfs is None:
             raise InvalidArgument("this mount has no PFS, so there is nothing to compare with", remedy="mount it with pfs=DIRECTORY")
-        # A little less than the client waits, so that it is told why it waited in vain.
+        # A little less than the client's timeout, so that the client receives the reason.
         wait_s = min(0.95 * (context.time_remaining() or REFRESH_WAIT_S), REFRESH_WAIT_S)
         argument = mover_requests.TREE if request.recursive else mover_requests.COMPARE_AGAIN
         request_id = mover_requests.insert_request(
@@ -243,16 +243,16 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
                 raise OSError(row.error, os.strerror(row.error or errno.EIO))
             threading.Event().wait(POLL_S)
         what, remedy = self._figures.get_first_trouble()
-        raise TimedOut(f"the PFS was not compared in time{f': {what}' if what else ''}", remedy=remedy or "it goes on in the background")
+        raise TimedOut(f"the PFS was not compared in time{f': {what}' if what else ''}", remedy=remedy or "it continues in the background")
 
     @translate_errors
     def LogLevel(self, request: pb.LogLevelRequest, context: grpc.ServicerContext) -> pb.LogLevelReply:
-        """What the processes of this daemon log at least; changed when a level is given."""
+        """Return the log level of the daemon's processes, after changing it if a level is given."""
         if request.level:
             if request.level not in LOG_LEVELS:
                 raise InvalidArgument(f"{request.level[:20]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
             self._request_log_level(request.level)
-            # The word goes from here to the supervisor, which tells the others before it tells us.
+            # The supervisor sends the level to the mount first, and to this process last.
             until = time.monotonic() + LOG_LEVEL_WAIT_S
             while logs.get_level() != request.level:
                 if time.monotonic() > until:

@@ -1,12 +1,8 @@
-"""What `ckptfs status --cluster` shows: the records of all nodes in the shared store, and the figures that each keeps there.
+"""The figures of `ckptfs status --cluster`: the records of all nodes in the shared store, and the figures that each node publishes there.
 
-A node puts its figures at `s/<number>`, under the lease of its record, so they go when it goes; nobody reads them but who asks for this.
-If we die here: nothing was changed.
-
-Asks the other nodes whether they answer, how fast, and what their clocks say: for `ckptfs doctor`, which is the only one to ask.
-
-Any user of the machine may ask, so an answer is kept for a while and only one round is under way at a time.
-If we die here: nothing was changed.
+A node publishes its figures at `s/<number>` under the lease of its record, so they disappear with it. Only this command reads them.
+For `ckptfs doctor`, the other nodes are also pinged: whether they answer, how fast, and what their clocks say. Any user of the machine may
+ask, so the results are cached for a while, and only one round runs at a time.
 """
 
 import contextlib
@@ -40,11 +36,11 @@ from ckptfs_daemon.control.status import CACHE_RATIO, CachedFigure
 Ping = Callable[[Node], PeerStats]
 
 ProbeResult = PeerStats | str
-"""What a node said, or in words why it did not."""
+"""The reply of a node, or the reason why there is none."""
 
 
 class NodeProbe:
-    """Rounds of pings. Several threads may ask; they share a round."""
+    """Rounds of pings. Concurrent callers share a round."""
 
     def __init__(self, ping: Ping) -> None:
         self._ping = ping
@@ -53,7 +49,7 @@ class NodeProbe:
         self._asked_s = -limits.PROBE_KEPT_S
 
     def get_results(self, nodes: Sequence[Node]) -> dict[int, ProbeResult]:
-        """{number: answer} of these nodes, of not more than `limits.PROBED_MAX`."""
+        """Return {number: result} of these nodes, at most `limits.PROBED_MAX`."""
         with self._lock:
             if time.monotonic() - self._asked_s >= limits.PROBE_KEPT_S or any(node.number not in self._results for node in nodes):
                 with ThreadPoolExecutor(limits.PROBES_AT_ONCE, thread_name_prefix="probe") as threads:
@@ -80,7 +76,7 @@ LEASE_POLL_S = 0.5
 
 
 def figures_key(number: int) -> bytes:
-    """Where a node's figures are."""
+    """Return the key of a node's figures."""
     return FIGURES_PREFIX + b"%08x" % number
 
 
@@ -101,22 +97,21 @@ def count_progress(db: Database) -> dict[str, int]:
 
 
 async def publish_figures(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
-    """The task: keep this node's figures in the store, under the lease that its record has now (0: it has none)."""
+    """Keep this node's figures in the store until cancelled, under the lease of its record (0: it has none now)."""
     before: tuple[bytes, int] | None = None
     while True:
-        # Not told is not lost: somebody who looks sees older figures, and the next round brings them.
         begun = trio.current_time()
         with contextlib.suppress(CkptfsError):
             before = await trio.to_thread.run_sync(
                 _publish_if_changed, db, store, figures_key(number), lease(), before, abandon_on_cancel=True
             )
-        # Counting in a large catalog takes a while, and must not take it from those who work.
+        # Counting in a large catalog takes long. It must not slow down the flows.
         rest_s = CACHE_RATIO * (trio.current_time() - begun)
         await trio.sleep(max(rest_s, limits.FIGURES_INTERVAL_S) if before else LEASE_POLL_S)
 
 
 def _publish_if_changed(db: Database, store: Store, key: bytes, lease: int, before: tuple[bytes, int] | None) -> tuple[bytes, int] | None:
-    """Put the figures if they, or the lease, are others than those that were put last; what is there then."""
+    """Publish the figures if they or the lease have changed. Returns what is published."""
     now = encode_figures(db), lease
     if lease and now != before:
         store.commit([], [Put(key, now[0], lease)])
@@ -126,7 +121,7 @@ def _publish_if_changed(db: Database, store: Store, key: bytes, lease: int, befo
 
 @dataclass(frozen=True, slots=True)
 class TransportFigures:
-    """Who knows what moves: what the queues hold, what was measured of the other nodes, and what this node's server does for them."""
+    """Sources of figures: the queues, the measurements of the links, this node's server, and the ping."""
 
     list_loads: Callable[[], list[PeerLoad]]
     get_link_figures: Callable[[], dict[str, dict[str, float | None]]]
@@ -135,7 +130,7 @@ class TransportFigures:
 
 
 def _build_links(loads: list[PeerLoad], link_figures: dict[str, dict[str, float | None]]) -> list[pb.Link]:
-    """A link for each node with which there was something to do, by name."""
+    """Build a link for each node with traffic, by name."""
     by_name = {load.node: load for load in loads}
     links = []
     for name in sorted(by_name.keys() | link_figures.keys()):
@@ -150,12 +145,12 @@ def _build_links(loads: list[PeerLoad], link_figures: dict[str, dict[str, float 
 
 
 class ClusterFigures:
-    """Gathers a Cluster. Used by several threads."""
+    """Builds a Cluster. Thread-safe."""
 
     def __init__(
         self, config: Config, db: Database, store: Store, transport: TransportFigures | None = None, identity: Identity | None = None
     ) -> None:
-        """`identity`: the keys that this node shows."""
+        """`identity`: the keys of this node."""
         self._config = config
         self._db = db
         self._store = store
@@ -165,11 +160,11 @@ class ClusterFigures:
         self._progress = CachedFigure(lambda: count_progress(db))
 
     def get_rejections(self) -> dict[str, dict[str, int]]:
-        """{node: {reason: how often it was refused}}."""
+        """Return {node: {reason: count}} of rejected calls."""
         return {} if self._transport is None else self._transport.get_server_figures().get("refused", {})
 
     def build_clique(self) -> pb.Clique:
-        """What is under way between this node and the others."""
+        """Build the figures of the traffic between this node and the others."""
         answer = pb.Clique(lag_s=peer_copies.get_replication_lag(self._db)[2])
         for name, count in self._progress.get().items():
             setattr(answer, name, count)
@@ -180,14 +175,14 @@ class ClusterFigures:
         return answer
 
     def refresh_files(self, inodes: Iterable[int]) -> None:
-        """Learn from the store what it says of these files now, and what the PFS shows of them; then who has what they hold."""
+        """Read from the store the state of these files, their state on the PFS, and the holders of their contents."""
         inodes = list(inodes)
         with contextlib.suppress(CkptfsError):
             pfs_coordination.load_inodes(self._db, self._store, *inodes)
         self.refresh_copies(inodes)
 
     def refresh_copies(self, inodes: Iterable[int]) -> None:
-        """Learn from the store who has what other nodes wrote of these files: of that this node is not told by itself."""
+        """Read from the store which nodes hold contents that other nodes wrote. No node announces these to this one."""
         own_number = identity.get_node_number(self._db)
         contents = [number for inode in inodes if (number := peer_copies.find_remote_content(self._db, inode)) is not None]
         with contextlib.suppress(CkptfsError):
@@ -195,11 +190,11 @@ class ClusterFigures:
                 locations.refresh(self._db, self._store, contents[start : start + locations.LOAD_CONTENTS_MAX], own_number)
 
     def is_only_living_node(self) -> bool:
-        """Whether no other node lives, as far as is known."""
+        """Return True if no other node is known to be alive."""
         return len(peer_copies.list_live_nodes(self._db)) < 2
 
     def build_probed_cluster(self) -> pb.Cluster:
-        """The same, and what the nodes that live say when they are asked themselves."""
+        """Build the cluster, and ping its live nodes."""
         answer = self.build_cluster()
         if self._keys is not None:
             answer.keys = str(self._config.keys)
@@ -216,7 +211,7 @@ class ClusterFigures:
         return answer
 
     def _list_nodes_or_cached(self) -> list[Node]:
-        """Every node's record; those that were known last when the store does not answer."""
+        """Return every node's record, or the last known ones if the store does not answer."""
         try:
             return self._list_nodes()
         except CkptfsError:
@@ -226,7 +221,7 @@ class ClusterFigures:
         return [node for record in list_last_members(self._db) if (node := membership.decode_node(record)) is not None]
 
     def build_cluster(self) -> pb.Cluster:
-        """The cluster now; as it was known last when the store does not answer."""
+        """Build the cluster as it is now, or as it was last known if the store does not answer."""
         config = self._config
         answer = pb.Cluster(
             name=config.cluster or "", node=config.node or "", number=identity.get_node_number(self._db), etcd=", ".join(config.etcd),
@@ -240,7 +235,7 @@ class ClusterFigures:
             nodes, figures = self._list_cached_nodes(), {}
         view = membership.build_view(nodes)
         answer.members.extend(self._build_member(view, node, figures.get(figures_key(node.number))) for node in view.nodes)
-        # A node that came back without its catalog has another number now; its former life is nobody's concern.
+        # A node that returned without its catalog has another number now; its old record is left out.
         names = {node.name for node in view.nodes}
         answer.members.extend(
             pb.Member(name=name, number=number, domain=domain, alive=alive and answer.island)
@@ -268,7 +263,7 @@ class ClusterFigures:
 
 
 def _set_probe_result(member: pb.Member, answer: ProbeResult | None) -> None:
-    """Fill in what a node said when it was asked."""
+    """Fill in the result of a ping."""
     if answer is None:
         return
     member.probed = True
@@ -279,7 +274,7 @@ def _set_probe_result(member: pb.Member, answer: ProbeResult | None) -> None:
 
 
 def _set_figures(member: pb.Member, figures: bytes) -> None:
-    """Fill in what a node told; a newer or broken one may have written anything."""
+    """Fill in published figures. A newer or faulty node may have written anything."""
     try:
         found = json.loads(figures)
         oldest_s = int(found["oldest_ns"]) / 1e9

@@ -1,7 +1,6 @@
-"""Where calls of the control servers come in: each message awaited for a bounded time, parsed, and errors turned into gRPC statuses:
-once, here. The remedy travels as trailing metadata.
+"""The entry of control calls: waits for the message of each call, parses it, and turns errors into gRPC statuses.
 
-If we die here: the client sees the connection end.
+A remedy travels as trailing metadata. Rejected calls are counted and leave no line in the log.
 """
 
 import errno
@@ -25,19 +24,18 @@ REMEDY_KEY = "ckptfs-remedy-bin"
 
 
 class RefusedCalls:
-    """How often calls were refused, by reason. Several threads add."""
+    """Counters of rejected calls by reason. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def record(self, reason: str) -> None:
-        """One more."""
         with self._lock:
             self._counts[reason] += 1
 
     def get_counts(self) -> dict[str, int]:
-        """{reason: count}; a snapshot."""
+        """Return a snapshot {reason: count}."""
         with self._lock:
             return dict(self._counts)
 
@@ -57,7 +55,7 @@ STATUS_OF_ERRNO = {
 
 
 def translate_errors(call: Call) -> Call:
-    """A servicer's unary method that answers errors with their status, and counts them in its `refused`."""
+    """Wrap a unary method of a servicer: errors become statuses and are counted in its `refused`."""
 
     @functools.wraps(call)
     def wrapped(self: Any, *asked: Any) -> Any:
@@ -67,16 +65,16 @@ def translate_errors(call: Call) -> Call:
         except (CkptfsError, OSError) as failure:
             _abort(self.refused, context, failure)
         except grpc.RpcError:
-            raise  # The client went away before its message was here: gRPC knows.
+            raise  # The client disconnected before its message arrived; gRPC ends the call.
         except Exception:
-            log.exception("a control call failed: %s", call.__name__)
+            log.exception("control call %s: failed", call.__name__)
             context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to answer; its log says why")
 
     return wrapped  # type: ignore[return-value]
 
 
 def translate_stream_errors(call: Call) -> Call:
-    """A servicer's streaming method that ends with the status of its error."""
+    """Wrap a streaming method of a servicer likewise."""
 
     @functools.wraps(call)
     def wrapped(self: Any, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -87,14 +85,14 @@ def translate_stream_errors(call: Call) -> Call:
         except GeneratorExit:
             raise
         except Exception:
-            log.exception("a control call failed: %s", call.__name__)
+            log.exception("control call %s: failed", call.__name__)
             context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to answer; its log says why")
 
     return wrapped  # type: ignore[return-value]
 
 
 def _abort(refused: RefusedCalls, context: grpc.ServicerContext, failure: CkptfsError | OSError) -> None:
-    """End the call with the status that belongs to `failure`, and count it."""
+    """End the call with the status of `failure`, and count it."""
     if isinstance(failure, InvalidArgument):
         code = grpc.StatusCode.FAILED_PRECONDITION
     elif isinstance(failure, TimedOut):
@@ -112,20 +110,21 @@ def _abort(refused: RefusedCalls, context: grpc.ServicerContext, failure: Ckptfs
 
 
 def require_inode_number(number: int) -> int:
-    """A number that can be an inode's. Raises ENOENT."""
+    """Return `number` if it can be an inode number. Raises ENOENT."""
     if not is_inode_number(number):
         raise posix_error(errno.ENOENT)
     return number
 
 
 def is_inode_number(number: int) -> bool:
-    """Whether an inode may have that number."""
+    """Return True if an inode can have this number."""
     return 0 < number < 2**63
 
 
 class ControlMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Every method of a service by its name. Messages come as bytes and are parsed here, so that what is no message, what never comes, and
-    what is asked of a method that does not exist, is counted, and leaves no line in the log.
+    """All methods of a service by name.
+
+    Messages arrive as bytes and are parsed here, so that calls with no message, a malformed message or an unknown method are counted too.
     """
 
     def __init__(self, service: str, servicer: Any, watchdog: CallWatchdog) -> None:
@@ -136,11 +135,11 @@ class ControlMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._unknown = grpc.stream_unary_rpc_method_handler(self._reject_unknown_method)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """The handler of a call."""
+        """Return the handler of a call."""
         return self._handlers.get(handler_call_details.method, self._unknown)
 
     def _build_handler(self, method: Any, servicer: Any) -> Any:
-        """On the wire one message comes; here it is awaited as the first one of a stream, for a bounded time."""
+        """Build a handler that takes a stream, so that the wait for the one message of a call is bounded."""
         kind, call = GetMessageClass(method.input_type), getattr(servicer, method.name)
 
         def one(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:

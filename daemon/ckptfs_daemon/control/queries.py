@@ -1,14 +1,10 @@
-"""Answers to anyone: status, what is known of a file, and waits for a level. Reads the catalog and local tiers, never the PFS.
+"""Replies to queries: status, the records of files, and waits for a level. Reads the catalog and local tiers, never the PFS.
 
-Inodes are the client's own stat(2) through the mount; names and digests are not told here, because anyone may ask about any number.
-If we die here: nothing was changed.
+Inode numbers come from the client's own stat(2) through the mount. Names and digests are not returned, because any user may ask about any
+number.
 
-One wait for a level: which inodes lack it still.
-
-It looks at a bounded number of them at a time, fewer while they lack it, so that waiting for a large tree stays cheap.
-
-What was changed after the wait began is not waited for: the journal's last row at the beginning is its end.
-If we die here: the client sees the connection end, and asks again.
+`LevelCheck` is one wait. It checks a bounded number of inodes at a time, and fewer while they lack the level, so that waiting for a large
+tree stays cheap. Changes made after the wait began do not count: it ends at the last row that the journal had then.
 """
 
 import errno
@@ -43,7 +39,7 @@ INCOMPLETE_MAX = 64
 
 
 class LevelCheck:
-    """A file, or a directory with all below, on its way to `wanted`. Raises ENOENT when there is no such inode."""
+    """A file, or a directory with everything below it, on its way to the level `wanted`. Raises ENOENT if there is no such inode."""
 
     def __init__(self, db: Database, inode: int, wanted: Level) -> None:
         if summary.get_listed_file(db, inode) is None:
@@ -58,13 +54,13 @@ class LevelCheck:
 
     @property
     def remaining_sample(self) -> list[int]:
-        """Some of those that lack it still."""
+        """Some of the inodes that still lack the level."""
         return [inode for inode, _ in zip(self._remaining, range(INCOMPLETE_MAX), strict=False)]
 
     def check_next(self, copied: Mapping[int, int]) -> pb.Progress:
-        """Look at the next ones; what is left, less the bytes already `copied` of files that are on their way.
+        """Check the next inodes. Returns what is left, less the bytes `copied` of files that are under way.
 
-        Raises ContentLost when one will never have the level.
+        Raises ContentLost if one will never have the level.
         """
         self._has_writers = False
         incomplete_count = 0
@@ -78,7 +74,7 @@ class LevelCheck:
             incomplete_count += 1
             if incomplete_count == INCOMPLETE_MAX:
                 break
-        # What was not looked at yet counts as files, whose sizes are not known yet.
+        # Inodes that were not checked yet count as files of unknown size.
         files, size = (
             len(self._remaining) - len(self._non_files),
             sum(max(0, size - copied.get(inode, 0)) for inode, size in self._bytes.items()),
@@ -89,7 +85,7 @@ class LevelCheck:
         return progress
 
     def _check_inode(self, inode: int) -> bool:
-        """Whether `inode` is where it should be."""
+        """Return True if the inode has the level."""
         found = summary.get_listed_file(self._db, inode)
         if found is None:
             return True
@@ -99,10 +95,10 @@ class LevelCheck:
         content = found.record.content
         if content is not None and content.state is ContentState.LOST and not is_on_pfs(found.record):
             path = namespace.get_path(self._db, inode).decode(errors="backslashreplace")
-            raise ContentLost(f"{path} is lost: no place holds its content any more", remedy="write it again, or delete it")
+            raise ContentLost(f"{path} is lost: no copy of its content is left", remedy="write it again, or delete it")
         self._bytes[inode] = found.size
         if content is not None and content.state in {ContentState.OPEN, ContentState.CLOSED}:
-            # Closed and not sealed it would survive our processes, but is nothing yet that a checkpoint can rest on.
+            # A closed file survives the processes of the daemon, but only a sealed one is a checkpoint.
             self._has_writers |= content.state is ContentState.OPEN
             return False
         if self._wanted is not Level.PFS:
@@ -118,7 +114,7 @@ KEEPALIVE_S = 2.0
 
 
 class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
-    """The service `Queries`."""
+    """The gRPC service `Queries`."""
 
     def __init__(
         self, config: Config, db: Database, tiers: Tiers, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
@@ -135,7 +131,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     @translate_errors
     def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:
-        """The figures of the whole mount."""
+        """Return the figures of the mount."""
         status = self._figures.build_status()
         for reason, count in sorted(self.refused.get_counts().items()):
             status.refused.add(where="control", reason=reason, count=count)
@@ -148,19 +144,19 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     @translate_errors
     def GetCluster(self, request: pb.ClusterRequest, context: grpc.ServicerContext) -> pb.Cluster:
-        """All nodes of the cluster."""
+        """Return all nodes of the cluster."""
         if self._cluster is None:
             raise InvalidArgument("this mount belongs to no cluster", remedy="mount it with cluster=NAME and etcd=HOST:PORT")
         return self._cluster.build_probed_cluster() if request.probe else self._cluster.build_cluster()
 
     @translate_errors
     def GetCapacity(self, request: pb.CapacityRequest, context: grpc.ServicerContext) -> pb.Capacity:
-        """What there is for the next checkpoint on this node."""
+        """Return the capacity of this node for the next checkpoint."""
         return build_capacity(self._config, self._db, self._tiers)
 
     @translate_errors
     def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:
-        """What is known of each inode."""
+        """Return the record of each inode."""
         if len(request.inodes) > limits.CONTROL_LIST_MAX:
             raise InvalidArgument(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
         under_way = self._figures.get_current_write_back()
@@ -193,14 +189,14 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         return answer
 
     def _has_highest_level(self, found: ListedFile) -> bool:
-        """Whether the file has the highest level that it can get here."""
+        """Return True if the file has the highest level that this mount offers."""
         if self._config.pfs is not None:
             return is_on_pfs(found.record)
         return found.record.content is None or found.record.content.state is ContentState.SEALED
 
     @translate_stream_errors
     def Wait(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
-        """Tell how far a file, or a directory with all below, is from a level, until it has it."""
+        """Stream how far a file, or a directory with everything below it, is from a level, until it has it."""
         wanted = self._parse_level(request.level)
         if not self._waits.acquire(blocking=False):
             raise OSError(errno.EUSERS, f"{limits.CONTROL_WAITS_MAX} waits are under way already; try again later")
@@ -222,17 +218,17 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         return Level(text)
 
     def _stream_progress(self, inode: int, wanted: Level, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
-        """A message whenever the figures change, and one now and then to notice a client that went away."""
+        """Yield a message when the figures change, and periodically, to notice a client that disconnected."""
         level_wait = LevelCheck(self._db, inode, wanted)
         pause, last_sent, last_sent_at, before = POLL_FIRST_S, pb.Progress(), 0.0, pb.Progress()
-        asked_at = 0.0
+        refreshed_at = 0.0
         while context.is_active():
-            if self._cluster is not None and time.monotonic() - asked_at > KEEPALIVE_S:
+            if self._cluster is not None and time.monotonic() - refreshed_at > KEEPALIVE_S:
                 self._cluster.refresh_files(level_wait.remaining_sample)
-                asked_at = time.monotonic()
-            beats, begun = self._progress_signal.count, time.monotonic()
+                refreshed_at = time.monotonic()
+            seen_count, begun = self._progress_signal.count, time.monotonic()
             progress = level_wait.check_next(self._figures.get_copied_bytes())
-            looked_s = time.monotonic() - begun
+            check_s = time.monotonic() - begun
             if not progress.done and not progress.blocked_by:
                 progress.blocked_by, progress.remedy = self._find_obstacle(wanted)
             if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
@@ -240,22 +236,22 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
                 yield progress
             if progress.done:
                 return
-            # A wait has no end of its own: the client's deadline, or its departure, ends it. Whatever gets on wakes us, but looking takes
-            # a small share of the time only; where nothing gets on it becomes rarer.
-            threading.Event().wait(REST_RATIO * looked_s)
-            self._progress_signal.wait(beats, pause)
+            # The client's deadline or its disconnection ends a wait. Each change in the mover wakes it, but checking takes only a small
+            # share of the time, and becomes rarer while nothing changes.
+            threading.Event().wait(REST_RATIO * check_s)
+            self._progress_signal.wait(seen_count, pause)
             pause = min(2 * pause, POLL_LAST_S) if progress == before else POLL_FIRST_S
             before = progress
 
     def _find_obstacle(self, wanted: Level) -> tuple[str, str]:
-        """What stands in the way, and what to do about it."""
+        """Return (what blocks the wait, the remedy)."""
         if wanted is Level.CLIQUE and self._cluster is not None and self._cluster.is_only_living_node():
             return "no other node of the cluster lives", "start another one, or see that it reaches etcd"
         return self._figures.get_first_trouble()
 
 
 def _get_copied_ratio(under_way: dict[str, Any]) -> float:
-    """How much of the file that is being written back is there; 1 only when it is published."""
+    """Return the copied share of the file that is being written back; 1 only once it is published."""
     return min(0.99, float(under_way.get("copied_bytes", 0)) / max(1, int(under_way.get("size_bytes", 0))))
 
 
@@ -264,7 +260,7 @@ def _get_kind_name(mode: int) -> str:
 
 
 def _get_state_name(found: ListedFile) -> str:
-    """The state of the content in one word; what is on the PFS, or on other nodes, only has none."""
+    """Return the state of the content in one word. A file without a content on this node is on the PFS, remote or empty."""
     content = found.record.content
     if content is None:
         return "published" if found.record.published is not None else "remote" if found.size else "empty"

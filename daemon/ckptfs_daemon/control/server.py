@@ -1,8 +1,9 @@
-"""The control servers inside the mover: questions on NAME.sock for anyone, orders on NAME.admin.sock for the mount's owner.
+"""The control servers in the mover: queries on NAME.sock for every user, admin calls on NAME.admin.sock for the mount's owner.
 
-gRPC has threads of its own, with database connections of their own; they never touch the PFS except where an order says so, so questions
-are answered while it hangs. The permissions of the two sockets decide who may do what: connecting needs the right to write.
-If we die here: waiting clients see the connection end and ask again; the next mover binds the sockets anew.
+gRPC runs calls in its own threads, with database connections of their own. They touch the PFS only in admin calls that say so, so queries
+are answered while it hangs. The permissions of the sockets decide who may call: connecting needs the right to write.
+
+Crash safety: waiting clients see the connection end and call again; the next mover binds the sockets anew.
 """
 
 import logging
@@ -39,34 +40,26 @@ STOP_GRACE_S = 1.0
 
 
 class Scheduler(Protocol):
-    """What the servers ask of the mover's lanes, in its trio thread."""
+    """What the servers use of the mover's lanes, in its trio thread."""
 
     def retry_now(self) -> None:
-        """Work now: forget every backoff and every gathering of hints."""
-
-
-class _Carried(Protocol):
-    """What the servers take from the value that a child of the supervisor is given."""
-
-    @property
-    def config(self) -> Config: ...
+        """Reset all backoffs and run every lane now."""
 
 
 async def serve(
-    setup: _Carried, db: Database, tiers: Tiers, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
+    config: Config, db: Database, tiers: Tiers, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
     request_log_level: Callable[[str], None] = logs.set_level, progress: ProgressSignal | None = None,
 ) -> None:  # fmt: skip
-    """Serve until cancelled. A server that cannot start, or whose socket somebody deleted, is started again.
+    """Serve until cancelled. A server that cannot start, or whose socket was deleted, is started again.
 
-    `ask_level` sees to it that all processes of this daemon log at a level; it may return before they do. `of_cluster`: its
-    figures, and what learns from the other nodes where the PFS shows a file now.
+    `request_log_level` sets the level of all processes of the daemon, and may return before it is set. `cluster_access`: the cluster's
+    figures, and a function that reads from the store where a file is on the PFS now.
     """
     token = trio.lowlevel.current_trio_token()
 
     def retry_now() -> None:
         trio.from_thread.run_sync(scheduler.retry_now, trio_token=token)
 
-    config = setup.config
     refused_calls = RefusedCalls()
     cluster, refresh_pfs_path = cluster_access
     queries = QueryService(config, db, tiers, cluster, refused_calls, progress)
@@ -75,12 +68,12 @@ async def serve(
         try:
             await _serve_until_unlinked(config.name, queries, admin)
         except (OSError, RuntimeError) as failure:
-            log.error("the control sockets of %s cannot be opened, `ckptfs` gets no answer: %s", config.name, failure)
+            log.error("control sockets of %s: cannot be opened: %s; `ckptfs` gets no answer", config.name, failure)
             await trio.sleep(limits.RETRY_LAST_S)
 
 
 async def _serve_until_unlinked(name: str, queries: QueryService, admin: AdminService) -> None:
-    """Serve until one of the sockets is no longer where clients look for it."""
+    """Serve until one of the sockets was deleted or replaced."""
     runtime_dir.create()
     servers: list[tuple[grpc.Server, Path]] = []
     watchdog = CallWatchdog()
@@ -102,7 +95,7 @@ async def _serve_until_unlinked(name: str, queries: QueryService, admin: AdminSe
 
 
 def _server(calls_max: int, methods: ControlMethods) -> grpc.Server:
-    """A server with bounded threads, calls, messages and connections; who says nothing is disconnected, and may come again."""
+    """Create a server with bounded threads, calls, messages and connections. Idle clients are disconnected."""
     options = [
         ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
@@ -118,7 +111,7 @@ def _server(calls_max: int, methods: ControlMethods) -> grpc.Server:
 
 
 def _bind(server: grpc.Server, path: Path, mode: int) -> Path:
-    """Bind to a socket file that nobody else can connect to before it has its mode."""
+    """Bind to a socket file that no other user can connect to before it has its mode."""
     before = os.umask(0o077)
     try:
         server.add_insecure_port(f"unix:{path}")

@@ -1,14 +1,6 @@
-"""The figures of `ckptfs status`, from the catalog, the local tiers and /proc.
+"""The figures of `ckptfs status` and `ckptfs df`, from the catalog, the local tiers and /proc.
 
-The PFS is not touched: what is said of it was reported by others.
-
-If we die here: nothing was changed.
-
-The figures of `ckptfs df`: what the next checkpoint finds on this node.
-
-The PFS is not touched: what is said of it was reported by others.
-
-If we die here: nothing was changed.
+The PFS is not touched: its figures come from reports in the catalog.
 """
 
 import contextlib
@@ -25,7 +17,7 @@ from ckptfs.catalog import remote_contents, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
-from ckptfs.flow.host.incoming import PeerQuota as Share
+from ckptfs.flow.host.incoming import PeerQuota
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.tiers.storage import Tiers
@@ -33,12 +25,12 @@ from ckptfs.tiers.storage import Tiers
 Value = TypeVar("Value")
 
 CACHE_RATIO = 20
-"""Counting in a large catalog takes a while: a result is kept for this many times as long as it took."""
+"""Counting in a large catalog takes long: a result is kept for this many times as long as it took."""
 ROLES = ("supervisor", "mount", "mover", "spare")
 
 
 class CachedFigure(Generic[Value]):
-    """A figure that is asked for again only when it has become old, as seen from what asking costs. Several threads may ask."""
+    """A figure that is computed again only when it is old compared with its cost. Thread-safe."""
 
     def __init__(self, ask: Callable[[], Value]) -> None:
         self._ask = ask
@@ -46,7 +38,7 @@ class CachedFigure(Generic[Value]):
         self._value: tuple[Value, float] | None = None
 
     def get(self) -> Value:
-        """The figure, at most `KEPT_RATIO` times as old as it took to find."""
+        """Return the figure, at most `CACHE_RATIO` times as old as its computation took."""
         with self._lock:
             begun = time.monotonic()
             if self._value is None or begun > self._value[1]:
@@ -56,7 +48,7 @@ class CachedFigure(Generic[Value]):
 
 
 class StatusFigures:
-    """Gathers a Status. Used by several threads."""
+    """Builds a Status. Thread-safe."""
 
     def __init__(self, config: Config, db: Database, tiers: Tiers) -> None:
         self._config = config
@@ -68,7 +60,7 @@ class StatusFigures:
         self._bytes = CachedFigure(lambda: {tier: summary.count_bytes_in_tier(db, tier) for tier in (Tier.RAM, Tier.NVME)})
 
     def build_status(self) -> pb.Status:
-        """Everything `ckptfs status` shows."""
+        """Build the reply of `ckptfs status`."""
         config, processes = self._config, self._load_processes()
         status = pb.Status(
             name=config.name, mountpoint=str(config.mountpoint), state=str(config.state), version=__version__,
@@ -77,12 +69,12 @@ class StatusFigures:
             tiers=self._build_tiers(), write_back=self._build_write_back(), counts=self._build_counts(),
             processes=_build_processes(processes), troubles=self.list_troubles(),
         )  # fmt: skip
-        ill = any(tier.health not in ("", "normal") for tier in status.tiers)
-        status.health = "degraded" if ill or status.troubles or status.counts.lost else "ok"
+        has_bad_tier = any(tier.health not in ("", "normal") for tier in status.tiers)
+        status.health = "degraded" if has_bad_tier or status.troubles or status.counts.lost else "ok"
         return status
 
     def list_troubles(self) -> list[pb.Trouble]:
-        """What fails now: tiers that are ill, and what the lanes report."""
+        """Return current problems: tiers that are not normal, and failures that the lanes report."""
         found = []
         for key, text, at_ns in summary.list_reports(self._db, "tier:") + summary.list_reports(self._db, "trouble:"):
             value, where = _parse_json_object(text), key.partition(":")[2]
@@ -95,22 +87,22 @@ class StatusFigures:
         return found
 
     def get_first_trouble(self) -> tuple[str, str]:
-        """(what, remedy) of the first trouble; empty strings when there is none."""
+        """Return (what, remedy) of the first problem, or empty strings."""
         for trouble in self.list_troubles():
             return (f"{trouble.path}: {trouble.what}" if trouble.path else trouble.what), trouble.remedy
         return "", ""
 
     def get_current_write_back(self) -> dict[str, Any]:
-        """The large file that is being written back: inode, path, copied_bytes, size_bytes; empty when there is none."""
+        """Return inode, path, copied_bytes and size_bytes of the large file being written back, or an empty dict."""
         return next((_parse_json_object(text) for key, text, _ in summary.list_reports(self._db, "write_back") if key == "write_back"), {})
 
     def get_copied_bytes(self) -> dict[int, int]:
-        """{inode: bytes already on the PFS} of the file that is being written back."""
+        """Return {inode: bytes already on the PFS} of the file being written back."""
         found = self.get_current_write_back()
         return {int(found["inode"]): int(found.get("copied_bytes", 0))} if "inode" in found else {}
 
     def _load_processes(self) -> dict[str, Any]:
-        """What the supervisor says about the processes; empty while it has said nothing."""
+        """Return the contents of processes.json, or an empty dict."""
         with contextlib.suppress(OSError):
             return _parse_json_object((self._config.state / "processes.json").read_text())
         return {}
@@ -139,7 +131,7 @@ class StatusFigures:
         return {Tier.RAM: self._config.state / "ram", Tier.NVME: self._config.nvme, Tier.PFS: self._config.pfs}[tier]
 
     def _build_tier(self, tier: Tier, copies: int, health: dict[str, Any]) -> pb.TierStatus:
-        """One tier. A tmpfs of our own says what is used in it; elsewhere others write too, so our own bytes are counted."""
+        """Build one tier. The used bytes are those of the filesystem if it is a tmpfs of ckptfs, otherwise those of its files."""
         answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=copies, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
@@ -157,13 +149,12 @@ class StatusFigures:
 
 
 def _get_used_bytes(root: Path) -> int:
-    """What is used of a filesystem that is ours alone."""
+    """Return the used bytes of a filesystem that only ckptfs uses."""
     figures = os.statvfs(root)
     return (figures.f_blocks - figures.f_bfree) * figures.f_frsize
 
 
 def _build_processes(processes: dict[str, Any]) -> list[pb.Process]:
-    """Each process with what /proc knows of it."""
     found = []
     for role in ROLES:
         one = processes.get(role) or {}
@@ -182,7 +173,7 @@ def _get_uptime_s(pid: int) -> float:
 
 
 def _parse_json_object(text: str) -> dict[str, Any]:
-    """A JSON object; empty when it is none."""
+    """Parse a JSON object. Returns an empty dict if the text is none."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -191,7 +182,7 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 
 def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Capacity:
-    """All tiers that there are."""
+    """Build the reply of `ckptfs df`: all tiers of this node."""
     clustered = config.cluster is not None
     answer = pb.Capacity(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
     for tier in (Tier.RAM, Tier.NVME):
@@ -214,7 +205,7 @@ def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) ->
     )  # fmt: skip
     if config.cluster is not None:
         answer.share_bytes = int(config.peer_share * capacity.total)
-        answer.usable_for_peers_bytes = min(answer.usable_bytes, Share(db, tiers, config.peer_share).get_free_bytes_in(tier))
+        answer.usable_for_peers_bytes = min(answer.usable_bytes, PeerQuota(db, tiers, config.peer_share).get_free_bytes_in(tier))
     return answer
 
 

@@ -83,7 +83,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(lanes.run, name="lanes")
         request_log_level = functools.partial(ipc.request_log_level, setup.link)
         cluster_access = (cluster_services.figures, cluster_services.refresh_pfs_path) if cluster_services else (None, lambda inode: None)
-        nursery.start_soon(server.serve, setup, db, tiers, lanes, cluster_access, request_log_level, progress, name="control")
+        nursery.start_soon(server.serve, config, db, tiers, lanes, cluster_access, request_log_level, progress, name="control")
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
             cluster_services.membership.subscribe_lease(lambda lease: wake_channel.notify(ipc.build_lease_renewed(lease)))
