@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class QueriesStub:
-    """Queries: NAME.sock, for anyone. None of them touches the PFS.
+    """Served on NAME.sock, for every user. None of these calls touches the PFS.
     """
 
     def __init__(self, channel):
@@ -63,7 +63,7 @@ class QueriesStub:
 
 
 class QueriesServicer:
-    """Queries: NAME.sock, for anyone. None of them touches the PFS.
+    """Served on NAME.sock, for every user. None of these calls touches the PFS.
     """
 
     def GetStatus(self, request, context):
@@ -133,7 +133,7 @@ def add_QueriesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Queries:
-    """Queries: NAME.sock, for anyone. None of them touches the PFS.
+    """Served on NAME.sock, for every user. None of these calls touches the PFS.
     """
 
     @staticmethod
@@ -273,7 +273,7 @@ class Queries:
 
 
 class AdminStub:
-    """Admin: NAME.admin.sock, for the mount's owner.
+    """Served on NAME.admin.sock, for the mount's owner.
     """
 
     def __init__(self, channel):
@@ -305,7 +305,7 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Admin: NAME.admin.sock, for the mount's owner.
+    """Served on NAME.admin.sock, for the mount's owner.
     """
 
     def Drain(self, request, context):
@@ -364,7 +364,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Admin: NAME.admin.sock, for the mount's owner.
+    """Served on NAME.admin.sock, for the mount's owner.
     """
 
     @staticmethod
