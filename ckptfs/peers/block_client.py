@@ -1,15 +1,15 @@
-"""Brings blocks of a content from several peers at once into one file.
+"""Block transfers of a client: fetches blocks of a content from several peers at once into one file, and sends blocks that a peer lacks.
 
-Each source has a thread (a single source several), which takes runs of blocks from one list. What it does not bring goes back: a source
-that fails or lies is left for good; when nothing moves for `limits.PEER_PATIENCE_S` others take over its blocks; and who has nothing left
-to do brings what others still owe. What a reader waits for comes first, also from a second source when the one that owes it is slow. A
-block is compared with its digest before it is written, and written by one thread only.
-If we die here: the target has some of the blocks; the caller knows which, from `on_block`.
+Fetch: each source has a thread (a single source has several), which takes runs of blocks from one list. Blocks that a source does not
+deliver return to the list. A source that fails or sends wrong data is not used again. After `limits.PEER_PATIENCE_S` without progress,
+other sources take over its blocks. Idle workers take blocks that others still owe. Blocks that a reader waits for are fetched first, if
+need be from a second source. A block is compared with its digest before it is written, and only one thread writes it.
 
-Sends the blocks that a peer lacks: several streams take them from one list, so that none waits for another.
+Send: several streams take blocks from one list, so that none waits for another. A stream that breaks leaves its block to the next attempt,
+which asks the peer which blocks it still lacks. Memory: a block and two pieces per stream.
 
-A stream that breaks leaves its block to the next try, which asks the peer what is still lacking. Memory: a block and two pieces per stream.
-If we die here: the peer keeps what came for a while, and offers of the same content begin there.
+Crash safety: the target of a fetch has some of the blocks, those reported to `on_block`. The receiving peer keeps its blocks for a while,
+and a new offer of the same content continues there.
 """
 
 import threading
@@ -217,7 +217,7 @@ class FetchWorker:
             self.link.notify(self.link.stub.Return, pb.ReturnRequest(loan=reply.loan))
 
     def _choose_run_blocks(self) -> int:
-        """What the source sends in a short while; of one that is not known yet, one block."""
+        """Return the number of blocks that the source sends in PEER_RUN_S; 1 if its speed is not known yet."""
         return max(1, int((self.link.stats.bytes_per_s or 0.0) * limits.PEER_RUN_S) // limits.BLOCK_BYTES)
 
     def _read_run(self, command: Command) -> None:
@@ -228,7 +228,7 @@ class FetchWorker:
                 try:
                     self._receive_run(command, receiver)
                 except (ConnectionEnded, grpc.RpcError) as failure:
-                    # Who brings what another one was about to bring, too, ends that one: it did not fail, unless it kept us waiting.
+                    # A worker that delivers the blocks of a slower one ends it. That one failed only if it made no progress for too long.
                     if self._job.is_stopped and time.monotonic() - self.progress_at < limits.PEER_PATIENCE_S:
                         raise NoLongerWanted("all of it is here") from failure
                     raise

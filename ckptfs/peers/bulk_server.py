@@ -1,8 +1,10 @@
-"""The server's side of bulk connections: a port, a thread that accepts, and a bounded number of threads that each serve one connection.
+"""The server of bulk connections: a port, a thread that accepts, and a bounded number of threads that serve one connection each.
 
-A connection begins with a token that `Connect` gave to an authenticated peer just before: it is good once, and names the peer and the keys.
-Then commands follow, each with its blocks, until the peer closes it or is silent for `limits.PEER_IDLE_S`. A refusal is told and ends it.
-If we die here: peers see their connections end, and ask again what is lacking.
+A connection begins with a token that `Connect` gave to an authenticated peer. It is valid once, and identifies the peer and the keys.
+Commands follow, each with its blocks, until the peer closes the connection or is silent for `limits.PEER_IDLE_S`. A rejected command is
+answered and ends the connection.
+
+Crash safety: peers see their connections end, and ask again which blocks are missing.
 """
 
 import contextlib

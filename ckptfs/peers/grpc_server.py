@@ -1,14 +1,11 @@
-"""The gRPC server for peers, inside the mover: each call checked, bounded, and handed to the shelf.
+"""The gRPC server for peers: authenticates, bounds and parses each call, and passes it to the content host.
 
-Calls run in a bounded number of threads. Send and Read hold one for as long as bytes move, any other until its message is here: they
-have shares, and a watch ends those that stall. Everything else is short, or bounded by the disk. What is refused gets a status that says
-why: `<ERRNO>: sentence`.
-If we die here: peers see their calls fail and begin anew with the next mover; the shelf finds what never came to its end.
+Calls run in a bounded number of threads. Send and Read occupy one while bytes move, other calls until their message has arrived. Each peer
+may use a share of the threads, and a watchdog cancels calls that stall. All other work is short, or bounded by the disk. A rejected call
+gets a status with the reason, `<ERRNO>: sentence`, and is counted. gRPC itself ends failed TLS handshakes and headers or messages beyond
+the bounds; these are not counted.
 
-Where calls of peers come in: each named, its message parsed, what is raised turned into a status, and every refusal counted.
-
-What gRPC itself ends before that is not seen here: failed TLS handshakes, and headers or messages beyond the bounds.
-If we die here: nothing is kept.
+Crash safety: peers see their calls fail and start again with the next mover. The content host deletes unfinished transfers.
 """
 
 import ctypes
@@ -78,11 +75,11 @@ STATUS_OF_REASON = {
 RpcHandler = Callable[..., Any]
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
-"""Of glibc; others do without."""
+"""Only glibc has it."""
 
 
 class RpcGuard:
-    """Receives each caller: names him, turns failures into statuses, counts refusals."""
+    """The entry of each call: authenticates the peer, turns errors into statuses, counts rejections."""
 
     def __init__(self, authenticator: PeerAuthenticator, rejections: PeerRejections) -> None:
         self._authenticator = authenticator
@@ -90,7 +87,7 @@ class RpcGuard:
 
     @contextmanager
     def guard_call(self, context: grpc.ServicerContext) -> Iterator[str]:
-        """The name of the peer; what is raised inside becomes the call's status."""
+        """Yield the name of the peer. Errors inside become the status of the call."""
         peer = UNKNOWN
         try:
             peer = self._authenticator.authenticate(context)
@@ -99,12 +96,12 @@ class RpcGuard:
             self._abort_call(context, peer, build_rejection(failure))
         except Exception as failure:
             if not context.is_active():
-                raise  # The peer went away in the middle of it: gRPC knows.
-            log.exception("a call of peer %s failed", peer)
+                raise  # The peer disconnected; gRPC ends the call.
+            log.exception("peer %s: its call failed", peer)
             self._abort_call(context, peer, build_rejection(failure))
 
     def record_rejection(self, peer: str, rejection: Rejection) -> Rejection:
-        """A refusal of a part of what a peer asked."""
+        """Count the rejection of a part of a call."""
         self._rejections.record(peer, rejection)
         return rejection
 
@@ -115,11 +112,10 @@ class RpcGuard:
 
 
 class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Every method by its name. Messages come as bytes and are parsed at the desk, so that what is no message, and what is asked of a
-    method that does not exist, is counted as well.
+    """All methods by name. Messages arrive as bytes and are parsed here, so that malformed messages and unknown methods are counted too.
 
-    On the wire they are calls with one message. Here that is awaited as a stream's first one: after the caller was named, by as many
-    calls of his as he may hold threads with, and no longer than `limits.PEER_PIECE_S`.
+    On the wire, a call has one message. The server awaits it as the first one of a stream: after the peer was authenticated, in a bounded
+    number of calls per peer, and no longer than `limits.PEER_PIECE_S`.
     """
 
     def __init__(self, calls: Any, send: RpcHandler, read: RpcHandler, guard: RpcGuard, watchdog: CallWatchdog) -> None:
@@ -138,11 +134,10 @@ class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._unknown = grpc.stream_unary_rpc_method_handler(self._reject_unknown_method)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """The handler of a call."""
+        """Return the handler of a call."""
         return self._handlers.get(handler_call_details.method, self._unknown)
 
     def _read_message(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """The one message of a call."""
         with self._guard.guard_call(context) as peer, self._awaited.hold_slot(peer):
             message = self._watchdog.read_message(messages, context, limits.PEER_PIECE_S)
             self._has_read_large_message |= len(message) > LARGE_BYTES
@@ -165,7 +160,7 @@ class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return asked
 
     def trim_memory(self) -> None:
-        """After large messages what they took goes back to the system: they come in pieces, which malloc would keep for ever."""
+        """Return the memory of large messages to the system. They arrive in pieces, which malloc would keep."""
         if self._has_read_large_message:
             self._has_read_large_message = False
             _trim(0)
@@ -276,7 +271,7 @@ class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
 
 
 def receive_one(table: TransferTable, guard: RpcGuard, peer: str, offer: Offer, data: bytes) -> pb.Verdict:
-    """Take one of several contents; what is wrong with it does not concern the others."""
+    """Receive one of several contents. Its rejection does not affect the others."""
     try:
         return pb.Verdict(verified=table.receive_whole(peer, offer, data))
     except (Rejection, CkptfsError, OSError) as failure:
@@ -285,13 +280,12 @@ def receive_one(table: TransferTable, guard: RpcGuard, peer: str, offer: Offer, 
 
 
 def require_digest(request: pb.OfferRequest, blocks: bytes) -> None:
-    """A content that travels inside its offer has the digest that the offer says."""
+    """Check the digest of a content that travels inside its offer."""
     if request.whole and hash_block(request.whole) != blocks:
         raise Rejection(RejectReason.WRONG_DIGEST, "the bytes are not those of the digest")
 
 
 def build_manifest(copy: OpenCopy, number: int) -> pb.Record:
-    """A loan as it travels."""
     return pb.Record(
         content=copy.content,
         inode=copy.inode,
@@ -304,7 +298,7 @@ def build_manifest(copy: OpenCopy, number: int) -> pb.Record:
 
 
 class RawStreams:
-    """Send and Read: raw messages over gRPC. A watch cancels those in which nothing moves."""
+    """Send and Read, with raw messages. The watchdog cancels those without progress."""
 
     def __init__(self, streams: BlockStreams, guard: RpcGuard, watchdog: CallWatchdog) -> None:
         self._streams = streams
@@ -313,7 +307,7 @@ class RawStreams:
         self._stream_slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
 
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Blocks of a transfer. Whoever opens streams and says nothing holds no more threads than those who send."""
+        """Receive blocks of a transfer. A peer that opens streams and sends nothing occupies no more threads than another."""
         with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._stream_slots.hold_slot(peer):
             command = Command.parse(next(messages, b""))
             with self._streams.open_incoming(peer, command) as receiver:
@@ -326,7 +320,7 @@ class RawStreams:
         raise AssertionError
 
     def read(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Blocks of a loan."""
+        """Stream blocks of an open copy."""
         with (
             self._guard.guard_call(context) as peer,
             self._watch_call(context, peer),
@@ -343,7 +337,7 @@ class RawStreams:
 
 
 class PeerServer:
-    """All of it, started; `stop` ends it. `port` is where it listens."""
+    """The running server with its bulk port. `port` is the port of the gRPC server."""
 
     def __init__(
         self,
@@ -384,7 +378,7 @@ class PeerServer:
         self._sweeper.start()
 
     def get_figures(self) -> dict[str, Any]:
-        """What status shows."""
+        """Return the figures for `ckptfs status`."""
         connections = self.bulk.count_connections() if self.bulk else 0
         return {
             "transfers": len(self.table.transfers), "loans": len(self.table.reads), "connections": connections,
@@ -392,11 +386,11 @@ class PeerServer:
         }  # fmt: skip
 
     def end_all_of_node(self, node: str) -> None:
-        """This node does not live any more, or lives anew: nobody goes on with what it had begun, which ends soon."""
+        """End soon whatever a node has begun: it has died or was restarted."""
         self._departed_nodes.put(node)
 
     def stop(self) -> None:
-        """End every call, and whatever peers had begun."""
+        """End every call and every transfer."""
         self._stopped.set()
         stopping = self._server.stop(STOP_GRACE_S)
         if self.bulk:
@@ -421,25 +415,25 @@ class PeerServer:
                 self._end_revoked()
                 self._methods.trim_memory()
             except Exception:
-                log.exception("what peers left could not be ended")
+                log.exception("peer server: the sweep of idle transfers failed; retrying")
 
     def _end_departed(self) -> None:
         while not self._departed_nodes.empty():
             self.table.end_all_of_peer(self._departed_nodes.get())
 
     def _end_revoked(self) -> None:
-        """Nodes whose keys were revoked just now keep nothing that they had begun; with new keys they begin anew."""
+        """End whatever nodes with newly revoked keys have begun."""
         before, self._revoked_before = self._revoked_before, self._revoked.get_counts()
         for node, count in self._revoked_before.items():
             if count > before.get(node, 0):
-                log.info("the keys of node %s were revoked", node)
+                log.info("node %s: its keys were revoked; ending its transfers", node)
                 self.table.end_all_of_peer(node)
                 if self.bulk:
                     self.bulk.close_peer(node)
 
 
 def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:
-    """Raises RuntimeError when the address is taken."""
+    """Bind to the address. Raises RuntimeError if it is in use."""
     if identity is None:
         return server.add_insecure_port(listen)
     return server.add_secure_port(listen, server_credentials(identity))

@@ -1,7 +1,9 @@
-"""One other node, seen from here: its gRPC channel, a few bulk connections that are kept for the next transfer, and how fast it was.
+"""The link to one other node: its gRPC channel, a few idle bulk connections for later transfers, and its measured speed.
 
-Errors of gRPC, sockets and refusals become `PeerFailed` and its kinds here, once. A node whose bulk port cannot be reached is asked over
-gRPC for a while. If we die here: the node ends what we left after `limits.PEER_IDLE_S`.
+Errors of gRPC and sockets and rejections become `PeerFailed` and its subclasses. If the bulk port of a node cannot be reached, its blocks
+travel over gRPC for a while.
+
+Crash safety: the other node ends unfinished transfers after `limits.PEER_IDLE_S`.
 """
 
 import contextlib

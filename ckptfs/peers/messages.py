@@ -1,16 +1,14 @@
-"""The raw messages in which blocks travel: the same over a gRPC stream and over a bulk connection. No transport and no threads in here.
+"""The messages between nodes: raw block messages, checked values of gRPC messages, and reasons of rejections. No transport and no threads.
 
-A request is one *command*. Blocks follow one another, each a *header* (number, bytes on the wire, encoding) and then its bytes in pieces of
-`limits.PEER_PIECE_BYTES`, the last one shorter; an END header closes them. Both sides know the length of the next message before it comes,
-so that nothing is taken that was not announced, and nothing is announced that does not fit the block. A block is written only when all
-of it is here and has its digest.
-If we die here: the blocks that were written are whole and right; the others are lacking.
+Blocks travel in the same format over gRPC streams and bulk connections. A request is one *command*. Each block is a *header* (number, bytes
+on the wire, encoding) and its bytes in pieces of `limits.PEER_PIECE_BYTES`, the last one shorter. An END header ends the blocks. Both sides
+know the length of the next message in advance, so nothing unannounced is accepted, and nothing announced exceeds its block. A block is
+written only when it is complete and has its digest.
 
-Why a peer's request is refused, in one word for every transport, and how often that happened, by peer and reason (for status).
+A gRPC message is checked against the limits before memory or disk is touched; a wrong one raises Rejection. Rejections have one reason for
+every transport and are counted by peer and reason for `ckptfs status`.
 
-If we die here: the counts begin anew.
-
-Pure: messages of peers, checked against the limits before anything is touched, as values. Each raises Refusal with what was wrong.
+Crash safety: blocks that were written are complete and correct; the others are missing.
 """
 
 import errno
@@ -37,7 +35,7 @@ OTHERS = "others"
 
 
 class RejectReason(IntEnum):
-    """The reason, as the errno that travels."""
+    """The reason, as the errno that is sent."""
 
     MALFORMED = errno.EINVAL
     OUT_OF_ORDER = errno.EPROTO
@@ -55,7 +53,7 @@ class RejectReason(IntEnum):
 
 
 class Rejection(Exception):
-    """What was asked is not done; `why` and a sentence for the other side. Names nothing but numbers."""
+    """A request is rejected, with the reason and a sentence for the peer. It contains only numbers and names of messages."""
 
     def __init__(self, reason: RejectReason, message: str) -> None:
         super().__init__(message)
@@ -63,7 +61,7 @@ class Rejection(Exception):
 
 
 def build_rejection(failure: Exception) -> Rejection:
-    """What the other side is told of a failure of the shelf or the disk: never a path."""
+    """Return the rejection that tells the peer of a failure. It never contains a path."""
     if isinstance(failure, Rejection):
         return failure
     code = failure.errno if isinstance(failure, CkptfsError | OSError) else errno.EIO
@@ -72,14 +70,13 @@ def build_rejection(failure: Exception) -> Rejection:
 
 
 class PeerRejections:
-    """Counts what was refused. Bounded: peers beyond `limits.PEER_COUNTED_MAX` are counted together."""
+    """Counters of rejections. Bounded: peers beyond `limits.PEER_COUNTED_MAX` share one counter."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {}
         self._lock = threading.Lock()
 
     def record(self, peer: str, rejection: Rejection) -> None:
-        """One more."""
         log.debug("refused to %s: %s, %s", peer, rejection.reason.name.lower(), rejection)
         with self._lock:
             name = peer if peer in self._counts or len(self._counts) < limits.PEER_COUNTED_MAX else OTHERS

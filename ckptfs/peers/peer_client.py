@@ -1,7 +1,8 @@
-"""`Peers`, as `ckptfs.clique.peers` describes it: one link for each node, and what is done over them.
+"""The client of other nodes: `PeerApi` of `ckptfs.clique.peer_api`, with one link for each node.
 
-Any thread may call; calls block. Links are bounded: the one that was used longest ago goes when there are too many.
-If we die here: peers end what we left; nothing is kept here but figures.
+Any thread may call; calls block. The number of links is bounded: the least recently used one is closed when there are too many.
+
+Crash safety: peers end unfinished transfers.
 """
 
 import errno

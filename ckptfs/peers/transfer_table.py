@@ -1,12 +1,10 @@
-"""Owns what peers have begun on this node and not ended: transfers (blocks that arrive) and loans (copies that are being read).
+"""What peers have begun on this node and not ended: transfers (blocks that arrive) and reads (open copies).
 
-Each belongs to the peer that began it, has a random id, is bounded in number per peer and altogether, and ends when nobody used it for
-`limits.PEER_IDLE_S`. A block of a transfer is taken once: only if it was lacking, and from one stream at a time.
-If we die here: the shelf finds at the next start what never came to its end; peers offer and ask again.
+Each entry belongs to the peer that began it, has a random id, is bounded in number per peer and in total, and ends after
+`limits.PEER_IDLE_S` without use. A block of a transfer is accepted once: only if it was missing, and from one stream at a time.
+`BlockStreams` moves blocks in and out on either transport: it checks the command, holds the entry, and bounds the number of streams.
 
-Blocks in and out for a peer, whichever way they travel: the command checked, the transfer or loan held, the number of streams bounded.
-
-If we die here: see `peer_transfers`.
+Crash safety: the content host deletes unfinished transfers at the next start; peers offer and ask again.
 """
 
 import os
