@@ -1,7 +1,4 @@
-"""Pure: whether a checkpoint fits on a node before the run, and the tables of `ckptfs df`.
-
-If we die here: nothing was changed.
-"""
+"""Whether checkpoints fit on a node before the run, and the tables of `ckptfs df`. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +14,10 @@ RAM, PFS = "ram", "pfs"
 
 @dataclass(frozen=True, slots=True)
 class CapacityNeed:
-    """What a run asks of each node: `size` bytes of each checkpoint that its ranks write, `kept` whole ones beside the one that is being
-    written, and copies of as much from `copies` other nodes.
+    """What a run needs on each node.
+
+    The ranks of a node write `size_bytes` of each checkpoint. The node keeps `kept_count` complete checkpoints while it writes the next
+    one, and holds copies of as much for each of `copy_count` peers.
     """
 
     size_bytes: int
@@ -35,14 +34,15 @@ class CapacityNeed:
 
     @property
     def text(self) -> str:
-        """How the sum comes about."""
+        """The sum and its factors."""
+        generations = render.format_count(self.kept_count + 1, "generation")
         copies = f" x {self.copy_count + 1} copies" if self.copy_count else ""
-        return f"{render.format_size(self.own_bytes + self.peer_bytes)} ({render.format_size(self.size_bytes)} x {render.format_count(self.kept_count + 1, 'generation')}{copies})"
+        return f"{render.format_size(self.own_bytes + self.peer_bytes)} ({render.format_size(self.size_bytes)} x {generations}{copies})"
 
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """What a tier of this node can take, and how much of that for peers."""
+    """The free space of a tier on this node, and the part of it that peers may use."""
 
     name: str
     usable_bytes: int
@@ -51,7 +51,7 @@ class TierCapacity:
 
 @dataclass(frozen=True, slots=True)
 class PeerCapacity:
-    """Another node, and what it has left for others."""
+    """A peer and the free space in its share for others."""
 
     name: str
     free_bytes: int
@@ -59,18 +59,19 @@ class PeerCapacity:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """`where`: the tiers that it takes, none where it does not fit; one sentence, with the remedy where there must be one."""
+    """The tiers that the checkpoints take (none if they do not fit), and a sentence with a remedy if one is needed."""
 
     tier_names: tuple[str, ...]
     sentence: str
 
 
 def check_fit(need: CapacityNeed, tiers: Sequence[TierCapacity], peers: Sequence[PeerCapacity], *, has_pfs: bool) -> FitResult:
-    """Whether the checkpoint fits in these tiers, the first of which is taken first, and its copies on these peers."""
+    """Check whether the checkpoints fit in these tiers, taken in order, and their copies on these peers."""
     whole = need.own_bytes + need.peer_bytes
     share = sum(tier.usable_for_peers_bytes for tier in tiers)
     if need.peer_bytes > share:
-        what = f"{need.text} are needed on this node, {render.format_size(need.peer_bytes)} of them for peers, who may take {render.format_size(share)} here"
+        peer_words = f"{render.format_size(need.peer_bytes)} of them for peers, which may use {render.format_size(share)}"
+        what = f"{need.text} are needed on this node, {peer_words}"
         return FitResult((), f"does not fit: {what}; raise peer_share=, ram= or nvme=, or keep fewer generations (--keep)")
     for number in range(1, len(tiers) + 1):
         taken = tiers[:number]
@@ -78,46 +79,49 @@ def check_fit(need: CapacityNeed, tiers: Sequence[TierCapacity], peers: Sequence
             names = " and ".join(tier.name.upper() if tier.name == RAM else "NVMe" for tier in taken)
             short = [peer for peer in peers if need.copy_count and peer.free_bytes < need.own_bytes]
             if short:
-                what = f"{short[0].name} has {render.format_size(short[0].free_bytes)} left for others, and {render.format_size(need.own_bytes)} of copies may go there"
-                return FitResult((), f"does not fit: {what}; raise peer_share=, ram= or nvme= there, or keep fewer generations (--keep)")
+                name, free = short[0].name, render.format_size(short[0].free_bytes)
+                what = f"{name} has {free} left for others, and {render.format_size(need.own_bytes)} of copies may go to it"
+                return FitResult(
+                    (), f"does not fit: {what}; raise peer_share=, ram= or nvme= on {name}, or keep fewer generations (--keep)"
+                )
             return FitResult(tuple(tier.name for tier in taken), f"fits in {names}: {need.text} of {_format_usable(taken)}")
-    rest = "; what does not fit is written to the PFS, at its speed" if has_pfs else ""
-    remedy = "give ram= or nvme= more, delete what is not needed, or keep fewer generations (--keep)"
+    rest = "; the rest is written to the PFS, at its speed" if has_pfs else ""
+    remedy = "raise ram= or nvme=, delete files that are not needed, or keep fewer generations (--keep)"
     return FitResult((), f"does not fit: {need.text} are needed on this node, which has {_format_usable(tiers)}{rest}; {remedy}")
 
 
 def _format_usable(tiers: Sequence[TierCapacity]) -> str:
-    return f"{render.format_size(sum(tier.usable_bytes for tier in tiers))} that can be used"
+    return f"{render.format_size(sum(tier.usable_bytes for tier in tiers))} usable"
 
 
 def list_tiers(capacity: "pb.Capacity") -> list[TierCapacity]:
-    """The tiers of this node, in the order in which they are taken."""
+    """Return the tiers of this node in the order in which they are filled."""
     return [TierCapacity(one.name, one.usable_bytes, one.usable_for_peers_bytes) for one in capacity.tiers if one.name != PFS]
 
 
 def list_clique(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> list["pb.Member"]:
-    """The nodes that live and hold copies for this one, or it for them."""
+    """Return the live nodes that hold copies for this one, or for which it holds copies."""
     living, peers = _list_living(capacity, cluster)
     return [member for member in living if member.name in peers or capacity.node in member.peers]
 
 
 def list_peers(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> list[PeerCapacity]:
-    """Those that hold copies for this node, as far as they have told how much they hold."""
+    """Return the live nodes that hold copies for this one and have reported their usage."""
     living, peers = _list_living(capacity, cluster)
     return [PeerCapacity(one.name, max(0, one.capacity_bytes - one.held_bytes)) for one in living if one.name in peers and one.has_figures]
 
 
 def _list_living(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> tuple[list["pb.Member"], set[str]]:
-    """(the nodes that live, the names of those that hold copies for this one)."""
+    """Return the live nodes, and the names of those that hold copies for this one."""
     living = [] if cluster is None else [member for member in cluster.members if member.alive]
     return living, {name for member in living if member.name == capacity.node for name in member.peers}
 
 
 def build_tier_table(capacity: "pb.Capacity") -> Any:
-    """The tiers of this node."""
+    """Build the table of this node's tiers."""
     from rich.markup import escape
 
-    grid = render.grid("tier", "total>", "used>", "free>", "held for peers>", "share of peers>", "where")
+    grid = render.build_grid("tier", "total>", "used>", "free>", "held for peers>", "share of peers>", "where")
     for tier in capacity.tiers:
         known = tier.total_bytes > 0
         figures = [render.format_size(value) if known else "-" for value in (tier.total_bytes, tier.used_bytes, tier.free_bytes)]
@@ -129,12 +133,12 @@ def build_tier_table(capacity: "pb.Capacity") -> Any:
 
 
 def build_clique_table(members: Sequence["pb.Member"], node: str) -> Any:
-    """The nodes of its clique."""
+    """Build the table of the nodes of a clique."""
     from rich.markup import escape
 
-    grid = render.grid("node of the clique", "share of peers>", "held for peers>", "left>", "copies go to")
+    grid = render.build_grid("node of the clique", "share of peers>", "held for peers>", "left>", "sends copies to")
     for member in members:
         held, left = (render.format_size(one) for one in (member.held_bytes, max(0, member.capacity_bytes - member.held_bytes)))
         figures = (held, left) if member.has_figures else ("unknown", "unknown")
-        grid.add_row(escape(member.name), render.format_size(member.capacity_bytes), *figures, "here" if node in member.peers else "")
+        grid.add_row(escape(member.name), render.format_size(member.capacity_bytes), *figures, "this node" if node in member.peers else "")
     return grid

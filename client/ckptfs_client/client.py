@@ -1,7 +1,7 @@
-"""A small library over the control sockets: `Client(mount)` asks one daemon; its answers are the messages of control.proto.
+"""A library over the control sockets: `Client(mount)` queries one daemon, and returns the messages of control.proto.
 
-A daemon whose mover is being restarted is waited for, and a stream that such a restart cut is taken up again, so callers see a pause.
-Raises the errors of `ckptfs_client.failures`.
+If the mover restarts, calls wait for it and streams are resumed, so callers notice a pause and no error. Raises the errors of
+`ckptfs_client.errors`.
 """
 
 import os
@@ -20,9 +20,9 @@ from ckptfs_client.errors import ClientError, CommandFailed, NoMount, NotInTime,
 from ckptfs_client.mounts import Mount, find
 
 ANSWER_S = 15.0
-"""How long a daemon may be silent before it counts as not answering."""
+"""After this silence a daemon counts as not answering."""
 ENDED_ANSWER_S = 3.0
-"""The same for a daemon that has ended: systemd may start it again in a moment."""
+"""The same for a daemon that has ended: systemd may be restarting it."""
 RETRY_S = 0.05
 REMEDY_KEY = "ckptfs-remedy-bin"
 OPTIONS = [
@@ -33,13 +33,12 @@ OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
 RETRYABLE_CODES = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
-Messages = Callable[..., Iterator[Any]]
-
 PROBE_TIMEOUT_S = 60.0
+REFRESH_TIMEOUT_S = 3600.0
 
 
 class Client:
-    """Asks the daemon of one mount. Use it as a context manager, or close it."""
+    """A client of one mount's daemon. Use it as a context manager, or close it."""
 
     def __init__(self, mount: Mount, *, answer_s: float = ANSWER_S) -> None:
         self.mount = mount
@@ -57,27 +56,27 @@ class Client:
         while self._channels:
             self._channels.popitem()[1].close()
 
-    # --- questions ----------------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------------
 
     def get_status(self) -> pb.Status:
-        """The figures of the mount."""
+        """Return the figures of the mount."""
         answer: pb.Status = self._call(self._build_query_stub().GetStatus, pb.StatusRequest())
         return answer
 
     def get_cluster(self, *, probe: bool = False) -> pb.Cluster:
-        """All nodes of the cluster to which the mount belongs; with `probe` they are asked themselves. Raises Usage when there is none."""
+        """Return all nodes of the mount's cluster; with `probe` the daemon pings them. Raises UsageError without a cluster."""
         answer: pb.Cluster = self._call(
             self._build_query_stub().GetCluster, pb.ClusterRequest(probe=probe), PROBE_TIMEOUT_S if probe else None
         )
         return answer
 
     def get_capacity(self) -> pb.Capacity:
-        """What there is for the next checkpoint on this node."""
+        """Return the space on this node for the next checkpoint."""
         answer: pb.Capacity = self._call(self._build_query_stub().GetCapacity, pb.CapacityRequest())
         return answer
 
     def list_records(self, inodes: Iterable[int]) -> list[pb.Record]:
-        """What is known of each inode, in order."""
+        """Return the record of each inode, in the same order."""
         numbers = list(inodes)
         found: list[pb.Record] = []
         for start in range(0, len(numbers), limits.CONTROL_LIST_MAX):
@@ -86,25 +85,25 @@ class Client:
         return found
 
     def wait(self, inode: int, level: str, timeout_s: float | None = None) -> Iterator[pb.Progress]:
-        """Progress until the inode, with all below, has the level. Raises NotInTime."""
+        """Yield progress until the inode, or everything below it, has the level. Raises NotInTime."""
         return self._stream_until_done(lambda: self._build_query_stub().Wait, pb.WaitRequest(inode=inode, level=level), timeout_s)
 
-    # --- orders -------------------------------------------------------------------------------------------------------
+    # --- admin --------------------------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float | None = None) -> Iterator[pb.Progress]:
-        """Bring everything up to its level now; progress until it is. Raises NotInTime."""
+        """Start a drain, and yield progress until it is done. Raises NotInTime."""
         return self._stream_until_done(lambda: self._build_admin_stub().Drain, pb.DrainRequest(deadline_s=deadline_s or 0.0), deadline_s)
 
     def verify(self, inode: int) -> Iterator[pb.VerifyProgress]:
-        """Read every copy of a file, or of all below a directory, and compare digests."""
+        """Verify the digest of every copy of a file, or of all files below a directory."""
         return self._stream_until_done(lambda: self._build_admin_stub().Verify, pb.VerifyRequest(inode=inode), None)
 
     def refresh(self, inode: int, *, recursive: bool = False, timeout_s: float | None = None) -> None:
-        """Compare a directory on the PFS again."""
-        self._call(self._build_admin_stub().Refresh, pb.RefreshRequest(inode=inode, recursive=recursive), timeout_s or 3600.0)
+        """Compare a directory with the PFS again. Raises NotInTime."""
+        self._call(self._build_admin_stub().Refresh, pb.RefreshRequest(inode=inode, recursive=recursive), timeout_s or REFRESH_TIMEOUT_S)
 
     def get_or_set_log_level(self, level: str = "") -> str:
-        """What all processes of the daemon log at least; set when `level` is given. Raises NotPermitted, Usage, NotInTime."""
+        """Set the log level of all processes of the daemon, if given, and return it. Raises NotPermitted, UsageError, NotInTime."""
         answer: pb.LogLevelReply = self._call(self._build_admin_stub().LogLevel, pb.LogLevelRequest(level=level), self._answer_s)
         return answer.level
 
@@ -116,7 +115,7 @@ class Client:
     def _build_admin_stub(self) -> Any:
         path = self.mount.admin_socket
         if path.exists() and not os.access(path, os.W_OK):
-            remedy = "do it as root, or as the user who mounted it"
+            remedy = "run it as root, or as the user who mounted it"
             raise NotPermitted(f"only the owner of the mount {self.mount.name} may do this", remedy=remedy)
         return rpc.AdminStub(self._channel(path))
 
@@ -126,7 +125,7 @@ class Client:
         return self._channels[path]
 
     def _call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
-        """One answer. The daemon is waited for while it starts again."""
+        """Return the reply of one call. Waits while the daemon restarts."""
         until = time.monotonic() + self._answer_s
         while True:
             try:
@@ -136,7 +135,7 @@ class Client:
                     raise self._translate_error(failure, waited=timeout_s is not None) from failure
 
     def _stream_until_done(self, method: Callable[[], Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
-        """The messages of a stream until one says `done`; taken up again where a restart of the daemon cut it."""
+        """Yield the messages of a stream up to the one with `done`. Calls again if a restart of the daemon cut the stream."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         silent_until = time.monotonic() + self._answer_s
         while True:
@@ -156,21 +155,21 @@ class Client:
 
     def _build_unanswered_error(self) -> NoMount:
         if self.mount.has_ended:
-            remedy = f"mount {self.mount.name} again as before, which takes its place over, or umount {self.mount.mountpoint}"
+            remedy = (
+                f"mount {self.mount.name} again with the same options, which takes over the mountpoint, or umount {self.mount.mountpoint}"
+            )
             return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) has ended", remedy=remedy)
         remedy = "its log says why; `ckptfs doctor` may help"
         return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) does not answer", remedy=remedy)
 
     def _translate_error(self, failure: Any, *, waited: bool) -> ClientError:
-        """Our error for what gRPC says; `waited`: the caller had set a time."""
+        """Return the error for a gRPC status; `waited`: the caller gave a timeout."""
         code, words = failure.code(), failure.details() or ""
         remedy = next((value.decode() for key, value in failure.trailing_metadata() or () if key == REMEDY_KEY), "")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return (
-                NotInTime("not done in time" if "Deadline" in words or not words else words, remedy=remedy)
-                if waited
-                else self._build_unanswered_error()
-            )
+            if waited:
+                return NotInTime("not done in time" if "Deadline" in words or not words else words, remedy=remedy)
+            return self._build_unanswered_error()
         if code in RETRYABLE_CODES:
             return self._build_unanswered_error()
         kinds = {grpc.StatusCode.FAILED_PRECONDITION: UsageError, grpc.StatusCode.PERMISSION_DENIED: NotPermitted}
@@ -178,12 +177,12 @@ class Client:
 
 
 def open_client(path: str | os.PathLike[str]) -> tuple[Client, int]:
-    """The client of the mount in which `path` lies, and the inode number of `path` there. Raises NoMount, Failed."""
+    """Return a client of the mount in which `path` lies, and the inode number of `path`. Raises NoMount, CommandFailed."""
     mount = find(Path(path))
     try:
         found = os.lstat(path)
     except OSError as failure:
         raise CommandFailed(f"{path}: {os.strerror(failure.errno or 0)}") from failure
     if found.st_dev != mount.device:
-        raise NoMount(f"{path} lies in another filesystem, mounted below {mount.mountpoint}")
+        raise NoMount(f"{path} is in another filesystem, mounted below {mount.mountpoint}")
     return Client(mount), found.st_ino

@@ -1,12 +1,7 @@
-"""What `ckptfs doctor` looks at: kernel, FUSE, permissions, leases, memory, space, clock, and the mounts themselves. Changes nothing.
+"""What `ckptfs doctor` checks: kernel, FUSE, permissions, leases, memory, space, clock, mounts, and their clusters. Changes nothing.
 
-Each check is a function that gives findings; a check that cannot be made says so instead of failing the others.
-
-What a check of `ckptfs doctor` says. Values only.
-
-What `ckptfs doctor` says of a mount in a cluster: etcd, the other nodes, their clocks, failure domains, and this node's certificate.
-
-Pure: judges what the daemon told. Asks nobody.
+A check is a function that yields findings. A check that cannot be made yields a note; the others go on. The checks of a cluster judge what
+the daemon reported, and query nothing.
 """
 
 import contextlib
@@ -31,11 +26,26 @@ if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
 
 GOOD, NOTE, BAD = "ok", "note", "bad"
+KERNEL_PASSTHROUGH = (6, 9)
+LIBFUSE_MIN = (3, 10)
+LIBFUSE_NAMES = ("libfuse3.so.3", "libfuse3.so.4")
+MEMORY_BYTES_MIN = limits.GIB
+SPACE_BYTES_MIN = limits.GIB
+CLOCK_MIN = 1_735_689_600
+"""2025-01-01: a clock that shows an earlier time was never set."""
+STATE_ROOT = Path("/var/lib/ckptfs")
+HALT_POLL = Path("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
+HALT_POLL_NS = 200_000
+STATUS_WAIT_S = 5.0
+CLOCK_OFFSET_S_MAX = 1.0
+EXPIRES_SOON_DAYS = 30
+NAMED_MAX = 5
+DAY_S = 86400
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result: GOOD, NOTE (works, with less) or BAD, a sentence, and how to mend it."""
+    """The result of a check: GOOD, NOTE (costs speed or safety) or BAD, a sentence, and a remedy."""
 
     name: str
     verdict: str
@@ -43,28 +53,18 @@ class Finding:
     remedy: str = ""
 
 
-KERNEL_PASSTHROUGH = (6, 9)
-LIBFUSE_MIN = (3, 10)
-MEMORY_BYTES_MIN = limits.GIB
-SPACE_BYTES_MIN = limits.GIB
-CLOCK_MIN = 1_735_689_600  # 2025-01-01: a clock before our own time was never set.
-STATE_ROOT = Path("/var/lib/ckptfs")
-HALT_POLL = Path("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
-HALT_POLL_NS = 200_000
-
-
 def examine() -> list[Finding]:
-    """Every check's findings."""
+    """Return the findings of all checks."""
     found: list[Finding] = []
-    for check in (_kernel, _device, _libfuse, _permissions, _daemon, _leases, _memory, _space, _clock, _halting, _mounts):
+    for check in _CHECKS:
         try:
             found.extend(check())
         except OSError as failure:
-            found.append(Finding(check.__name__.strip("_"), NOTE, f"could not be looked at: {failure}"))
+            found.append(Finding(check.__name__.removeprefix("_check_"), NOTE, f"could not be checked: {failure}"))
     return found
 
 
-def _kernel() -> Iterator[Finding]:
+def _check_kernel() -> Iterator[Finding]:
     release = os.uname().release
     match = re.match(r"(\d+)\.(\d+)", release)
     number = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -72,7 +72,7 @@ def _kernel() -> Iterator[Finding]:
         words = f"{release} has no FUSE passthrough: the buffered data path is used"
         yield Finding("kernel", NOTE, words, "for full speed: Linux 6.9 or later")
         return
-    setting = _kernel_setting("CONFIG_FUSE_PASSTHROUGH", release)
+    setting = _read_kernel_setting("CONFIG_FUSE_PASSTHROUGH", release)
     if setting == "y":
         yield Finding("kernel", GOOD, f"{release} with FUSE passthrough")
     elif setting is None:
@@ -82,8 +82,8 @@ def _kernel() -> Iterator[Finding]:
         yield Finding("kernel", NOTE, f"{release} was built without FUSE passthrough: the buffered data path is used", remedy)
 
 
-def _kernel_setting(name: str, release: str) -> str | None:
-    """The value of a build setting of the running kernel: "" when it is off, None when nobody says."""
+def _read_kernel_setting(name: str, release: str) -> str | None:
+    """Return a build setting of the running kernel: "" if it is off, None if the configuration cannot be read."""
     for path in (Path("/proc/config.gz"), Path(f"/boot/config-{release}"), Path(f"/lib/modules/{release}/config")):
         with contextlib.suppress(OSError):
             text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -92,7 +92,7 @@ def _kernel_setting(name: str, release: str) -> str | None:
     return None
 
 
-def _device() -> Iterator[Finding]:
+def _check_device() -> Iterator[Finding]:
     path = Path("/dev/fuse")
     if not path.exists():
         yield Finding("/dev/fuse", BAD, "is missing", "modprobe fuse; in a container: --device /dev/fuse")
@@ -102,15 +102,14 @@ def _device() -> Iterator[Finding]:
         yield Finding("/dev/fuse", GOOD, "can be opened")
 
 
-def _libfuse() -> Iterator[Finding]:
-    try:
-        library = ctypes.CDLL("libfuse3.so.3")
-    except OSError:
-        try:
-            library = ctypes.CDLL("libfuse3.so.4")
-        except OSError:
-            yield Finding("libfuse", BAD, "is missing", "install libfuse3 (Debian: apt install libfuse3-3)")
-            return
+def _check_libfuse() -> Iterator[Finding]:
+    library = None
+    for name in LIBFUSE_NAMES:
+        with contextlib.suppress(OSError):
+            library = library or ctypes.CDLL(name)
+    if library is None:
+        yield Finding("libfuse", BAD, "is missing", "install libfuse3 (Debian: apt install libfuse3-3)")
+        return
     library.fuse_pkgversion.restype = ctypes.c_char_p
     text = library.fuse_pkgversion().decode()
     number = tuple(int(part) for part in re.findall(r"\d+", text)[:2])
@@ -118,7 +117,7 @@ def _libfuse() -> Iterator[Finding]:
     yield Finding("libfuse", BAD if old else GOOD, text, "install libfuse 3.10 or later" if old else "")
 
 
-def _permissions() -> Iterator[Finding]:
+def _check_permissions() -> Iterator[Finding]:
     if os.geteuid() == 0:
         admin = procfs.has_capability(procfs.CAP_SYS_ADMIN)
         remedy = "" if admin else "run it with CAP_SYS_ADMIN (containers: --cap-add SYS_ADMIN)"
@@ -134,8 +133,8 @@ def _permissions() -> Iterator[Finding]:
             yield Finding("allow_other", NOTE, "only you can use your mounts", "add user_allow_other to /etc/fuse.conf")
 
 
-def _daemon() -> Iterator[Finding]:
-    """Whether the daemon's packages are here; they are not imported, because that takes long."""
+def _check_daemon() -> Iterator[Finding]:
+    """Look for the daemon's packages. They are not imported, because that takes long."""
     from importlib.util import find_spec
 
     for package, remedy in (("ckptfs_daemon", "install ckptfs again"), ("pyfuse3", "install ckptfs again: pyfuse3 is missing")):
@@ -145,8 +144,8 @@ def _daemon() -> Iterator[Finding]:
     yield Finding("daemon", GOOD, "its packages are installed")
 
 
-def _leases() -> Iterator[Finding]:
-    """The mover seals files under read leases, where there are any."""
+def _check_leases() -> Iterator[Finding]:
+    """Try a read lease: the mover holds one while it seals a file."""
     directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         fd = os.open(file.name, os.O_RDONLY)
@@ -162,7 +161,7 @@ def _leases() -> Iterator[Finding]:
             os.close(fd)
 
 
-def _memory() -> Iterator[Finding]:
+def _check_memory() -> Iterator[Finding]:
     total, available = procfs.get_memory()
     words = f"{total / limits.GIB:.1f} GiB, {available / limits.GIB:.1f} GiB available"
     little = available < MEMORY_BYTES_MIN
@@ -172,10 +171,10 @@ def _memory() -> Iterator[Finding]:
         limit = int(Path(f"/sys/fs/cgroup{group}/memory.max").read_text())
         if limit < total // 2:
             remedy = "give ram=SIZE below it, or start ckptfsd outside this control group"
-            yield Finding("memory", NOTE, f"this control group may use {limit / limits.GIB:.1f} GiB only", remedy)
+            yield Finding("memory", NOTE, f"this control group is limited to {limit / limits.GIB:.1f} GiB", remedy)
 
 
-def _space() -> Iterator[Finding]:
+def _check_space() -> Iterator[Finding]:
     root = STATE_ROOT
     while not root.is_dir():
         root = root.parent
@@ -183,19 +182,20 @@ def _space() -> Iterator[Finding]:
     free = figures.f_bavail * figures.f_frsize
     little = free < SPACE_BYTES_MIN
     words = f"{free / limits.GIB:.1f} GiB free below {root} for catalogs"
-    yield Finding("space", NOTE if little else GOOD, words, "make room there, or give state=DIRECTORY on another disk" if little else "")
+    yield Finding("space", NOTE if little else GOOD, words, "free space there, or give state=DIRECTORY on another disk" if little else "")
 
 
-def _clock() -> Iterator[Finding]:
+def _check_clock() -> Iterator[Finding]:
     if time.time() < CLOCK_MIN:
         yield Finding("clock", BAD, time.strftime("says %Y-%m-%d, which is long ago"), "set the clock (timedatectl set-ntp true)")
     else:
         yield Finding("clock", GOOD, time.strftime("says %Y-%m-%d %H:%M:%S"))
 
 
-def _halting() -> Iterator[Finding]:
-    """A guest whose idle processors are halted at once wakes one for each request of FUSE: 1,850 creates a second were measured, and 3,420
-    with polling.
+def _check_halting() -> Iterator[Finding]:
+    """Look at the halt polling of a virtual machine.
+
+    Without polling, each FUSE request wakes a halted processor: measured 1,850 creates a second, and 3,420 with polling.
     """
     with contextlib.suppress(OSError, ValueError):
         if int(HALT_POLL.read_text()) == 0:
@@ -203,7 +203,7 @@ def _halting() -> Iterator[Finding]:
             yield Finding("idle processors", GOOD, words, f"advice: echo {HALT_POLL_NS} > {HALT_POLL}")
 
 
-def _mounts() -> Iterator[Finding]:
+def _check_mounts() -> Iterator[Finding]:
     from ckptfs_client.client import Client
     from ckptfs_client.errors import ClientError
     from ckptfs_client.mounts import list_mounts
@@ -215,11 +215,11 @@ def _mounts() -> Iterator[Finding]:
             yield Finding(name, BAD, f"{mount.mountpoint}: no daemon serves it", remedy)
             continue
         try:
-            with Client(mount, answer_s=5.0) as client:
+            with Client(mount, answer_s=STATUS_WAIT_S) as client:
                 answer = client.get_status()
                 cluster = client.get_cluster(probe=True) if answer.HasField("clique") else None
         except ClientError as failure:
-            yield Finding(name, BAD, str(failure.args[0]), "look into its log: ckptfsd.log in its state directory, or the journal")
+            yield Finding(name, BAD, str(failure.args[0]), "see its log: ckptfsd.log in its state directory, or the journal")
             continue
         verdict = GOOD if answer.health == "ok" else NOTE
         yield Finding(name, verdict, f"{mount.mountpoint}: {answer.health}, data path {answer.data_path} ({answer.data_path_reason})")
@@ -229,14 +229,17 @@ def _mounts() -> Iterator[Finding]:
             yield from check_cluster(name, cluster)
 
 
-CLOCK_OFFSET_S_MAX = 1.0
-EXPIRES_SOON_DAYS = 30
-NAMED_MAX = 5
-DAY_S = 86400
+_CHECKS = (
+    _check_kernel, _check_device, _check_libfuse, _check_permissions, _check_daemon, _check_leases, _check_memory, _check_space,
+    _check_clock, _check_halting, _check_mounts,
+)  # fmt: skip
+
+
+# --- cluster ----------------------------------------------------------------------------------------------------------
 
 
 def check_cluster(name: str, cluster: "pb.Cluster") -> Iterator[Finding]:
-    """The findings under `name`."""
+    """Yield the findings of a mount's cluster under `name`. Pure."""
     yield _check_etcd(name, cluster)
     living = [member for member in cluster.members if member.alive]
     yield _check_nodes(name, cluster, living)
@@ -248,10 +251,10 @@ def check_cluster(name: str, cluster: "pb.Cluster") -> Iterator[Finding]:
 
 def _check_etcd(name: str, cluster: "pb.Cluster") -> Finding:
     if cluster.etcd_trouble:
-        remedy = "see that etcd runs there and that no firewall is between; nothing is lost meanwhile"
+        remedy = "see that etcd runs at that address and that no firewall blocks it; nothing is lost meanwhile"
         return Finding(name, BAD, f"etcd at {cluster.etcd}: {cluster.etcd_trouble}", remedy)
     if cluster.island:
-        return Finding(name, NOTE, "etcd answers, and has not been told everything that was done while it was away", "wait a moment")
+        return Finding(name, NOTE, "etcd answers; some changes of this node are not published yet", "wait a moment")
     return Finding(name, GOOD, f"etcd at {cluster.etcd} answers")
 
 
@@ -259,13 +262,13 @@ def _check_nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) ->
     silent = [member for member in living if member.probe_error]
     if silent:
         words = "; ".join(f"{member.name} at {member.address}: {member.probe_error}" for member in silent[:NAMED_MAX])
-        remedy = "see that address= there names the host as this one reaches it, and that its port and the one after it are open"
+        remedy = "give address= on that node so that this one reaches it, and open its port and the one after it"
         if any("keys" in member.probe_error for member in silent):
-            remedy = "give each node keys of its own; where they were revoked issue new ones, and start it again"
+            remedy = "give each node its own keys; if they were revoked, issue new ones and restart the node"
         return Finding(name, BAD, f"{format_count(len(silent), 'node')} of {len(living)} cannot be reached: {words}", remedy)
     if len(living) < cluster.replication_factor:
         remedy = "start more nodes, or give a smaller replication_factor"
-        return Finding(name, NOTE, f"{format_count(len(living), 'node')} live, and {cluster.replication_factor} copies are wanted", remedy)
+        return Finding(name, NOTE, f"{format_count(len(living), 'node')} alive, and {cluster.replication_factor} copies are wanted", remedy)
     asked = [member.rtt_s for member in living if member.probed]
     slowest = f", the slowest within {1000 * max(asked):.1f} ms" if asked else ""
     return Finding(name, GOOD, f"{format_count(len(asked), 'other node')} answer{'s' if len(asked) == 1 else ''}{slowest}")
@@ -286,7 +289,7 @@ def _check_failure_domains(name: str, cluster: "pb.Cluster", living: list["pb.Me
     domains = {member.domain for member in living}
     if len(living) > 1 and len(domains) == 1:
         words = f"all {len(living)} nodes are in the failure domain {living[0].domain}: no file gets the level clique"
-        yield Finding(name, NOTE, words, "give failure_domain=NAME by what fails together (rack, switch), or leave it out")
+        yield Finding(name, NOTE, words, "set failure_domain= by what fails together (rack, switch), or leave it out")
     elif len(living) >= cluster.replication_factor > len(domains):
         words = f"{cluster.replication_factor} copies are wanted, and there are {len(domains)} failure domains"
         yield Finding(name, NOTE, words, "some copies share a domain: give more domains, or a smaller replication_factor")
@@ -296,8 +299,8 @@ def _check_ranks(name: str, living: list["pb.Member"]) -> Iterator[Finding]:
     twice = sorted(rank for rank, count in Counter(member.rank for member in living).items() if count > 1)
     if twice:
         ranks = ", ".join(map(str, twice[:NAMED_MAX]))
-        words = f"nodes share the rank{'s' if len(twice) > 1 else ''} {ranks}: who holds copies for whom then depends on who came first"
-        yield Finding(name, NOTE, words, "give each node a rank of its own, such as rank=$SLURM_NODEID")
+        words = f"nodes share the rank{'s' if len(twice) > 1 else ''} {ranks}: their peers then depend on the order in which they joined"
+        yield Finding(name, NOTE, words, "give each node its own rank, such as rank=$SLURM_NODEID")
 
 
 def _check_certificate(name: str, cluster: "pb.Cluster") -> Iterator[Finding]:

@@ -1,24 +1,21 @@
-"""What can go wrong for a client, each with its exit code; translated to a sentence on stderr once, in the command's main function.
-
-Exit codes: 0 done, 1 failed or found bad, 2 wrong usage, 3 no ckptfs mount there or its daemon does not answer, 4 not in time,
-5 not permitted.
-"""
+"""The errors of the commands, each with its exit code. `cli.main` prints them as one sentence on stderr."""
 
 EXIT_CODES = {
     0: "done",
-    1: "failed, or something was found bad",
+    1: "failed, or something is bad",
     2: "wrong usage",
-    3: "no ckptfs mount there, or its daemon does not answer",
+    3: "the path is in no ckptfs mount, or the daemon does not answer",
     4: "not done in time",
     5: "not permitted",
 }
 INTERRUPTED, PIPE_CLOSED = 130, 141
-# As a shell reports a program that a signal ended; not named in --help.
 SIGNAL_EXIT_CODES = {INTERRUPTED: "interrupted (Ctrl-C)", PIPE_CLOSED: "the program that reads the output has ended"}
+"""As a shell reports a program that a signal ended; not shown by --help."""
+EPILOG = "Exit codes: " + "; ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
 
 
 class ClientError(Exception):
-    """The base: one sentence, a remedy that may be empty, and an exit code."""
+    """The base: one sentence, a remedy (may be empty), and an exit code."""
 
     exit_code = 1
 
@@ -31,17 +28,17 @@ class ClientError(Exception):
 
 
 class CommandFailed(ClientError):
-    """The daemon could not do it."""
+    """The command failed."""
 
 
 class UsageError(ClientError):
-    """The question itself is wrong."""
+    """The arguments are wrong."""
 
     exit_code = 2
 
 
 class NoMount(ClientError):
-    """There is no ckptfs where one was looked for, or nobody answers for it."""
+    """The path is in no ckptfs mount, or the daemon does not answer."""
 
     exit_code = 3
 
@@ -53,6 +50,6 @@ class NotInTime(ClientError):
 
 
 class NotPermitted(ClientError):
-    """Only the mount's owner may do this."""
+    """Only the owner of the mount, or root, may do this."""
 
     exit_code = 5

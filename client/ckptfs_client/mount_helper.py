@@ -1,17 +1,12 @@
-"""`/sbin/mount.ckptfs NAME DIR [-sfnv] [-o OPTIONS]`: what mount(8) runs. Starts the daemon, and returns when the mount answers.
+"""The helpers of mount(8) and umount(8), and how a daemon is started.
 
-Exit codes are mount(8)'s: 0 mounted, 1 wrong usage, 2 system error, 32 the mount failed.
-If we die here: the daemon goes on by itself; a second attempt is refused by its lock while it runs.
+`/sbin/mount.ckptfs NAME DIR [-sfnv] [-o OPTIONS]` starts the daemon and returns when the mount answers. Exit codes: 0 mounted, 1 wrong
+usage, 2 system error, 32 the mount failed.
 
-How a daemon is started by a command: its command line, and its one word when it serves or refuses to.
+`/sbin/umount.ckptfs DIR [-flnrv]` unmounts, waits until the daemon has drained or its own `drain_deadline` has passed, and prints what is
+left. Exit codes: 0 unmounted, 1 wrong usage, 32 failed (busy, not mounted).
 
-If we die here: the daemon goes on by itself.
-
-`/sbin/umount.ckptfs DIR [-flnrv]`: what umount(8) runs. Unmounts, then waits while the daemon brings the rest to the PFS.
-
-The daemon itself has the deadline (`drain_deadline`): this only watches it, and says what was left. Exit codes are umount(8)'s:
-0 unmounted, 1 wrong usage, 32 it failed (busy, not mounted).
-If we die here: the daemon drains and ends by itself.
+Crash safety: the daemon goes on without its helper, and drains and ends by itself. A second mount is refused by the daemon's lock.
 """
 
 import argparse
@@ -39,34 +34,6 @@ if TYPE_CHECKING:
     from ckptfs_client.client import Client
 
 DAEMON_READY_WAIT_S = limits.READY_WAIT_S + 30.0
-
-
-def build_daemon_command(name: str, mountpoint: Path, options: str, ready_fd: int) -> list[str]:
-    """The command line of a daemon that will say on the descriptor `ready` how it went."""
-    # -P: the directory in which the caller stands must not provide Python modules to root.
-    line = [sys.executable, "-P", "-m", "ckptfs_daemon", name, str(mountpoint), "--ready-fd", str(ready_fd)]
-    return [*line, "-o", options] if options else line
-
-
-def format_options(options: dict[str, str]) -> str:
-    """Options as one -o string."""
-    return ",".join(f"{key}={value.replace(',', chr(92) + ',')}" if value else key for key, value in options.items())
-
-
-def read_ready_line(ready_fd: int) -> str:
-    """The first line that the daemon writes; empty when it ends or is late. Closes the descriptor."""
-    until = time.monotonic() + DAEMON_READY_WAIT_S
-    data = b""
-    with os.fdopen(ready_fd, "rb", buffering=0) as pipe:
-        while not data.endswith(b"\n") and (left := until - time.monotonic()) > 0:
-            if select.select([pipe], [], [], left)[0]:
-                piece = pipe.read(4096)
-                if not piece:
-                    break
-                data += piece
-    return data.decode(errors="replace").strip()
-
-
 USAGE, SYSTEM, FAILED = 1, 2, 32
 MOUNT_EXIT_CODES = {0: "mounted", USAGE: "wrong usage", SYSTEM: "system error", FAILED: "the mount failed"}
 UMOUNT_EXIT_CODES = {0: "unmounted", USAGE: "wrong usage", FAILED: "it failed (busy, not mounted)"}
@@ -79,12 +46,12 @@ GRACE_S = limits.STOP_WAIT_S
 
 
 def mount_main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of mount.ckptfs and mount.fuse.ckptfs; the exit code."""
+    """Run mount.ckptfs or mount.fuse.ckptfs; return the exit code."""
     asked = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         options = config.parse_options(",".join(asked.options))
         if asked.sloppy:
-            options = _drop_unknown_options(options)
+            options = {key: value for key, value in options.items() if config.is_known_option(key)}
         configured = config.load(asked.name, Path(asked.directory), options)
     except ConfigError as failure:
         return _print_error(failure.args[0], failure.remedy, USAGE)
@@ -99,15 +66,15 @@ def mount_main(arguments: Sequence[str] | None = None) -> int:
 
 def build_mount_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line of mount.ckptfs."""
-    parser = argparse.ArgumentParser(prog="mount.ckptfs", description="Mounts ckptfs; called by mount(8).", exit_on_error=False)
-    parser.add_argument("name", help="the name of the mount: its catalog lies in /var/lib/ckptfs/NAME")
-    parser.add_argument("directory", help="where it appears")
+    parser = argparse.ArgumentParser(prog="mount.ckptfs", description="Mount ckptfs; called by mount(8).", exit_on_error=False)
+    parser.add_argument("name", help="the name of the mount; its catalog is in /var/lib/ckptfs/NAME")
+    parser.add_argument("directory", help="the mountpoint")
     parser.add_argument("-o", dest="options", action="append", default=[], metavar="OPTIONS", help="see /etc/ckptfs/ckptfs.toml.sample")
-    parser.add_argument("-s", dest="sloppy", action="store_true", help="leave out options that are not known")
-    parser.add_argument("-f", dest="fake", action="store_true", help="check everything, and mount nothing")
-    parser.add_argument("-n", dest="no_table", action="store_true", help="without meaning here")
-    parser.add_argument("-v", dest="verbose", action="store_true", help="say what was done")
-    parser.add_argument("-t", dest="type", help="without meaning here")
+    parser.add_argument("-s", dest="sloppy", action="store_true", help="ignore unknown options")
+    parser.add_argument("-f", dest="fake", action="store_true", help="check the options, mount nothing")
+    parser.add_argument("-n", dest="no_table", action="store_true", help="ignored")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="report the mount")
+    parser.add_argument("-t", dest="type", help="ignored")
     return parser
 
 
@@ -120,30 +87,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         sys.exit(USAGE if end.code else 0)
 
 
-def _drop_unknown_options(options: dict[str, str]) -> dict[str, str]:
-    """The options that a mount accepts."""
-    return {key: value for key, value in options.items() if config.is_known_option(key)}
-
-
 def _wait_for_previous_daemon(configured: Config) -> None:
-    """Wait while a daemon that was unmounted a moment ago still drains; for a mounted one the daemon's own refusal is the answer."""
+    """Wait while an unmounted daemon of this state directory drains. A mounted one is refused by the new daemon."""
     until = time.monotonic() + DAEMON_READY_WAIT_S
     while time.monotonic() < until and _is_locked(configured.state / "lock"):
-        theirs = {configured.mountpoint, _get_last_mountpoint(configured.state)}
-        if any(mount.mountpoint in theirs or mount.name == configured.name for mount in list_mounts()):
+        mountpoints = {configured.mountpoint, _get_last_mountpoint(configured.state)}
+        if any(mount.mountpoint in mountpoints or mount.name == configured.name for mount in list_mounts()):
             return
         threading.Event().wait(LOCK_POLL_S)
 
 
 def _get_last_mountpoint(state: Path) -> Path | None:
-    """Where the daemon that uses a state directory says that it is mounted."""
+    """Return the mountpoint that the last daemon of a state directory recorded."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Path(json.loads((state / "processes.json").read_bytes())["mountpoint"])
     return None
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody has the lock of a state directory."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -158,7 +119,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _start_daemon(configured: Config, options: dict[str, str], *, verbose: bool) -> int:
-    """Start the daemon and wait for its word."""
+    """Start the daemon, wait until it is ready, and return the exit code."""
     ready_fd, daemon_fd = os.pipe()
     command = build_daemon_command(configured.name, configured.mountpoint, format_options(options), daemon_fd)
     try:
@@ -177,12 +138,12 @@ def _start_daemon(configured: Config, options: dict[str, str], *, verbose: bool)
         return _print_error(answer.removeprefix("error: "), "", FAILED)
     with contextlib.suppress(ProcessLookupError):
         daemon.terminate()
-    what = "ended without a word" if daemon.poll() is not None else f"did not answer within {DAEMON_READY_WAIT_S:.0f} s"
+    what = "ended without a message" if daemon.poll() is not None else f"did not answer within {DAEMON_READY_WAIT_S:.0f} s"
     return _print_error(f"the daemon {what}", f"see {configured.state / LOG}, or the journal", FAILED)
 
 
 def _is_logging_to_journal() -> bool:
-    """Whether our stderr is the stream to the journal that systemd named."""
+    """Whether stderr is the journal stream that systemd named."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     found = os.fstat(2)
     return (device, inode) == (str(found.st_dev), str(found.st_ino))
@@ -190,7 +151,7 @@ def _is_logging_to_journal() -> bool:
 
 @contextlib.contextmanager
 def _open_log(configured: Config) -> Iterator[IO[Any]]:
-    """Where the daemon's words go: the journal, when that is where ours go, or a file in its state directory."""
+    """Open the daemon's log: the journal if this helper logs there, else a file in the state directory."""
     if _is_logging_to_journal():
         yield sys.stderr
         return
@@ -204,32 +165,64 @@ def _open_log(configured: Config) -> Iterator[IO[Any]]:
 
 
 def _print_error(what: str, remedy: str, code: int) -> int:
-    """Say what failed on stderr; the exit code."""
+    """Print an error, and return the exit code."""
     print(f"mount.ckptfs: {what}" + (f"; {remedy}" if remedy else ""), file=sys.stderr)
     return code
 
 
-def build_umount_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line of umount.ckptfs."""
-    about = "Unmounts ckptfs and waits for its write-back; called by umount(8)."
-    parser = argparse.ArgumentParser(prog="umount.ckptfs", description=about)
-    parser.add_argument("directory")
-    parser.add_argument("-f", dest="force", action="store_true", help="also when the daemon hangs")
-    parser.add_argument("-l", dest="lazy", action="store_true", help="detach now, also when it is busy, and do not wait")
-    for flag in ("-n", "-r", "-v"):
-        parser.add_argument(flag, action="store_true", help="without meaning here")
-    for flag in ("-N", "-t", "-O"):
-        parser.add_argument(flag, help="without meaning here")
-    return parser
+# --- the daemon (the lab starts its daemons with these, too) ----------------------------------------------------------
+
+
+def build_daemon_command(name: str, mountpoint: Path, options: str, ready_fd: int) -> list[str]:
+    """Return the command line of a daemon that reports on the descriptor whether it is ready."""
+    # -P: the working directory of the caller must not provide Python modules to root.
+    line = [sys.executable, "-P", "-m", "ckptfs_daemon", name, str(mountpoint), "--ready-fd", str(ready_fd)]
+    return [*line, "-o", options] if options else line
+
+
+def format_options(options: dict[str, str]) -> str:
+    """Join options into one -o string."""
+    return ",".join(f"{key}={value.replace(',', chr(92) + ',')}" if value else key for key, value in options.items())
+
+
+def read_ready_line(ready_fd: int) -> str:
+    """Return the first line of the daemon; empty if it ends or is late. Closes the descriptor."""
+    until = time.monotonic() + DAEMON_READY_WAIT_S
+    data = b""
+    with os.fdopen(ready_fd, "rb", buffering=0) as pipe:
+        while not data.endswith(b"\n") and (left := until - time.monotonic()) > 0:
+            if select.select([pipe], [], [], left)[0]:
+                piece = pipe.read(4096)
+                if not piece:
+                    break
+                data += piece
+    return data.decode(errors="replace").strip()
+
+
+# --- umount -----------------------------------------------------------------------------------------------------------
 
 
 def umount_main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of umount.ckptfs and umount.fuse.ckptfs; the exit code."""
+    """Run umount.ckptfs or umount.fuse.ckptfs; return the exit code."""
     try:
         asked = build_umount_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     except SystemExit as end:
         return USAGE if end.code else 0
     return _unmount(asked)
+
+
+def build_umount_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line of umount.ckptfs."""
+    about = "Unmount ckptfs and wait for its write-back; called by umount(8)."
+    parser = argparse.ArgumentParser(prog="umount.ckptfs", description=about)
+    parser.add_argument("directory", help="the mountpoint")
+    parser.add_argument("-f", dest="force", action="store_true", help="unmount even if the daemon hangs")
+    parser.add_argument("-l", dest="lazy", action="store_true", help="detach now even if busy, and do not wait")
+    for flag in ("-n", "-r", "-v"):
+        parser.add_argument(flag, action="store_true", help="ignored")
+    for flag in ("-N", "-t", "-O"):
+        parser.add_argument(flag, help="ignored")
+    return parser
 
 
 def _unmount(asked: argparse.Namespace) -> int:
@@ -255,7 +248,6 @@ def _unmount(asked: argparse.Namespace) -> int:
 
 
 def _get_status(client: "Client") -> "pb.Status | None":
-    """The daemon's figures; None when it does not answer."""
     try:
         return client.get_status()
     except ClientError:
@@ -263,21 +255,20 @@ def _get_status(client: "Client") -> "pb.Status | None":
 
 
 def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
-    """Wait until the daemon has ended; it does so by itself, after its drain or its deadline."""
+    """Wait until the daemon has ended, which it does after its drain or its deadline."""
     from ckptfs_client.progress_bar import ProgressBar, describe_write_back
 
     pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)
     until = time.monotonic() + status.drain_deadline_s + GRACE_S
     with ProgressBar(f"writing back {status.name}") as bar:
         while pid and procfs.is_running(pid):
-            # While it drains it answers; when it no longer does, it is about to end.
+            # A draining daemon answers; one that does not answer is about to end.
             status = _get_status(client) or status
             bar.update(status.write_back.dirty_bytes, describe_write_back(status))
             if time.monotonic() > until:
-                print(f"umount.ckptfs: the daemon of {status.name} (process {pid}) still works in the background", file=sys.stderr)
+                print(f"umount.ckptfs: the daemon of {status.name} (process {pid}) is still draining in the background", file=sys.stderr)
                 return
             threading.Event().wait(DRAIN_POLL_S)
     if status.write_back.dirty_files and status.write_back.lag_s > status.drain_deadline_s / 2:
-        print(
-            f"umount.ckptfs: not everything was written back ({describe_write_back(status)}); it goes on at the next mount", file=sys.stderr
-        )
+        left = describe_write_back(status)
+        print(f"umount.ckptfs: not everything was written back ({left}); the write-back goes on at the next mount", file=sys.stderr)

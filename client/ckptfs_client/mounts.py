@@ -1,6 +1,6 @@
-"""Which ckptfs mounts there are, and in which of them a path lies: from /proc/self/mountinfo, so that a mount that hangs is found too.
+"""The ckptfs mounts of this machine, and the one in which a path lies.
 
-If we die here: nothing was changed.
+They are read from /proc/self/mountinfo, so a mount that hangs is found too.
 """
 
 import json
@@ -15,7 +15,7 @@ from ckptfs_client.errors import NoMount
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mounted ckptfs; `uid` is the user whose daemon serves it, `device` its st_dev."""
+    """A mounted ckptfs. `uid` is the user of its daemon, `device` its st_dev."""
 
     name: str
     mountpoint: Path
@@ -24,17 +24,17 @@ class Mount:
 
     @property
     def socket(self) -> Path:
-        """Where questions are answered."""
+        """The socket for queries."""
         return runtime_dir.socket_path(self.name, self.uid)
 
     @property
     def admin_socket(self) -> Path:
-        """Where orders are taken."""
+        """The socket for admin calls."""
         return runtime_dir.admin_socket_path(self.name, self.uid)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the daemon that served it is known to run no more."""
+        """Whether its daemon is known to have ended."""
         try:
             pid = int(json.loads(runtime_dir.registry_path(self.name, self.uid).read_bytes())["pid"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -43,7 +43,7 @@ class Mount:
 
 
 def list_mounts(table: str | Path = procfs.MOUNT_TABLE) -> list[Mount]:
-    """Every ckptfs that is mounted, in the order of mounting."""
+    """Return the mounted ckptfs in the order of mounting."""
     found = []
     for entry in procfs.list_mount_entries(table):
         if entry.fstype == procfs.CKPTFS_TYPE:
@@ -54,36 +54,36 @@ def list_mounts(table: str | Path = procfs.MOUNT_TABLE) -> list[Mount]:
 
 
 def list_mountpoints_below(directory: Path) -> list[Path]:
-    """The places of all mounts of any kind below a directory, deepest and latest first; a place with several is named as often."""
+    """Return the mountpoints of any kind below a directory, deepest and latest first; stacked mounts repeat theirs."""
     points = [entry.mountpoint for entry in reversed(procfs.list_mount_entries())]
     found = [point for point in points if point.is_relative_to(directory) and point != directory]
     return sorted(found, key=lambda point: len(point.parts), reverse=True)
 
 
 def find(path: Path) -> Mount:
-    """The mount in which `path` lies. The path itself is touched only where its words alone do not lead there. Raises NoMount."""
+    """Return the mount in which `path` lies. Resolves symlinks only if the text of the path does not suffice. Raises NoMount."""
     found = list_mounts()
     holding = _list_containing(found, Path(os.path.abspath(path))) or _list_containing(found, Path(os.path.realpath(path)))
     if holding:
         return holding[-1]
     where = ", ".join(str(mount.mountpoint) for mount in found)
-    remedy = f"ckptfs is mounted at: {where}" if found else "no ckptfs is mounted here; mount -t ckptfs NAME DIR mounts one"
+    remedy = f"ckptfs is mounted at: {where}" if found else "no ckptfs is mounted on this machine; mount -t ckptfs NAME DIR mounts one"
     raise NoMount(f"{path} does not lie in a ckptfs mount", remedy=remedy)
 
 
 def _list_containing(found: list[Mount], path: Path) -> list[Mount]:
-    """The mounts that hold `place`, the one that it is seen in last: the deepest, and of several at one place the latest."""
+    """Return the mounts that contain `path`. The last one is visible: the deepest, and the latest of stacked ones."""
     holding = [mount for mount in found if path.is_relative_to(mount.mountpoint)]
     return sorted(holding, key=lambda mount: len(mount.mountpoint.parts))
 
 
 def choose(directory: Path | None) -> Mount:
-    """The mount of `directory`; without one, the only mount there is. Raises NoMount."""
+    """Return the mount of `directory`; without one, the only mount. Raises NoMount."""
     if directory is not None:
         return find(directory)
     found = list_mounts()
     if not found:
-        raise NoMount("no ckptfs is mounted here", remedy="mount -t ckptfs NAME DIR mounts one")
+        raise NoMount("no ckptfs is mounted on this machine", remedy="mount -t ckptfs NAME DIR mounts one")
     if len(found) > 1:
         raise NoMount("several ckptfs are mounted", remedy="name one of " + ", ".join(str(mount.mountpoint) for mount in found))
     return found[0]

@@ -1,4 +1,4 @@
-"""Following what takes a while: bars on a terminal's stderr, silence elsewhere, and figures that are shown again and again."""
+"""Progress of long operations: a bar if stderr is a terminal, else nothing; and the repeated figures of `status --watch`."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ WATCH_EVERY_S = 1.0
 
 
 def list_statuses(chosen: Iterable[Mount]) -> list["pb.Status"]:
-    """The status of each mount. Raises NoMount for the first that does not answer, once the others have."""
+    """Return the status of each mount that answers; prints which do not. Raises NoMount if none answers."""
     answers, silent = [], None
     for mount in chosen:
         with Client(mount) as client:
@@ -34,7 +34,7 @@ def list_statuses(chosen: Iterable[Mount]) -> list["pb.Status"]:
 
 
 def watch_status(chosen: list[Mount], *, json: bool) -> None:
-    """Show the status every second, until interrupted."""
+    """Print the status every second until interrupted."""
     clients = [Client(mount) for mount in chosen]
     if json:
         while True:
@@ -44,14 +44,14 @@ def watch_status(chosen: list[Mount], *, json: bool) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    with Live(console=render.console(), auto_refresh=False) as live:
+    with Live(console=render.build_console(), auto_refresh=False) as live:
         while True:
-            live.update(Group(*(render.status(client.get_status()) for client in clients)), refresh=True)
+            live.update(Group(*(render.build_status(client.get_status()) for client in clients)), refresh=True)
             time.sleep(WATCH_EVERY_S)
 
 
 def follow_progress(messages: Iterator["pb.Progress"], what: str, *, json: bool = False) -> None:
-    """Follow a wait or a drain to its end. Raises NotInTime, which then says what is left and what holds it up."""
+    """Follow a wait or a drain to its end. Raises NotInTime with what is left and what blocks it."""
     last: pb.Progress | None = None
     if json:
         messages = _print_each(messages)
@@ -67,14 +67,14 @@ def follow_progress(messages: Iterator["pb.Progress"], what: str, *, json: bool 
 
 
 def _print_each(messages: Iterator["pb.Progress"]) -> Iterator["pb.Progress"]:
-    """The same messages, each printed as a line of JSON on its way."""
+    """Print each message as a line of JSON, and pass it on."""
     for message in messages:
         render.print_json(render.message_to_dict(message), lines=True)
         yield message
 
 
 def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> VerifyJson:
-    """Follow a verification to its end: files, bytes, and what was found of each copy."""
+    """Follow a verification to its end; return files, bytes and the finding of each copy."""
     findings: list[Any] = []
     last: pb.VerifyProgress | None = None
     with ProgressBar(f"verifying {what}") as bar:
@@ -86,7 +86,7 @@ def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> V
 
 
 def describe_write_back(status: "pb.Status") -> str:
-    """What the PFS lacks, in words."""
+    """Return the amount of pending write-back in words."""
     figures = status.write_back
     files = render.format_count(figures.dirty_files, "file")
     return f"{files} ({render.format_size(figures.dirty_bytes)}), {render.format_count(figures.changes, 'other change')}"
@@ -97,11 +97,11 @@ def _describe_progress(progress: "pb.Progress") -> str:
     if progress.changes_left:
         words.append(render.format_count(progress.changes_left, "other change"))
     text = ", ".join(words)
-    return f"{text}; held up: {progress.blocked_by}" if progress.blocked_by else text
+    return f"{text}; blocked: {progress.blocked_by}" if progress.blocked_by else text
 
 
 class ProgressBar:
-    """A progress bar whose whole is the largest amount that was ever left. Only on a terminal."""
+    """A progress bar. Its total is the largest amount that was ever left."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -124,7 +124,7 @@ class ProgressBar:
             self._progress.stop()
 
     def update(self, left: int, words: str) -> None:
-        """So much is left now."""
+        """Set the amount that is left, and the text."""
         self._most = max(self._most, left)
         if self._progress is not None:
             self._progress.update(self._task, total=self._most or None, completed=self._most - left, words=words)

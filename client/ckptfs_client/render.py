@@ -1,4 +1,4 @@
-"""How answers look: as rich tables for people, and as plain values for JSON. No questions are asked here."""
+"""The form of the output: rich tables for people, plain values for JSON."""
 
 import json
 import os
@@ -18,7 +18,7 @@ STYLES = {
 
 
 def format_size(count: float) -> str:
-    """Bytes for people: "1.5 GiB"."""
+    """Format bytes: "1.5 GiB"."""
     unit = 0
     while count >= 1024 and unit < len(UNITS) - 1:
         count, unit = count / 1024, unit + 1
@@ -26,12 +26,12 @@ def format_size(count: float) -> str:
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:
-    """A number and its noun: "1 file", "3 files"."""
+    """Format a number with its noun: "1 file", "3 files"."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds for people: "3.2 s", "5 min", "2 h 10 min"."""
+    """Format seconds: "3.2 s", "5 min", "2 h 10 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
@@ -39,7 +39,7 @@ def format_duration(seconds: float) -> str:
 
 
 def message_to_dict(message: Any) -> Any:
-    """A message of control.proto as dicts and lists: every field is there, numbers stay numbers. A message that is absent is None."""
+    """Convert a message of control.proto to dicts and lists, with every field. Numbers stay numbers; an absent message is None."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -56,33 +56,32 @@ def message_to_dict(message: Any) -> Any:
 
 
 def print_json(value: Any, *, lines: bool = False) -> None:
-    """Print JSON: indented for a terminal, on one line otherwise, and when many such `lines` follow one another."""
+    """Print JSON: indented on a terminal, else, and with `lines`, on one line."""
     print(json.dumps(value, indent=2 if sys.stdout.isatty() and not lines else None), flush=True)
 
 
-def console() -> "Console":
-    """Where tables go. Not a terminal: wide enough that nothing is cut or wrapped."""
+def build_console() -> "Console":
+    """Build the console for tables. If stdout is no terminal, it is so wide that nothing is cut or wrapped."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 4096, highlight=False)
 
 
 def print_renderable(what: "RenderableType") -> None:
-    """Print a table, without the blanks with which it is filled up to its right edge."""
-    screen = console()
+    """Print a table without trailing blanks."""
+    screen = build_console()
     with screen.capture() as captured:
         screen.print(what)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
 def escape_unprintable(name: str) -> str:
-    """A name on one line: what is no text, and what would move the cursor, as escapes."""
+    """Return a name as one printable line; bytes that are no text and control characters become escapes."""
     text = os.fsencode(name).decode(errors="backslashreplace")
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _escape_name(name: str) -> str:
-    """A name as rich shall print it."""
     from rich.markup import escape
 
     return escape(escape_unprintable(name))
@@ -92,67 +91,73 @@ def _style_word(word: str) -> str:
     return f"[{STYLES[word]}]{word}[/]" if word in STYLES else word
 
 
-def status(answer: "pb.Status") -> "RenderableType":
-    """The figures of one mount."""
+def build_status(answer: "pb.Status") -> "RenderableType":
+    """Build the output of `ckptfs status` for one mount."""
     from rich.console import Group
     from rich.markup import escape
     from rich.padding import Padding
 
-    counts, behind = answer.counts, answer.write_back
+    counts = answer.counts
     levels = ", ".join(f"{count} {level}" for level, count in sorted(counts.by_level.items()))
-    hearsay_note = "   (of other nodes' files as far as this one has heard; `ckptfs ls` asks)" if answer.HasField("clique") else ""
+    remote_note = "   (files of other nodes as last reported; `ckptfs ls` asks them)" if answer.HasField("clique") else ""
     directories, handles = format_count(counts.directories, "directory", "directories"), format_count(counts.open_handles, "handle")
     lines = [
         f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_style_word(answer.health)}   (ckptfs {answer.version})",
         f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
         f"  fsync       returns at the level {answer.fsync}",
-        f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}{hearsay_note}",
-        f"  open        {handles}, {counts.writers} for writing; awaiting their seal: {behind.unsealed_files}",
+        f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}{remote_note}",
+        f"  open        {handles}, {counts.writers} for writing; not sealed yet: {answer.write_back.unsealed_files}",
     ]
-    if answer.pfs:
-        changes = f"{format_count(behind.dirty_files, 'file')} ({format_size(behind.dirty_bytes)}) and {format_count(behind.changes, 'other change')} behind"
-        changes = changes if behind.dirty_files or behind.changes else "nothing is behind"
-        lag = f", the oldest for {format_duration(behind.lag_s)}" if behind.lag_s else ""
-        lines.append(f"  write-back  {changes}{lag}, to {escape(answer.pfs)}")
-        if behind.current_path:
-            lines.append(
-                f"              now {_escape_name(behind.current_path)}: {format_size(behind.current_copied_bytes)} of {format_size(behind.current_size_bytes)}"
-            )
-    else:
-        lines.append("  write-back  none: this mount has no PFS")
+    lines += _describe_write_back(answer)
     lines += _describe_clique(answer.clique) if answer.HasField("clique") else []
     lines += _describe_refused(answer)
-    troubles = []
-    for trouble in answer.troubles:
-        where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
-        remedy = f"; {trouble.remedy}" if trouble.remedy else ""
-        troubles.append(
-            f"[yellow]trouble[/] {_escape_name(where)}: {escape(trouble.what)}{escape(remedy)} (for {format_duration(trouble.age_s)})"
-        )
     tables = [_build_tier_table(answer), _build_process_table(answer)]
     if answer.clique.links:
         tables.insert(1, _build_link_table(answer.clique))
     padded = [Padding(table, (0 if number else 1, 2, 1, 2), expand=False) for number, table in enumerate(tables)]
-    return Group("\n".join(lines), *padded, *troubles)
+    return Group("\n".join(lines), *padded, *map(_describe_trouble, answer.troubles))
+
+
+def _describe_write_back(answer: "pb.Status") -> list[str]:
+    from rich.markup import escape
+
+    if not answer.pfs:
+        return ["  write-back  none: this mount has no PFS"]
+    figures = answer.write_back
+    behind = "nothing is behind"
+    if figures.dirty_files or figures.changes:
+        files = f"{format_count(figures.dirty_files, 'file')} ({format_size(figures.dirty_bytes)})"
+        behind = f"{files} and {format_count(figures.changes, 'other change')} behind"
+    lag = f", the oldest for {format_duration(figures.lag_s)}" if figures.lag_s else ""
+    lines = [f"  write-back  {behind}{lag}, to {escape(answer.pfs)}"]
+    if figures.current_path:
+        copied = f"{format_size(figures.current_copied_bytes)} of {format_size(figures.current_size_bytes)}"
+        lines.append(f"              now {_escape_name(figures.current_path)}: {copied}")
+    return lines
+
+
+def _describe_trouble(trouble: "pb.Trouble") -> str:
+    from rich.markup import escape
+
+    where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
+    remedy = f"; {trouble.remedy}" if trouble.remedy else ""
+    return f"[yellow]trouble[/] {_escape_name(where)}: {escape(trouble.what)}{escape(remedy)} (for {format_duration(trouble.age_s)})"
 
 
 def _describe_clique(clique: "pb.Clique") -> list[str]:
-    """How far replication, refill and repair are."""
-    behind, repair = (
-        _format_amount(clique.under_replicated_files, clique.under_replicated_bytes),
-        _format_amount(clique.repair_files, clique.repair_bytes),
-    )
+    """Describe the progress of replication, refill and repair."""
+    behind = _format_amount(clique.under_replicated_files, clique.under_replicated_bytes)
+    repair = _format_amount(clique.repair_files, clique.repair_bytes)
     copies = f", {clique.copies_present} of {clique.copies_wanted} copies" if clique.copies_wanted else ""
     lag = f", the oldest for {format_duration(clique.lag_s)}" if clique.under_replicated_files else ""
     lines = [f"  copies      {behind or 'nothing'} behind{copies if behind else ''}{lag}"]
     if clique.rebuild_files:
-        lines.append(f"  refill      {_format_amount(clique.rebuild_files, clique.rebuild_bytes)} to come back from other nodes")
+        lines.append(f"  refill      {_format_amount(clique.rebuild_files, clique.rebuild_bytes)} to fetch back from other nodes")
     if repair:
-        lines.append(f"  repair      {repair} of nodes that died, to be copied from here{'' if behind else copies}")
+        lines.append(f"  repair      {repair} of dead nodes, to be copied from this one{'' if behind else copies}")
     if clique.incoming_transfers or clique.outgoing_reads:
-        lines.append(
-            f"  peers       sending {format_count(clique.incoming_transfers, 'file')} to this node, reading {format_count(clique.outgoing_reads, 'file')} from it"
-        )
+        sent, read = format_count(clique.incoming_transfers, "file"), format_count(clique.outgoing_reads, "file")
+        lines.append(f"  peers       sending {sent} to this node, reading {read} from it")
     return lines
 
 
@@ -161,7 +166,7 @@ def _format_amount(files: int, size_bytes: int) -> str:
 
 
 def _describe_refused(answer: "pb.Status") -> list[str]:
-    """What was refused, by reason, with who asked."""
+    """Describe what was refused, by reason, with the callers."""
     from rich.markup import escape
 
     found: dict[tuple[str, str], list[pb.Refused]] = {}
@@ -175,7 +180,7 @@ def _describe_refused(answer: "pb.Status") -> list[str]:
 
 
 def _build_link_table(clique: "pb.Clique") -> Any:
-    table = grid("peer", "waiting>", "sending>", "a stream moves>", "round trip>", "")
+    table = build_grid("peer", "waiting>", "sending>", "per stream>", "round trip>", "")
     for link in clique.links:
         waiting, sending = _format_amount(link.waiting_files, link.waiting_bytes), _format_amount(link.sending_files, link.sending_bytes)
         speed = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s >= 0 else "-"
@@ -186,12 +191,12 @@ def _build_link_table(clique: "pb.Clique") -> Any:
     return table
 
 
-def cluster(answer: "pb.Cluster") -> "RenderableType":
-    """All nodes of a cluster."""
+def build_cluster(answer: "pb.Cluster") -> "RenderableType":
+    """Build the output of `ckptfs status --cluster`."""
     from rich.console import Group
     from rich.markup import escape
 
-    # An island knows only of itself that it lives; of the others it shows what was known last.
+    # An island knows only that itself is alive. The other rows are as last reported.
     unknown = {member.name for member in answer.members if answer.island and not member.has_figures and member.name != answer.node}
     living = sum(member.alive and member.name not in unknown for member in answer.members)
     head = (
@@ -199,14 +204,11 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
         f" etcd {escape(answer.etcd)}   (as {escape(answer.node)} sees it)"
     )
     columns = ("node", "number>", "state", "rank>", "domain", "address", "copies go to", "behind", "oldest>", "refill, repair")
-    table = grid(*columns, "holds for others")
+    table = build_grid(*columns, "holds for others")
     for member in answer.members:
         copies = f", {member.copies_present} of {member.copies_wanted} copies" if member.copies_wanted else ""
-        behind = (
-            f"{_format_amount(member.under_replicated_files, member.under_replicated_bytes)}{copies}"
-            if member.under_replicated_files
-            else "nothing"
-        )
+        behind = _format_amount(member.under_replicated_files, member.under_replicated_bytes)
+        behind = f"{behind}{copies}" if behind else "nothing"
         back, again = _format_amount(member.rebuild_files, member.rebuild_bytes), _format_amount(member.repair_files, member.repair_bytes)
         held = f"{format_count(member.held_files, 'file')} ({format_size(member.held_bytes)})"
         lag = format_duration(member.lag_s) if member.under_replicated_files else "-"
@@ -217,12 +219,12 @@ def cluster(answer: "pb.Cluster") -> "RenderableType":
             escape(member.name), str(member.number), _style_word(state), str(member.rank), escape(member.domain),
             escape(member.address), escape(", ".join(member.peers) or "nobody"), *shown_figures,
         )  # fmt: skip
-    island = "[yellow]island[/]: etcd does not answer this node, or has not been told everything yet; nothing that was written is lost"
+    island = "[yellow]island[/]: etcd does not answer this node, or some changes are not published yet; no written data is lost"
     return Group(head, *([island] if answer.island else []), "", table)
 
 
-def grid(*columns: str) -> Any:
-    """An empty table; a column whose name ends with ">" is set to the right."""
+def build_grid(*columns: str) -> Any:
+    """Build an empty table. A column whose name ends with ">" is right-aligned."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -234,9 +236,9 @@ def grid(*columns: str) -> Any:
 def _build_tier_table(answer: "pb.Status") -> Any:
     from rich.markup import escape
 
-    table = grid("tier", "health", "used>", "free>", "budget>", "contents>", "where")
+    table = build_grid("tier", "health", "used>", "free>", "budget>", "contents>", "where")
     for tier in answer.tiers:
-        # What others use of the PFS is not ours to tell, and what we use shows under ordinary names.
+        # Other users fill the PFS too, so its usage says nothing about this mount.
         known = (tier.budget_bytes > 0 and tier.name != "pfs", tier.budget_bytes > 0, tier.budget_bytes > 0)
         values = (tier.used_bytes, tier.free_bytes, tier.budget_bytes)
         figures = [format_size(value) if told else "-" for value, told in zip(values, known, strict=True)]
@@ -245,7 +247,7 @@ def _build_tier_table(answer: "pb.Status") -> Any:
 
 
 def _build_process_table(answer: "pb.Status") -> Any:
-    table = grid("process", "pid>", "memory>", "restarts>", "up>")
+    table = build_grid("process", "pid>", "memory>", "restarts>", "up>")
     for process in answer.processes:
         table.add_row(
             process.role, str(process.pid), format_size(process.rss_bytes), str(process.restarts), format_duration(process.uptime_s)
@@ -253,9 +255,9 @@ def _build_process_table(answer: "pb.Status") -> Any:
     return table
 
 
-def listing(rows: list[dict[str, Any]]) -> Any:
-    """The records of `ckptfs ls`."""
-    table = grid("level", "state", "gen>", "size>", "copies", "digest", "name")
+def build_listing(rows: list[dict[str, Any]]) -> Any:
+    """Build the table of `ckptfs ls`."""
+    table = build_grid("level", "state", "gen>", "size>", "copies", "digest", "name")
     for row in rows:
         copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
         waiting = " *" if row["pfs_pending"] else ""
@@ -264,11 +266,11 @@ def listing(rows: list[dict[str, Any]]) -> Any:
     return table
 
 
-def findings(found: list[dict[str, Any]]) -> Any:
-    """What verify found bad."""
+def build_findings(found: list[dict[str, Any]]) -> Any:
+    """Build the table of bad copies of `ckptfs verify`."""
     from rich.markup import escape
 
-    table = grid("verdict", "tier", "file", "what")
+    table = build_grid("verdict", "tier", "file", "what")
     for one in found:
         table.add_row(_style_word(one["verdict"]), one["tier"], _escape_name(one["path"]), escape(one["what"]))
     return table

@@ -76,9 +76,9 @@ def test_what_is_no_lab_is_left_alone(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("NO LAB HERE: a lab needs root")
     (tmp_path / "precious").touch()
-    with pytest.raises(ClientError, match="no lab"):
+    with pytest.raises(ClientError, match="not a lab"):
         Laboratory(tmp_path).start(1, 1)
-    with pytest.raises(ClientError, match="is no lab"):
+    with pytest.raises(ClientError, match="is not a lab"):
         Laboratory(tmp_path).stop()
     with pytest.raises(ClientError, match="there is no lab"):
         Laboratory(tmp_path).get_status()
@@ -100,7 +100,7 @@ def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
     finally:
         for place in (found.directory / "net").iterdir():
             kill_processes(place)
-            network.remove_namespace(place)
+            network.abort_mount(place)
 
 
 def reached(wires: Plan) -> bool:

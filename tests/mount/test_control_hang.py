@@ -57,7 +57,7 @@ def test_everything_answers_while_the_pfs_hangs(hanging: tuple[DaemonUnderTest, 
     assert "does not answer" in json.dumps(found["troubles"])
     assert found["write_back"]["dirty_files"] == 1
     drained = daemon.command("drain", daemon.path, "--deadline", "500ms", check=False, timeout=ANSWER_S)
-    assert drained.returncode == 4 and "held up" in drained.stderr
+    assert drained.returncode == 4 and "blocked: " in drained.stderr
     signalled(signal.SIGCONT)
     daemon.command("wait", daemon.path / "during", "--timeout", "100s")
     eventually(lambda: status(daemon)["health"] == "ok", what="status says that all is well again")

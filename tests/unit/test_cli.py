@@ -94,7 +94,7 @@ def test_only_the_owner_gives_orders(served: Served, run: Run, monkeypatch: pyte
     monkeypatch.setattr(os, "access", lambda *_: False)
     code, _, err = run("drain")
     assert code == 5 and err.startswith("ckptfs: draining")
-    assert "only the owner of the mount test may do this; do it as root, or as the user who mounted it\n" in err
+    assert "only the owner of the mount test may do this; run it as root, or as the user who mounted it\n" in err
 
 
 def test_help_documents_the_exit_codes(run: Run) -> None:

@@ -54,7 +54,7 @@ def test_who_lives_and_where_copies_go(node: Node, store: MemoryStore) -> None:
     assert (found.name, found.node, found.number, found.island, found.replication_factor) == ("c", "node1", 1, False, 2)
     members = [(one.name, one.alive, list(one.peers), one.has_figures) for one in found.members]
     assert members == [("node1", True, ["node2"], False), ("node2", True, ["node1"], True), ("node3", False, [], False)]
-    text = "\n".join(str(part) for part in render.cluster(found).renderables[:1])  # type: ignore[attr-defined]
+    text = "\n".join(str(part) for part in render.build_cluster(found).renderables[:1])  # type: ignore[attr-defined]
     assert "2 of 3 nodes" in text
 
 
@@ -107,13 +107,13 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     assert [(one.where, one.who, one.reason, one.count) for one in status.refused] == [
         ("peers", "node2", "malformed", 3), ("peers", "unknown", "malformed", 1), ("peers", "unknown", "stranger", 4),
     ]  # fmt: skip
-    screen = render.console()
+    screen = render.build_console()
     with screen.capture() as captured:
-        screen.print(render.status(status))
+        screen.print(render.build_status(status))
     text = captured.get()
     for words in (
         "1 file (1000 B) behind, 2 of 4 copies", "refill      1 file", "repair      1 file", "peers: 4 malformed (node2, unknown)",
-        "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately", "as far as this one has heard",
+        "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately", "as last reported",
     ):  # fmt: skip
         assert words in text, text
     assert render.message_to_dict(status)["clique"]["links"][0]["waiting_bytes"] == 3000
@@ -164,7 +164,7 @@ def test_doctor_doubts_domains_ranks_and_numbers(node: Node, store: MemoryStore)
     assert len(words) == 2 and "all 2 nodes are in the failure domain rack" in words[0] and "share the rank 7" in words[1]
     node.configure(replication_factor=3)
     words = [one.what for one in examined(node, store, well) if one.verdict == doctor.NOTE]
-    assert "2 nodes live, and 3 copies are wanted" in words[0]
+    assert "2 nodes alive, and 3 copies are wanted" in words[0]
 
 
 def test_doctor_sees_etcd_away_and_certificates_that_end(node: Node, store: MemoryStore) -> None:
@@ -189,7 +189,7 @@ def test_an_island_says_what_it_knew_last(node: Node, store: MemoryStore) -> Non
     found = ClusterFigures(node.config, node.db, store).build_cluster()
     assert found.island
     assert [(one.name, one.alive) for one in found.members] == [(name, True) for name in NAMES]
-    assert "1 of 3 nodes" in str(render.cluster(found).renderables[0])  # type: ignore[attr-defined]
+    assert "1 of 3 nodes" in str(render.build_cluster(found).renderables[0])  # type: ignore[attr-defined]
     last = [membership.Node(number, name, f"{name}:1", number + 3, name, 5000) for number, name in enumerate(NAMES, 1)]
     record_last_members(node.db, [membership.encode_node(one) for one in last])
     found = ClusterFigures(node.config, node.db, store).build_cluster()

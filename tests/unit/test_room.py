@@ -33,14 +33,14 @@ def judged(
             (80, 0),
             (0, 0),
             ("ram",),
-            "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB that can be used",
+            "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB usable",
         ),
         (CapacityNeed(40 * GIB, 1, 0), (79, 0), (1, 0), ("ram", "nvme"), "fits in RAM and NVMe"),
         (CapacityNeed(40 * GIB, 0, 0), (40, 0), (0, 0), ("ram",), "40.0 GiB x 1 generation)"),
         (CapacityNeed(40 * GIB, 1, 1), (160, 80), (0, 0), ("ram",), "160 GiB (40.0 GiB x 2 generations x 2 copies)"),
-        (CapacityNeed(40 * GIB, 1, 1), (160, 79), (0, 0), (), "80.0 GiB of them for peers, who may take 79.0 GiB here; raise peer_share="),
+        (CapacityNeed(40 * GIB, 1, 1), (160, 79), (0, 0), (), "80.0 GiB of them for peers, which may use 79.0 GiB; raise peer_share="),
         (CapacityNeed(40 * GIB, 1, 1), (160, 79), (9, 1), ("ram", "nvme"), "fits in RAM and NVMe"),
-        (CapacityNeed(40 * GIB, 1, 0), (79, 0), (0, 0), (), "which has 79.0 GiB that can be used; give ram= or nvme= more"),
+        (CapacityNeed(40 * GIB, 1, 0), (79, 0), (0, 0), (), "which has 79.0 GiB usable; raise ram= or nvme="),
     ],
 )
 def test_a_checkpoint_fits_or_not(
@@ -59,7 +59,7 @@ def test_what_the_other_nodes_have_left() -> None:
 
 def test_with_a_pfs_the_rest_is_slow_not_lost() -> None:
     """P10."""
-    assert "is written to the PFS, at its speed; give ram=" in judged(CapacityNeed(9 * GIB, 1, 0), (4, 0), pfs=True).sentence
+    assert "is written to the PFS, at its speed; raise ram=" in judged(CapacityNeed(9 * GIB, 1, 0), (4, 0), pfs=True).sentence
 
 
 @given(st.integers(0, 50), st.integers(0, 4), st.integers(0, 3), *[st.integers(0, 400)] * 2)

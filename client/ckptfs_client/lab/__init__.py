@@ -1,6 +1,6 @@
-"""`ckptfs lab`: a cluster on this one machine, for trying, teaching and testing.
+"""`ckptfs lab`: a cluster on one machine, to try, teach and test ckptfs.
 
-Owns one directory: an etcd, a PFS, and for each node a network namespace, a daemon, a mount, tiers and keys. Traffic stays in the
-namespaces; the machine's own interfaces are not touched. What is there is found by looking (mounts below the directory, processes
-in the namespaces), so any later command can go on, also after an earlier one was killed.
+A lab is one directory: an etcd, a PFS, and for each node a network namespace, a daemon, a mount, tiers and keys. All traffic stays in the
+namespaces; the machine's own interfaces are not touched. Each command finds the state by looking: mounts below the directory, processes in
+the namespaces. So any command can follow one that was killed.
 """

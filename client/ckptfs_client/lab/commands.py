@@ -1,7 +1,4 @@
-"""`ckptfs lab ...`: words and tables around `Laboratory`. Everything heavy is imported where it is used.
-
-If we die here: see `laboratory`.
-"""
+"""The commands `ckptfs lab ...` around `Laboratory`. Everything heavy is imported where it is used."""
 
 import sys
 from pathlib import Path
@@ -9,16 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptfs_client.errors import EXIT_CODES, UsageError
+from ckptfs_client.errors import EPILOG, UsageError
 
 if TYPE_CHECKING:
     from ckptfs_client.json_answers import LabJson
     from ckptfs_client.lab.laboratory import Laboratory
 
-EPILOG = "Exit codes: " + "; ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
 app = typer.Typer(
     no_args_is_help=True, epilog=EPILOG,
-    help="A cluster on this one machine, for trying, teaching and testing: in network namespaces an etcd, and a daemon for each node.",
+    help="Run a cluster on this machine, in network namespaces. Example: sudo ckptfs lab start --nodes 3",
 )  # fmt: skip
 
 LabDirectory = Annotated[
@@ -30,16 +26,16 @@ NodeName = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, ...
 
 @app.command(epilog=EPILOG)
 def start(
-    what: Annotated[str | None, typer.Argument(metavar="[etcd]", help="Only etcd, after `stop etcd`.")] = None,
-    nodes: Annotated[int, typer.Option(help="How many nodes.")] = 3,
-    factor: Annotated[int, typer.Option(help="On how many nodes a content shall be (replication_factor).")] = 2,
-    pfs: Annotated[Path | None, typer.Option(help="A directory to be the PFS; without it, one in the lab.")] = None,
-    no_pfs: Annotated[bool, typer.Option("--no-pfs", help="No PFS at all: what survives is on other nodes.")] = False,
-    options: Annotated[list[str] | None, typer.Option("-o", metavar="KEY=VALUE,...", help="More options for every daemon.")] = None,
+    what: Annotated[str | None, typer.Argument(metavar="[etcd]", help="Start only etcd, after `stop etcd`.")] = None,
+    nodes: Annotated[int, typer.Option(help="The number of nodes.")] = 3,
+    factor: Annotated[int, typer.Option(help="The number of nodes that hold each file (replication_factor).")] = 2,
+    pfs: Annotated[Path | None, typer.Option(help="The directory that serves as the PFS.  [default: one in the lab]")] = None,
+    no_pfs: Annotated[bool, typer.Option("--no-pfs", help="No PFS: only copies on other nodes survive a node.")] = False,
+    options: Annotated[list[str] | None, typer.Option("-o", metavar="KEY=VALUE,...", help="More mount options for every node.")] = None,
     directory: LabDirectory = None,
     json: Json = False,
 ) -> None:
-    """Make a lab and start all of it."""
+    """Create a lab and start all of it."""
     from ckptfs import config
     from ckptfs.errors import ConfigError
 
@@ -60,10 +56,13 @@ def start(
 
 @app.command(epilog=EPILOG)
 def stop(
-    what: Annotated[str | None, typer.Argument(metavar="[etcd]", help="Only etcd: kill it; `start etcd` starts it again.")] = None,
+    what: Annotated[str | None, typer.Argument(metavar="[etcd]", help="Kill only etcd; `start etcd` starts it again.")] = None,
     directory: LabDirectory = None,
 ) -> None:
-    """End and delete the lab with all that is in it, its PFS too unless --pfs named one elsewhere. Nothing is drained."""
+    """Stop the lab and delete everything in it.
+
+    Nothing is drained. The PFS is deleted too, unless --pfs named a directory elsewhere.
+    """
     lab = _open_laboratory(directory)
     if what is not None:
         _require_etcd(what)
@@ -74,41 +73,44 @@ def stop(
 
 @app.command(epilog=EPILOG)
 def status(directory: LabDirectory = None, json: Json = False) -> None:
-    """What runs, what is mounted, and how the wires are."""
+    """Show the nodes with their daemons, links and mounts."""
     _print_status(_open_laboratory(directory), json=json)
 
 
 @app.command(epilog=EPILOG)
 def kill(node: NodeName, directory: LabDirectory = None) -> None:
-    """kill -9 of everything that runs on a node, programs started with `exec` too."""
+    """Kill (-9) every process of a node, those of `exec` too."""
     _open_laboratory(directory).kill(node)
 
 
 @app.command(epilog=EPILOG)
 def wipe(
     node: NodeName,
-    nvme: Annotated[bool, typer.Option("--nvme", help="Its NVMe tier and its catalog too: it starts again as a new machine.")] = False,
+    nvme: Annotated[bool, typer.Option("--nvme", help="Delete its NVMe tier and its catalog too: it returns as a new machine.")] = False,
     directory: LabDirectory = None,
 ) -> None:
-    """Kill a node; what lay in its RAM is lost."""
+    """Kill a node and delete its RAM tier."""
     _open_laboratory(directory).wipe(node, nvme=nvme)
 
 
 @app.command("start-node", epilog=EPILOG)
 def start_node(node: NodeName, directory: LabDirectory = None) -> None:
-    """Start a node again that was killed; the name after the last one's adds a node."""
+    """Start a killed node again, or add a node.
+
+    The name after that of the last node adds one: node4 to a lab of three.
+    """
     _open_laboratory(directory).start_node(node)
 
 
 @app.command("restart-node", epilog=EPILOG)
 def restart_node(node: NodeName, directory: LabDirectory = None) -> None:
-    """Unmount a node in order and mount it again."""
+    """Unmount a node cleanly and mount it again."""
     _open_laboratory(directory).restart_node(node)
 
 
 @app.command(epilog=EPILOG)
 def cut(node: NodeName, directory: LabDirectory = None) -> None:
-    """Take a node's link down: it reaches no other node, nor etcd."""
+    """Cut a node off from the other nodes and from etcd."""
     _open_laboratory(directory).cut(node)
 
 
@@ -118,15 +120,18 @@ def slow(
     rate: Annotated[str, typer.Option(help="Such as 100mbit or 1gbit.")],
     directory: LabDirectory = None,
 ) -> None:
-    """Limit what a node sends and gets."""
+    """Limit the bandwidth of a node in both directions."""
     _open_laboratory(directory).slow(node, _parse_bits_per_s(rate))
 
 
 @app.command("heal", epilog=EPILOG)
 def heal(
-    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Only this node.")] = None, directory: LabDirectory = None
+    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Heal only this node.")] = None, directory: LabDirectory = None
 ) -> None:
-    """Bring a node back: link up, no limit, daemon running. Without NODE all of them, and etcd."""
+    """Undo kill, cut and slow for a node, or for all of them.
+
+    Without NODE, etcd is started too.
+    """
     _open_laboratory(directory).heal(*([node] if node else []))
 
 
@@ -136,24 +141,27 @@ def execute(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="A program and its arguments.")],
     directory: LabDirectory = None,
 ) -> None:
-    """Run a program on a node: in its network, with CKPTFS_MOUNT naming its mount."""
+    """Run a program in the network of a node.
+
+    CKPTFS_MOUNT is the path of the node's mount. Example: ckptfs lab exec node1 -- bash
+    """
     _open_laboratory(directory).execute(node, command[command[0] == "--" :])
 
 
 def _open_laboratory(directory: Path | None) -> "Laboratory":
-    from ckptfs_client.lab import layout as plan
+    from ckptfs_client.lab import layout
     from ckptfs_client.lab.laboratory import Laboratory
 
-    return Laboratory(directory or plan.DIRECTORY, say=lambda words: print(words, file=sys.stderr, flush=True))
+    return Laboratory(directory or layout.DIRECTORY, say=lambda words: print(words, file=sys.stderr, flush=True))
 
 
 def _require_etcd(what: str) -> None:
     if what != "etcd":
-        raise UsageError(f"{what!r} cannot be named here; accepted: etcd", remedy="`kill` and `start-node` take the name of a node")
+        raise UsageError(f"{what!r} is not accepted; accepted: etcd", remedy="`kill` and `start-node` take the name of a node")
 
 
 def _parse_bits_per_s(rate: str) -> int:
-    """Bits per second of "100mbit"."""
+    """Return bits per second for "100mbit"."""
     import re
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])(?:bit|bit/s|bps)?", rate.strip().lower())
@@ -164,19 +172,19 @@ def _parse_bits_per_s(rate: str) -> int:
 
 
 def _print_status(lab: "Laboratory", *, json: bool) -> None:
-    from ckptfs_client import render as show
+    from ckptfs_client import render
 
     found = lab.get_status()
     if json:
-        show.print_json(found)
+        render.print_json(found)
     else:
-        show.print_renderable(_build_status_table(found))
+        render.print_renderable(_build_status_table(found))
 
 
 def _build_status_table(found: "LabJson") -> Any:
     from rich.console import Group
 
-    from ckptfs_client import render as show
+    from ckptfs_client import render
 
     etcd = "answers" if found["etcd"]["answers"] else "down"
     where = f"PFS {found['pfs']}" if found["pfs"] else "no PFS"
@@ -184,7 +192,7 @@ def _build_status_table(found: "LabJson") -> Any:
         f"lab in {found['directory']}: cluster {found['cluster']}, {found['factor']} copies, {where}\n"
         f"etcd at {found['etcd']['address']}: {etcd}\n"
     )
-    table = show.grid("node", "daemon", "link", "address", "mount")
+    table = render.build_grid("node", "daemon", "link", "address", "mount")
     for node in found["nodes"]:
         daemon = "runs" if node["runs"] else "dead"
         link = node["link"] + (", slowed" if node["slowed"] else "")

@@ -1,7 +1,10 @@
-"""The lab as a whole: start, stop, and what can be done to its nodes and their network. Tests use it as the command does.
+"""`Laboratory`: start and stop of a lab, and the faults of its nodes and its network. Tests use it as the command does.
 
-Every change may be made again. Commands that change something take a lock, so that two of them do not meet.
-If we die here: `stop` finds everything by looking, and `start` refuses to begin in a directory that is not empty.
+Invariants:
+- Every change may be repeated.
+- One command at a time changes a lab: each change holds a lock on its directory.
+
+Crash safety: `stop` finds everything by looking; `start` refuses a directory that is not empty.
 """
 
 import contextlib
@@ -24,22 +27,19 @@ LOCK_POLL_S = 0.1
 Say = Callable[[str], None]
 
 
-def _discard(_: str) -> None: ...
-
-
 class Laboratory:
-    """The lab in a directory; `say` is told what goes on. Raises ClientError."""
+    """The lab in a directory. `say` gets the progress messages. Raises ClientError."""
 
-    def __init__(self, directory: Path = layout.DIRECTORY, say: Say = _discard) -> None:
+    def __init__(self, directory: Path = layout.DIRECTORY, say: Say = lambda _: None) -> None:
         if os.geteuid() != 0:
-            raise NotPermitted("a lab needs root: it makes network namespaces and mounts", remedy="try it with sudo")
+            raise NotPermitted("a lab needs root: it makes network namespaces and mounts", remedy="use sudo")
         self.directory = Path(os.path.realpath(directory))
         self._say = say
 
-    # --- as a whole ---------------------------------------------------------------------------------------------------
+    # --- the lab ------------------------------------------------------------------------------------------------------
 
     def start(self, count: int, factor: int, pfs: Path | None = None, options: Mapping[str, str] | None = None) -> Plan:
-        """Make a lab, with all its nodes running. What was made of it is taken away again when that fails. Without `pfs` it has none."""
+        """Create a lab with all its nodes running; without `pfs` it has no PFS. Deletes everything again if that fails."""
         nodes.find_etcd()
         self._require_empty_directory()
         found = layout.build_plan(self.directory, count, factor, None if pfs is None else Path(os.path.realpath(pfs)), dict(options or {}))
@@ -61,47 +61,47 @@ class Laboratory:
         return found
 
     def stop(self) -> bool:
-        """End and delete all of it; whether there was anything."""
+        """Stop and delete everything. Returns False if there was no lab."""
         if not self.directory.exists():
             return False
         if not self._is_lab():
-            raise CommandFailed(f"{self.directory} is no lab", remedy="--dir DIR names the directory of one")
+            raise CommandFailed(f"{self.directory} is not a lab", remedy="name the directory of one with --dir DIR")
         with self._lock():
             self._say("ending every process, mount and namespace of the lab")
             self._delete_everything()
         return True
 
     def load_plan(self) -> Plan:
-        """What it is made of."""
+        """Return the plan of the lab. Raises CommandFailed if there is none."""
         return layout.load(self.directory)
 
     def get_status(self) -> LabJson:
-        """What runs, what is mounted, and how the wires are."""
+        """Return the state of etcd, and of each node its daemon, mount and link."""
         found = self.load_plan()
-        wires = network.list_link_states(found)
+        links = network.list_link_states(found)
         return {
             "directory": str(found.directory), "cluster": found.cluster, "factor": found.factor, "pfs": str(found.pfs or ""),
             "etcd": {"address": f"{layout.ETCD_ADDRESS}:{layout.ETCD_PORT}", "answers": nodes.is_etcd_healthy(found)},
-            "nodes": [_build_node_status(node, wires) for node in found.all_nodes()],
+            "nodes": [_build_node_status(node, links) for node in found.all_nodes()],
         }  # fmt: skip
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """kill -9 of everything that runs on a node."""
+        """Kill (-9) every process of a node."""
         node = self.load_plan().node(name)
         with self._lock():
             self._say(f"{name}: killed, {nodes.kill(node)} processes")
 
     def wipe(self, name: str, *, nvme: bool = False) -> None:
-        """Kill a node; its RAM tier is lost, and with `nvme` all that it had."""
+        """Kill a node and delete its RAM tier; with `nvme` also its NVMe tier and catalog."""
         node = self.load_plan().node(name)
         with self._lock():
             nodes.wipe(node, nvme=nvme)
             self._say(f"{name}: killed, its RAM{', NVMe and catalog are' if nvme else ' is'} lost")
 
     def start_node(self, *names: str) -> None:
-        """Have nodes running again; the name of one more node adds it."""
+        """Start nodes that do not run. The name after the last one adds a node."""
         with self._lock():
             found = self.load_plan()
             for name in names:
@@ -112,7 +112,7 @@ class Laboratory:
             self._start_nodes([found.node(name) for name in names])
 
     def restart_node(self, name: str) -> None:
-        """Unmount a node in order, as a service manager does, and mount it again."""
+        """Unmount a node cleanly, as a service manager does, and mount it again."""
         node = self.load_plan().node(name)
         with self._lock():
             nodes.unmount(node)
@@ -121,44 +121,44 @@ class Laboratory:
     # --- the network --------------------------------------------------------------------------------------------------
 
     def cut(self, name: str) -> None:
-        """Part a node from all others and from etcd."""
+        """Cut a node off from all others and from etcd."""
         network.set_link(self.load_plan().node(name), up=False)
         self._say(f"{name}: its link is down")
 
     def slow(self, name: str, bits_per_s: int) -> None:
-        """Limit what a node sends and gets."""
+        """Limit the bandwidth of a node in both directions."""
         network.set_rate(self.load_plan().node(name), bits_per_s)
         self._say(f"{name}: its link carries {bits_per_s / 1e6:g} Mbit/s")
 
     def heal(self, *names: str) -> None:
-        """Bring nodes back: link up, no limit, daemon running; without names all of them, and etcd."""
+        """Bring nodes back: link up, no limit, daemon running. Without names: all nodes and etcd."""
         found = self.load_plan()
         chosen = [found.node(name) for name in names or found.nodes]
         if not names:
             self.start_etcd()
-        wires = network.list_link_states(found)
+        links = network.list_link_states(found)
         for node in chosen:
-            if node.name in wires:
+            if node.name in links:
                 network.set_link(node, up=True)
                 network.set_rate(node, None)
         self.start_node(*(node.name for node in chosen))
 
     def start_etcd(self) -> None:
-        """Have etcd running."""
+        """Start etcd if it does not run."""
         found = self.load_plan()
         with self._lock():
             nodes.start_etcd(found)
         self._say("etcd answers")
 
     def stop_etcd(self) -> None:
-        """Kill etcd."""
+        """Kill etcd; its data stay."""
         found = self.load_plan()
         with self._lock():
             nodes.stop_etcd(found)
         self._say("etcd is killed")
 
     def execute(self, name: str, command: Sequence[str]) -> None:
-        """Become a program on a node: its network is the node's. CKPTFS_MOUNT names the node's mount. Does not return."""
+        """Replace this process by a program in the node's network, with CKPTFS_MOUNT set. Does not return."""
         node = self.load_plan().node(name)
         try:
             network.enter_namespace(network.get_namespace_path(node.plan, name))
@@ -182,39 +182,38 @@ class Laboratory:
             raise failures[0]
 
     def _make_keys(self, found: Plan) -> None:
-        """A certificate for each node that has none, from a CA of the lab's own."""
-        from ckptfs.clique import certificates as keys
+        """Issue a certificate to each node that has none, from the lab's own CA."""
+        from ckptfs.clique import certificates
 
         home = self.directory / "keys"
         try:
             if not home.exists():
-                keys.init(home, found.cluster)
+                certificates.init(home, found.cluster)
             for node in found.all_nodes():
                 if not node.keys.exists():
-                    keys.issue(home, node.name, [node.address])
+                    certificates.issue(home, node.name, [node.address])
         except CkptfsError as failure:
             raise CommandFailed(str(failure), remedy=failure.remedy) from failure
 
     def _require_empty_directory(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):
             if self._is_lab():
-                raise CommandFailed(f"there is a lab in {self.directory} already", remedy="`ckptfs lab stop` ends it")
-            raise CommandFailed(f"{self.directory} is not empty, and no lab", remedy="--dir DIR names another place")
+                raise CommandFailed(f"there is a lab in {self.directory} already", remedy="`ckptfs lab stop` deletes it")
+            raise CommandFailed(f"{self.directory} is not empty, and not a lab", remedy="name another directory with --dir DIR")
 
     def _is_lab(self) -> bool:
-        """Whether a lab was begun here."""
         return (self.directory / layout.PLAN_NAME).exists()
 
     def _delete_everything(self) -> None:
-        """End everything: processes, then mounts, then namespaces, then the files; the plan last, so that this can be done again."""
+        """Delete processes, then mounts, namespaces and files. The plan goes last, so that this can be repeated."""
         net = self.directory / "net"
         for namespace in net.iterdir() if net.is_dir() else ():
             nodes.kill_processes(namespace)
-        # Whoever writes to a dead mount is told so; namespaces are mounts here as well.
+        # System calls that hang in a dead mount fail. The namespaces are mounts below the directory, too.
         nodes.detach_mounts_below(self.directory)
         left = list_mountpoints_below(self.directory)
         if left:
-            raise CommandFailed(f"{left[0]} cannot be unmounted", remedy="end what uses it, then `ckptfs lab stop` again")
+            raise CommandFailed(f"{left[0]} cannot be unmounted", remedy="end the programs that use it, then run `ckptfs lab stop` again")
         with contextlib.suppress(ClientError):
             for node in self.load_plan().all_nodes():
                 nodes.delete_runtime_files(node)
@@ -227,7 +226,6 @@ class Laboratory:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """One command at a time changes a lab."""
         fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             until = time.monotonic() + LOCK_WAIT_S
@@ -237,18 +235,18 @@ class Laboratory:
                     break
                 except BlockingIOError:
                     if time.monotonic() > until:
-                        raise NotInTime("another command works on this lab", remedy="try again when it has ended") from None
+                        raise NotInTime("another command is changing this lab", remedy="try again when it has ended") from None
                     time.sleep(LOCK_POLL_S)
             yield
         finally:
             os.close(fd)
 
 
-def _build_node_status(node: LabNode, wires: Mapping[str, tuple[bool, bool]]) -> LabNodeJson:
-    """A node as `status` shows it."""
-    up, slowed = wires.get(node.name, (False, False))
+def _build_node_status(node: LabNode, links: Mapping[str, tuple[bool, bool]]) -> LabNodeJson:
+    up, slowed = links.get(node.name, (False, False))
     found = nodes.list_processes(network.get_namespace_path(node.plan, node.name))
     return {
-        "name": node.name, "address": node.address, "mountpoint": str(node.mountpoint), "log": str(node.log), "runs": nodes.is_running(node),
-        "mounted": nodes.is_mounted(node), "link": "up" if up else "down", "slowed": slowed, "processes": len(found),
+        "name": node.name, "address": node.address, "mountpoint": str(node.mountpoint), "log": str(node.log),
+        "runs": nodes.is_running(node), "mounted": nodes.is_mounted(node), "link": "up" if up else "down",
+        "slowed": slowed, "processes": len(found),
     }  # fmt: skip

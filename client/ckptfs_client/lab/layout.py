@@ -1,7 +1,7 @@
-"""What a lab is made of, as values: `Plan`, kept in DIR/lab.json; names, addresses and paths all follow from it.
+"""What a lab consists of, as values: `Plan`, kept in DIR/lab.json. Names, addresses and paths follow from it.
 
-Only intentions are kept; what runs, what is mounted and which link is down is looked at when somebody asks.
-If we die here: the file is the former one or the new one.
+The plan holds intentions only. What runs, what is mounted and which link is down is found by looking.
+Crash safety: the file is replaced by rename(2), so it is the previous or the new one.
 """
 
 import json
@@ -21,11 +21,12 @@ PEER_PORT = 7420
 RAM = "1G"
 PREFIX_LENGTH = 16
 PLAN_NAME = "lab.json"
+STOP_REMEDY = "`ckptfs lab stop` deletes what is left of that lab"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One lab. `token` tells it from others on this machine; `options` are added to each daemon's."""
+    """One lab. `token` distinguishes it from others on this machine; every daemon gets `options`."""
 
     directory: Path
     token: str
@@ -40,28 +41,27 @@ class Plan:
         return f"lab-{self.token}"
 
     def node(self, name: str) -> "LabNode":
-        """One of its nodes. Raises Usage."""
+        """Return a node by name. Raises UsageError."""
         if name not in self.nodes:
             raise UsageError(f"there is no node {name!r} in this lab", remedy=f"its nodes are {', '.join(self.nodes)}")
         return LabNode(self, name)
 
     def all_nodes(self) -> list["LabNode"]:
-        """Every node, in order."""
+        """Return every node, in order."""
         return [LabNode(self, name) for name in self.nodes]
 
     def add_node(self, name: str) -> "Plan":
-        """The same lab with one more node. Raises Usage for a name that is not the next one's."""
+        """Return the plan with one more node. Raises UsageError unless `name` is the next name."""
         expected = build_node_name(len(self.nodes) + 1)
         if name != expected or len(self.nodes) >= NODES_MAX:
-            raise UsageError(
-                f"there is no node {name!r} in this lab", remedy=f"its nodes are {', '.join(self.nodes)}; {expected} would be a new one"
-            )
+            remedy = f"its nodes are {', '.join(self.nodes)}; {expected} would be a new one"
+            raise UsageError(f"there is no node {name!r} in this lab", remedy=remedy)
         return replace(self, nodes=(*self.nodes, name))
 
 
 @dataclass(frozen=True, slots=True)
 class LabNode:
-    """One node of a lab: where its parts lie and what it is called."""
+    """One node of a lab: its names, address and paths."""
 
     plan: Plan
     name: str
@@ -73,46 +73,46 @@ class LabNode:
 
     @property
     def address(self) -> str:
-        """Where it is reached within the lab."""
+        """Its address within the lab."""
         return f"10.111.1.{self.number}"
 
     @property
     def mount_name(self) -> str:
-        """The name of its mount: it must differ from every other on this machine."""
+        """The name of its mount, unique on this machine."""
         return f"{self.plan.cluster}-{self.name}"
 
     @property
     def root(self) -> Path:
-        """The directory that holds all of it but its keys."""
+        """Its directory, which holds all but its keys."""
         return self.plan.directory / self.name
 
     @property
     def mountpoint(self) -> Path:
-        """Where its mount appears."""
+        """The mountpoint."""
         return self.root / "mnt"
 
     @property
     def state(self) -> Path:
-        """Its catalog and RAM tier."""
+        """The directory of its catalog and RAM tier."""
         return self.root / "state"
 
     @property
     def nvme(self) -> Path:
-        """Its NVMe tier."""
+        """The directory of its NVMe tier."""
         return self.root / "nvme"
 
     @property
     def keys(self) -> Path:
-        """Its certificate and key."""
+        """The directory of its certificate and key."""
         return self.plan.directory / "keys" / self.name
 
     @property
     def log(self) -> Path:
-        """What its daemon says."""
+        """The log of its daemon."""
         return self.root / "log"
 
     def options(self) -> dict[str, str]:
-        """The options of its daemon."""
+        """Return the mount options of its daemon."""
         pfs = {} if self.plan.pfs is None else {"pfs": str(self.plan.pfs)}
         return {
             **pfs, "state": str(self.state), "nvme": str(self.nvme), "cluster": self.plan.cluster,
@@ -122,22 +122,22 @@ class LabNode:
 
 
 def build_node_name(number: int) -> str:
-    """The name of the nth node, from 1."""
+    """Return the name of the nth node, from 1."""
     return f"node{number}"
 
 
 def build_plan(directory: Path, nodes: int, factor: int, pfs: Path | None, options: dict[str, str]) -> Plan:
-    """A lab that is not there yet. Raises Usage."""
+    """Plan a new lab. Raises UsageError."""
     if not 1 <= nodes <= NODES_MAX:
-        raise UsageError(f"{nodes} nodes cannot be; a lab has 1 to {NODES_MAX}")
+        raise UsageError(f"a lab cannot have {nodes} nodes; accepted: 1 to {NODES_MAX}")
     if not 1 <= factor <= nodes:
-        raise UsageError(f"{factor} copies on {nodes} nodes cannot be", remedy="--factor is between 1 and the number of nodes")
+        raise UsageError(f"{nodes} nodes cannot hold {factor} copies", remedy="--factor is between 1 and the number of nodes")
     names = tuple(build_node_name(number) for number in range(1, nodes + 1))
     return Plan(directory, os.urandom(3).hex(), factor, pfs, options, names)
 
 
 def save(plan: Plan) -> None:
-    """Write the plan down."""
+    """Write the plan to its directory."""
     temporary = plan.directory / f".{PLAN_NAME}.new"
     paths = {"directory": str(plan.directory), "pfs": None if plan.pfs is None else str(plan.pfs)}
     temporary.write_text(json.dumps(asdict(plan) | paths, indent=2))
@@ -145,20 +145,17 @@ def save(plan: Plan) -> None:
 
 
 def load(directory: Path) -> Plan:
-    """The plan of the lab in a directory. Raises Failed when there is none."""
+    """Return the plan of the lab in a directory. Raises CommandFailed if there is none, or if it is damaged."""
     path = directory / PLAN_NAME
     try:
         found = json.loads(path.read_bytes())
         pfs = None if found["pfs"] is None else Path(found["pfs"])
         plan = Plan(**(found | {"directory": directory, "pfs": pfs, "nodes": tuple(found["nodes"])}))
     except FileNotFoundError:
-        raise CommandFailed(
-            f"there is no lab in {directory}", remedy="`ckptfs lab start` makes one; --dir DIR names another place"
-        ) from None
+        remedy = "`ckptfs lab start` creates one; name another directory with --dir DIR"
+        raise CommandFailed(f"there is no lab in {directory}", remedy=remedy) from None
     except (ValueError, TypeError, KeyError) as failure:
-        raise CommandFailed(
-            f"{path} cannot be understood: {failure}", remedy="`ckptfs lab stop` removes what is left of that lab"
-        ) from failure
+        raise CommandFailed(f"{path} cannot be read: {failure}", remedy=STOP_REMEDY) from failure
     if not all(re.fullmatch(r"node[1-9]\d{0,2}", name) for name in plan.nodes):
-        raise CommandFailed(f"{path} names nodes that no lab has", remedy="`ckptfs lab stop` removes what is left of that lab")
+        raise CommandFailed(f"{path} has invalid names of nodes", remedy=STOP_REMEDY)
     return plan

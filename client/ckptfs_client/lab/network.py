@@ -1,13 +1,13 @@
-"""Owns the wires of a lab: a switch (a bridge in a namespace of its own, where etcd runs too) and a veth pair to each node.
+"""The network of a lab: namespaces, a switch, and a link to each node.
 
-`cut` takes a node's link down at the switch, so that it reaches nobody, etcd neither; `slow` limits it in both directions.
-If we die here: `connect` may be called again, and a namespace takes its interfaces along when it goes.
+The switch is a bridge in its own namespace, in which etcd runs too. A veth pair leads from it to the namespace of each node. `set_link`
+takes a link down at the switch, so the node reaches no other node and no etcd. `set_rate` limits a link in both directions.
 
-Owns the network namespaces of a lab: one file for each in DIR/net, on which the namespace is mounted; so they outlive the command.
+A namespace is kept by a mount on its file in DIR/net, so it outlives the command. It is entered by setns(2) in a thread, so the rest of the
+process stays where it is. Mount namespaces are not used: every mount of the lab is visible everywhere. A process belongs to a node if it
+runs in the node's network namespace.
 
-They are entered by setns(2) in a thread of our own, so the rest of the process stays where it is. Mount namespaces are not touched:
-every mount of the lab is seen from everywhere. A process belongs to a node when it runs in its namespace, whatever its pid.
-If we die here: the files and mounts are found again by name.
+Crash safety: `make_switch` and `connect` may be repeated; namespaces and mounts are found again by name.
 """
 
 import ctypes
@@ -26,103 +26,6 @@ MS_BIND = 4096
 MNT_FORCE, MNT_DETACH = 1, 2
 ACT_WAIT_S = 30.0
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def make_namespace(path: Path) -> None:
-    """A new network namespace, mounted on `path`; one that is there already stays. Raises OSError."""
-    if has_namespace(path):
-        return
-    path.touch()
-
-    def unshared() -> None:
-        _checked(_libc.unshare(CLONE_NEWNET), "a network namespace cannot be made")
-        _checked(_libc.mount(b"/proc/thread-self/ns/net", os.fsencode(path), None, MS_BIND, None), f"{path} cannot be mounted")
-
-    _in_a_thread(unshared)
-
-
-def remove_namespace(path: Path) -> None:
-    """Let go of a namespace; it ends, with its interfaces, when the last process in it has ended."""
-    if has_namespace(path):
-        detach_mount(path)
-    path.unlink(missing_ok=True)
-
-
-def has_namespace(path: Path) -> bool:
-    """Whether a namespace is mounted on `path`."""
-    return get_namespace_id(path) is not None
-
-
-def get_namespace_id(path: Path) -> tuple[int, int] | None:
-    """What tells a namespace from every other, as /proc/PID/ns/net shows it too; None when none is mounted there."""
-    try:
-        found = os.stat(path)
-        own = os.stat("/proc/self/ns/net")
-    except OSError:
-        return None
-    return (found.st_dev, found.st_ino) if found.st_dev == own.st_dev else None
-
-
-def enter_namespace(path: Path) -> None:
-    """The calling thread, and what it starts, is in that namespace from now on. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _checked(_libc.setns(fd, CLONE_NEWNET), f"{path} cannot be entered")
-    finally:
-        os.close(fd)
-
-
-def run_in_namespace(path: Path, act: Callable[[], Result]) -> Result:
-    """The result of `act`, called in that namespace by a thread of its own. Raises what it raises, and Failed when it takes too long."""
-
-    def entered() -> Result:
-        enter_namespace(path)
-        return act()
-
-    return _in_a_thread(entered)
-
-
-def detach_mount(point: Path) -> None:
-    """umount2(2), lazily; what is not mounted is no error."""
-    _libc.umount2(os.fsencode(point), MNT_DETACH)
-
-
-def unmount(point: Path) -> None:
-    """umount2(2) of what nobody uses. Raises OSError."""
-    _checked(_libc.umount2(os.fsencode(point), 0), f"{point} cannot be unmounted")
-
-
-def abort_mount(point: Path) -> None:
-    """Detach a FUSE mount after its connection was ended: system calls that hang in it return with an error."""
-    _libc.umount2(os.fsencode(point), MNT_FORCE | MNT_DETACH)
-
-
-def _in_a_thread(act: Callable[[], Result]) -> Result:
-    results: list[Result] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(act())
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run, name="in a namespace", daemon=True)
-    thread.start()
-    thread.join(ACT_WAIT_S)
-    if failures:
-        raise failures[0]
-    if not results:
-        raise CommandFailed(f"the kernel did not set up the lab's network within {ACT_WAIT_S:.0f} s")
-    return results[0]
-
-
-def _checked(result: int, what: str) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
-
-
 BRIDGE = "switch"
 CARD = "eth0"
 LOOPBACK = 1
@@ -131,12 +34,12 @@ LATENCY_MS = 200
 
 
 def get_namespace_path(plan: Plan, name: str) -> Path:
-    """The namespace of a node, or of the switch."""
+    """Return the path of the namespace of a node, or of the switch."""
     return plan.directory / "net" / name
 
 
 def make_switch(plan: Plan) -> None:
-    """The switch, with etcd's address."""
+    """Create the switch, with etcd's address."""
     (plan.directory / "net").mkdir(exist_ok=True)
     make_namespace(get_namespace_path(plan, BRIDGE))
 
@@ -153,7 +56,7 @@ def make_switch(plan: Plan) -> None:
 
 
 def connect(node: LabNode) -> None:
-    """A node's namespace, its card and its port at the switch."""
+    """Create a node's namespace, its interface and its port at the switch."""
     node_namespace = get_namespace_path(node.plan, node.name)
     make_namespace(node_namespace)
 
@@ -176,7 +79,7 @@ def connect(node: LabNode) -> None:
 
 
 def set_link(node: LabNode, *, up: bool) -> None:
-    """Join a node's port to the others, or part it from them."""
+    """Take the link of a node up or down."""
 
     def act() -> None:
         with _route() as route:
@@ -186,7 +89,7 @@ def set_link(node: LabNode, *, up: bool) -> None:
 
 
 def set_rate(node: LabNode, bits_per_s: int | None) -> None:
-    """Limit what a node sends and gets, each; None: no limit. (tbf, since not every kernel has netem.)"""
+    """Limit each direction of a node's link; None: no limit. Uses tbf, because not every kernel has netem."""
 
     def limit(name: str) -> None:
         with _route() as route:
@@ -201,7 +104,7 @@ def set_rate(node: LabNode, bits_per_s: int | None) -> None:
 
 
 def list_link_states(plan: Plan) -> dict[str, tuple[bool, bool]]:
-    """{node: (its link is up, it is slowed down)}, of those that are connected."""
+    """Return (link is up, rate is limited) for each connected node."""
 
     def act() -> dict[str, tuple[bool, bool]]:
         found = {}
@@ -228,7 +131,92 @@ def _index(route: Any, name: str) -> int:
 
 
 def _route() -> Any:
-    # Imported here: it costs a tenth of a second, which `ckptfs --help` need not pay.
+    # A lazy import: it takes 0.1 s, which `ckptfs --help` must not pay.
     from pyroute2.iproute.linux import IPRoute
 
     return IPRoute()
+
+
+# --- namespaces and mounts --------------------------------------------------------------------------------------------
+
+
+def make_namespace(path: Path) -> None:
+    """Create a network namespace, mounted on `path`, unless it exists. Raises OSError."""
+    if has_namespace(path):
+        return
+    path.touch()
+
+    def unshare() -> None:
+        _check(_libc.unshare(CLONE_NEWNET), "a network namespace cannot be made")
+        _check(_libc.mount(b"/proc/thread-self/ns/net", os.fsencode(path), None, MS_BIND, None), f"{path} cannot be mounted")
+
+    _run_in_thread(unshare)
+
+
+def has_namespace(path: Path) -> bool:
+    return get_namespace_id(path) is not None
+
+
+def get_namespace_id(path: Path) -> tuple[int, int] | None:
+    """Return the id of the namespace on `path`, comparable with that of /proc/PID/ns/net. Returns None without one."""
+    try:
+        found = os.stat(path)
+        own = os.stat("/proc/self/ns/net")
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if found.st_dev == own.st_dev else None
+
+
+def enter_namespace(path: Path) -> None:
+    """Move the calling thread, and what it starts, into a namespace. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_libc.setns(fd, CLONE_NEWNET), f"{path} cannot be entered")
+    finally:
+        os.close(fd)
+
+
+def run_in_namespace(path: Path, act: Callable[[], Result]) -> Result:
+    """Return the result of `act`, called in a namespace by a separate thread. Raises CommandFailed if it takes too long."""
+
+    def entered() -> Result:
+        enter_namespace(path)
+        return act()
+
+    return _run_in_thread(entered)
+
+
+def unmount(point: Path) -> None:
+    """Unmount a mount that is not in use. Raises OSError."""
+    _check(_libc.umount2(os.fsencode(point), 0), f"{point} cannot be unmounted")
+
+
+def abort_mount(point: Path) -> None:
+    """Detach a mount, and abort its FUSE connection: system calls that hang in it fail. Ignores errors."""
+    _libc.umount2(os.fsencode(point), MNT_FORCE | MNT_DETACH)
+
+
+def _run_in_thread(act: Callable[[], Result]) -> Result:
+    results: list[Result] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run, name="in a namespace", daemon=True)
+    thread.start()
+    thread.join(ACT_WAIT_S)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise CommandFailed(f"the kernel did not set up the lab's network within {ACT_WAIT_S:.0f} s")
+    return results[0]
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
