@@ -1,6 +1,9 @@
-"""Takes: the journal of a node in a cluster, batches that are planned and staged, and the store that all nodes share.
-Leaves: batches that are announced to the others before they touch the PFS, and settled after it; intentions of dead nodes decided.
-If we die here: the batch in hand is in the catalog, its intentions in the store; `stands` finds out whether it is still ours to finish.
+"""The part of write-back that concerns other nodes.
+
+Takes: the journal of a node in a cluster, planned and staged batches, and the store that all nodes share.
+Leaves: batches whose intents are in the store before they touch the PFS, and completed after; intents of dead nodes resolved.
+If we die here: the batch in hand is in the catalog, and its intents are in the store. `resume` finds out whether the batch still
+belongs to this node.
 """
 
 import contextlib
@@ -52,7 +55,7 @@ class ClusterWriteBack:
     # --- before a batch -----------------------------------------------------------------------------------------------
 
     def list_rows(self, after: int) -> list[JournalRow]:
-        """The next rows that the other nodes know of, and that no other node has taken over. Raises Unreachable."""
+        """Return the next rows that the store has and that no other node took over. Raises StoreUnreachable."""
         rows = list_published_rows(self._db, self._instance, journal.list_oldest(self._db, BATCH_ROWS, after))
         if not rows:
             return rows
@@ -62,7 +65,7 @@ class ClusterWriteBack:
             self._load(rows)
         taken = [row for row in rows if self._snapshot.get_value(build_row_key(self._db, self._instance, row)) is None]
         if taken:
-            log.info("%d changes of this node were written back by another one", len(taken))
+            log.info("journal: %d changes of this node were written back by another node", len(taken))
             journal.delete_rows(self._db, taken)
             self._restart_search()
         self._set_expected_inodes(PfsView(self._db))
@@ -73,8 +76,9 @@ class ClusterWriteBack:
         self._search_until_s = self._next_search_s + limits.LEFT_OUT_S
 
     def requeue_left_out(self) -> bool:
-        """Begin again with what the others, which have taken this node's rows, had no bytes of or took for lost, and with what an island
-        had to take back; whether there is any.
+        """Append a row for each content that the PFS lacks and no row covers. Return True if any was added.
+
+        Other nodes that took over this node's rows may have lacked the bytes, or held the node for lost; or an island had to undo a change.
         """
         reintegrated_ns = key_state.get_reintegrated_ns(self._db)
         if self._reintegrated_ns != reintegrated_ns:
@@ -87,7 +91,7 @@ class ClusterWriteBack:
         return journal.insert_missing(self._db, limits.CHANGE_ROWS_MAX) > 0
 
     def next_due_s(self) -> float | None:
-        """Until the next look for that, which waits until the journal is done."""
+        """Return the seconds until the next search for such contents, which runs when the journal is empty."""
         return max(limits.REQUEST_POLL_S, self._next_search_s - time.monotonic()) if self._next_search_s < self._search_until_s else None
 
     def _load(self, rows: list[JournalRow]) -> None:
@@ -95,33 +99,33 @@ class ClusterWriteBack:
         self._snapshot.load(self._instance, rows, self._extra_inodes)
 
     def load_also(self, inode: int) -> None:
-        """What a plan turned out to need is read for the next one, too."""
+        """Load this inode too, from the next plan on."""
         self._extra_inodes.add(inode)
 
     def build_planner(self, facts: Facts, temporary: Callable[[int], bytes]) -> SharedPlanner:
-        """A planner on what is true now."""
+        """Return a planner over the loaded snapshot."""
         return SharedPlanner(self._db, PfsView(self._db), facts, temporary, self._snapshot, self._cluster.node_number, self._lost_contents)
 
     def fetch(self, inode: int) -> None:
-        """Have the bytes of a file brought here, which a dead node wrote. What nobody gives is left out on the PFS."""
+        """Request the bytes of a file that a dead node wrote; without them it is not written back."""
         request = mover_requests.get(self._db, self._fetch_requests[inode]) if inode in self._fetch_requests else None
         if request is not None and request.state == mover_requests.FAILED:
             self._lost_contents.add(copies.get_content_id(self._db, inode) or 0)
-            log.warning(
-                "%s cannot be written back: no node that lives has what was written", os.fsdecode(namespace.get_path(self._db, inode))
-            )
+            path = os.fsdecode(namespace.get_path(self._db, inode))
+            log.warning("%s: not written back: no live node has its content", path)
         elif request is None or request.state != mover_requests.OPEN:
             self._fetch_requests = {inode: mover_requests.insert_request(self._db, mover_requests.FETCH, inode, mover_requests.FOR_WRITING)}
 
     def load_directories(self, directories: list[int]) -> None:
-        """Learn where these are now. Raises Unreachable."""
+        """Load where these directories are now. Raises StoreUnreachable."""
         self._snapshot = StoreSnapshot(self._db, self._cluster.store)
         self._snapshot.load(self._instance, inodes=directories)
         self._set_expected_inodes(PfsView(self._db))
 
     def confirm_gone(self, names: DirectoryPath) -> DirectoryPath | None:
-        """The same names if the PFS shows this directory no more although it is said to. None: somebody moves it just now, or has moved it,
-        and it is to be planned anew in a while.
+        """Return `names` if the directory is gone from the PFS although the store says that it is shown.
+
+        Returns None if another node is moving it, or has moved it: then it is to be planned again in a while.
         """
         try:
             before = self._load_path_revisions(names)
@@ -131,12 +135,13 @@ class ClusterWriteBack:
             with contextlib.suppress(Busy, StoreUnreachable):
                 return names if self._load_path_revisions(names) == before else None
         except (OSError, Busy, StoreUnreachable) as reason:
-            log.debug("%s is not where it was: %s", os.fsdecode(b"/".join(names)), reason)
+            log.debug("%s: directory moved on the PFS: %s", os.fsdecode(b"/".join(names)), reason)
         return None
 
     def _load_path_revisions(self, names: DirectoryPath) -> dict[SharedKey, int]:
-        """The revisions of all that says that the PFS shows a directory here; nothing if nobody says so. Raises Busy while another node
-        changes any of it, and Unreachable.
+        """Return the revisions of all keys that place this directory on the PFS; empty if none does.
+
+        Raises StoreUnreachable, and Busy while another node changes one of these keys.
         """
         inode = pfs_state.find_inode(self._db, names)
         if inode is None:
@@ -145,12 +150,13 @@ class ClusterWriteBack:
         others = [(key, number) for key, number in self._snapshot.list_intents() if number != self._cluster.node_number]
         self._resolve_intents(others)
         if others or PfsView(self._db).get_path(inode) != names:
-            raise Busy("another node moves what is there")
+            raise Busy("another node is moving the directory")
         return {key: self._snapshot.get_revision(key) for key in self._snapshot.store_values if key.kind in {PFS_NAME, PFS_STATE}}
 
     def _set_expected_inodes(self, view: PfsView) -> None:
-        """Directories are recognised by their numbers: names may have been exchanged since they were read. None is kept open from one
-        batch to the next: another node may have removed it and made a new one.
+        """Expect directories by st_ino, since names may have been exchanged after they were read.
+
+        No descriptor is kept from one batch to the next: another node may have removed the directory and made a new one.
         """
         self._tree.clear_cache()
         inodes: dict[tuple[bytes, ...], int] = {}
@@ -164,19 +170,19 @@ class ClusterWriteBack:
     # --- a batch ------------------------------------------------------------------------------------------------------
 
     def publish_intents(self, batch: PfsBatch) -> None:
-        """Raises Busy when it has to be planned anew, Unreachable when nobody knows whether it was announced."""
+        """Publish the intents of a batch. Raises Busy if it must be planned again, or StoreUnreachable."""
         if batch.expected_entries or batch.published_rows:
             pfs_coordination.publish_intents(self._db, self._cluster.store, self._snapshot, batch, self._instance)
         disk.act("write_back:intent_announced", lambda: None)
 
     def resume(self, batch: PfsBatch) -> PfsBatch | None:
-        """A batch of an earlier life, or that was interrupted, where its names lie now; None when it is not ours to finish any more."""
+        """Return an interrupted batch with the present paths; None if it no longer belongs to this node."""
         self._take_lease()
         intents = pfs_coordination.find_intents(self._cluster.store, batch, self._cluster.node_number, self._instance)
         if intents is None:
             return None
         self._snapshot = StoreSnapshot(self._db, self._cluster.store)
-        self._snapshot.load(self._instance, inodes={spot.parent for spot in _list_locations(batch)})
+        self._snapshot.load(self._instance, inodes={location.parent for location in _list_locations(batch)})
         with self._db.transaction():
             for key, one in intents.items():
                 key_state.set_cached(self._db, key, one)
@@ -185,7 +191,7 @@ class ClusterWriteBack:
         return _relocate_batch(view, batch)
 
     def complete_intents(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
-        """The PFS shows it. Raises Busy when this node was taken for dead meanwhile, Unreachable."""
+        """Publish that the PFS shows the batch. Raises Busy if this node was declared dead, StoreUnreachable."""
         changed = pfs_coordination.complete_intents(self._db, self._cluster.store, batch, found, self._snapshot)
         disk.act("write_back:intent_settled", lambda: None)
         self._extra_inodes = set()
@@ -194,25 +200,26 @@ class ClusterWriteBack:
                 for inode in changed:
                     journal.append(self._db, "attributes", inode)
 
-    # --- living -------------------------------------------------------------------------------------------------------
+    # --- the lease ------------------------------------------------------------------------------------------------------
 
     def _take_lease(self) -> None:
-        """What is read from now on holds as long as this lease does. Raises Busy without one."""
+        """Note the node's lease, as long as which the snapshot is valid. Raises Busy without one."""
         self._lease = self._cluster.lease()
         if not self._lease:
-            raise Busy("this node has no lease just now")
+            raise Busy("this node has no lease")
 
     def require_lease(self) -> None:
-        """Raises Busy when the others may have taken this node for dead since what it is about to do was found to be its own: it may have
-        stood still for a while, and they have settled it.
+        """Raise Busy if other nodes may have declared this node dead since the batch was loaded.
+
+        The process may have been stopped for a while, and other nodes may have resolved its intents.
         """
         if self._cluster.lease() != self._lease:
-            raise Busy("this node may have been taken for dead")
+            raise Busy("other nodes may have declared this node dead")
 
-    # --- those who are gone -------------------------------------------------------------------------------------------
+    # --- intents of dead nodes ------------------------------------------------------------------------------------------
 
     def _resolve_dead_intents(self) -> bool:
-        """Settle intentions of nodes that do not live, or of a former catalog of this one; whether there were any."""
+        """Resolve intents of dead nodes, or of an earlier catalog of this one. Return True if there were any."""
         return self._resolve_intents(self._snapshot.list_intents())
 
     def _resolve_intents(self, intended: list[tuple[SharedKey, int]]) -> bool:
@@ -226,7 +233,7 @@ class ClusterWriteBack:
         return bool(gone)
 
     def _find_pfs_inode(self, name: PfsName) -> int | None:
-        """st_ino of what the PFS shows under a name."""
+        """Return st_ino of the entry that the PFS shows under a name."""
         path = PfsView(self._db).get_path(name[0])
         if path is None:
             return None
@@ -238,16 +245,16 @@ class ClusterWriteBack:
 
 
 def _list_locations(batch: PfsBatch) -> list[PfsLocation]:
-    spots = [spot for action in batch.actions for spot in (action.location, action.new_location) if spot is not None]
-    return spots + [show.location for show in batch.expected_entries]
+    locations = [location for action in batch.actions for location in (action.location, action.new_location) if location is not None]
+    return locations + [show.location for show in batch.expected_entries]
 
 
 def _relocate_batch(view: PfsView, batch: PfsBatch) -> PfsBatch:
-    """The same batch with the paths that its directories have now; what nobody knows any more keeps its path."""
+    """Return the batch with the present paths of its directories; a path that is unknown now stays."""
 
-    def now(spot: PfsLocation) -> PfsLocation:
-        path = view.get_path(spot.parent)
-        return spot if path is None else PfsLocation(spot.parent, spot.name, path)
+    def now(location: PfsLocation) -> PfsLocation:
+        path = view.get_path(location.parent)
+        return location if path is None else PfsLocation(location.parent, location.name, path)
 
     actions = [_relocate_action(action, now) for action in batch.actions]
     return replace(

@@ -1,10 +1,12 @@
-"""Takes: the journal's next rows, and what the store of the cluster says of all that they are about.
-Leaves: a plan that brings the PFS nearer to the tree that all nodes share. Nothing is touched here.
-If we die here: the next mover plans anew.
+"""The plan of one batch in a cluster.
 
-A row means what it says as long as the shared tree bears it out: the name leads there now, or a later row of this journal takes it on from
-there. So the rows of one node keep their order (P6). Where another node had a hand in it, its row may have come first or be still to come:
-then what the PFS shows of that inode is brought to agree with the names that it has now, whoever gave them.
+Takes: the journal's next rows, and a snapshot of the store about everything that they concern.
+Leaves: a plan that brings the PFS nearer to the tree that all nodes share. Nothing is touched.
+If we die here: the next mover plans again.
+
+A row applies as written if the shared tree agrees with it: the name leads to the inode now, or a later row of this journal moves it on.
+So the rows of one node keep their order (P6). If another node changed the same names, its row may come earlier or later. Then the
+names on the PFS of that inode are aligned with its names in the shared tree, whichever node set them.
 """
 
 import stat
@@ -19,19 +21,18 @@ from ckptfs.coherence.pfs_coordination import StoreSnapshot, list_row_names
 from ckptfs.flow.write_back.plan import Facts, Planner, SourceKind
 from ckptfs.model import ROOT, ContentState
 
+# One transaction of the store publishes the intents of a batch, and compares four keys for each action.
 PUTS_MAX = 24
 ACTIONS_MAX = 24
-"""One transaction of the store announces a batch, and compares four keys for an action."""
-
-
+# Prefix of a temporary name for an inode whose own name is not free yet.
 PARKED_PREFIX = b".ckptfs.parked."
-"""How names begin under which a thing waits until its own name is free."""
 
 
 class SharedPlanner(Planner):
-    """Plans on what is true now. `blocked`: it has to wait for another node; `missing`: a file whose bytes have to come here first.
+    """Plans over a snapshot of the store.
 
-    Where something turns out to matter of which nothing was read yet, Unread is raised, and nothing was planned.
+    `is_blocked`: the plan waits for another node. `missing_inode`: a file whose bytes must be fetched first. If the plan depends on an
+    inode that the snapshot lacks, NotLoaded is raised and nothing is planned.
     """
 
     actions_max = ACTIONS_MAX
@@ -47,7 +48,7 @@ class SharedPlanner(Planner):
         own_number: int,
         lost: Container[int] = (),
     ) -> None:
-        """`lost`: contents that nobody has."""
+        """`lost`: contents that no node has."""
         super().__init__(view, facts, temporary)
         self._db = db
         self._snapshot = snapshot
@@ -72,7 +73,7 @@ class SharedPlanner(Planner):
         return plan(row) and all(self._remove_gone(row, name) for name in list_row_names(row))
 
     def _forget_pending(self, row: JournalRow, name: PfsName) -> None:
-        """What was to appear here may have appeared through another node, or be called something else now."""
+        """Drop a pending name that another node has already shown, or that the inode no longer has."""
         inode, shown = self.view.get_pending(*name), self.view.get_entry(*name)
         if inode is None:
             return
@@ -85,13 +86,13 @@ class SharedPlanner(Planner):
         return inode == row.inode or journal.has_later_row(self._db, inode, row.seq)
 
     def _remove_gone(self, row: JournalRow, name: PfsName) -> bool:
-        """What is gone and still shown under a name, which nobody else has now, goes: who took its place was gone before it came here."""
+        """Remove a deleted inode that is still shown under a name that no inode has now."""
         shown = self.view.get_entry(*name)
         if shown is None or self._snapshot.is_alive(shown.inode) or self._snapshot.get_child(name) is not None:
             return True
         return journal.has_later_row(self._db, shown.inode, row.seq) or self._align(shown.inode)
 
-    # --- what rows mean -----------------------------------------------------------------------------------------------
+    # --- rows by operation ----------------------------------------------------------------------------------------------
 
     def _shared_make(self, row: JournalRow) -> bool:
         name = list_row_names(row)[0]
@@ -166,7 +167,7 @@ class SharedPlanner(Planner):
         return not self._snapshot.is_alive(row.inode) or self._attributes(row)
 
     def _shared_content(self, row: JournalRow) -> bool:
-        """A content is published by the node that wrote it, or that took over from it; under the names that the file has by then."""
+        """Publish a content under the file's present names, if this node wrote it or took it over."""
         content, snapshot = row.content or 0, self._snapshot
         if (
             not snapshot.is_alive(row.inode)
@@ -176,7 +177,7 @@ class SharedPlanner(Planner):
             return True
         known = self._facts.get_content(content)
         if known is not None and known.is_remote and known.state is not ContentState.SEALED:
-            return True  # Nobody has what a dead node had not sealed.
+            return True  # A dead node had not sealed it, so no node has it.
         if known is not None and known.is_remote and not journal.has_local_copy(self._db, content):
             if content in self._lost:
                 return True
@@ -194,10 +195,10 @@ class SharedPlanner(Planner):
             return False
         return self._content(row) if row.op == "content" else self._synced(row)
 
-    # --- agreeing -----------------------------------------------------------------------------------------------------
+    # --- alignment ------------------------------------------------------------------------------------------------------
 
     def _align(self, inode: int) -> bool:
-        """Plan that the PFS shows an inode under the names that it has. False: not yet."""
+        """Plan that the PFS shows an inode under its present names. Return False if that is not possible yet."""
         self._snapshot.require_loaded(inode)
         if inode in self._aligning or self._snapshot.has_intent(inode):
             self.is_blocked = True
@@ -209,7 +210,7 @@ class SharedPlanner(Planner):
             self._aligning.discard(inode)
 
     def _show_names(self, inode: int) -> bool:
-        """Show it where it has to be: what is shown elsewhere moves there, what is nowhere is made if that needs no bytes."""
+        """Show an inode under each name that it lacks: move it, link it, or make it if it needs no bytes."""
         shared_names = self._snapshot.list_names(inode) if self._snapshot.is_alive(inode) else []
         shown = self.view.list_names(inode)
         if any(self._snapshot.get_intent(name) for name in {*shared_names, *shown}):
@@ -223,9 +224,9 @@ class SharedPlanner(Planner):
             if stale is not None and not self._move(inode, stale, name):
                 return False
             if not self.view.list_names(inode) and known is not None and not (known.is_file and known.content is not None):
-                spot = self._find_location(name)
-                assert spot is not None
-                self._plan_file(SourceKind.INODE, inode, None, known.mode, name, spot)
+                location = self._find_location(name)
+                assert location is not None
+                self._plan_file(SourceKind.INODE, inode, None, known.mode, name, location)
                 if known.is_directory:
                     self._made_directories.add(inode)
             elif (others := self._list_shown_names(inode)) and name not in others:
@@ -235,21 +236,21 @@ class SharedPlanner(Planner):
         return True
 
     def _remove_stale_names(self, inode: int) -> bool:
-        """Take away what it is not called any more, if it is shown as what it is called, or gone."""
+        """Remove names that the inode no longer has, if it is deleted or shown under a name that it has."""
         shared_names = self._snapshot.list_names(inode) if self._snapshot.is_alive(inode) else []
         shown = self.view.list_names(inode)
         if shared_names and not any(name in shared_names for name in shown):
-            return True  # Who gave it its name will come and move it.
+            return True  # The row that gave it a name will move it.
         if not shared_names and shown and not self._empty_directory(inode):
             return False
         for name in shown:
             if name in shared_names:
                 continue
-            spot = self._find_location(name)
-            if spot is None:
+            location = self._find_location(name)
+            if location is None:
                 self.view.delete_entry(*name)
                 continue
-            self._plan_removal(name, spot, "rmdir" if self._is_directory(inode) else "unlink")
+            self._plan_removal(name, location, "rmdir" if self._is_directory(inode) else "unlink")
         return True
 
     def _move(self, inode: int, name: PfsName, new: PfsName) -> bool:
@@ -266,8 +267,9 @@ class SharedPlanner(Planner):
         return True
 
     def _vacate(self, name: PfsName, inode: int) -> bool:
-        """What lives on elsewhere and is still shown under a name that shall be another inode's goes where it belongs; and what is gone
-        and cannot be replaced by it goes.
+        """Free a name for `inode`.
+
+        Another inode that lives moves to its own name; one that is deleted and cannot be replaced by `inode` is removed.
         """
         shown = self.view.get_entry(*name)
         if self._snapshot.get_intent(name):
@@ -280,7 +282,7 @@ class SharedPlanner(Planner):
             if kinds == (False, False) or (kinds == (True, True) and not self._snapshot.list_pfs_names_in(shown.inode)):
                 return True
         if shown.inode in self._aligning:
-            return self._move(shown.inode, name, (name[0], PARKED_PREFIX + b"%x" % shown.inode))  # They change places in a ring.
+            return self._move(shown.inode, name, (name[0], PARKED_PREFIX + b"%x" % shown.inode))  # The names are exchanged in a ring.
         if not self._align(shown.inode):
             return False
         now = self.view.get_entry(*name)
@@ -290,7 +292,7 @@ class SharedPlanner(Planner):
         return True
 
     def _empty_directory(self, directory: int) -> bool:
-        """What is still shown in a directory that goes leaves it first, with a batch of its own."""
+        """Move the entries of a directory that is to be removed; they need a batch of their own."""
         remaining = []
         for name in self._snapshot.list_pfs_names_in(directory):
             if self._snapshot.get_intent(name):
@@ -307,7 +309,7 @@ class SharedPlanner(Planner):
         return not remaining
 
     def _ensure_directory(self, directory: int) -> bool:
-        """Whether the PFS shows a directory, as far as that is so before this batch; if it does not it will after it."""
+        """Return True if the PFS shows the directory before this batch; if not, plan it as far as possible."""
         if directory in self._made_directories:
             return False
         if self.view.get_path(directory) is not None or not self._snapshot.is_alive(directory) or directory == ROOT:
@@ -329,7 +331,7 @@ class SharedPlanner(Planner):
         return shown is not None and shown.inode == inode
 
     def _has_name(self, row: JournalRow, name: PfsName) -> bool:
-        """Whether a name that this row gives is one that the inode has, or had until a later row of this journal."""
+        """Return True if the inode has the name that the row gives, or had it until a later row."""
         child, shown = self._snapshot.get_child(name), self.view.get_entry(*name)
         if child == row.inode:
             return True
