@@ -1,9 +1,16 @@
-"""Takes: the journal: what happened in the mount, in order, with the sealed contents of files.
-Leaves: the same tree as plain files on the PFS, each whole or absent, always in a state that the mount passed through (P6).
-If we die here: the batch in hand is in the catalog; the next mover finishes it if its temporary files were whole, and plans it anew if they
-were not, going on with the large ones. No row of the journal goes before the PFS shows what it says.
+"""Write-back: the PFS follows the mount, in the order of the journal.
 
-One batch: `plan` decides, `stage` makes temporary files, the batch is written down, `apply` makes them appear, the catalog is told.
+Takes: the journal's rows, with the sealed contents of files.
+Leaves: the same tree as plain files on the PFS, each whole or absent, always in a state that the mount passed through (P6).
+If we die here: the catalog has the batch in hand. The next mover finishes it if its temporary files were whole; otherwise it plans
+again and resumes the large files. A journal row is deleted only after the PFS shows its change.
+
+A step writes one batch:
+1. Load and choose: `plan` reads the oldest rows and decides which changes they make on the PFS.
+2. Act: `stage` makes temporary files, the batch is stored in the catalog, `apply` renames the files into place.
+3. Record: one transaction stores the new state of the PFS and deletes the batch and its journal rows.
+
+In a cluster `coordination` publishes the batch to the store before `apply` and completes it afterwards.
 """
 
 import contextlib
@@ -14,7 +21,7 @@ import time
 from collections.abc import Iterator
 
 from ckptfs import disk
-from ckptfs.catalog import copies, journal, namespace, pfs_state, summary
+from ckptfs.catalog import copies, journal, pfs_state, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
@@ -27,7 +34,7 @@ from ckptfs.errors import Busy, StoreUnreachable, TierUnavailable
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.flow.write_back.deferred import CatalogFacts, CopyPacing, DeferredFiles, build_unavailable_error
-from ckptfs.flow.write_back.plan import KEYS_PER_ROW, PlannedFile, Planner, SourceKind
+from ckptfs.flow.write_back.plan import KEYS_PER_ROW, PlannedFile, Planner, SourceKind, format_path
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
 from ckptfs.model import ROOT, Level, Notifier, Tier
@@ -44,9 +51,9 @@ BATCH_ROWS = 512
 TIMES_BATCH = 64
 PLANS_MAX = 8
 WAITING_POLL_S = 0.25
-# In a cluster it mostly waits for what the store is just being told.
+# In a cluster write-back mostly waits for rows that are being published to the store.
 PUBLISHED_POLL_S = 0.05
-# An open file that took t seconds to copy after an fsync is copied again at most every so many times t.
+# An open file that took t seconds to copy after an fsync is not copied again for PAUSE_RATIO times t.
 PAUSE_RATIO = 4.0
 PROGRESS_EVERY_S = 0.25
 
@@ -54,23 +61,21 @@ _STALE_PATH_ERRNOS = {errno.ENOENT, errno.ESTALE}
 
 
 class WriteBack:
-    """The one lane that changes the PFS under ordinary names."""
+    """The only lane that changes the PFS under ordinary names."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
-        """`around`: the other nodes, which write to the same PFS; None on a node that is alone."""
+        """`cluster`: the other nodes, which write to the same PFS; None on a single node."""
         self._db = db
         self._tiers = tiers
         self._config = config
         self._notify = notify
         self._tree = None if config.pfs is None else PfsTree(config.pfs)
         self._instance = journal.get_instance_id(db)
-        self._cluster_write_back = (
-            None if cluster is None or self._tree is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
-        )
+        self._coordination = None if cluster is None or self._tree is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
         self._deferred = DeferredFiles(lambda key, value: summary.set_report(db, key, value))
         self._facts = CatalogFacts(db, self._pacing, self._deferred)
-        self._poll_s = WAITING_POLL_S if self._cluster_write_back is None else PUBLISHED_POLL_S
+        self._poll_s = WAITING_POLL_S if self._coordination is None else PUBLISHED_POLL_S
         self._fence: int | None = None
         self._is_waiting = False
         self._has_checked = False
@@ -81,12 +86,18 @@ class WriteBack:
         self._is_reporting = False
 
     def prepare(self) -> None:
-        """Once, before the mover is ready: what was made while there was no PFS is told to the journal. Asks nothing of the PFS."""
+        """Record the files made before a PFS was configured in the journal. Does not access the PFS.
+
+        Call once before the mover is ready.
+        """
         if self._tree is not None and copies.get_tier_uuid(self._db, Tier.PFS) is None:
             journal.set_pfs(self._db, journal.UNIDENTIFIED)
 
     def step(self) -> bool:
-        """Write back one batch. True: there may be more at once. Raises TierUnavailable: nothing is lost, it is to be tried again."""
+        """Write back one batch. Return True if more work may be ready now.
+
+        Raises TierUnavailable if the PFS fails; nothing is lost, and the step is to be tried again.
+        """
         if self._tree is None:
             return False
         tree = self._tree
@@ -95,8 +106,8 @@ class WriteBack:
             self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
             return more
         except DirectoryMissing as missing:
-            if self._cluster_write_back is not None and missing.names != self._gone_directory:
-                self._gone_directory = self._cluster_write_back.confirm_gone(missing.names)
+            if self._coordination is not None and missing.names != self._gone_directory:
+                self._gone_directory = self._coordination.confirm_gone(missing.names)
                 self._is_waiting = self._gone_directory is None
                 return not self._is_waiting
             if missing.names == self._missing_directory:
@@ -105,8 +116,8 @@ class WriteBack:
             self._recreate_directory(missing)
             return True
         except NotLoaded as more:
-            assert self._cluster_write_back is not None
-            self._cluster_write_back.load_also(more.inode)
+            assert self._coordination is not None
+            self._coordination.load_also(more.inode)
             return True
         except (Busy, StoreUnreachable) as reason:
             log.debug("write-back waits: %s", reason)
@@ -115,27 +126,27 @@ class WriteBack:
         except OSError as failure:
             tree.clear_cache()
             if failure.errno in _STALE_PATH_ERRNOS and not self._has_retried_walk:
-                self._has_retried_walk = True  # A directory that we had open may have been removed: walk there again, and see.
+                self._has_retried_walk = True  # A directory in the cache may have been removed: walk its path again.
                 return True
             raise build_unavailable_error(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
 
     def next_due_s(self) -> float | None:
-        """Until a content that is not sealed yet, or an open file that had to wait for its turn, is looked at again."""
+        """Return the seconds until a waiting content or a deferred file is due; None if there is none."""
         waits = [
             self._pacing.next_due_s() if self._pacing.deferred else None,
             self._poll_s if self._is_waiting else None,
             self._deferred.next_due_s(),
-            None if self._cluster_write_back is None else self._cluster_write_back.next_due_s(),
+            None if self._coordination is None else self._coordination.next_due_s(),
         ]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def retry_now(self) -> None:
-        """Somebody drains: whatever was put off is tried now."""
+        """Try everything that was deferred in the next step, for `ckptfs drain`."""
         self._fence = None
         self._pacing.retry_now()
         self._deferred.retry_now()
 
-    # --- one batch ------------------------------------------------------------------------------------------------------
+    # --- load and choose ------------------------------------------------------------------------------------------------
 
     def _write_batch(self, tree: PfsTree) -> bool:
         for inode, content in self._pacing.take_due():
@@ -143,8 +154,8 @@ class WriteBack:
                 journal.append(self._db, "synced", inode, content=content)
         if self._has_checked and not pfs_state.has_work(self._db):
             self._is_waiting = False
-            return self._cluster_write_back is not None and self._cluster_write_back.requeue_left_out()
-        if self._cluster_write_back is not None:
+            return self._coordination is not None and self._coordination.requeue_left_out()
+        if self._coordination is not None:
             store_loss.require_rebuilt(self._db)
         tree.reopen_root(self._adopt_pfs())
         self._has_checked = True
@@ -154,35 +165,34 @@ class WriteBack:
             return True
         self._deferred.start_batch()
         after = self._deferred.after_seq
-        rows = (
-            journal.list_oldest(self._db, BATCH_ROWS, after)
-            if self._cluster_write_back is None
-            else self._cluster_write_back.list_rows(after)
-        )
+        rows = journal.list_oldest(self._db, BATCH_ROWS, after) if self._coordination is None else self._coordination.list_rows(after)
         if not rows:
-            self._is_waiting = self._cluster_write_back is not None and bool(journal.list_oldest(self._db, 1, after))
+            self._is_waiting = self._coordination is not None and bool(journal.list_oldest(self._db, 1, after))
             self._deferred.finish_journal()
             self._stager(tree).remove_leftovers([])
-            return (
-                not self._is_waiting and self._cluster_write_back is not None and self._cluster_write_back.requeue_left_out()
-            ) or self._set_times(tree)
+            return (not self._is_waiting and self._coordination is not None and self._coordination.requeue_left_out()) or self._set_times(
+                tree
+            )
         return self._write_rows(tree, rows)
 
     def _adopt_pfs(self) -> str | None:
-        """The uuid of our PFS, None where we may not leave one; at the first meeting all that exists is told to the journal."""
+        """Return the uuid of the PFS, or None if no work area can be made on it.
+
+        A new PFS gets everything that exists: it is recorded in the journal.
+        """
         uuid = copies.get_tier_uuid(self._db, Tier.PFS)
         if uuid is None:
             try:
                 uuid = self._tiers[Tier.PFS].uuid
                 copies.set_tier_uuid(self._db, Tier.PFS, uuid)
             except (PermissionError, TierUnavailable):
-                log.debug("%s goes without a work area of ours", self._config.pfs)
+                log.debug("%s: no work area can be made on the PFS", self._config.pfs)
         if journal.set_pfs(self._db, uuid or journal.UNIDENTIFIED):
-            log.info("the PFS at %s is new to this catalog; everything is written back to it", self._config.pfs)
+            log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
         return uuid
 
     def _write_rows(self, tree: PfsTree, rows: list[JournalRow]) -> bool:
-        """Plan, stage and apply. What moves on meanwhile is planned anew."""
+        """Plan, stage and apply rows; plan again if a content changes meanwhile."""
         for _ in range(PLANS_MAX):
             planner = self._plan(rows)
             self._is_waiting = planner.waiting_for is not None
@@ -193,8 +203,8 @@ class WriteBack:
             try:
                 batch = self._stage(tree, planner)
             except Busy as reason:
-                log.debug("planned anew: %s", reason)
-                if self._cluster_write_back is not None:
+                log.debug("batch planned again: %s", reason)
+                if self._coordination is not None:
                     return True
                 continue
             self._apply(tree, batch)
@@ -207,9 +217,10 @@ class WriteBack:
         def temporary(key: int) -> bytes:
             return f".ckptfs.{self._instance}.{key:x}".encode()
 
-        planner = Planner(PfsView(self._db), self._facts, temporary)
-        if self._cluster_write_back is not None:
-            planner = self._cluster_write_back.build_planner(self._facts, temporary)
+        if self._coordination is None:
+            planner = Planner(PfsView(self._db), self._facts, temporary)
+        else:
+            planner = self._coordination.build_planner(self._facts, temporary)
         with self._db.read_transaction():
             for row in rows:
                 if self._fence is not None and row.seq >= self._fence and planner.last_seq:
@@ -218,8 +229,18 @@ class WriteBack:
                     break
         return planner
 
+    def _wait_for_missing(self, planner: SharedPlanner) -> None:
+        """Note what the plan of a cluster waits for, and request bytes that only another node has."""
+        self._is_waiting = self._is_waiting or planner.is_blocked
+        if planner.missing_inode is not None and self._coordination is not None:
+            self._coordination.fetch(planner.missing_inode)
+            self._is_waiting = True
+            self._notify.wake_lanes()
+
+    # --- act: stage -----------------------------------------------------------------------------------------------------
+
     def _stage(self, tree: PfsTree, planner: Planner) -> PfsBatch:
-        """Make the temporary files, and write the batch down."""
+        """Make the temporary files and store the batch in the catalog."""
         batch = PfsBatch(planner.last_seq, [action for action in planner.actions if action.key in planner.puts])
         stager = self._stager(tree)
         stager.remove_leftovers(batch.actions)
@@ -245,27 +266,27 @@ class WriteBack:
             with self._db.transaction():
                 pfs_state.set_batch(self._db, batch, ready=True)
             disk.act("write_back:written_down", lambda: None)
-        if self._cluster_write_back is not None:
-            with self._or_give_up(tree, batch):
-                self._cluster_write_back.publish_intents(batch)
+        if self._coordination is not None:
+            with self._discarded_if_busy(tree, batch):
+                self._coordination.publish_intents(batch)
         return batch
 
     @contextlib.contextmanager
-    def _or_give_up(self, tree: PfsTree, batch: PfsBatch) -> Iterator[None]:
-        """Where the other nodes went on, a batch that was staged is not to be: it is planned anew."""
+    def _discarded_if_busy(self, tree: PfsTree, batch: PfsBatch) -> Iterator[None]:
+        """Discard a staged batch if other nodes have moved on, so that it is planned again."""
         try:
             yield
         except Busy:
-            self._give_up(tree, batch)
+            self._discard_batch(tree, batch)
             raise
 
-    def _give_up(self, tree: PfsTree, batch: PfsBatch) -> None:
+    def _discard_batch(self, tree: PfsTree, batch: PfsBatch) -> None:
         self._stager(tree).discard(batch.actions)
         with self._db.transaction():
             pfs_state.delete_batch(self._db)
 
     def _stager(self, tree: PfsTree) -> Stager:
-        return Stager(self._db, self._tiers, tree, self._progress)
+        return Stager(self._db, self._tiers, tree, self._report_progress)
 
     def _stage_files(self, stager: Stager, planner: Planner) -> dict[int, Staged]:
         staged: dict[int, Staged] = {}
@@ -279,7 +300,7 @@ class WriteBack:
                 if planned.kind is SourceKind.STABLE and planned.content is not None:
                     self._pacing.record_duration(planned.content.id, time.monotonic() - began_s)
             except Unfit:
-                log.warning("%s: the PFS cannot hold such a file; it is left out there", self._path(planned.inode))
+                log.warning("%s: not written back: the PFS cannot hold this type of file", planned.path)
                 self._facts.unfit_inodes.add(planned.inode)
                 raise Busy("the PFS cannot hold this") from None
             except Unsealed:
@@ -287,14 +308,14 @@ class WriteBack:
                 self._facts.last_unsealed = (planned.content.id, planned.content.change)
                 raise
             except Unstable as reason:
-                log.info("%s: %s; it is written back when it is fsynced again or closed", self._path(planned.inode), reason)
+                log.info("%s: not written back yet: %s; the next fsync or the close tries again", planned.path, reason)
                 assert planned.content is not None
                 self._facts.unstable_contents.add((planned.content.id, planned.content.change))
                 raise
             except DirectoryMissing:
                 raise
             except OSError as failure:
-                # What comes before this one is written back all the same.
+                # The rows before this one are written back without it.
                 is_first = min(planner.puts) == action.key and planner.actions[0] is action
                 self._fence = action.key // KEYS_PER_ROW
                 if not is_first:
@@ -306,7 +327,7 @@ class WriteBack:
         try:
             stager.sync()
         except OSError as failure:
-            # Perhaps there is room for some of them.
+            # The PFS may have room for half of them.
             keys = sorted(planner.puts)
             if len(keys) > 1:
                 self._fence = keys[len(keys) // 2] // KEYS_PER_ROW
@@ -314,45 +335,40 @@ class WriteBack:
             raise self._defer_file(planner.puts[keys[0]], failure) from failure
 
     def _defer_file(self, planned: PlannedFile, failure: OSError) -> Busy | OSError:
-        """What to raise for it: where it concerns this file alone, that is set aside and the others go on."""
-        path = self._path(planned.inode)
-        if planned.content is None or not self._deferred.defer(planned.inode, path, failure):
-            return OSError(failure.errno, failure.strerror, path)
+        """Return the exception to raise. An error of this file alone defers it, so that others proceed."""
+        if planned.content is None or not self._deferred.defer(planned.inode, planned.path, failure):
+            return OSError(failure.errno, failure.strerror, planned.path)
         self._fence = None
-        return Busy(f"{path} is set aside")
+        return Busy(f"{planned.path} is deferred")
+
+    # --- act: apply, and record -----------------------------------------------------------------------------------------
 
     def _finish_previous(self, tree: PfsTree, batch: PfsBatch) -> None:
-        """What was written down is done; in a cluster if the other nodes still count on us for it."""
-        resumed = batch if self._cluster_write_back is None else self._cluster_write_back.resume(batch)
+        """Apply an interrupted batch; in a cluster only if the other nodes still expect it of this one."""
+        resumed = batch if self._coordination is None else self._coordination.resume(batch)
         if resumed is None:
-            self._give_up(tree, batch)
+            self._discard_batch(tree, batch)
         else:
             self._apply(tree, resumed)
 
-    def _wait_for_missing(self, planner: SharedPlanner) -> None:
-        self._is_waiting = self._is_waiting or planner.is_blocked
-        if planner.missing_inode is not None and self._cluster_write_back is not None:
-            self._cluster_write_back.fetch(planner.missing_inode)
-            self._is_waiting = True
-            self._notify.wake_lanes()
-
     def _apply(self, tree: PfsTree, batch: PfsBatch) -> None:
-        """Make the batch true, and tell the catalog."""
-        require_lease = (lambda: None) if self._cluster_write_back is None else self._cluster_write_back.require_lease
+        """Make the changes on the PFS, and record them in the catalog."""
+        require_lease = (lambda: None) if self._coordination is None else self._coordination.require_lease
         applier = Applier(
-            self._db, tree, batch, require_lease, is_shared=self._cluster_write_back is not None, gone_directory=self._gone_directory
+            self._db, tree, batch, require_lease, is_shared=self._coordination is not None, gone_directory=self._gone_directory
         )
         try:
             found = applier.run() if batch.actions else {}
         except OSError as failure:
             if applier.current_action is not None and not isinstance(failure, DirectoryMissing):
-                raise OSError(failure.errno, failure.strerror, self._path(applier.current_action.inode)) from failure
+                raise OSError(failure.errno, failure.strerror, format_path(applier.current_action.location)) from failure
             raise
-        for inode in pfs_state.list_unfinished(batch, found):
-            log.warning("%s is not on the PFS any more; it is written back again if its bytes are here", self._path(inode))
-        if self._cluster_write_back is not None:
-            with self._or_give_up(tree, batch):
-                self._cluster_write_back.complete_intents(batch, found)
+        for entry in batch.expected_entries:
+            if entry.inode is not None and found.get((entry.location.parent, entry.location.name)) is None:
+                log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", format_path(entry.location))
+        if self._coordination is not None:
+            with self._discarded_if_busy(tree, batch):
+                self._coordination.complete_intents(batch, found)
         else:
             with self._db.transaction():
                 pfs_state.record_batch_done(self._db, batch, found)
@@ -360,46 +376,42 @@ class WriteBack:
         if batch.published_rows:
             self._notify.wake_lanes()
 
-    # --- around it ------------------------------------------------------------------------------------------------------
+    # --- the rest -------------------------------------------------------------------------------------------------------
 
     def _recreate_directory(self, missing: DirectoryMissing) -> None:
-        """A stranger removed a directory into which we have to write: it is made again, with all that is ours in it."""
+        """Make a directory again that is needed but was removed on the PFS, with everything in it."""
         inode = pfs_state.find_inode(self._db, missing.names)
         if inode is None or inode == ROOT:
             raise build_unavailable_error(missing, str(missing.filename)) from missing
-        log.warning("the directory %s is gone from the PFS; it is made again", missing.filename)
+        log.warning("%s: directory gone from the PFS; it is made again with everything in it", missing.filename)
         with self._db.transaction():
             if not journal.insert_rows_for_tree(self._db, inode):
-                pfs_state.delete_entries(self._db, inode)  # The mount has removed it too: what was to happen in it need not happen.
+                pfs_state.delete_entries(self._db, inode)  # The mount has removed it too; changes in it are obsolete.
 
     def _set_times(self, tree: PfsTree) -> bool:
-        """Nothing else is to be done: directories get the times that they have in the mount."""
+        """Set the times of directories on the PFS as in the mount. Runs when the journal is empty."""
         directories = pfs_state.list_stale_times(self._db, TIMES_BATCH)
-        if self._cluster_write_back is not None and directories:
-            self._cluster_write_back.load_directories(directories)
+        if self._coordination is not None and directories:
+            self._coordination.load_directories(directories)
         view = PfsView(self._db)
         for number in directories:
             path = view.get_path(number)
+            if path is None:
+                continue
             with contextlib.suppress(FileNotFoundError):
                 inode = get(self._db, number)
-                if path is None:
-                    continue
-                fd = tree.get_directory(path)
-                disk.act("write_back:times", set_directory_times, fd, inode)
+                disk.act("write_back:times", set_directory_times, tree.get_directory(path), inode)
         pfs_state.delete_stale_times(self._db, directories)
         return bool(directories)
 
-    def _progress(self, inode: int, copied: int, size: int) -> None:
+    def _report_progress(self, inode: int, path: str, copied: int, size: int) -> None:
         now = time.monotonic()
         if now - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s, self._is_reporting = now, True
-            value = {"inode": inode, "path": self._path(inode), "copied_bytes": copied, "size_bytes": size}
+            value = {"inode": inode, "path": path, "copied_bytes": copied, "size_bytes": size}
             summary.set_report(self._db, "write_back", value)
 
     def _clear_progress(self) -> None:
         if self._is_reporting:
             self._is_reporting = False
             summary.set_report(self._db, "write_back", None)
-
-    def _path(self, inode: int) -> str:
-        return os.fsdecode(namespace.get_path(self._db, inode) or b"/")

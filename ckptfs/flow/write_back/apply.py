@@ -1,10 +1,12 @@
-"""Takes: a batch that is written down, whose temporary files are whole.
-Leaves: its changes on the PFS, in order and on disk there, and what every name was seen to show at the end.
-If we die here: the next mover does the same batch again. Each change looks first whether it was done: what it would move is not under
-its old name any more (the numbers of all files in the batch are known), or its temporary file is gone.
+"""The changes of one batch on the PFS.
 
-A name that shows something unknown was given it by a stranger. Ours wins; theirs is kept beside it as NAME.ckptfs-conflict-N.
-What turns out to be missing at the end is told to the journal again.
+Takes: a batch that the catalog has, whose temporary files are whole.
+Leaves: its changes on the PFS, in order and on disk there, and the stat of every name of the batch afterwards.
+If we die here: the next mover applies the same batch again. Each change first checks whether it was done: then the inode that it moves
+is not under its old name any more (the st_ino of all files in the batch are known), or its temporary file is gone.
+
+A name that shows an unknown inode was changed externally. The mount's version wins; the external one is kept in the same directory as
+NAME.ckptfs-conflict-N. Entries that turn out to be missing at the end go to the journal again.
 """
 
 import contextlib
@@ -12,7 +14,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ckptfs import disk, limits
 from ckptfs.catalog import pfs_state
@@ -20,6 +22,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_state import Fingerprint, ObservedStat, PfsAction, PfsBatch, PfsLocation
 from ckptfs.errors import Busy
+from ckptfs.flow.write_back.plan import format_path
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, find_stat
@@ -52,27 +55,28 @@ class Applier:
         is_shared: bool = False,
         gone_directory: DirectoryPath | None = None,
     ) -> None:
-        """`demand` raises Busy when this node may not change the PFS any more. `shared`: other nodes write to this PFS, too; what they
-        make in a directory that goes will soon be gone, and one that is not there they may have moved just now: only `gone` is known to be
-        gone.
+        """`require_lease` raises Busy if this node may not change the PFS any more.
+
+        `is_shared`: other nodes write to the same PFS. Their temporary files in a directory to remove will soon be gone, and a missing
+        directory may just have been moved: only `gone_directory` is known to be gone.
         """
         self._require_lease = require_lease
         self._is_shared = is_shared
         self._gone_directory = gone_directory
-        self._db = db
         self._tree = tree
         self._batch = batch
+        self._attributes = _load_attributes(db, {action.inode for action in batch.actions if action.act in {"attributes", "link"}})
         self._batch_inodes = {
-            mark.ino
+            fingerprint.ino
             for action in batch.actions
-            for mark in (action.fingerprint, action.replaced_fingerprint)
-            if mark is not None and mark.ino
+            for fingerprint in (action.fingerprint, action.replaced_fingerprint)
+            if fingerprint is not None and fingerprint.ino
         }
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None
 
     def run(self) -> dict[tuple[int, bytes], ObservedStat | None]:
-        """Make all changes; what every name of the batch then shows, None where it is not what it should be."""
+        """Make all changes. Return the stat of every name of the batch, None if it shows another inode."""
         for action in self._batch.actions:
             self.current_action = action
             try:
@@ -80,7 +84,7 @@ class Applier:
             except DirectoryMissing as missing:
                 if self._is_shared and missing.names != self._gone_directory:
                     raise
-                # A stranger took the directory away, or the batch is done again and removed it.
+                # The directory was removed externally, or by this batch in an earlier attempt.
         for path in self._directories:
             with contextlib.suppress(DirectoryMissing):
                 self._persist(path)
@@ -93,11 +97,11 @@ class Applier:
     def _do(self, action: PfsAction) -> None:
         {
             "put": self._put, "link": self._link, "move": self._move, "exchange": self._exchange,
-            "unlink": self._unlink, "rmdir": self._rmdir, "attributes": self._attributes,
+            "unlink": self._unlink, "rmdir": self._rmdir, "attributes": self._set_attributes,
         }[action.act](action)  # fmt: skip
-        for spot in (action.location, action.new_location):
-            if spot is not None and action.act != "attributes":
-                self._directories[spot.path] = None
+        for location in (action.location, action.new_location):
+            if location is not None and action.act != "attributes":
+                self._directories[location.path] = None
 
     def _persist(self, path: tuple[bytes, ...]) -> None:
         try:
@@ -106,7 +110,7 @@ class Applier:
             if failure.errno not in _NO_FSYNC:
                 raise
 
-    # --- the changes ----------------------------------------------------------------------------------------------------
+    # --- one method per act------------------------------------------------------------------------------------------------
 
     def _put(self, action: PfsAction) -> None:
         directory = self._fd(action.location)
@@ -141,7 +145,7 @@ class Applier:
         self._rename("write_back:put", action.new_location, action.temporary, action.new_location)
 
     def _link_or_copy(self, action: PfsAction) -> None:
-        """Another name under the temporary one; where the PFS has no links, another file with the same bytes."""
+        """Link the file under the temporary name; if the PFS has no links, copy its bytes."""
         assert action.new_location is not None
         source, target = self._fd(action.location), self._fd(action.new_location)
         try:
@@ -151,7 +155,7 @@ class Applier:
             found = find_stat(source, action.location.name)
             if failure.errno not in _NO_LINKS or found is None or not stat.S_ISREG(found.st_mode):
                 raise
-            log.warning("the PFS cannot link %s (%s); it gets a copy", os.fsdecode(action.new_location.name), failure.strerror)
+            log.warning("%s: the PFS cannot link: %s; a copy is made instead", format_path(action.new_location), failure.strerror)
         self._copy(action)
 
     def _copy(self, action: PfsAction) -> None:
@@ -195,36 +199,31 @@ class Applier:
 
     def _exchange(self, action: PfsAction) -> None:
         assert action.new_location is not None and action.replaced_fingerprint is not None
-        here, there = self._fd(action.location), self._fd(action.new_location)
-        one, other = find_stat(here, action.location.name), find_stat(there, action.new_location.name)
-        parked = find_stat(here, action.temporary)
-        if parked is not None and self._matches(parked, action.fingerprint):
+        directory, new_directory = self._fd(action.location), self._fd(action.new_location)
+        other = find_stat(new_directory, action.new_location.name)
+        if self._matches(find_stat(directory, action.temporary), action.fingerprint):
             self._finish_exchange(action, other)
-        elif (
-            one is not None
-            and self._matches(one, action.fingerprint)
-            and other is not None
-            and self._matches(other, action.replaced_fingerprint)
+        elif self._matches(find_stat(directory, action.location.name), action.fingerprint) and self._matches(
+            other, action.replaced_fingerprint
         ):
             try:
                 name, new = action.location.name, action.new_location.name
-                self._run_as_owner(here, name, lambda: disk.act("write_back:swap", exchange, here, name, there, new))
+                self._run_as_owner(directory, name, lambda: disk.act("write_back:swap", exchange, directory, name, new_directory, new))
             except OSError as failure:
                 if failure.errno not in _NO_EXCHANGE:
                     raise
-                self._rename(
-                    "write_back:move",
-                    action.location,
-                    action.location.name,
-                    PfsLocation(action.location.parent, action.temporary, action.location.path),
-                )
+                parked = PfsLocation(action.location.parent, action.temporary, action.location.path)
+                self._rename("write_back:move", action.location, action.location.name, parked)
                 self._finish_exchange(action, other)
         self._tree.clear_cache()
 
     def _finish_exchange(self, action: PfsAction, other: os.stat_result | None) -> None:
-        """Exchange by three renames, of which the first is done: a PFS without RENAME_EXCHANGE shows a name missing for a moment."""
+        """Finish an exchange by three renames, of which the first is done.
+
+        A PFS without RENAME_EXCHANGE shows a name missing for a moment.
+        """
         assert action.new_location is not None and action.replaced_fingerprint is not None
-        if other is not None and self._matches(other, action.replaced_fingerprint):
+        if self._matches(other, action.replaced_fingerprint):
             self._rename("write_back:move", action.new_location, action.new_location.name, action.location)
         self._rename("write_back:move", action.location, action.temporary, action.new_location)
 
@@ -234,7 +233,7 @@ class Applier:
             return
         if not self._matches(found, action.fingerprint):
             if found.st_ino not in self._batch_inodes:
-                log.warning("%s was removed here, but is somebody else's on the PFS now; it stays there", os.fsdecode(action.location.name))
+                log.warning("%s: removed in the mount, but replaced externally on the PFS; it stays there", format_path(action.location))
             return
         self._remove("write_back:unlink", action.location, action.location.name, found)
 
@@ -248,101 +247,105 @@ class Applier:
             if failure.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise
             if self._is_shared and _has_only_temporaries(self._fd(action.location), action.location.name):
-                raise Busy("another node is making something in a directory that goes") from failure
-            log.warning(
-                "%s was removed here, but holds somebody else's files on the PFS; it stays there", os.fsdecode(action.location.name)
-            )
+                raise Busy("another node is making files in a directory that is being removed") from failure
+            log.warning("%s: removed in the mount, but holds other files on the PFS; it stays there", format_path(action.location))
         self._tree.clear_cache()
 
-    def _attributes(self, action: PfsAction) -> None:
+    def _set_attributes(self, action: PfsAction) -> None:
         directory = self._fd(action.location)
         found = find_stat(directory, action.location.name)
-        if found is not None and self._matches(found, action.fingerprint):
+        if self._matches(found, action.fingerprint):
             name = action.location.name
             self._run_as_owner(
                 directory, name, lambda: disk.act("write_back:attributes", self._apply_attributes, action.inode, directory, name)
             )
 
     def _apply_attributes(self, number: int, directory: int, name: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            pfs_ownership.apply_attributes(directory, name, get(self._db, number), pfs_state.get_xattrs(self._db, number))
+        if number in self._attributes:
+            with contextlib.suppress(FileNotFoundError):
+                pfs_ownership.apply_attributes(directory, name, *self._attributes[number])
 
     # --- names in the way -----------------------------------------------------------------------------------------------
 
-    def _preserve_external(self, spot: PfsLocation, own: Fingerprint, expected: Fingerprint | None) -> None:
-        """Keep what a stranger put under a name, or wrote into what we put there, before ours replaces it."""
-        there = find_stat(self._fd(spot), spot.name)
+    def _preserve_external(self, location: PfsLocation, own: Fingerprint, expected: Fingerprint | None) -> None:
+        """Keep an external file or change under a conflict name before it is replaced."""
+        there = find_stat(self._fd(location), location.name)
         if there is None or stat.S_ISDIR(there.st_mode) or there.st_ino == own.ino:
             return
         if expected is not None and self._matches(there, expected):
             if _is_externally_changed(there, expected):
-                self._keep_as_conflict(spot, there)
+                self._keep_as_conflict(location, there)
         elif there.st_ino not in self._batch_inodes:
-            self._keep_as_conflict(spot, there)
+            self._keep_as_conflict(location, there)
 
-    def _free_name(self, spot: PfsLocation, expected: Fingerprint | None) -> None:
-        """Free a name for what cannot be renamed over what is there. What we put there has gone in the mount, and goes."""
-        there = find_stat(self._fd(spot), spot.name)
+    def _free_name(self, location: PfsLocation, expected: Fingerprint | None) -> None:
+        """Free a name that rename(2) cannot replace. Remove our own file there: the mount deleted it."""
+        there = find_stat(self._fd(location), location.name)
         if there is None:
             return
         is_ours = expected is not None and self._matches(there, expected) and not stat.S_ISDIR(there.st_mode)
         if not is_ours:
-            self._keep_as_conflict(spot, there)
-        still_there = find_stat(self._fd(spot), spot.name)
+            self._keep_as_conflict(location, there)
+        still_there = find_stat(self._fd(location), location.name)
         if still_there is not None and not stat.S_ISDIR(still_there.st_mode):
-            self._remove("write_back:unlink", spot, spot.name, still_there)  # What a stranger wrote is under the name beside it by now.
+            self._remove("write_back:unlink", location, location.name, still_there)  # The conflict name has an external file by now.
 
-    def _keep_as_conflict(self, spot: PfsLocation, there: os.stat_result | None) -> None:
-        """Give what is under a name another one beside it. A file keeps the name as well, so that it never shows nothing."""
+    def _keep_as_conflict(self, location: PfsLocation, there: os.stat_result | None) -> None:
+        """Give an external entry a conflict name. A file keeps its name as well, so that it is never missing."""
         if there is None:
             return
-        directory = self._fd(spot)
+        directory = self._fd(location)
         for number in range(1, 10_000):
             suffix = CONFLICT_SUFFIX % number
-            conflict_name = spot.name[: limits.NAME_BYTES_MAX - len(suffix)] + suffix
+            conflict_name = location.name[: limits.NAME_BYTES_MAX - len(suffix)] + suffix
             found = find_stat(directory, conflict_name)
             if found is not None and found.st_ino == there.st_ino and not stat.S_ISDIR(there.st_mode):
                 return
             if found is None:
                 break
-        log.warning("somebody else changed %s on the PFS; theirs is kept there as %s", os.fsdecode(spot.name), os.fsdecode(conflict_name))
+        log.warning(
+            "%s: changed externally on the PFS; that version is kept there as %s", format_path(location), os.fsdecode(conflict_name)
+        )
         self._run_as_owner(
-            directory, spot.name, lambda: disk.act("write_back:aside", _link_or_rename, directory, spot.name, conflict_name, there)
+            directory, location.name, lambda: disk.act("write_back:aside", _link_or_rename, directory, location.name, conflict_name, there)
         )
 
     def _shows_later_change(self, target: os.stat_result | None, expected: Fingerprint | None) -> bool:
-        """Whether a name shows what a later change of this batch put there: then this change was done in an earlier life."""
+        """Return True if a later change of this batch was done under this name: then this one was, too."""
         return target is not None and target.st_ino in self._batch_inodes and not (expected is not None and self._matches(target, expected))
 
-    def _matches(self, found: os.stat_result | None, mark: Fingerprint) -> bool:
-        """Whether this is what `mark` describes.
+    def _matches(self, found: os.stat_result | None, fingerprint: Fingerprint) -> bool:
+        """Return True if `found` is the inode that `fingerprint` describes.
 
-        Numbers are not stable on every filesystem: for a number that the batch does not know, a file's size and time will do.
+        st_ino is not stable on every filesystem: for a number unknown to the batch, equal size and mtime of a file are enough.
         """
         if found is None:
             return False
-        if mark.ino in (0, found.st_ino):
+        if fingerprint.ino in (0, found.st_ino):
             return True
-        if found.st_ino in self._batch_inodes or mark.size < 0 or not stat.S_ISREG(found.st_mode):
+        if found.st_ino in self._batch_inodes or fingerprint.size < 0 or not stat.S_ISREG(found.st_mode):
             return False
-        return (found.st_size, found.st_mtime_ns) == (mark.size, mark.mtime_ns)
+        return (found.st_size, found.st_mtime_ns) == (fingerprint.size, fingerprint.mtime_ns)
 
     # --- pieces ---------------------------------------------------------------------------------------------------------
 
-    def _fd(self, spot: PfsLocation) -> int:
-        return self._tree.get_directory(spot.path)
+    def _fd(self, location: PfsLocation) -> int:
+        return self._tree.get_directory(location.path)
 
     def _rename(self, label: str, old: PfsLocation, old_name: bytes, new: PfsLocation) -> None:
         old_fd, new_fd = self._fd(old), self._fd(new)
         self._run_as_owner(old_fd, old_name, lambda: disk.rename(label, old_name, new.name, old_fd=old_fd, new_fd=new_fd))
 
-    def _remove(self, label: str, spot: PfsLocation, name: bytes, found: os.stat_result) -> None:
-        directory = self._fd(spot)
+    def _remove(self, label: str, location: PfsLocation, name: bytes, found: os.stat_result) -> None:
+        directory = self._fd(location)
         call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
         self._run_as_owner(directory, name, lambda: disk.act(label, call, name, dir_fd=directory))
 
     def _run_as_owner(self, directory: int, name: bytes, call: Callable[[], None]) -> None:
-        """`call()` as we are, or as the owner of what it is about, or of its directory. Everything that anybody sees goes through here."""
+        """Call `call` as this process, or as the owner of the entry or its directory.
+
+        Every visible change of the PFS goes through this method, which checks the lease.
+        """
 
         def owners() -> list[pfs_ownership.Owner]:
             subjects = (find_stat(directory, name), os.fstat(directory))
@@ -354,28 +357,37 @@ class Applier:
 
         pfs_ownership.retry_as_owner(guarded_call, owners)
 
-    def _observe(self, spot: PfsLocation, mark: Fingerprint) -> ObservedStat | None:
-        """What a name shows, if it is what it should be."""
+    def _observe(self, location: PfsLocation, fingerprint: Fingerprint) -> ObservedStat | None:
+        """Return the stat of a name if it shows the expected inode."""
         try:
-            found = disk.act("write_back:look", find_stat, self._fd(spot), spot.name)
+            found = disk.act("write_back:look", find_stat, self._fd(location), location.name)
         except DirectoryMissing:
             return None
-        if found is None or not self._matches(found, mark):
+        if found is None or not self._matches(found, fingerprint):
             return None
         return ObservedStat(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
 
 
+def _load_attributes(db: Database, inodes: Iterable[int]) -> dict[int, tuple[Inode, dict[bytes, bytes]]]:
+    """Return the rows and the extended attributes of those inodes that still exist."""
+    found = {}
+    for inode in inodes:
+        with contextlib.suppress(FileNotFoundError):
+            found[inode] = get(db, inode), pfs_state.get_xattrs(db, inode)
+    return found
+
+
 def _has_only_temporaries(directory: int, name: bytes) -> bool:
-    """Whether a directory holds nothing but what nodes are making in it, to find out that it goes."""
+    """Return True if a directory holds only temporary files of other nodes, which will find it gone."""
     with disk.closing(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as fd:
         return all(found.startswith(".ckptfs.") for found in os.listdir(fd))
 
 
-def _is_externally_changed(found: os.stat_result, mark: Fingerprint) -> bool:
-    """Whether a stranger wrote into a file since we last saw it."""
-    if mark.size < 0 or not stat.S_ISREG(found.st_mode):
+def _is_externally_changed(found: os.stat_result, fingerprint: Fingerprint) -> bool:
+    """Return True if a file was written externally since its fingerprint was taken."""
+    if fingerprint.size < 0 or not stat.S_ISREG(found.st_mode):
         return False
-    return found.st_size != mark.size or found.st_mtime_ns > mark.mtime_ns
+    return found.st_size != fingerprint.size or found.st_mtime_ns > fingerprint.mtime_ns
 
 
 def _link_or_rename(directory: int, name: bytes, conflict_name: bytes, there: os.stat_result) -> None:
@@ -390,7 +402,7 @@ def _link_or_rename(directory: int, name: bytes, conflict_name: bytes, there: os
 
 
 def set_directory_times(fd: int, inode: Inode) -> None:
-    """A directory gets the times that it has in the mount, where we may."""
+    """Set the times of a directory as in the mount, if permitted."""
     found = find_stat(fd, b".")
     assert found is not None
 

@@ -1,17 +1,15 @@
-"""Takes: what the PFS refuses: a file's owner is over the quota, may not write there, or the name or the file is too long for it.
-Leaves: files that are set aside while everything else goes on, each tried again after a while; words for people.
-If we die here: nothing is remembered; the rows of these files are still in the journal, and the next mover begins with them.
+"""Everything that write-back puts off, and the facts that the planner reads.
 
-Only the bytes of regular files are set aside. What happens to their names goes on in its order, as with a file that is not sealed yet.
-All rows of such a file wait together and are taken again in their order: an older generation never covers a newer one.
+Takes: errors of the PFS, the durations of copies, and rows of the catalog.
+Leaves: which files wait, until when, and a report of them for `ckptfs status`.
+If we die here: nothing of this is persistent. The rows of deferred files are still in the journal, and the next mover begins with them.
+`DeferredFiles`: the PFS refuses the bytes of a regular file: the owner's quota is exceeded, the owner may not write there, or the name
+or the file is too long. The file waits while all others proceed, and is tried again after a pause. Changes of its names still apply in
+order. All rows with its bytes wait together, so that an older generation never replaces a newer one.
 
-Takes: how long the copies of open files took, and which of them are fsynced again.
-Leaves: turns: a large file that stays open and is fsynced all the time does not keep the PFS busy with nothing else.
-If we die here: turns are forgotten; the next fsync or the close of the file begins anew.
+`CopyPacing`: pauses between copies of a large file that stays open and is fsynced all the time, so that it does not occupy the PFS.
 
-Takes: what planning asks of the catalog.
-Leaves: the answers, with what write-back itself has learned on the PFS: what it cannot hold, what changes all the time.
-If we die here: what was learned is learned again.
+`CatalogFacts`: `plan.Facts` from the catalog, with what earlier attempts found out about the PFS.
 """
 
 import errno
@@ -33,13 +31,18 @@ from ckptfs.model import Content, Inode
 from ckptfs.tiers import health
 
 log = logging.getLogger(__name__)
-SINGLE_FILE_ERRNOS = {errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
 
+SINGLE_FILE_ERRNOS = {errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
+# If so many files are refused the whole PFS refuses, and write-back waits for it.
 FILES_MAX = 1024
-"""When so many are refused it is the PFS that refuses, and write-back waits for it as a whole."""
 LOGGED_MAX = 10
 RETRY_FIRST_S = 1.0
 RETRY_LAST_S = 120.0
+PAUSE_S_MIN = 0.25
+# A content may block the rows behind it until its seal for as long as its digest takes on a slow disk, and a margin.
+SEAL_WAIT_S = 10.0
+SEAL_WAIT_REPEATED_S = 2.0
+SEAL_BYTES_PER_S = 200 * MIB
 TROUBLE = "trouble:files set aside"
 
 _REMEDIES = {
@@ -50,23 +53,13 @@ _REMEDIES = {
     errno.EPERM: "let the file's owner write to this directory on the PFS",
     errno.ENAMETOOLONG: "give the file a shorter name",
     errno.EFBIG: "raise the PFS's limit on the size of a file, or keep the file elsewhere",
-    errno.ESTALE: "mount the PFS anew",
-    errno.ENOTCONN: "mount the PFS anew",
+    errno.ESTALE: "mount the PFS again",
+    errno.ENOTCONN: "mount the PFS again",
 }
-
-
-def build_unavailable_error(failure: OSError, path: str) -> CkptfsError:
-    """What a failing PFS is called for people: which path, what happened, what helps."""
-    sentence = f"write-back of {path} to the PFS failed: {failure.strerror or failure}"
-    error = TierUnavailable(sentence, remedy=_REMEDIES.get(failure.errno or 0, ""))
-    error.errno = failure.errno or errno.EIO
-    return error
 
 
 @dataclass(frozen=True, slots=True)
 class _DeferredFile:
-    """A file that is set aside."""
-
     until_s: float
     delay_s: float
     path: str
@@ -75,10 +68,10 @@ class _DeferredFile:
 
 
 class DeferredFiles:
-    """The files that are set aside. `after`: up to this row the journal holds nothing but rows of such files."""
+    """The files that the PFS refuses. Up to row `after_seq` the journal holds only rows of such files."""
 
     def __init__(self, report: Callable[[str, Mapping[str, Any] | None], None]) -> None:
-        """`report(key, value)` tells people."""
+        """`report(key, value)` publishes the trouble, or clears it if `value` is None."""
         self.after_seq = 0
         self._report = report
         self._files: dict[int, _DeferredFile] = {}
@@ -86,7 +79,10 @@ class DeferredFiles:
         self._retries_all = False
 
     def defer(self, inode: int, path: str, failure: OSError) -> bool:
-        """Set a file aside for what the PFS said of it. False: that concerns more than this file, or there are too many."""
+        """Defer a file that the PFS refused.
+
+        Returns False if the error concerns more than this file, or if too many files are deferred.
+        """
         if failure.errno not in SINGLE_FILE_ERRNOS or len(self._files) >= FILES_MAX:
             return False
         before_s = self._delays_s.pop(inode, 0.0)
@@ -94,16 +90,16 @@ class DeferredFiles:
         what, remedy = health.describe(failure), _REMEDIES.get(failure.errno or 0, "")
         self._files[inode] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy)
         level = logging.WARNING if not before_s and len(self._files) <= LOGGED_MAX else logging.DEBUG
-        log.log(level, "%s is not written back for now: %s (%s); everything else is", path, what, remedy)
+        log.log(level, "%s: not written back for now: %s; all other files are (%s)", path, what, remedy)
         self._report_deferred()
         return True
 
     def is_deferred(self, inode: int) -> bool:
-        """Whether this file is set aside now. Once it is, until the journal is begun anew: its rows keep their order."""
+        """Return True if the file is deferred. Its rows keep their order: only `start_batch` releases it."""
         return inode in self._files
 
     def start_batch(self) -> None:
-        """Call it before each batch: when some files' time has come, the journal is begun anew, without holding them."""
+        """Release the files that are due, and read the journal anew for them. Call before each batch."""
         retries_all, self._retries_all = self._retries_all, False
         now = time.monotonic()
         due = [inode for inode, one in self._files.items() if retries_all or one.until_s <= now]
@@ -113,35 +109,32 @@ class DeferredFiles:
             self.after_seq = 0
 
     def finish_journal(self) -> None:
-        """The journal was gone through to its end: whatever was tried again and is not set aside anew is well, or gone."""
+        """Forget released files that were not deferred again. Call at the end of the journal."""
         if self._delays_s:
             self._delays_s.clear()
             self._report_deferred()
 
     def next_due_s(self) -> float | None:
-        """Until the first one's time has come."""
+        """Return the seconds until the first file is due; None if there is none."""
         if not self._files:
             return None
         return max(0.0, min(one.until_s for one in self._files.values()) - time.monotonic())
 
     def retry_now(self) -> None:
-        """Somebody drains: all of them are tried now. May be called from another thread."""
+        """Release all files before the next batch. May be called from another thread."""
         self._retries_all = True
 
     def _report_deferred(self) -> None:
-        self._report(TROUBLE, _describe(self._files.values()))
+        self._report(TROUBLE, _build_report(self._files.values()))
 
 
-def _describe(deferred: Iterable[_DeferredFile]) -> dict[str, str] | None:
-    """The first of them, and how many more there are."""
-    every = sorted(deferred, key=lambda one: os.fsencode(one.path))
-    if not every:
+def _build_report(deferred: Iterable[_DeferredFile]) -> dict[str, str] | None:
+    """Describe the first deferred file, and count the others. Returns None if there is none."""
+    files = sorted(deferred, key=lambda file: os.fsencode(file.path))
+    if not files:
         return None
-    more = f", nor are {len(every) - 1} other files" if len(every) > 1 else ""
-    return {"what": f"{every[0].what}: it is not written back for now{more}", "path": every[0].path, "remedy": every[0].remedy}
-
-
-PAUSE_S_MIN = 0.25
+    more = f", nor are {len(files) - 1} other files" if len(files) > 1 else ""
+    return {"what": f"{files[0].what}: it is not written back for now{more}", "path": files[0].path, "remedy": files[0].remedy}
 
 
 class CopyPacing:
@@ -154,14 +147,14 @@ class CopyPacing:
         self.deferred: dict[int, int] = {}
 
     def record_duration(self, content: int, seconds: float) -> None:
-        """An open content was copied."""
+        """Record that an open content was copied in `seconds`."""
         if seconds * self._ratio > PAUSE_S_MIN:
             now = time.monotonic()
             self._until_s = {number: until_s for number, until_s in self._until_s.items() if until_s > now}
             self._until_s[content] = time.monotonic() + seconds * self._ratio
 
     def defer_if_early(self, inode: int, content: int) -> bool:
-        """Whether this content's turn is still to come; it is remembered then."""
+        """Return True, and remember the content, if its pause is not over."""
         if time.monotonic() >= self._until_s.get(content, 0.0):
             self._until_s.pop(content, None)
             return False
@@ -169,28 +162,22 @@ class CopyPacing:
         return True
 
     def take_due(self) -> list[tuple[int, int]]:
-        """(inode, content) of those whose turn has come."""
+        """Return (inode, content) of the deferred contents whose pause is over."""
         now = time.monotonic()
         due = [content for content in self.deferred if now >= self._until_s.get(content, 0.0)]
         return [(self.deferred.pop(content), content) for content in due]
 
     def next_due_s(self) -> float:
-        """Until the first one's turn."""
+        """Return the seconds until the first pause is over. Requires a deferred content."""
         return max(0.0, min(self._until_s.get(content, 0.0) for content in self.deferred) - time.monotonic())
 
     def retry_now(self) -> None:
-        """It is everybody's turn now."""
+        """End all pauses."""
         self._until_s.clear()
 
 
-# How long a content may keep the others waiting for its seal: what its digest takes on a slow disk, and a while.
-SEAL_WAIT_S = 10.0
-SEAL_WAIT_REPEATED_S = 2.0
-SEAL_BYTES_PER_S = 200 * MIB
-
-
 class CatalogFacts:
-    """`Facts` for the planner: what the catalog says, and what was learned on the PFS."""
+    """`plan.Facts` from the catalog and from earlier attempts."""
 
     def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
         self._db = db
@@ -230,3 +217,11 @@ class CatalogFacts:
 
     def is_unfit(self, inode: int) -> bool:
         return inode in self.unfit_inodes
+
+
+def build_unavailable_error(failure: OSError, path: str) -> CkptfsError:
+    """Return the error that describes a failing PFS: the path, the cause and the remedy."""
+    sentence = f"write-back of {path} to the PFS failed: {failure.strerror or failure}"
+    error = TierUnavailable(sentence, remedy=_REMEDIES.get(failure.errno or 0, ""))
+    error.errno = failure.errno or errno.EIO
+    return error

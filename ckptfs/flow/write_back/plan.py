@@ -169,47 +169,49 @@ class Planner:
         return [name for name in self.view.list_names(inode) if self._find_location(name) is not None]
 
     def _append(
-        self, act: str, inode: int, at: PfsLocation, mark: Fingerprint, to: PfsLocation | None, replaced: Fingerprint | None
+        self, act: str, inode: int, at: PfsLocation, fingerprint: Fingerprint, to: PfsLocation | None, replaced: Fingerprint | None
     ) -> None:
         key = self._next_key()
-        self.actions.append(PfsAction(act, key, inode, at, mark, to, replaced, self._temporary(key)))
+        self.actions.append(PfsAction(act, key, inode, at, fingerprint, to, replaced, self._temporary(key)))
 
-    def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName, spot: PfsLocation) -> Fingerprint:
+    def _plan_file(
+        self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName, location: PfsLocation
+    ) -> Fingerprint:
         """Plan that `name` shows the new file. Return how it is recognised afterwards."""
         key = self._next_key()
-        mark = Fingerprint(-key)
-        self.actions.append(PfsAction("put", key, inode, spot, mark, None, self._find_fingerprint(name), self._temporary(key)))
-        self.puts[key] = PlannedFile(kind, inode, content, mode, format_path(spot))
+        fingerprint = Fingerprint(-key)
+        self.actions.append(PfsAction("put", key, inode, location, fingerprint, None, self._find_fingerprint(name), self._temporary(key)))
+        self.puts[key] = PlannedFile(kind, inode, content, mode, format_path(location))
         self._rewritten.add(inode)
         self._planned_bytes += content.size if content is not None else 0
         self.view.delete_pending(*name)
-        self.view.set_entry(*name, PfsEntry(inode, mark))
-        return mark
+        self.view.set_entry(*name, PfsEntry(inode, fingerprint))
+        return fingerprint
 
-    def _plan_link(self, inode: int, source: PfsName, target: PfsName, mark: Fingerprint) -> None:
+    def _plan_link(self, inode: int, source: PfsName, target: PfsName, fingerprint: Fingerprint) -> None:
         """Plan that `target` names the same inode as `source`."""
         at, to = self._find_location(source), self._find_location(target)
         assert at is not None and to is not None
-        self._append("link", inode, at, mark, to, self._find_fingerprint(target))
+        self._append("link", inode, at, fingerprint, to, self._find_fingerprint(target))
         self.view.delete_pending(*target)
-        self.view.set_entry(*target, PfsEntry(inode, mark))
+        self.view.set_entry(*target, PfsEntry(inode, fingerprint))
 
     def _plan_move(self, shown: PfsEntry, name: PfsName, at: PfsLocation, new: PfsName, to: PfsLocation) -> None:
         self._append("move", shown.inode, at, self._find_fingerprint(name) or shown.fingerprint, to, self._find_fingerprint(new))
         self.view.delete_entry(*name)
         self.view.set_entry(*new, shown)
 
-    def _plan_removal(self, name: PfsName, spot: PfsLocation, act: str = "unlink") -> None:
+    def _plan_removal(self, name: PfsName, location: PfsLocation, act: str = "unlink") -> None:
         shown = self.view.get_entry(*name)
         assert shown is not None
-        self.actions.append(PfsAction(act, self._next_key(), shown.inode, spot, self._find_fingerprint(name) or Fingerprint()))
+        self.actions.append(PfsAction(act, self._next_key(), shown.inode, location, self._find_fingerprint(name) or Fingerprint()))
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:
         """Plan that the entry under `name` gets the attributes of `inode`."""
-        shown, spot = self.view.get_entry(*name), self._find_location(name)
-        assert shown is not None and spot is not None
-        self.actions.append(PfsAction("attributes", self._next_key(), inode, spot, Fingerprint(shown.fingerprint.ino)))
+        shown, location = self.view.get_entry(*name), self._find_location(name)
+        assert shown is not None and location is not None
+        self.actions.append(PfsAction("attributes", self._next_key(), inode, location, Fingerprint(shown.fingerprint.ino)))
         self._with_set_attributes.add(inode)
         self.view.set_entry(*name, shown)
 
@@ -218,13 +220,13 @@ class Planner:
     def _make(self, row: JournalRow) -> bool:
         (name,) = list_row_names(row)
         inode = self._facts.get_inode(row.inode)
-        spot = self._find_location(name)
-        if spot is None or self._facts.is_unfit(row.inode) or not _can_be_made(row, inode):
+        location = self._find_location(name)
+        if location is None or self._facts.is_unfit(row.inode) or not _can_be_made(row, inode):
             self.view.set_pending(*name, row.inode)
             return True
         if row.parent in self._made_directories:
             return False
-        self._plan_file(SourceKind.INODE, row.inode, None, row.mode, name, spot)
+        self._plan_file(SourceKind.INODE, row.inode, None, row.mode, name, location)
         if stat.S_ISDIR(row.mode):
             self._made_directories.add(row.inode)
         return True
@@ -246,13 +248,13 @@ class Planner:
         (name,) = list_row_names(row)
         has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
-        spot, shown = self._find_location(name), self.view.get_entry(*name)
+        location, shown = self._find_location(name), self.view.get_entry(*name)
         if shown is None or not (has_pending or shown.inode == row.inode):
             return True
-        if spot is None:
+        if location is None:
             self.view.delete_entry(*name)
         else:
-            self._plan_removal(name, spot, "unlink" if has_pending else row.op)
+            self._plan_removal(name, location, "unlink" if has_pending else row.op)
         return True
 
     def _rename(self, row: JournalRow) -> bool:
@@ -373,7 +375,7 @@ class Planner:
         ):
             kept = self.view.get_entry(*first)
             assert kept is not None
-            mark, others = kept.fingerprint, [name for name in others if name in waiting]
+            fingerprint, others = kept.fingerprint, [name for name in others if name in waiting]
             if published.generation != content.generation:
                 self.renewed_rows.append(replace(published, generation=content.generation))
                 self._plan_attributes(row.inode, first)
@@ -383,11 +385,11 @@ class Planner:
                 return True
             if self.puts and self._planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
-            spot = self._find_location(first)
-            assert spot is not None
-            mark = self._plan_file(kind, row.inode, content, row.mode, first, spot)
+            location = self._find_location(first)
+            assert location is not None
+            fingerprint = self._plan_file(kind, row.inode, content, row.mode, first, location)
         for name in others:
-            self._plan_link(row.inode, first, name, mark)
+            self._plan_link(row.inode, first, name, fingerprint)
         return True
 
 
@@ -410,4 +412,4 @@ def _can_be_made(row: JournalRow, inode: Inode | None) -> bool:
 
 def format_path(location: PfsLocation) -> str:
     """Return the path of a location below the PFS's root, for messages."""
-    return os.fsdecode(b"/".join((*location.path, location.name)))
+    return "/" if location.name == b"." else os.fsdecode(b"/".join((*location.path, location.name)))

@@ -1,10 +1,12 @@
-"""Takes: the puts of a plan: what is to appear on the PFS, and the copies of contents on this node.
-Leaves: temporary files beside where they will appear: whole, verified against the sealed digest (P4), with their attributes, on disk.
-If we die here: temporary files, whose names the batch in hand tells; the next mover goes on with the large ones, and removes the rest.
+"""The temporary files of one plan: each is whole, verified against the sealed digest (P4), and on disk before the batch is applied.
 
-A sealed content is copied without asking whether somebody opens it for writing meanwhile: the digest decides. What has it is that
-generation, whatever became of the file since; what has not was changed under our hands, and is planned anew. So it is with a large
-content that is copied while the seal lane still reads it for that digest: it is whole once it is sealed as what was copied.
+Takes: the puts of a plan, and the copies of contents on this node.
+Leaves: temporary files in the directories where their names will appear, with their final attributes.
+If we die here: the batch in hand names its temporary files. The next mover resumes large ones and removes the rest.
+
+A sealed content is copied without a lock against writers: the digest decides. If the copied bytes match it they are that generation,
+whatever happened to the file since; if not, the content changed during the copy and is planned again. The same holds for a large
+content that is copied while the seal lane reads it: it is whole once the content is sealed with the digest of the copied bytes.
 """
 
 import contextlib
@@ -14,14 +16,14 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, namespace, pfs_state
+from ckptfs.catalog import contents, pfs_state
 from ckptfs.catalog.copies import list_copies, set_copy_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
-from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsBatch, PfsLocation, PublishedRow
+from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsBatch, PfsLocation, PfsView, PublishedRow
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import PlannedFile, Planner, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
@@ -38,29 +40,29 @@ disk.declare_labels(
     "write_back:discard", "write_back:check:read",
 )  # fmt: skip
 
-# From how many files on one syncfs is cheaper than an fsync of each: 64 files of 4 KiB on ext4 took 9 ms with fsync, 1 ms with syncfs.
-SYNC_TOGETHER = 4
+# From this number on one syncfs is cheaper than fsync of each file: 64 files of 4 KiB on ext4 took 9 ms with fsync, 1 ms with syncfs.
+SYNCFS_FILES_MIN = 4
 STABLE_ATTEMPTS = 3
 _NO_SUCH_KIND = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 class Unfit(Exception):
-    """The PFS cannot hold such a thing (a device or a socket): it is left out there."""
+    """The PFS cannot hold this kind of inode (a device or a socket); it is not written back."""
 
 
 class Unsealed(Busy):
-    """A content that was copied early was not sealed, or not as what was copied."""
+    """A content that was copied early was not sealed, or not with the digest of the copied bytes."""
 
 
 class Unstable(Busy):
-    """An open file did not stay the same for as long as it took to read it."""
+    """An open file changed while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A temporary file that is whole. `merged`: there was such a directory under the final name, and that is taken instead."""
+    """A complete temporary file. `is_merged`: the directory exists already and is used instead."""
 
-    mark: Fingerprint
+    fingerprint: Fingerprint
     published: PublishedRow | None = None
     is_merged: bool = False
 
@@ -68,27 +70,29 @@ class Staged:
 class Stager:
     """Makes the temporary files of one plan."""
 
-    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, progress: Callable[[int, int, int], None]) -> None:
-        """`progress(inode, copied bytes, size in bytes)` is told of every block."""
+    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, progress: Callable[[int, str, int, int], None]) -> None:
+        """`progress(inode, path, copied bytes, size in bytes)` is called every fourth block."""
         self._db = db
         self._tiers = tiers
         self._tree = tree
         self._progress = progress
+        self._path = ""
         self._open: list[tuple[int, PfsAction, int]] = []
 
     def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
-        """Make one temporary file. Raises Busy when the content moved on, Unstable, Unfit, and OSError."""
+        """Make one temporary file. Raises Busy if the content changed, Unsealed, Unstable, Unfit, and OSError."""
+        self._path = planned.path
         wanted = self._load_inode(planned)
         return pfs_ownership.retry_as_owner(
             lambda: self._stage(action, planned, wanted), lambda: self._list_owners(wanted, action.location)
         )
 
     def sync(self) -> None:
-        """Everything that was made is there to stay, and as long as it should be (F3)."""
-        if len(self._open) >= SYNC_TOGETHER:
+        """Persist all temporary files. Raises OSError if one does not have its size on the PFS (F3)."""
+        if len(self._open) >= SYNCFS_FILES_MIN:
             disk.act("write_back:syncfs", sync_filesystem, self._open[0][0])
         for fd, action, size in self._open:
-            if len(self._open) < SYNC_TOGETHER:
+            if len(self._open) < SYNCFS_FILES_MIN:
                 disk.fsync("write_back:fsync", fd)
             found = os.fstat(fd).st_size
             if found != size:
@@ -96,22 +100,25 @@ class Stager:
         self.close()
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors of the temporary files."""
         for fd, _, _ in self._open:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._open = []
 
     def discard(self, actions: Iterable[PfsAction]) -> None:
-        """Remove the temporary files of these actions, as far as they are there."""
+        """Remove the temporary files of these actions, as far as they exist."""
         self.close()
         for action in actions:
-            for spot in (action.location, action.new_location):
-                if action.temporary and spot is not None:
-                    self._remove(spot, action.temporary)
+            for location in (action.location, action.new_location):
+                if action.temporary and location is not None:
+                    self._remove(location, action.temporary)
 
     def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
-        """Remove what a mover that died had begun and is not `planned` again, and forget its batch unless there is another one now."""
+        """Remove temporary files of an interrupted batch that are not `planned` again.
+
+        Deletes the interrupted batch from the catalog if nothing is planned.
+        """
         found = pfs_state.find_batch(self._db)
         if found is None:
             return
@@ -128,8 +135,8 @@ class Stager:
         resumed_fd = self._open_resumable(directory, action, planned, wanted)
         if stat.S_ISDIR(wanted.mode):
             there = find_stat(directory, action.location.name)
-            shown = pfs_state.PfsView(self._db).get_entry(action.location.parent, action.location.name)
-            # One that is known as another inode is ours, and this batch takes it away first.
+            shown = PfsView(self._db).get_entry(action.location.parent, action.location.name)
+            # If the name is known as another inode's, that one is ours, and this batch removes it first.
             if there is not None and stat.S_ISDIR(there.st_mode) and (shown is None or shown.inode == planned.inode):
                 return Staged(Fingerprint(there.st_ino), is_merged=True)
         try:
@@ -142,11 +149,11 @@ class Stager:
             raise
 
     def _open_resumable(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
-        """A descriptor of what a mover that died had made of a large file; anything else under the temporary name is removed."""
+        """Open a large temporary file that an interrupted batch left. Remove any other, and return None."""
         there = find_stat(directory, action.temporary)
         if there is None:
             return None
-        # Anybody but these may still have it open for writing.
+        # Another owner's process may still have the file open for writing.
         owners = {os.geteuid(), wanted.uid, os.fstat(directory).st_uid}
         is_ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
         if is_ours and planned.content is not None and there.st_size >= limits.BLOCK_BYTES:
@@ -171,8 +178,8 @@ class Stager:
         self._open.append((fd, action, size))
         generation = wanted.generation if planned.content is None else planned.content.generation
         complete = planned.kind is not SourceKind.STABLE
-        mark = Fingerprint(found.st_ino, size, found.st_mtime_ns)
-        return Staged(mark, PublishedRow(planned.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks))
+        fingerprint = Fingerprint(found.st_ino, size, found.st_mtime_ns)
+        return Staged(fingerprint, PublishedRow(planned.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks))
 
     def _stage_special(self, directory: int, name: bytes, wanted: Inode) -> Staged:
         try:
@@ -192,7 +199,7 @@ class Stager:
         return Staged(Fingerprint(made.st_ino))
 
     def _fill(self, fd: int, planned: PlannedFile) -> transfer.ContentDigests:
-        """Write the bytes; (size, digest, blocks' digests)."""
+        """Write the bytes of a planned file."""
         if planned.content is None:
             return (0, *digest.RunningDigest().finish())
         if planned.kind is SourceKind.STABLE:
@@ -202,13 +209,11 @@ class Stager:
         return self._fill_sealed(fd, planned.content)
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
-        """Copy from the first copy that has the digest; those that have not are quarantined."""
+        """Copy from the first copy that has the digest; quarantine those that have not."""
         refusal: OSError | None = None
-        for copy in list_copies(self._db, content.id):
-            if copy.state is not CopyState.GOOD or copy.tier not in self._tiers:
-                continue
+        for tier in self._list_readable_tiers(content):
             try:
-                copied = self._copy(fd, content, copy.tier)
+                copied = self._copy(fd, content, tier)
             except _BadCopy as failure:
                 self._require_unchanged(content)
                 refusal = failure.__cause__ if isinstance(failure.__cause__, OSError) else None
@@ -216,25 +221,25 @@ class Stager:
             if (copied[0], copied[1]) == (content.size, content.digest):
                 return copied
             self._require_unchanged(content)
-            set_copy_state(self._db, content.id, copy.tier, CopyState.QUARANTINED)
-            log.error("the copy of %s in %s does not have its digest; another one is used", self._path(content.inode), copy.tier)
+            set_copy_state(self._db, content.id, tier, CopyState.QUARANTINED)
+            log.error("%s: copy in %s quarantined: wrong digest; another copy is used", self._path, tier)
         if not contents.is_unchanged(self._db, content):
-            raise Busy("the content was deleted or opened for writing")  # No wonder that it cannot be read.
+            raise Busy("the content was deleted or opened for writing")
         if refusal is not None:
             raise refusal
         beyond = [copy.tier for copy in list_copies(self._db, content.id) if copy.tier not in self._tiers]
         if beyond:
-            raise OSError(errno.ENODEV, f"its bytes lie in {beyond[0]}, which is not there now")
+            raise OSError(errno.ENODEV, f"its content is in {beyond[0]}, which is not available")
         if not contents.mark_lost(self._db, content):
-            raise OSError(errno.EIO, "none of its copies can be read now")
-        log.error("%s is lost: no copy of what was sealed is left on this node", self._path(content.inode))
+            raise OSError(errno.EIO, "no copy of its content can be read")
+        log.error("%s: content lost: no copy is left on this node", self._path)
         raise Busy("no copy of the content is left")
 
     def _fill_early(self, fd: int, content: Content) -> transfer.ContentDigests:
-        """Copy what the seal lane reads for its digest at the same time, and wait for that."""
-        tiers = [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
+        """Copy while the seal lane reads the same content for its digest, then wait for the seal."""
+        tiers = self._list_readable_tiers(content)
         if not tiers:
-            raise Unsealed("it has no copy that can be read")
+            raise Unsealed("the content has no readable copy")
         try:
             copied = self._copy(fd, content, tiers[0])
         except _BadCopy as failure:
@@ -242,16 +247,19 @@ class Stager:
         deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
         while (now := contents.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
-                raise Unsealed("its seal takes long")
+                raise Unsealed("the seal takes too long")
             time.sleep(limits.EARLY_SEAL_POLL_S)
         if now is None or now.change != content.change or (now.size, now.digest) != copied[:2]:
-            raise Unsealed("it was sealed as something else, deleted or opened for writing")
+            raise Unsealed("the content was sealed with another digest, deleted or opened for writing")
         return copied
 
+    def _list_readable_tiers(self, content: Content) -> list[Tier]:
+        return [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
+
     def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.ContentDigests:
-        """Copy from one tier. Raises _BadCopy when that does not give the bytes, Busy when the content was opened, OSError of the PFS."""
+        """Copy from one tier. Raises _BadCopy if it cannot be read, Busy if the content changed, or OSError."""
         try:
-            source = self._source(tier, content)
+            source = self._open_source(tier, content)
         except OSError as failure:
             raise _BadCopy from failure
         try:
@@ -259,25 +267,25 @@ class Stager:
         finally:
             os.close(source)
 
-    def _source(self, tier: Tier, content: Content) -> int:
-        with pfs_ownership.as_process_user():  # The tiers are closed to everybody else.
+    def _open_source(self, tier: Tier, content: Content) -> int:
+        with pfs_ownership.as_process_user():  # No other user may open files in the tiers.
             return disk.act("write_back:source", self._tiers[tier].open, content.id)
 
     def _build_block_hook(self, content: Content) -> Callable[[], None]:
-        """What happens before each block: people see progress, and a reopened file ends it."""
+        """Return a function that reports progress and raises Busy if the content changed."""
         blocks = 0
 
         def before_block() -> None:
             nonlocal blocks
             blocks += 1
             if blocks % 4 == 0:
-                self._progress(content.inode, min(blocks * limits.BLOCK_BYTES, content.size), content.size)
+                self._progress(content.inode, self._path, min(blocks * limits.BLOCK_BYTES, content.size), content.size)
                 self._require_unchanged(content)
 
         return before_block
 
     def _require_unchanged(self, content: Content) -> None:
-        """Raise Busy when the content is not the one any more that was planned. The bytes of a doomed one stay as they were sealed."""
+        """Raise Busy if the content changed since it was planned. A doomed content keeps its sealed bytes."""
         now = contents.get_content(self._db, content.id)
         if now is None or now.change == content.change:
             return
@@ -285,28 +293,28 @@ class Stager:
             raise Busy("the content was opened for writing, or deleted before its seal")
 
     def _fill_stable(self, fd: int, content: Content) -> transfer.ContentDigests:
-        """Copy a state of an open file that it was really in, at one moment.
+        """Copy an open file in a state that it had at one moment.
 
-        Read twice and found equal, every byte had its value in the moment between the two readings.
+        If two readings are equal, every byte had its value at the moment between them.
         """
-        copies = [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
-        if not copies:
-            raise Unstable("the open file has no copy that can be read")
+        tiers = self._list_readable_tiers(content)
+        if not tiers:
+            raise Unstable("the open file has no readable copy")
         for _ in range(STABLE_ATTEMPTS):
             os.ftruncate(fd, 0)
-            source = self._source(copies[0], content)
+            source = self._open_source(tiers[0], content)
             try:
                 copied = transfer.copy(source, fd, label="write_back")
                 if _digest_prefix(source, copied[0])[:2] == copied[:2]:
                     return copied
             finally:
                 os.close(source)
-        raise Unstable("the open file changes all the time")
+        raise Unstable("the open file keeps changing")
 
-    # --- who and what ---------------------------------------------------------------------------------------------------
+    # --- inodes and owners ----------------------------------------------------------------------------------------------
 
     def _load_inode(self, planned: PlannedFile) -> Inode:
-        """The inode as it is now; of a directory that is gone again, what the journal says."""
+        """Return the inode as it is now; if a directory is gone from the catalog, one with the journal's mode."""
         try:
             return get(self._db, planned.inode)
         except FileNotFoundError:
@@ -314,14 +322,14 @@ class Stager:
                 raise Busy("the inode is gone") from None
             return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
-    def _list_owners(self, wanted: Inode, spot: PfsLocation) -> list[pfs_ownership.Owner]:
-        above = os.fstat(self._tree.get_directory(spot.path))
+    def _list_owners(self, wanted: Inode, location: PfsLocation) -> list[pfs_ownership.Owner]:
+        above = os.fstat(self._tree.get_directory(location.path))
         return [(wanted.uid, wanted.gid), (above.st_uid, above.st_gid)]
 
-    def _remove(self, spot: PfsLocation, name: bytes) -> None:
+    def _remove(self, location: PfsLocation, name: bytes) -> None:
         """Remove a temporary file, symlink, or empty directory."""
         with contextlib.suppress(FileNotFoundError):
-            directory = self._tree.get_directory(spot.path)
+            directory = self._tree.get_directory(location.path)
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)
             call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
             above = os.fstat(directory)
@@ -330,35 +338,31 @@ class Stager:
                 lambda: [(found.st_uid, found.st_gid), (above.st_uid, above.st_gid)],
             )
 
-    def _path(self, inode: int) -> str:
-        return os.fsdecode(namespace.get_path(self._db, inode))
-
 
 def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
-    """The batch as it will be written down: what was made has its number on the PFS."""
+    """Build the batch for the catalog: staged files get their st_ino on the PFS as fingerprint."""
 
-    def resolve(mark: Fingerprint) -> Fingerprint:
-        return staged[-mark.ino].mark if mark.ino < 0 else mark
+    def resolve(fingerprint: Fingerprint) -> Fingerprint:
+        return staged[-fingerprint.ino].fingerprint if fingerprint.ino < 0 else fingerprint
 
     restamped = {action.inode for action in planner.actions if action.act == "attributes"}
 
-    def resolve_replaced(mark: Fingerprint) -> Fingerprint:
-        """What this batch made and gave other times since is recognised by its number alone."""
-        return Fingerprint(resolve(mark).ino) if mark.ino < 0 and planner.puts[-mark.ino].inode in restamped else resolve(mark)
+    def resolve_replaced(fingerprint: Fingerprint) -> Fingerprint:
+        """Use st_ino alone for a file that this batch makes and whose times it sets later."""
+        return (
+            Fingerprint(resolve(fingerprint).ino)
+            if fingerprint.ino < 0 and planner.puts[-fingerprint.ino].inode in restamped
+            else resolve(fingerprint)
+        )
 
     planner.observe_kept_names()
     planner.view.replace_fingerprints(resolve)
     batch = pfs_state.build_batch(planner.view, planner.last_seq)
     batch.actions = [
-        PfsAction(
-            one.act,
-            one.key,
-            one.inode,
-            one.location,
-            resolve(one.fingerprint),
-            one.new_location,
-            None if one.replaced_fingerprint is None else resolve_replaced(one.replaced_fingerprint),
-            one.temporary,
+        replace(
+            one,
+            fingerprint=resolve(one.fingerprint),
+            replaced_fingerprint=None if one.replaced_fingerprint is None else resolve_replaced(one.replaced_fingerprint),
         )
         for one in planner.actions
     ]
@@ -370,11 +374,11 @@ def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
 
 
 class _BadCopy(Exception):
-    """A tier does not give a copy that it should have."""
+    """A tier cannot deliver a copy that it should have."""
 
 
 def _digest_prefix(source: int, size: int) -> transfer.ContentDigests:
-    """The digest of the first `size` bytes of a file that may be longer by now."""
+    """Return the digests of the first `size` bytes of a file that may have grown."""
     running = digest.RunningDigest()
     buffer = memoryview(bytearray(transfer.PIECE_BYTES))
     while running.size < size:
@@ -387,7 +391,7 @@ def _digest_prefix(source: int, size: int) -> transfer.ContentDigests:
 
 
 def _check_owner(fd: int) -> None:
-    """Root whose files belong to somebody else is no root there: the file has to be made by its owner."""
+    """Raise RootSquashed if root's new file belongs to another user: the file has to be made by its owner."""
     if pfs_ownership.is_root() and os.fstat(fd).st_uid != os.geteuid():
         raise pfs_ownership.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
 
