@@ -10,6 +10,7 @@ ones. Each transaction checks the pending changes again before it uses the listi
 (catalog/scans.py).
 """
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -93,7 +94,7 @@ class Scan:
         """Return the seconds until the next look for a directory that is due."""
         return max(0.0, self._next_refresh_s - time.monotonic())
 
-    # --- requests ---------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _sweep_requests(self) -> None:
         if time.monotonic() - self._swept_s > limits.REQUEST_SWEEP_S:
@@ -190,7 +191,7 @@ class Scan:
             time.sleep(limits.RETRY_FIRST_S)
         return self._scan(directory)
 
-    # --- one directory ---------------------------------------------------------------------------------------------------
+    # --- one directory ------------------------------------------------------------------------------------------------
 
     def _scan(self, directory: int) -> None:
         """Compare one directory with the PFS. Raises OSError or TierUnavailable if it cannot be listed."""
@@ -412,10 +413,8 @@ class DirectoryScan:
 
     def _load_details(self, batch: Iterable[PfsEntryStat]) -> Iterator[PfsEntryStat]:
         for entry in batch:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 yield pfs_tree.load_details(self._fd, entry)
-            except FileNotFoundError:
-                continue
 
     def _notify_mount(self, entry: PfsEntryStat, verdict: ScanVerdict, inode: int | None) -> None:
         """Invalidate what the kernel caches about an entry.

@@ -146,7 +146,7 @@ class WriteBack:
         self._pacing.retry_now()
         self._deferred.retry_now()
 
-    # --- load and choose ------------------------------------------------------------------------------------------------
+    # --- load and choose ----------------------------------------------------------------------------------------------
 
     def _write_batch(self, tree: PfsTree) -> bool:
         for inode, content in self._pacing.take_due():
@@ -169,10 +169,9 @@ class WriteBack:
         if not rows:
             self._is_waiting = self._coordination is not None and bool(journal.list_oldest(self._db, 1, after))
             self._deferred.finish_journal()
-            self._stager(tree).remove_leftovers([])
-            return (not self._is_waiting and self._coordination is not None and self._coordination.requeue_left_out()) or self._set_times(
-                tree
-            )
+            self._build_stager(tree).remove_leftovers([])
+            requeued = not self._is_waiting and self._coordination is not None and self._coordination.requeue_left_out()
+            return requeued or self._set_times(tree)
         return self._write_rows(tree, rows)
 
     def _adopt_pfs(self) -> str | None:
@@ -209,7 +208,8 @@ class WriteBack:
                 continue
             self._apply(tree, batch)
             self._deferred.after_seq = max(self._deferred.after_seq, batch.last_seq)
-            self._fence = None if self._fence is not None and batch.last_seq >= self._fence else self._fence
+            if self._fence is not None and batch.last_seq >= self._fence:
+                self._fence = None
             return True
         return True
 
@@ -237,12 +237,11 @@ class WriteBack:
             self._is_waiting = True
             self._notify.wake_lanes()
 
-    # --- act: stage -----------------------------------------------------------------------------------------------------
+    # --- act: stage ---------------------------------------------------------------------------------------------------
 
     def _stage(self, tree: PfsTree, planner: Planner) -> PfsBatch:
-        """Make the temporary files and store the batch in the catalog."""
         batch = PfsBatch(planner.last_seq, [action for action in planner.actions if action.key in planner.puts])
-        stager = self._stager(tree)
+        stager = self._build_stager(tree)
         stager.remove_leftovers(batch.actions)
         if batch.actions:
             with self._db.transaction():
@@ -281,11 +280,11 @@ class WriteBack:
             raise
 
     def _discard_batch(self, tree: PfsTree, batch: PfsBatch) -> None:
-        self._stager(tree).discard(batch.actions)
+        self._build_stager(tree).discard(batch.actions)
         with self._db.transaction():
             pfs_state.delete_batch(self._db)
 
-    def _stager(self, tree: PfsTree) -> Stager:
+    def _build_stager(self, tree: PfsTree) -> Stager:
         return Stager(self._db, self._tiers, tree, self._report_progress)
 
     def _stage_files(self, stager: Stager, planner: Planner) -> dict[int, Staged]:
@@ -341,7 +340,7 @@ class WriteBack:
         self._fence = None
         return Busy(f"{planned.path} is deferred")
 
-    # --- act: apply, and record -----------------------------------------------------------------------------------------
+    # --- act: apply, and record ---------------------------------------------------------------------------------------
 
     def _finish_previous(self, tree: PfsTree, batch: PfsBatch) -> None:
         """Apply an interrupted batch; in a cluster only if the other nodes still expect it of this one."""
@@ -352,7 +351,6 @@ class WriteBack:
             self._apply(tree, resumed)
 
     def _apply(self, tree: PfsTree, batch: PfsBatch) -> None:
-        """Make the changes on the PFS, and record them in the catalog."""
         require_lease = (lambda: None) if self._coordination is None else self._coordination.require_lease
         applier = Applier(
             self._db, tree, batch, require_lease, is_shared=self._coordination is not None, gone_directory=self._gone_directory
@@ -376,7 +374,7 @@ class WriteBack:
         if batch.published_rows:
             self._notify.wake_lanes()
 
-    # --- the rest -------------------------------------------------------------------------------------------------------
+    # --- the rest -----------------------------------------------------------------------------------------------------
 
     def _recreate_directory(self, missing: DirectoryMissing) -> None:
         """Make a directory again that is needed but was removed on the PFS, with everything in it."""

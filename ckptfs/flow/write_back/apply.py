@@ -50,10 +50,10 @@ class Applier:
         db: Database,
         tree: PfsTree,
         batch: PfsBatch,
-        require_lease: Callable[[], None] = lambda: None,
+        require_lease: Callable[[], None],
         *,
-        is_shared: bool = False,
-        gone_directory: DirectoryPath | None = None,
+        is_shared: bool,
+        gone_directory: DirectoryPath | None,
     ) -> None:
         """`require_lease` raises Busy if this node may not change the PFS any more.
 
@@ -86,8 +86,13 @@ class Applier:
                     raise
                 # The directory was removed externally, or by this batch in an earlier attempt.
         for path in self._directories:
-            with contextlib.suppress(DirectoryMissing):
-                self._persist(path)
+            try:
+                disk.fsync("write_back:directory", self._tree.get_directory(path))
+            except DirectoryMissing:
+                continue
+            except OSError as failure:
+                if failure.errno not in _NO_FSYNC:
+                    raise
         return {
             (show.location.parent, show.location.name): self._observe(show.location, show.fingerprint)
             for show in self._batch.expected_entries
@@ -103,14 +108,7 @@ class Applier:
             if location is not None and action.act != "attributes":
                 self._directories[location.path] = None
 
-    def _persist(self, path: tuple[bytes, ...]) -> None:
-        try:
-            disk.fsync("write_back:directory", self._tree.get_directory(path))
-        except OSError as failure:
-            if failure.errno not in _NO_FSYNC:
-                raise
-
-    # --- one method per act------------------------------------------------------------------------------------------------
+    # --- one method per act -------------------------------------------------------------------------------------------
 
     def _put(self, action: PfsAction) -> None:
         directory = self._fd(action.location)
@@ -160,20 +158,17 @@ class Applier:
 
     def _copy(self, action: PfsAction) -> None:
         assert action.new_location is not None
-        read = os.open(action.location.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd(action.location))
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            written = os.open(action.temporary, flags, 0o600, dir_fd=self._fd(action.new_location))
-            try:
-                transfer.copy(read, written, label="write_back:double")
-                self._apply_attributes(action.inode, self._fd(action.new_location), action.temporary)
-                found = os.fstat(read)
-                os.utime(written, ns=(found.st_atime_ns, found.st_mtime_ns))
-                os.fsync(written)
-            finally:
-                os.close(written)
-        finally:
-            os.close(read)
+        source, target = self._fd(action.location), self._fd(action.new_location)
+        create = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with (
+            disk.closing(os.open(action.location.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)) as read,
+            disk.closing(os.open(action.temporary, create, 0o600, dir_fd=target)) as written,
+        ):
+            transfer.copy(read, written, label="write_back:double")
+            self._apply_attributes(action.inode, self._fd(action.new_location), action.temporary)
+            found = os.fstat(read)
+            os.utime(written, ns=(found.st_atime_ns, found.st_mtime_ns))
+            os.fsync(written)
 
     def _move(self, action: PfsAction) -> None:
         assert action.new_location is not None
@@ -265,7 +260,7 @@ class Applier:
             with contextlib.suppress(FileNotFoundError):
                 pfs_ownership.apply_attributes(directory, name, *self._attributes[number])
 
-    # --- names in the way -----------------------------------------------------------------------------------------------
+    # --- names in the way ---------------------------------------------------------------------------------------------
 
     def _preserve_external(self, location: PfsLocation, own: Fingerprint, expected: Fingerprint | None) -> None:
         """Keep an external file or change under a conflict name before it is replaced."""
@@ -327,7 +322,7 @@ class Applier:
             return False
         return (found.st_size, found.st_mtime_ns) == (fingerprint.size, fingerprint.mtime_ns)
 
-    # --- pieces ---------------------------------------------------------------------------------------------------------
+    # --- pieces -------------------------------------------------------------------------------------------------------
 
     def _fd(self, location: PfsLocation) -> int:
         return self._tree.get_directory(location.path)
@@ -358,7 +353,6 @@ class Applier:
         pfs_ownership.retry_as_owner(guarded_call, owners)
 
     def _observe(self, location: PfsLocation, fingerprint: Fingerprint) -> ObservedStat | None:
-        """Return the stat of a name if it shows the expected inode."""
         try:
             found = disk.act("write_back:look", find_stat, self._fd(location), location.name)
         except DirectoryMissing:
@@ -403,11 +397,6 @@ def _link_or_rename(directory: int, name: bytes, conflict_name: bytes, there: os
 
 def set_directory_times(fd: int, inode: Inode) -> None:
     """Set the times of a directory as in the mount, if permitted."""
-    found = find_stat(fd, b".")
-    assert found is not None
-
-    def set_times() -> None:
-        os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
-
+    found = os.fstat(fd)
     with contextlib.suppress(PermissionError):
-        pfs_ownership.retry_as_owner(set_times, lambda: [(found.st_uid, found.st_gid)])
+        pfs_ownership.retry_as_owner(lambda: os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns)), lambda: [(found.st_uid, found.st_gid)])

@@ -200,7 +200,7 @@ class ClusterWriteBack:
                 for inode in changed:
                     journal.append(self._db, "attributes", inode)
 
-    # --- the lease ------------------------------------------------------------------------------------------------------
+    # --- the lease ----------------------------------------------------------------------------------------------------
 
     def _take_lease(self) -> None:
         """Note the node's lease, as long as which the snapshot is valid. Raises Busy without one."""
@@ -216,7 +216,7 @@ class ClusterWriteBack:
         if self._cluster.lease() != self._lease:
             raise Busy("other nodes may have declared this node dead")
 
-    # --- intents of dead nodes ------------------------------------------------------------------------------------------
+    # --- intents of dead nodes ----------------------------------------------------------------------------------------
 
     def _resolve_dead_intents(self) -> bool:
         """Resolve intents of dead nodes, or of an earlier catalog of this one. Return True if there were any."""

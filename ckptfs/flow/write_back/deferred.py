@@ -18,13 +18,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckptfs.catalog import contents, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_state import PublishedRow
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.limits import MIB
 from ckptfs.model import Content, Inode
@@ -182,6 +182,9 @@ class CatalogFacts:
     def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
         self._db = db
         self.is_deferred = deferred.is_deferred
+        self.get_content = partial(contents.get_content, db)
+        self.get_published = partial(pfs_state.get_published, db)
+        self.is_repeated = partial(journal.is_repeated_later, db)
         self._pacing = pacing
         self.unfit_inodes: set[int] = set()
         self.unstable_contents: set[tuple[int, int]] = set()
@@ -192,15 +195,6 @@ class CatalogFacts:
             return get(self._db, inode)
         except FileNotFoundError:
             return None
-
-    def get_content(self, content: int) -> Content | None:
-        return contents.get_content(self._db, content)
-
-    def get_published(self, inode: int) -> PublishedRow | None:
-        return pfs_state.get_published(self._db, inode)
-
-    def is_repeated(self, row: JournalRow) -> bool:
-        return journal.is_repeated_later(self._db, row)
 
     def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         waited_s, has_waited_before = journal.get_seal_wait(self._db, row)

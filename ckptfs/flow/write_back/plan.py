@@ -148,7 +148,7 @@ class Planner:
             "exchange": self._exchange, "attributes": self._attributes, "content": self._content, "synced": self._synced,
         }[row.op](row)  # fmt: skip
 
-    # --- actions --------------------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
     def _find_location(self, name: PfsName) -> PfsLocation | None:
         path = self.view.get_path(name[0])
@@ -215,7 +215,7 @@ class Planner:
         self._with_set_attributes.add(inode)
         self.view.set_entry(*name, shown)
 
-    # --- rows by operation ----------------------------------------------------------------------------------------------
+    # --- rows by operation --------------------------------------------------------------------------------------------
 
     def _make(self, row: JournalRow) -> bool:
         (name,) = list_row_names(row)

@@ -66,8 +66,7 @@ class SharedPlanner(Planner):
         }[row.op]  # fmt: skip
         names = {*list_row_names(row), *self.view.list_names(row.inode)}
         if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
-            self.is_blocked = True
-            return False
+            return self._block()
         for name in {*list_row_names(row), *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
         return plan(row) and all(self._remove_gone(row, name) for name in list_row_names(row))
@@ -92,7 +91,7 @@ class SharedPlanner(Planner):
             return True
         return journal.has_later_row(self._db, shown.inode, row.seq) or self._align(shown.inode)
 
-    # --- rows by operation ----------------------------------------------------------------------------------------------
+    # --- rows by operation --------------------------------------------------------------------------------------------
 
     def _shared_make(self, row: JournalRow) -> bool:
         name = list_row_names(row)[0]
@@ -195,14 +194,13 @@ class SharedPlanner(Planner):
             return False
         return self._content(row) if row.op == "content" else self._synced(row)
 
-    # --- alignment ------------------------------------------------------------------------------------------------------
+    # --- alignment ----------------------------------------------------------------------------------------------------
 
     def _align(self, inode: int) -> bool:
         """Plan that the PFS shows an inode under its present names. Return False if that is not possible yet."""
         self._snapshot.require_loaded(inode)
         if inode in self._aligning or self._snapshot.has_intent(inode):
-            self.is_blocked = True
-            return False
+            return self._block()
         self._aligning.add(inode)
         try:
             return self._show_names(inode) and self._remove_stale_names(inode)
@@ -214,8 +212,7 @@ class SharedPlanner(Planner):
         shared_names = self._snapshot.list_names(inode) if self._snapshot.is_alive(inode) else []
         shown = self.view.list_names(inode)
         if any(self._snapshot.get_intent(name) for name in {*shared_names, *shown}):
-            self.is_blocked = True
-            return False
+            return self._block()
         for name in [name for name in shared_names if name not in shown]:
             if not self._ensure_directory(name[0]) or not self._vacate(name, inode):
                 return False
@@ -256,8 +253,7 @@ class SharedPlanner(Planner):
     def _move(self, inode: int, name: PfsName, new: PfsName) -> bool:
         shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
         if shown is None or at is None or to is None:
-            self.is_blocked = True
-            return False
+            return self._block()
         if self._is_directory(inode):
             if self.actions:
                 return False
@@ -273,8 +269,7 @@ class SharedPlanner(Planner):
         """
         shown = self.view.get_entry(*name)
         if self._snapshot.get_intent(name):
-            self.is_blocked = True
-            return False
+            return self._block()
         if shown is None or shown.inode == inode or name in self._snapshot.list_names(shown.inode):
             return True
         if not self._snapshot.is_alive(shown.inode):
@@ -287,8 +282,7 @@ class SharedPlanner(Planner):
             return False
         now = self.view.get_entry(*name)
         if now is not None and now.inode == shown.inode:
-            self.is_blocked = True
-            return False
+            return self._block()
         return True
 
     def _empty_directory(self, directory: int) -> bool:
@@ -296,8 +290,7 @@ class SharedPlanner(Planner):
         remaining = []
         for name in self._snapshot.list_pfs_names_in(directory):
             if self._snapshot.get_intent(name):
-                self.is_blocked = True
-                return False
+                return self._block()
             shown = self.view.get_entry(*name)
             if shown is not None:
                 remaining.append(shown.inode)
@@ -316,8 +309,7 @@ class SharedPlanner(Planner):
             return True
         names = self._snapshot.list_names(directory)
         if not names:
-            self.is_blocked = True
-            return False
+            return self._block()
         if not self._ensure_directory(names[0][0]):
             return False
         self._align(directory)
@@ -325,6 +317,10 @@ class SharedPlanner(Planner):
         return False
 
     # --- pieces -------------------------------------------------------------------------------------------------------
+
+    def _block(self) -> bool:
+        self.is_blocked = True
+        return False
 
     def _shows(self, name: PfsName, inode: int) -> bool:
         shown = self.view.get_entry(*name)

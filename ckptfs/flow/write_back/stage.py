@@ -128,7 +128,7 @@ class Stager:
             with self._db.transaction():
                 pfs_state.delete_batch(self._db)
 
-    # --- one temporary file ---------------------------------------------------------------------------------------------
+    # --- one temporary file -------------------------------------------------------------------------------------------
 
     def _stage(self, action: PfsAction, planned: PlannedFile, wanted: Inode) -> Staged:
         directory = self._tree.get_directory(action.location.path)
@@ -186,9 +186,8 @@ class Stager:
             disk.act("write_back:make", _make_special, directory, name, wanted)
         except OSError as failure:
             is_special = not (stat.S_ISDIR(wanted.mode) or stat.S_ISLNK(wanted.mode))
-            if is_special and failure.errno in _NO_SUCH_KIND and not pfs_ownership.is_root():
-                raise Unfit from failure
-            if is_special and failure.errno in _NO_SUCH_KIND - {errno.EPERM}:
+            unsupported = _NO_SUCH_KIND - {errno.EPERM} if pfs_ownership.is_root() else _NO_SUCH_KIND
+            if is_special and failure.errno in unsupported:
                 raise Unfit from failure
             raise
         made = find_stat(directory, name)
@@ -199,14 +198,10 @@ class Stager:
         return Staged(Fingerprint(made.st_ino))
 
     def _fill(self, fd: int, planned: PlannedFile) -> transfer.ContentDigests:
-        """Write the bytes of a planned file."""
         if planned.content is None:
             return (0, *digest.RunningDigest().finish())
-        if planned.kind is SourceKind.STABLE:
-            return self._fill_stable(fd, planned.content)
-        if planned.kind is SourceKind.EARLY:
-            return self._fill_early(fd, planned.content)
-        return self._fill_sealed(fd, planned.content)
+        fill = {SourceKind.STABLE: self._fill_stable, SourceKind.EARLY: self._fill_early}.get(planned.kind, self._fill_sealed)
+        return fill(fd, planned.content)
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; quarantine those that have not."""
@@ -262,10 +257,8 @@ class Stager:
             source = self._open_source(tier, content)
         except OSError as failure:
             raise _BadCopy from failure
-        try:
+        with disk.closing(source):
             return transfer.copy(source, fd, label="write_back", before_block=self._build_block_hook(content))
-        finally:
-            os.close(source)
 
     def _open_source(self, tier: Tier, content: Content) -> int:
         with pfs_ownership.as_process_user():  # No other user may open files in the tiers.
@@ -302,16 +295,13 @@ class Stager:
             raise Unstable("the open file has no readable copy")
         for _ in range(STABLE_ATTEMPTS):
             os.ftruncate(fd, 0)
-            source = self._open_source(tiers[0], content)
-            try:
+            with disk.closing(self._open_source(tiers[0], content)) as source:
                 copied = transfer.copy(source, fd, label="write_back")
                 if _digest_prefix(source, copied[0])[:2] == copied[:2]:
                     return copied
-            finally:
-                os.close(source)
         raise Unstable("the open file keeps changing")
 
-    # --- inodes and owners ----------------------------------------------------------------------------------------------
+    # --- inodes and owners --------------------------------------------------------------------------------------------
 
     def _load_inode(self, planned: PlannedFile) -> Inode:
         """Return the inode as it is now; if a directory is gone from the catalog, one with the journal's mode."""
@@ -327,7 +317,6 @@ class Stager:
         return [(wanted.uid, wanted.gid), (above.st_uid, above.st_gid)]
 
     def _remove(self, location: PfsLocation, name: bytes) -> None:
-        """Remove a temporary file, symlink, or empty directory."""
         with contextlib.suppress(FileNotFoundError):
             directory = self._tree.get_directory(location.path)
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)
