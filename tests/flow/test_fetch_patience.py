@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node, bring, cluster_of, fetch_of
-from former_world import OLD, decide, overwrite, publish, replicated
+from salvage_world import OLD, decide, overwrite, publish, replicated
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests

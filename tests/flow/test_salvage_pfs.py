@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node, offer_of
-from former_world import (
+from salvage_world import (
     NEW,
     OLD,
     appended,

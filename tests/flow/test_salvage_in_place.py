@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, cluster_of, offer_of
-from former_world import NEW, OLD, appended, change, decide, file_of, hear, held, publish, replicated, send, shown, tidy
+from salvage_world import NEW, OLD, appended, change, decide, file_of, hear, held, publish, replicated, send, shown, tidy
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, mover_requests, namespace

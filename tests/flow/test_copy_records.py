@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, cluster_of
-from former_world import NEW, OLD, file_of, overwrite, publish, replicated, send
+from salvage_world import NEW, OLD, file_of, overwrite, publish, replicated, send
 
 from ckptfs import limits
 from ckptfs.catalog import contents

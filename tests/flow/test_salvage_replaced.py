@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node
-from former_world import NEW, OLD, decide, file_of, opens, publish, shown, tidy
+from salvage_world import NEW, OLD, decide, file_of, opens, publish, shown, tidy
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests, namespace

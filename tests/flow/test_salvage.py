@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node, cluster_of
-from former_world import NEW, OLD, decide, fall_back_of, file_of, overwrite, publish, replicated, send, tidy
+from salvage_world import NEW, OLD, decide, fall_back_of, file_of, overwrite, publish, replicated, send, tidy
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, namespace

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node, cluster_of, until
-from former_world import appended, change, decide, held, publish, replicated, shown, tidy
+from salvage_world import appended, change, decide, held, publish, replicated, shown, tidy
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests
