@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, cluster_of
-from salvage_world import NEW, OLD, file_of, overwrite, publish, replicated, send
+from clique_world import LocalCluster, cluster_of, make_cluster
+from salvage_world import NEW, OLD, file_of, make_replicated, overwrite, publish, send
 
 from ckptfs import limits
 from ckptfs.catalog import contents
@@ -36,9 +36,7 @@ def remove(cluster: LocalCluster, inode: int) -> None:
 
 def test_of_a_file_that_is_gone(tmp_path: Path) -> None:
     """When neither who wrote it nor who had a copy lives."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, _ = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, _ = make_replicated(tmp_path, 3)
     remove(cluster, one.inode(content))
     bury(cluster, 2)
     one.kill()
@@ -51,9 +49,7 @@ def test_of_a_file_that_is_gone(tmp_path: Path) -> None:
 
 def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     """The file holds what a third one wrote by now, and that is safe."""
-    cluster = LocalCluster(tmp_path, 4)
-    one, two, three, _ = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three, _ = make_replicated(tmp_path, 4)
     newer = overwrite(one, content, "truncated")
     inode = one.inode(newer)
     one.kill()
@@ -82,8 +78,7 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
 
 def test_nothing_of_a_node_that_lives_again(tmp_path: Path) -> None:
     """The store decides who lives, not what this node saw."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, _ = cluster.nodes
+    cluster, one, _ = make_cluster(tmp_path, 2)
     content = one.written(b"file", OLD)
     remove(cluster, one.inode(content))
     one.kill()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, Node, bring, cluster_of, level, replicated
+from clique_world import Node, bring, cluster_of, level, make_cluster, replicated
 
 from ckptfs.catalog import contents, copies, mover_requests, remote_contents
 from ckptfs.clique import locations
@@ -27,8 +27,7 @@ def hear(node: Node, content: int) -> list[int]:
 @pytest.mark.parametrize("how", ["wiped", "bad"])
 def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str) -> None:
     """On all nodes; and again when the copy has come back."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"file", b"data" * 1000)
     assert hear(three, content) == [1, 2] and level(three, content) is Level.CLIQUE
     if how == "wiped":
@@ -53,8 +52,7 @@ def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str
 
 def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
     """The word is about one generation."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, _, three = cluster.nodes
+    cluster, one, _, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"file", b"data" * 1000)
     one.lose_ram()
     tell(one, begin=True)
@@ -67,8 +65,7 @@ def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
 
 def test_what_nobody_else_has_is_not_told_of(tmp_path: Path) -> None:
     """It is lost, which `c/` says; and what the PFS has needs no word."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, _ = cluster.nodes
+    cluster, one, _ = make_cluster(tmp_path, 2)
     there = replicated(cluster, b"file", b"data" * 1000)
     alone = one.written(b"alone", b"data")
     one.publish(there)
@@ -79,8 +76,7 @@ def test_what_nobody_else_has_is_not_told_of(tmp_path: Path) -> None:
 
 def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
     """What it says under `p/` is of what it had before."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = replicated(cluster, b"file", b"data" * 1000)
     two.rewrite(content, lambda data: data.reverse())
     tell(two)
@@ -90,8 +86,7 @@ def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lives", [True, False])
 def test_what_is_taken_for_lost_comes_back_from_who_says_in_the_store_to_have_it(tmp_path: Path, lives: bool) -> None:
     """P9: this node died before it heard that its peer had verified it, and its RAM with it."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = replicated(cluster, b"file", b"data" * 1000)
     one.lose_ram()
     one.db.run("DELETE FROM peer_copy")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, LocalCluster, Node, bring, cluster_of, level, replicate_of, replicated, until
+from clique_world import MIB, Node, bring, cluster_of, level, make_cluster, replicate_of, replicated, until
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, mover_requests, remote_contents
@@ -25,8 +25,7 @@ BLOCK = limits.BLOCK_BYTES
 
 
 def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    one, _, three = cluster.nodes
+    cluster, one, _, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"a", data := os.urandom(2 * BLOCK + 5))
     inode = one.inode(content)
     assert bring(three, inode).result == mover_requests.FETCHED
@@ -40,8 +39,7 @@ def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
 
 
 def test_what_is_closed_and_not_sealed_is_sealed_for_the_reader(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     content = one.make(b"a", b"hello")
     one.publish_shared(content)
     held = contents.get_file_content(two.db, one.inode(content))
@@ -52,8 +50,7 @@ def test_what_is_closed_and_not_sealed_is_sealed_for_the_reader(tmp_path: Path) 
 
 @pytest.mark.parametrize("trouble", ["dead", "lies", "cut"])
 def test_the_holder_serves_when_the_writer_does_not(tmp_path: Path, trouble: str) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    one, _, three = cluster.nodes
+    cluster, one, _, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"a", data := os.urandom(3 * BLOCK))
     if trouble == "dead":
         one.kill()
@@ -66,8 +63,7 @@ def test_the_holder_serves_when_the_writer_does_not(tmp_path: Path, trouble: str
 
 
 def test_a_node_that_lost_its_ram_gets_its_own_files_back(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = replicated(cluster, b"a", data := os.urandom(BLOCK))
     one.lose_ram()
     Recover(one.db, one.tiers, one.config, one.told).step()
@@ -80,8 +76,7 @@ def test_a_node_that_lost_its_ram_gets_its_own_files_back(tmp_path: Path) -> Non
 
 def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
     """P4, D3: it was quarantined; what is good in it need not travel."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, _ = cluster.nodes
+    cluster, one, _ = make_cluster(tmp_path, 2)
     content = replicated(cluster, b"a", data := os.urandom(4 * BLOCK))
     one.spoil(content, Tier.RAM)
     (found,) = verify(one.db, one.tiers, content)
@@ -103,8 +98,7 @@ def test_of_a_bad_copy_only_the_bad_blocks_come(tmp_path: Path) -> None:
 def test_nobody_left_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SALVAGE_RIVALS_S", "SALVAGE_POLL_S", "SALVAGE_MARGIN_S"):
         monkeypatch.setattr(limits, name, 0.0)
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"a", b"hello")
     one.kill()
     two.kill()
@@ -118,8 +112,7 @@ def test_nobody_left_is_an_error_and_nothing_else(tmp_path: Path, monkeypatch: p
 
 def test_an_island_goes_by_what_it_knows(tmp_path: Path) -> None:
     """P1: without the store the peers that are known to have it serve."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = replicated(cluster, b"a", b"hello")
     one.lose_ram()
     one.store.reachable = False
@@ -129,8 +122,7 @@ def test_an_island_goes_by_what_it_knows(tmp_path: Path) -> None:
 
 def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
     """The others' copies are an older generation then, which does not count and is never served."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"a", os.urandom(4 * BLOCK))
     inode = one.inode(content)
     assert bring(three, inode, mover_requests.FOR_WRITING).result == mover_requests.FETCHED
@@ -148,8 +140,7 @@ def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
 
 
 def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    one, _, three = cluster.nodes
+    cluster, one, _, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"a", os.urandom(4 * BLOCK))
     bring(three, one.inode(content))
     one.rewrite(content, lambda data: data.__setitem__(2 * BLOCK, data[2 * BLOCK] ^ 1))
@@ -168,8 +159,7 @@ def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("fetch:peer:")))
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
 def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, 3, nvme=True)
-    one, _, three = cluster.nodes
+    cluster, one, _, three = make_cluster(tmp_path, 3, nvme=True)
     content = replicated(cluster, b"a", os.urandom(BLOCK + 3))
     if tier is Tier.NVME:
         three.squeeze(Tier.RAM, MIB)
@@ -185,8 +175,7 @@ def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Ti
 
 
 def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     one.publish_shared(content)
     inode = one.inode(content)
@@ -205,8 +194,7 @@ def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> No
 
 def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path) -> None:
     """P7: this node has an older state, and never heard of what was closed in between."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"log", data := os.urandom(BLOCK + 9))
     inode = one.inode(content)
     assert bring(two, inode).result == mover_requests.FETCHED
@@ -231,8 +219,7 @@ def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path)
 
 def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_that(tmp_path: Path) -> None:
     """P7: this node has an older state, another one the last that was closed, and its writer is half way through the next."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"file", os.urandom(BLOCK + 9))
     inode = one.inode(content)
     assert bring(three, inode).result == mover_requests.FETCHED
@@ -253,8 +240,7 @@ def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_tha
 
 def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
     """P9: with fsync=clique, from a node that holds it to any other."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    _, one, two, three = make_cluster(tmp_path, 3)
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
@@ -269,8 +255,7 @@ def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
 
 def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> None:
     """P3, P9: who holds the last state of a file that was open when its writer died sees to it that there are two copies again."""
-    cluster = LocalCluster(tmp_path, 4)
-    one, two, three, four = cluster.nodes
+    _, one, two, three, four = make_cluster(tmp_path, 4)
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
@@ -292,8 +277,7 @@ def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> 
 @pytest.mark.parametrize("first", [1, 2])
 def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: Path, first: int) -> None:
     """P3, P9: it had told that there is more, closed and not sealed, of which nobody has anything now."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, _ = cluster.nodes
+    cluster, one, two, _ = make_cluster(tmp_path, 3)
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
     secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
     want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
@@ -340,8 +324,7 @@ class Claimer:
 def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """G4: who comes second waits, and takes it from the first; a first one that is too slow is not waited for."""
     monkeypatch.setattr(limits, "FETCH_SHARED_BYTES_MIN", 1)
-    cluster = LocalCluster(tmp_path, 3)
-    _, two, three = cluster.nodes
+    cluster, _, two, three = make_cluster(tmp_path, 3)
     content = cluster.nodes[0].written(b"a", data := os.urandom(1000))
     cluster.nodes[0].lose_ram()
     claims, inode = OneClaim(), cluster.nodes[0].inode(content)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, Node, bring, fetch_of, replicated
+from clique_world import LocalCluster, Node, bring, fetch_of, make_cluster, replicated
 from pfs_world import World, bytes_here, corrupt, lose_copies
 
 from ckptfs import disk, limits
@@ -71,8 +71,7 @@ def arriving(node: Node, content: int, data: bytes, first: list[int], monkeypatc
 
 
 def test_what_somebody_waits_for_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    three = cluster.nodes[2]
+    cluster, _, _, three, *_ = make_cluster(tmp_path, 3)
     data = os.urandom(BLOCKS * BLOCK - 9)
     content = replicated(cluster, b"a", data)
     reader = arriving(three, content, data, [5, 3, 3], monkeypatch)
@@ -82,8 +81,7 @@ def test_what_somebody_waits_for_comes_first(tmp_path: Path, monkeypatch: pytest
 
 
 def test_holes_and_what_an_older_generation_had_are_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    one, _, three = cluster.nodes
+    cluster, one, _, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"a", data := bytes(BLOCK) + os.urandom(3 * BLOCK))
     bring(three, one.inode(content))
     one.rewrite(content, lambda whole: whole.__setitem__(2 * BLOCK, whole[2 * BLOCK] ^ 1))

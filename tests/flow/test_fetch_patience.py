@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, Node, bring, cluster_of, fetch_of
-from salvage_world import OLD, decide, overwrite, publish, replicated
+from clique_world import LocalCluster, Node, bring, cluster_of, fetch_of, make_cluster
+from salvage_world import OLD, decide, make_replicated, overwrite, publish
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests
@@ -64,8 +64,7 @@ def awaited(root: Path, times: int) -> tuple[LocalCluster, int, Fetch, int]:
     """Two nodes, of which the second one has tried so often to open a file of the first, which lives and does not answer: its content, how
     it is fetched, the want, which is open.
     """
-    cluster = LocalCluster(root, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(root, 2)
     content = one.written(b"a", b"hello")
     publish(one)
     cluster.cut.add("n1")
@@ -87,8 +86,7 @@ def test_a_writer_that_lives_and_does_not_answer_is_tried_again(tmp_path: Path) 
 def test_its_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decided_after(monkeypatch, 0.0)
     monkeypatch.setattr(limits, "FETCH_PATIENCE_S", 0.1)
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
     cluster.cut.add("n1")
     failed = bring(two, one.inode(content))
@@ -100,8 +98,7 @@ def test_its_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_who_says_that_it_has_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: bool) -> None:
     """Nor does an island wait for anybody."""
     decided_after(monkeypatch, 0.0)
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
 
     def refuse(act: str, name: str) -> None:
@@ -119,8 +116,7 @@ def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatc
     """Each look takes as long as the store takes not to answer: eight of them were half a minute in front of an EIO."""
     monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 1000)
     monkeypatch.setattr(limits, "ETCD_WAIT_S", 0.1)
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
     locations.refresh(two.db, two.store, [content], two.number)
     cluster.cut.add("n1")
@@ -144,9 +140,7 @@ def test_a_file_that_lost_its_name_is_not_waited_for(tmp_path: Path, monkeypatch
 def test_after_a_death_the_former_content_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """P9: until those who hold it have decided, opening the file is no error; then it shows what is left."""
     decided_after(monkeypatch, 40.0)
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, _ = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, _ = make_replicated(tmp_path, 3)
     newer = overwrite(one, content, how)
     three, inode, flow = knowing(cluster, newer)
     cluster.cut.add("n1")
@@ -161,8 +155,7 @@ def test_after_a_death_the_former_content_is_waited_for(tmp_path: Path, monkeypa
 
 def test_long_after_a_death_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decided_after(monkeypatch, 0.0)
-    cluster = LocalCluster(tmp_path, 3)
-    one = cluster.nodes[0]
+    cluster, one, *_ = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
     publish(one)
     three, inode, flow = knowing(cluster, content)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, LocalCluster, early, offer_of
+from clique_world import MIB, LocalCluster, early, make_cluster, offer_of
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, remote_contents
@@ -193,8 +193,7 @@ def test_a_generation_far_in_the_future_is_refused(two: LocalCluster) -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_nobody_else_says_what_a_file_holds(tmp_path: Path, known: bool) -> None:
     """F6: a node with good keys offers bytes of its own for another one's content. Who has what the store says is welcome."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, other, liar = cluster.nodes
+    cluster, one, other, liar = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
     if known:
         send(cluster, content)
@@ -214,8 +213,7 @@ def test_nobody_else_says_what_a_file_holds(tmp_path: Path, known: bool) -> None
 
 def test_an_island_believes_its_peers(tmp_path: Path) -> None:
     """P1: what they say the store may hear of later."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, other, third = cluster.nodes
+    _, one, other, third = make_cluster(tmp_path, 3)
     offer = replace(offer_of(one, one.written(b"a", b"hello")), sender=third.member.name)
     offer = replace(offer, generation=offer.generation + 1)
     other.store.reachable = False
@@ -282,8 +280,7 @@ def test_what_is_not_all_there_does_not_count(two: LocalCluster) -> None:
 
 
 def test_on_nvme_the_copy_is_read_back(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2, nvme=True)
-    one, other = cluster.nodes
+    cluster, one, other = make_cluster(tmp_path, 2, nvme=True)
     data = os.urandom(BLOCK + 1)
     content = one.written(b"a", data)
     other.squeeze(Tier.RAM, 2 * MIB)
@@ -343,8 +340,7 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
     tmp_path: Path, label: str, older: bool, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P7: whatever fails, no copy counts that is not what it is said to be, and the next offer brings it."""
-    cluster = LocalCluster(tmp_path, 2, nvme=True)
-    one, other = cluster.nodes
+    cluster, one, other = make_cluster(tmp_path, 2, nvme=True)
     if tier is Tier.NVME:
         other.squeeze(Tier.RAM, MIB)
         other.hold_anew()

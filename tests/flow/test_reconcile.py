@@ -3,9 +3,10 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from clique_world import LocalCluster, Node, cluster_of, level, replicate_of, until
+from clique_world import LocalCluster, Node, cluster_of, level, make_cluster, replicate_of, until
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, peer_copies, remote_contents
@@ -45,6 +46,11 @@ def replicated(cluster: LocalCluster, name: bytes = b"a") -> int:
     return content
 
 
+def make_replicated(root: Path, count: int) -> tuple[Any, ...]:
+    cluster = LocalCluster(root, count)
+    return cluster, replicated(cluster), *cluster.nodes
+
+
 def delete(cluster: LocalCluster, *keys: str) -> None:
     cluster.store.commit([], [Delete(key.encode()) for key in keys])
 
@@ -58,9 +64,7 @@ def test_what_everybody_counts_on_stays(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
     for node in cluster.nodes:
         node.db.run("DELETE FROM entry")
@@ -71,9 +75,7 @@ def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
 
 def test_nobody_is_left_to_say_that_a_dead_node_s_file_is_gone(tmp_path: Path) -> None:
     """Its holder takes its word out of the store."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
     one.kill()
     sweep(two)
@@ -83,9 +85,7 @@ def test_nobody_is_left_to_say_that_a_dead_node_s_file_is_gone(tmp_path: Path) -
 
 def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
     """P1: an island's files."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
     one.db.run("DELETE FROM seen_key")
     sweep(one)
@@ -99,9 +99,7 @@ def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
 def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third node deleted the file and tells both at once: the copy here stayed until the next sweep."""
     monkeypatch.setattr(limits, "UNCONFIRMED_RECHECK_S", 0.01)
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
     flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.reported_unneeded)
     while flow.step():  # The first sweep is over.
@@ -116,9 +114,7 @@ def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, m
 @pytest.mark.parametrize("why", ["lost", "open"])
 def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why: str) -> None:
     """P5: it wrote the file, told nobody, and has lost its RAM or writes again. The copy here may be the last one."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
     one.db.run("DELETE FROM seen_key")
     if why == "lost":
@@ -134,9 +130,7 @@ def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why
 
 def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
     """The former content stays until its successor is sealed and has reached another node."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
     inode = one.inode(content)
     newer = three.written(b"b", b"newer")
     cluster.put(f"i/{inode:016x}", {"content": newer, "nlink": 1})
@@ -154,9 +148,7 @@ def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
 
 
 def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    one = cluster.nodes[0]
-    content = replicated(cluster)
+    cluster, content, one, *_ = make_replicated(tmp_path, 3)
     row = contents.get_content(one.db, content)
     assert row is not None and row.digest is not None
     value = {"node": 2, "inode": row.inode, "generation": 7, "state": 2, "size": 3, "digest": "11" * 16, "closed_ns": 1}
@@ -184,9 +176,7 @@ def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
 
 def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
     """A node died, its copies were made again elsewhere, and it comes back with what it had."""
-    cluster = LocalCluster(tmp_path, 4)
-    one, two, *_ = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, *_ = make_replicated(tmp_path, 4)
     two.kill()
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -204,9 +194,7 @@ def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
 
 def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path) -> None:
     """P5, P9: the writer comes back without its RAM, and still has the last word in the store."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
     one.kill()
     while two.repair.step():
         pass
@@ -222,9 +210,7 @@ def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path)
 
 def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -> None:
     """P4, P9: it went bad there. The writer finds out, and its file is not `clique` until there is another one."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    _, content, one, two = make_replicated(tmp_path, 2)
     sweep(one)
     assert level(one, content) is Level.CLIQUE
     copies.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED)
@@ -237,9 +223,7 @@ def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -
 
 
 def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"p/{content:016x}/00000002")
     sweep(one)
     flow = replicate_of(one)
@@ -251,9 +235,7 @@ def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [CopyState.GOOD, CopyState.QUARANTINED])
 def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: Path, first: CopyState) -> None:
     """P4: no word stays in the store that is not true, and none is missing."""
-    cluster = LocalCluster(tmp_path, 2)
-    two = cluster.nodes[1]
-    content = replicated(cluster)
+    _, content, _, two, *_ = make_replicated(tmp_path, 2)
     copies.set_copy_state(two.db, content, Tier.RAM, first)
     remote_contents.mark_unannounced(two.db, content)
     news = remote_contents.list_unannounced(two.db, 10)
@@ -269,9 +251,7 @@ def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: P
 
 def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: an island comes back to a file that another node has written too. Both are there until the mount has settled it."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     for node, word in ((one, b"here"), (two, b"there"), (two, b"again")):
         monkeypatch.setattr(node, "publish_shared", lambda content: None)
         node.rewrite(content, lambda data, word=word: data.extend(word))  # type: ignore[misc]
@@ -294,9 +274,7 @@ def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path
 
 def test_two_that_are_too_many_do_not_go_at_once(tmp_path: Path) -> None:
     """Each rests on the other: the second finds that the store has changed since it was asked."""
-    cluster = LocalCluster(tmp_path, 4)
-    one, two, three, _ = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three, _ = make_replicated(tmp_path, 4)
     shared = locations.load(one.store, [content])[content]
     cluster.put(f"p/{content:016x}/00000003", {"generation": 1, "digest": "00"})
     mine = locations.build_copy_key(content, 2)
@@ -309,9 +287,7 @@ def test_two_that_are_too_many_do_not_go_at_once(tmp_path: Path) -> None:
 
 
 def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     two.hold.release_copies([content])
     sweep(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "a peer's word is not enough"
@@ -323,8 +299,7 @@ def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None
 
 def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_path: Path) -> None:
     """Rank 0 removes everybody's checkpoints: nobody waits for a sweep to get the room back."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     content, kept = replicated(cluster), replicated(cluster, b"b")
     flows = {node: Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded) for node in (one, two)}
     for flow in flows.values():
@@ -348,8 +323,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
 
 def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: Path) -> None:
     """It was cut off while they deleted, and its mover lives on; what is young it looks at once more."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content, kept = replicated(cluster), replicated(cluster, b"b")
     lease = [1]
     flow = Reconcile(two.db, two.tiers, two.told, replace(cluster_of(two), lease=lambda: lease[0]), two.hold.reported_unneeded)
@@ -367,9 +341,7 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
 
 
 def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
     two.store.reachable = False
     with pytest.raises(StoreUnreachable):
@@ -379,9 +351,7 @@ def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("reconcile:")))
 def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
     monkeypatch.setattr(disk, "_calls", type(disk._calls)())
@@ -394,8 +364,7 @@ def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, mo
 
 def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path) -> None:
     """P10: a former generation, then copies that are whole elsewhere; the store learns that they went."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, _ = cluster.nodes
+    cluster, one, two, _ = make_cluster(tmp_path, 3)
     former, held = replicated(cluster, b"a"), replicated(cluster, b"b")
     one.rewrite(former, lambda data: data.reverse())
     row = contents.get_content(one.db, former)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, cluster_of, level, replicate_of, until
+from clique_world import LocalCluster, cluster_of, level, make_cluster, replicate_of, until
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests, peer_copies, remote_contents
@@ -47,8 +47,7 @@ def copies(cluster: LocalCluster, content: int) -> set[str]:
 
 
 def test_the_writer_replaces_a_holder_that_died(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    one = cluster.nodes[0]
+    cluster, one, *_ = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
     settle(cluster)
     assert copies(cluster, content) == {"n1", "n2"} and level(one, content) is Level.CLIQUE
@@ -60,8 +59,7 @@ def test_the_writer_replaces_a_holder_that_died(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [2, 3])
 def test_the_holders_replace_a_writer_that_died(tmp_path: Path, factor: int) -> None:
-    cluster = LocalCluster(tmp_path, 5, factor=factor)
-    one = cluster.nodes[0]
+    cluster, one, *_ = make_cluster(tmp_path, 5, factor=factor)
     written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(70)]
     settle(cluster)
     one.kill()
@@ -85,8 +83,7 @@ def test_it_goes_on_death_after_death(tmp_path: Path) -> None:
 
 
 def test_a_node_that_lives_again_without_its_ram_is_not_believed(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
     settle(cluster)
     two.lose_ram()
@@ -98,8 +95,7 @@ def test_a_node_that_lives_again_without_its_ram_is_not_believed(tmp_path: Path)
 
 
 def test_a_node_that_joins_gets_the_copies_that_nobody_could_hold(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 3, factor=3)
-    one, _, three = cluster.nodes
+    cluster, one, _, three = make_cluster(tmp_path, 3, factor=3)
     three.kill()
     content = one.written(b"a", b"hello")
     settle(cluster)
@@ -110,8 +106,7 @@ def test_a_node_that_joins_gets_the_copies_that_nobody_could_hold(tmp_path: Path
 
 
 def test_without_the_store_the_repair_waits(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, _ = cluster.nodes
+    cluster, one, two, _ = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
     settle(cluster)
     two.store.reachable = False
@@ -124,8 +119,7 @@ def test_without_the_store_the_repair_waits(tmp_path: Path) -> None:
 
 
 def test_nothing_is_copied_where_the_writer_lives(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 4)
-    one, two, _, four = cluster.nodes
+    cluster, one, two, _, four = make_cluster(tmp_path, 4)
     content = one.written(b"a", b"hello")
     settle(cluster)
     four.kill()
@@ -136,8 +130,7 @@ def test_nothing_is_copied_where_the_writer_lives(tmp_path: Path) -> None:
 
 def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) -> None:
     """P9: one copy is left while the writer lives; nobody else would make another one."""
-    cluster = LocalCluster(tmp_path, 2)
-    one = cluster.nodes[0]
+    cluster, one, *_ = make_cluster(tmp_path, 2)
     written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(3)]
     settle(cluster)
     one.lose_ram()
@@ -157,8 +150,7 @@ def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) 
 
 
 def test_what_does_not_fit_is_not_asked_for_file_by_file(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one = cluster.nodes[0]
+    cluster, one, *_ = make_cluster(tmp_path, 2)
     for number in range(3):
         one.written(b"f%d" % number, os.urandom(1000))
     settle(cluster)

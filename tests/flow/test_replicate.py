@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, LocalCluster, cluster_of, level, offer_of, replicate_of, until
+from clique_world import MIB, LocalCluster, cluster_of, level, make_cluster, offer_of, replicate_of, until
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, peer_copies
@@ -32,8 +32,7 @@ def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
 
 
 def test_three_copies_in_three_failure_domains(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 5, domains=["r1", "r1", "r2", "r2", "r3"], factor=3)
-    one = cluster.nodes[0]
+    cluster, one, *_ = make_cluster(tmp_path, 5, domains=["r1", "r1", "r2", "r2", "r3"], factor=3)
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -42,8 +41,7 @@ def test_three_copies_in_three_failure_domains(tmp_path: Path) -> None:
 
 
 def test_a_node_alone_waits_until_there_is_somebody(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     two.kill()
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
@@ -54,8 +52,7 @@ def test_a_node_alone_waits_until_there_is_somebody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trouble", ["dead", "full", "refuses"])
 def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     if trouble == "dead":
         cluster.cut.add("n2")
     elif trouble == "full":
@@ -77,8 +74,7 @@ def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str
 
 def test_a_peer_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
     """Two copies are wanted; the one that goes to the node that answers arrives while the other one hangs."""
-    cluster = LocalCluster(tmp_path, 3, factor=3)
-    one, two, three = cluster.nodes
+    _, one, two, three = make_cluster(tmp_path, 3, factor=3)
     released = threading.Event()
 
     def hang(act: str, name: str) -> None:
@@ -97,8 +93,7 @@ def test_a_peer_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_tried_again(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one = cluster.nodes[0]
+    _, one, *_ = make_cluster(tmp_path, 2)
     failures = [2]
 
     def fault(act: str, name: str) -> None:
@@ -116,8 +111,7 @@ def test_what_failed_is_tried_again(tmp_path: Path) -> None:
 
 def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path) -> None:
     """P7: the peer gets no mixture, and the next generation goes its own way."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", os.urandom(3 * BLOCK))
     flow = replicate_of(one)
     seen: list[int] = []
@@ -140,8 +134,7 @@ def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path
 
 def test_a_copy_that_went_bad_here_is_found_when_it_is_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P4."""
-    cluster = LocalCluster(tmp_path, 2)
-    one = cluster.nodes[0]
+    _, one, *_ = make_cluster(tmp_path, 2)
     content = one.written(b"a", os.urandom(BLOCK))
     one.spoil(content, Tier.RAM)
     flow = replicate_of(one)
@@ -151,8 +144,7 @@ def test_a_copy_that_went_bad_here_is_found_when_it_is_sent(tmp_path: Path, capl
 
 
 def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -164,8 +156,7 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
 
 def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
     """Only the store knows of a copy that was made by reading."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -193,8 +184,7 @@ def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
 def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood still, or was cut off for a moment; others are told meanwhile. Who died is not waited for."""
     monkeypatch.setattr(limits, "RETRY_FIRST_S", 0.05)
-    cluster = LocalCluster(tmp_path, 4)
-    one, two, three, four = cluster.nodes
+    cluster, one, two, three, four = make_cluster(tmp_path, 4)
     cluster.cut.add("n2")
     four.kill()
     with one.db.transaction():
@@ -234,8 +224,7 @@ def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path
 
 def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """More than the queue holds, too; one that went bad here and one that is refused there are nothing to the others (P4)."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     found = [one.make(b"%d" % number, b"%d" % number) for number in range(limits.PEER_QUEUE_MAX + 40)]
     one.seal()
     one.spoil(found[3], Tier.RAM)
@@ -253,8 +242,7 @@ def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog
 
 def test_a_peer_that_takes_none_of_many_failed_once(tmp_path: Path) -> None:
     """It is asked again as soon as after any other failure."""
-    cluster = LocalCluster(tmp_path, 2)
-    one = cluster.nodes[0]
+    _, one, *_ = make_cluster(tmp_path, 2)
     found = [one.make(b"%d" % number, b"%d" % number) for number in range(200)]
     one.seal()
     failed: list[str] = []
@@ -273,8 +261,7 @@ def test_a_peer_that_takes_none_of_many_failed_once(tmp_path: Path) -> None:
 
 
 def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     written = []
     for number in range(300):
         written.append(one.make(b"f%d" % number, b"%d" % number))
@@ -288,8 +275,7 @@ def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("replicate:")))
 def test_a_failure_here_costs_a_try(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while a copy that is suspected is read for its digest."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", os.urandom(BLOCK))
     lied = [1]
 
@@ -308,8 +294,7 @@ def test_a_failure_here_costs_a_try(tmp_path: Path, label: str, monkeypatch: pyt
 
 def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     """P1, P9: that something need not be held any more cannot be told then; that costs no thread and no copy."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     gone = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, gone) is Level.CLIQUE, flow.step)
@@ -340,8 +325,7 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
 
 def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -> None:
     """P5: this node forgets it, and that is no word about the copies of what others read."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    _, one, two, three = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -355,8 +339,7 @@ def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -
 
 
 def test_what_lies_in_a_tier_that_is_not_there_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
     one.db.run("UPDATE copy SET tier = 'nvme' WHERE content = ?", content)
     flow = replicate_of(one)
@@ -368,8 +351,7 @@ def test_what_lies_in_a_tier_that_is_not_there_waits(tmp_path: Path, caplog: pyt
 
 
 def test_what_nobody_foresaw_is_not_tried_for_ever_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one = cluster.nodes[0]
+    _, one, *_ = make_cluster(tmp_path, 2)
     tried = []
 
     def fault(act: str, name: str) -> None:

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, Node, cluster_of, until
-from salvage_world import appended, change, decide, held, publish, replicated, shown, tidy
+from clique_world import LocalCluster, Node, cluster_of, make_cluster, until
+from salvage_world import appended, change, decide, held, make_replicated, publish, replicated, shown, tidy
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests
@@ -88,9 +88,7 @@ def test_what_changes_is_copied_on_a_timer(tmp_path: Path, monkeypatch: pytest.M
 def test_what_was_only_opened_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its seal has brought it to the others."""
     monkeypatch.setattr(limits, "OPEN_REPLICATE_S", 0.0)
-    cluster = LocalCluster(tmp_path, 2)
-    one, _ = cluster.nodes
-    content = replicated(cluster)
+    _, content, one, _ = make_replicated(tmp_path, 2)
     sent = len(one.peers.sent)
     one.reopen(content, Tier.RAM)
     one.hold_open(content, writer=True)
@@ -102,8 +100,7 @@ def test_what_was_only_opened_is_not_copied(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_fsync_that_nobody_could_take_is_made_good(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = log_of(one)
     flow = regularly(one)
     cluster.cut = {"n2"}
@@ -126,8 +123,7 @@ def test_what_was_closed_meanwhile_is_left_to_its_seal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool) -> None:
     """P7, P9: of a log that was never closed, and of one that was opened again; the same on all nodes."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     if again:
         content = replicated(cluster)
         change(one, content, appended, stop="open")

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, Node, cluster_of
-from salvage_world import NEW, OLD, decide, fall_back_of, file_of, overwrite, publish, replicated, send, tidy
+from clique_world import LocalCluster, Node, cluster_of, make_cluster
+from salvage_world import NEW, OLD, decide, fall_back_of, file_of, make_replicated, overwrite, publish, replicated, send, tidy
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, namespace
@@ -34,9 +34,7 @@ HOW = pytest.mark.parametrize("how", ["truncated", "renamed"])
 @pytest.mark.parametrize("sealed", [True, False])
 def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, how: str, sealed: bool) -> None:
     """P9: whole, with its size and time, and told to people; and it gets as many copies as before."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
     newer = overwrite(one, content, how)
     if not sealed:
         row = one.db.value("SELECT inode FROM content WHERE id = ?", newer)
@@ -65,9 +63,7 @@ def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, 
 
 @HOW
 def test_the_former_content_goes_when_the_newer_one_is_safe(tmp_path: Path, how: str) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, how)
     tidy(two)
     assert content in one.files(Tier.RAM) & two.files(Tier.RAM)
@@ -84,8 +80,7 @@ def test_the_former_content_goes_when_the_newer_one_is_safe(tmp_path: Path, how:
 
 
 def test_what_no_other_node_had_is_not_kept(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, _ = cluster.nodes
+    _, one, _ = make_cluster(tmp_path, 2)
     content = one.make(b"file", OLD)
     one.seal()
     newer = overwrite(one, content, "truncated")
@@ -95,9 +90,7 @@ def test_what_no_other_node_had_is_not_kept(tmp_path: Path) -> None:
 @HOW
 def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> None:
     """Nobody has written the file meanwhile: it holds what was closed last."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, how)
     inode = one.inode(newer)
     one.kill()
@@ -116,9 +109,7 @@ def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> 
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
     """Both stay."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, "truncated")
     inode = one.inode(newer)
     one.kill()
@@ -139,9 +130,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
 
 def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
     """What was told between looking and deciding stays."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, "truncated")
     inode = one.inode(newer)
     one.kill()
@@ -166,9 +155,7 @@ def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
 
 def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows here follow when somebody asks for the file; nothing of it goes meanwhile."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, "truncated")
     one.kill()
     monkeypatch.setattr(disk, "_fault", "fallback:shown=EIO")
@@ -206,9 +193,7 @@ def test_another_node_s_file_is_renamed_over(tmp_path: Path, renamer: int) -> No
 
 
 def test_what_another_node_renamed_over_goes_when_its_own_file_is_safe(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    _, content, one, two = make_replicated(tmp_path, 2)
     newer = renamed_over(two, one.inode(content), content)
     send(two, newer)
     AnnounceCopies(one.db, cluster_of(one)).step()
@@ -220,9 +205,7 @@ def test_what_another_node_renamed_over_goes_when_its_own_file_is_safe(tmp_path:
 
 def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
     """Nobody's file held it before."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, _ = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, _ = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     cluster.store.commit([], [Delete(b"i/%016x" % inode)])
     with one.db.transaction():

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, cluster_of, offer_of
-from salvage_world import NEW, OLD, appended, change, decide, file_of, hear, held, publish, replicated, send, shown, tidy
+from clique_world import cluster_of, offer_of
+from salvage_world import NEW, OLD, appended, change, decide, file_of, hear, held, make_replicated, publish, send, shown, tidy
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, mover_requests, namespace
@@ -32,9 +32,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heard", [False, True])
 def test_the_generation_that_others_have_is_shown(tmp_path: Path, stop: str, heard: bool) -> None:
     """P9: whole, with its size and time, on all nodes; and it gets as many copies as before."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
     inode = one.inode(content)
     change(one, content, appended, stop=stop)
     if heard:
@@ -60,9 +58,7 @@ def test_the_generation_that_others_have_is_shown(tmp_path: Path, stop: str, hea
 
 
 def test_the_next_generation_takes_its_place_when_it_is_there(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     change(one, content, appended)
     hear(two, content)
     tidy(two)
@@ -77,9 +73,7 @@ def test_the_next_generation_takes_its_place_when_it_is_there(tmp_path: Path) ->
 
 def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) -> None:
     """P5: neither a sweep nor a tier that is full."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
     change(one, content, appended)
     hear(two, content)
     two.squeeze(Tier.RAM, 3000)
@@ -102,9 +96,7 @@ def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) 
 
 
 def test_a_mover_that_begins_anew_still_has_it(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     change(one, content, appended)
     hear(two, content)
     tell = AnnounceCopies(two.db, cluster_of(two))
@@ -118,9 +110,7 @@ def test_a_mover_that_begins_anew_still_has_it(tmp_path: Path) -> None:
 
 def test_the_writer_returns_with_what_it_changed(tmp_path: Path) -> None:
     """Nobody has written the file meanwhile: it holds what was closed last, and gets its copies."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     change(one, content, appended)
     one.kill()
@@ -141,9 +131,7 @@ def test_the_writer_returns_with_what_it_changed(tmp_path: Path) -> None:
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
     """Both stay."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     change(one, content, appended)
     one.kill()
@@ -165,9 +153,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
 @pytest.mark.parametrize("heard", [False, True])
 def test_another_node_changed_it(tmp_path: Path, stop: str, heard: bool) -> None:
     """P9: who wrote it first has what the other one destroyed by writing into it."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
     inode = one.inode(content)
     change(two, content, appended, stop=stop)
     if heard:
@@ -184,9 +170,7 @@ def test_another_node_changed_it(tmp_path: Path, stop: str, heard: bool) -> None
 
 def test_of_several_generations_the_newest_is_shown(tmp_path: Path) -> None:
     """Also when who has an older one looks first; never a mixture of both (P7)."""
-    cluster = LocalCluster(tmp_path, 4)
-    one, two, three, four = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three, four = make_replicated(tmp_path, 4)
     inode = one.inode(content)
     change(one, content, appended)
     hear(two, content)
@@ -206,9 +190,7 @@ def test_of_several_generations_the_newest_is_shown(tmp_path: Path) -> None:
 
 def test_changed_in_place_and_then_written_anew(tmp_path: Path) -> None:
     """P9: what nobody else had of the former content does not hide what they had before."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     change(one, content, appended)
     hear(two, content)
@@ -225,9 +207,7 @@ def test_changed_in_place_and_then_written_anew(tmp_path: Path) -> None:
 
 def test_what_is_read_here_stays_what_it_is(tmp_path: Path) -> None:
     """P7: whoever has the former generation open shares nothing with what the file holds from now on."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     two.hold_open(content)
     fd = two.tiers[Tier.RAM].open(content)
     with disk.closing(fd):
@@ -242,9 +222,7 @@ def test_what_is_read_here_stays_what_it_is(tmp_path: Path) -> None:
 
 def test_what_is_not_what_it_was_is_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P4, P7: a bad copy is found out before anybody is told of it."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     change(one, content, appended)
     hear(two, content)
     with os.fdopen(two.tiers[Tier.RAM].open(content, os.O_RDWR), "wb") as file:
@@ -258,9 +236,7 @@ def test_what_is_not_what_it_was_is_not_shown(tmp_path: Path, caplog: pytest.Log
 @pytest.mark.parametrize("label", ["fallback:shown", "fetch:peer:older:read"])
 def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: the former generation is still there, and a mover that begins anew shows it."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     change(one, content, appended)
     one.kill()
@@ -280,9 +256,7 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
 
 def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:
     """Who shows a former generation writes it back, if its writer did not come to that."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     change(one, content, appended)
     two.db.is_journalled = True
     one.kill()
@@ -293,9 +267,7 @@ def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:
 
 def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: the former generation gives way to the next one only when that is here."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     two.learn(one.inode(content), b"file", content, len(OLD))
     change(one, content, appended)
@@ -317,9 +289,7 @@ def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: py
 
 
 def test_a_fetch_that_does_not_fail_leaves_nothing_aside(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    _, content, one, two = make_replicated(tmp_path, 2)
     two.learn(one.inode(content), b"file", content, len(OLD))
     change(one, content, appended)
     hear(two, content)
@@ -331,9 +301,7 @@ def test_a_fetch_that_does_not_fail_leaves_nothing_aside(tmp_path: Path) -> None
 @pytest.mark.parametrize("renamed", [True, False])
 def test_a_mover_that_dies_while_it_fetches(tmp_path: Path, renamed: bool) -> None:
     """P5, P8: what was put aside is put back, also when its file never got its other name."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    _, content, one, two = make_replicated(tmp_path, 2)
     change(one, content, appended)
     hear(two, content)
     seen = contents.get_content(two.db, content)

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, Node, offer_of
+from clique_world import LocalCluster, Node, make_cluster, offer_of
 from salvage_world import (
     NEW,
     OLD,
@@ -17,6 +17,7 @@ from salvage_world import (
     file_of,
     hear,
     held,
+    make_replicated,
     opens,
     overwrite,
     publish,
@@ -89,8 +90,7 @@ def newer(one: Node, content: int, how: str, stop: str = "sealed") -> int:
 @pytest.mark.parametrize("stop", ["open", "closed", "sealed"])
 def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how: str, stop: str) -> None:
     """P9: with its size and time; one node of those that are asked decides it."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
+    cluster, one, two, three = make_cluster(tmp_path, 3)
     content = alone(cluster)
     inode = one.inode(content)
     write_back(one, content)
@@ -110,8 +110,7 @@ def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how
 
 def test_what_was_fsynced_of_an_open_file_is_the_whole_of_it(tmp_path: Path) -> None:
     """As on a node that is alone."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = alone(cluster)
     inode = one.inode(content)
     change(one, content, appended, stop="open")
@@ -123,8 +122,7 @@ def test_what_was_fsynced_of_an_open_file_is_the_whole_of_it(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("who", ["nobody", "the PFS is being changed", "a living node has it"])
 def test_what_is_not_certain_is_not_decided(tmp_path: Path, who: str) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = replicated(cluster) if who == "a living node has it" else alone(cluster)
     inode = one.inode(content)
     if who == "the PFS is being changed":
@@ -143,8 +141,7 @@ def test_what_is_not_certain_is_not_decided(tmp_path: Path, who: str) -> None:
 
 
 def test_a_node_that_may_have_a_newer_one_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = alone(cluster)
     write_back(one, content)
     change(one, content, appended)
@@ -156,9 +153,7 @@ def test_a_node_that_may_have_a_newer_one_is_waited_for(tmp_path: Path, monkeypa
 
 def test_never_an_older_generation_than_the_pfs_has(tmp_path: Path) -> None:
     """P5, P7: the holder of generation 1 does not show it over generation 2, nor has it written back over that."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     change(one, content, appended)
     hear(two, content)
@@ -174,9 +169,7 @@ def test_never_an_older_generation_than_the_pfs_has(tmp_path: Path) -> None:
 
 def test_what_is_left_on_the_pfs_of_an_open_file_counts_for_no_whole_one(tmp_path: Path) -> None:
     """P9: a part of generation 2 on the PFS does not keep what is left from being shown."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     change(one, content, appended, stop="open")
     write_back(one, content, complete=False, size=9, mtime_ns=3)
@@ -187,9 +180,7 @@ def test_what_is_left_on_the_pfs_of_an_open_file_counts_for_no_whole_one(tmp_pat
 
 def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Path) -> None:
     """P9: its holder came to it late, and somebody has fetched the older one meanwhile."""
-    cluster = LocalCluster(tmp_path, 3)
-    one, two, three = cluster.nodes
-    content = replicated(cluster)
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
     inode = one.inode(content)
     write_back(one, content)
     change(one, content, appended)
@@ -212,8 +203,7 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
 @pytest.mark.parametrize("fetched", [True, False])
 def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
     """Nobody has written the file meanwhile: it holds what was closed last. Whoever fetched what the PFS has wrote nothing."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = alone(cluster)
     inode = one.inode(content)
     write_back(one, content)
@@ -237,8 +227,7 @@ def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
     """Both stay."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = alone(cluster)
     inode = one.inode(content)
     write_back(one, content)
@@ -259,8 +248,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
 
 def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks again finds it decided."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     content = alone(cluster)
     inode = one.inode(content)
     write_back(one, content)
@@ -276,8 +264,7 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
 
 def test_who_opens_it_gets_it(tmp_path: Path) -> None:
     """P9: at the first try, also long after the death."""
-    cluster = LocalCluster(tmp_path, 2)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2)
     two.db = Database(two.root / "state" / "catalog.db", journalled=True, clustered=True, hooks=DirtyKeyTracker())
     content = alone(cluster)
     inode = one.inode(content)
@@ -297,8 +284,7 @@ def test_who_opens_it_gets_it(tmp_path: Path) -> None:
 
 def test_without_copies_on_other_nodes(tmp_path: Path) -> None:
     """Where one copy is all that is wanted the PFS is all the more what is left."""
-    cluster = LocalCluster(tmp_path, 2, factor=1)
-    one, two = cluster.nodes
+    cluster, one, two = make_cluster(tmp_path, 2, factor=1)
     content = alone(cluster)
     inode = one.inode(content)
     write_back(one, content)

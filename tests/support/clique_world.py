@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from local_node import Node as LocalNode
 from memory_store import MemoryEtcd, MemoryStore
@@ -175,6 +176,12 @@ class LocalCluster:
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.member.name == name)
+
+
+def make_cluster(root: Path, count: int, **options: Any) -> tuple[Any, ...]:
+    """Return a cluster and each of its nodes."""
+    cluster = LocalCluster(root, count, **options)
+    return cluster, *cluster.nodes
 
 
 class LocalPeers:

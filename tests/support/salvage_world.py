@@ -3,6 +3,8 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from clique_world import LocalCluster, Node, cluster_of, level, replicate_of, until
 
@@ -45,6 +47,12 @@ def replicated(cluster: LocalCluster) -> int:
     send(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     return content
+
+
+def make_replicated(root: Path, count: int) -> tuple[Any, ...]:
+    """Return a cluster, a content with copies on its first two nodes, and each of its nodes."""
+    cluster = LocalCluster(root, count)
+    return cluster, replicated(cluster), *cluster.nodes
 
 
 def send(node: Node, content: int) -> None:
