@@ -1,5 +1,6 @@
 """What a dead node had not written back is written back by one that lives, in its order and once (P6)."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ from ckptfs import limits
 from ckptfs.coherence.keys import JOURNAL_ROW
 
 
-def run(root: Path, act: Callable[[WriterCluster], Any], count: int = 3) -> None:
-    cluster = WriterCluster(root, count, 0)
+@pytest.fixture
+def cluster(tmp_path: Path) -> WriterCluster:
+    return WriterCluster(tmp_path, 3, 0)
 
-    async def main() -> None:
-        async def body() -> None:
-            await act(cluster)
 
-        await cluster.run(body)
+def in_cluster(test: Callable[..., Any]) -> Callable[..., None]:
+    """Run an async test while the nodes of `cluster` publish what they change."""
 
-    trio.run(main)
+    @functools.wraps(test)
+    def run(cluster: WriterCluster, **fixtures: Any) -> None:
+        trio.run(cluster.run, functools.partial(test, cluster, **fixtures))
+
+    return run
 
 
 def rows(cluster: WriterCluster, node: Writer) -> int:
@@ -49,60 +53,50 @@ async def left_behind(cluster: WriterCluster) -> None:
     dead.die()
 
 
-def test_survivors_write_back_what_a_dead_node_had_to(tmp_path: Path) -> None:
-    async def act(cluster: WriterCluster) -> None:
-        await left_behind(cluster)
-        await cluster.settle()
-        assert set(cluster.shared()) == {b"d", b"d/f", b"d/kept", b"d/e"}
-        cluster.exact()
-
-    run(tmp_path, act)
+@in_cluster
+async def test_survivors_write_back_what_a_dead_node_had_to(cluster: WriterCluster) -> None:
+    await left_behind(cluster)
+    await cluster.settle()
+    assert set(cluster.shared()) == {b"d", b"d/f", b"d/kept", b"d/e"}
+    cluster.exact()
 
 
-def test_a_node_that_comes_back_finds_its_rows_taken(tmp_path: Path) -> None:
+@in_cluster
+async def test_a_node_that_comes_back_finds_its_rows_taken(cluster: WriterCluster) -> None:
     """Its own journal still holds them: none is done again, not even after others went on."""
-
-    async def act(cluster: WriterCluster) -> None:
-        await left_behind(cluster)
-        await cluster.settle()
-        one, _, dead = cluster.nodes
-        await one.rename("d", "elsewhere")
-        await one.unlink("elsewhere/f")
-        dead.live()
-        dead.revive()
-        await cluster.settle()
-        assert dead.db.rows("SELECT * FROM journal") == []
-        cluster.exact()
-
-    run(tmp_path, act)
+    await left_behind(cluster)
+    await cluster.settle()
+    one, _, dead = cluster.nodes
+    await one.rename("d", "elsewhere")
+    await one.unlink("elsewhere/f")
+    dead.live()
+    dead.revive()
+    await cluster.settle()
+    assert dead.db.rows("SELECT * FROM journal") == []
+    cluster.exact()
 
 
-def test_one_of_several_takes_each_row(tmp_path: Path) -> None:
-    async def act(cluster: WriterCluster) -> None:
-        await left_behind(cluster)
-        one, two, dead = cluster.nodes
-        for _ in range(3):
-            await cluster.take_over(one)
-            await cluster.take_over(two)
-        assert rows(cluster, dead) == 0
-        origins = [node.db.value("SELECT count(*) FROM journal WHERE origin = ?", dead.number) for node in (one, two)]
-        assert sorted(origins) == [0, 7]
-
-    run(tmp_path, act)
+@in_cluster
+async def test_one_of_several_takes_each_row(cluster: WriterCluster) -> None:
+    await left_behind(cluster)
+    one, two, dead = cluster.nodes
+    for _ in range(3):
+        await cluster.take_over(one)
+        await cluster.take_over(two)
+    assert rows(cluster, dead) == 0
+    origins = [node.db.value("SELECT count(*) FROM journal WHERE origin = ?", dead.number) for node in (one, two)]
+    assert sorted(origins) == [0, 7]
 
 
-def test_who_dies_while_taking_over_leaves_it_to_the_next(tmp_path: Path) -> None:
+@in_cluster
+async def test_who_dies_while_taking_over_leaves_it_to_the_next(cluster: WriterCluster) -> None:
     """Killed when the rows are in its journal and still in the dead node's: both are written back, which changes nothing more."""
-
-    async def act(cluster: WriterCluster) -> None:
-        await left_behind(cluster)
-        cluster.deadly = {"take_over:appended"}
-        await cluster.take_over(cluster.nodes[0])
-        assert not cluster.deadly
-        await cluster.settle()
-        cluster.exact()
-
-    run(tmp_path, act)
+    await left_behind(cluster)
+    cluster.deadly = {"take_over:appended"}
+    await cluster.take_over(cluster.nodes[0])
+    assert not cluster.deadly
+    await cluster.settle()
+    cluster.exact()
 
 
 async def left_out(cluster: WriterCluster) -> int:
@@ -124,112 +118,99 @@ async def left_out(cluster: WriterCluster) -> int:
     return content
 
 
-def test_what_nobody_holds_is_left_out(tmp_path: Path) -> None:
+@in_cluster
+async def test_what_nobody_holds_is_left_out(cluster: WriterCluster) -> None:
     """A file of which no copy lives holds up nothing."""
-
-    async def act(cluster: WriterCluster) -> None:
-        content = await left_out(cluster)
-        assert not (cluster.pfs / "lost").exists()
-        assert content in cluster.nodes[-1].bytes
-
-    run(tmp_path, act)
+    content = await left_out(cluster)
+    assert not (cluster.pfs / "lost").exists()
+    assert content in cluster.nodes[-1].bytes
 
 
-def test_what_was_left_out_is_written_back_by_its_writer_when_that_returns(tmp_path: Path) -> None:
+@in_cluster
+async def test_what_was_left_out_is_written_back_by_its_writer_when_that_returns(cluster: WriterCluster) -> None:
     """P3, P9: it was killed, not wiped; the others have taken its rows, and could do nothing with this one."""
-
-    async def act(cluster: WriterCluster) -> None:
-        await left_out(cluster)
-        dead = cluster.nodes[-1]
-        dead.live()
-        dead.revive()
-        await cluster.settle()
-        assert (cluster.pfs / "lost").read_bytes() == b"nobody has it"
-        cluster.exact()
-
-    run(tmp_path, act)
+    await left_out(cluster)
+    dead = cluster.nodes[-1]
+    dead.live()
+    dead.revive()
+    await cluster.settle()
+    assert (cluster.pfs / "lost").read_bytes() == b"nobody has it"
+    cluster.exact()
 
 
-def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_the_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_cluster
+async def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_the_return(
+    cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By then the writer has done all else that it had to."""
     monkeypatch.setattr(limits, "LEFT_OUT_LOOK_S", 0.0)
-
-    async def act(cluster: WriterCluster) -> None:
-        content = await left_out(cluster)
-        dead = cluster.nodes[-1]
-        dead.live()
-        dead.revive()
-        dead.db.run("UPDATE content SET state = 1 WHERE id = ?", content)
-        await cluster.settle()
-        for _ in range(3):
-            await cluster.step(dead)
-        assert not (cluster.pfs / "lost").exists()
-        dead.db.run("UPDATE content SET state = 2 WHERE id = ?", content)
+    content = await left_out(cluster)
+    dead = cluster.nodes[-1]
+    dead.live()
+    dead.revive()
+    dead.db.run("UPDATE content SET state = 1 WHERE id = ?", content)
+    await cluster.settle()
+    for _ in range(3):
         await cluster.step(dead)
-        await cluster.settle()
-        assert (cluster.pfs / "lost").read_bytes() == b"nobody has it"
-        cluster.exact()
-
-    run(tmp_path, act)
+    assert not (cluster.pfs / "lost").exists()
+    dead.db.run("UPDATE content SET state = 2 WHERE id = ?", content)
+    await cluster.step(dead)
+    await cluster.settle()
+    assert (cluster.pfs / "lost").read_bytes() == b"nobody has it"
+    cluster.exact()
 
 
 @pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:put"])
-def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(tmp_path: Path, label: str) -> None:
+@in_cluster
+async def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(cluster: WriterCluster, label: str) -> None:
     """P6, P9: under the same name, of the same file; and what is there is nobody's who is to be kept beside it."""
-
-    async def act(cluster: WriterCluster) -> None:
-        one, two, dead = cluster.nodes
-        await one.put("f", b"1")
-        await cluster.settle()
-        content = await dead.put("f", b"newer")
-        await settled(cluster.nodes)
-        cluster.deadly = {label}
-        while cluster.deadly:
-            await cluster.step(dead)
-        two.hold(dead, content)
-        one.hold(dead, content)
-        dead.die()
-        assert (cluster.pfs / "f").read_bytes() == b"1"
-        await cluster.settle()
-        assert (cluster.pfs / "f").read_bytes() == b"newer"
-        await one.put("f", b"newest")
-        dead.live()
-        dead.revive()
-        await cluster.settle()
-        cluster.exact()
-
-    run(tmp_path, act)
+    one, two, dead = cluster.nodes
+    await one.put("f", b"1")
+    await cluster.settle()
+    content = await dead.put("f", b"newer")
+    await settled(cluster.nodes)
+    cluster.deadly = {label}
+    while cluster.deadly:
+        await cluster.step(dead)
+    two.hold(dead, content)
+    one.hold(dead, content)
+    dead.die()
+    assert (cluster.pfs / "f").read_bytes() == b"1"
+    await cluster.settle()
+    assert (cluster.pfs / "f").read_bytes() == b"newer"
+    await one.put("f", b"newest")
+    dead.live()
+    dead.revive()
+    await cluster.settle()
+    cluster.exact()
 
 
 @pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:written_down"])
-def test_who_stood_still_for_long_touches_nothing_any_more(tmp_path: Path, label: str) -> None:
+@in_cluster
+async def test_who_stood_still_for_long_touches_nothing_any_more(cluster: WriterCluster, label: str) -> None:
     """P6, P9: stopped in the middle of a batch until its lease had run out, while others finished it and went on."""
+    one, two, still = cluster.nodes
+    await one.put("f", b"1")
+    await still.put("h", b"1")
+    await cluster.settle()
+    contents = [await still.put("f", b"2"), await still.put("h", b"2")]
 
-    async def act(cluster: WriterCluster) -> None:
-        one, two, still = cluster.nodes
-        await one.put("f", b"1")
-        await still.put("h", b"1")
+    async def others_go_on() -> None:
+        still.die()
+        for content in contents:
+            two.hold(still, content)
+            one.hold(still, content)
         await cluster.settle()
-        contents = [await still.put("f", b"2"), await still.put("h", b"2")]
-
-        async def others_go_on() -> None:
-            still.die()
-            for content in contents:
-                two.hold(still, content)
-                one.hold(still, content)
-            await cluster.settle()
-            await one.put("f", b"3")
-            await two.unlink("h")
-            await cluster.settle()
-            assert (cluster.pfs / "f").read_bytes() == b"3"
-
-        cluster.meanwhile[label] = others_go_on
-        while cluster.meanwhile:
-            await cluster.step(still)
-        assert (cluster.pfs / "f").read_bytes() == b"3" and not (cluster.pfs / "h").exists()
-        still.live()
+        await one.put("f", b"3")
+        await two.unlink("h")
         await cluster.settle()
-        cluster.exact()
-        assert set(cluster.shared()) == {b"f"}
+        assert (cluster.pfs / "f").read_bytes() == b"3"
 
-    run(tmp_path, act)
+    cluster.meanwhile[label] = others_go_on
+    while cluster.meanwhile:
+        await cluster.step(still)
+    assert (cluster.pfs / "f").read_bytes() == b"3" and not (cluster.pfs / "h").exists()
+    still.live()
+    await cluster.settle()
+    cluster.exact()
+    assert set(cluster.shared()) == {b"f"}

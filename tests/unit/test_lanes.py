@@ -5,7 +5,6 @@ A step takes no time here: the lane's thread is replaced by a plain call, so tha
 
 import errno
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -55,21 +54,15 @@ def run(flow: Steps, scenario: Callable[[Lane], Any]) -> Told:
     """Run a lane while `scenario(lane)` plays, on a clock that jumps; what the lane reported."""
     told: Told = []
 
-    @asynccontextmanager
-    async def running() -> Any:
+    async def main() -> None:
         async with trio.open_nursery() as nursery:
             lane = Lane("test", flow, lambda key, value: told.append((key, value)))
             nursery.start_soon(lane.run)
             await wait_all_tasks_blocked()
-            yield lane
+            await scenario(lane)
             nursery.cancel_scope.cancel()
 
-    async def main() -> None:
-        async with running() as lane:
-            await scenario(lane)
-
-    clock = MockClock(autojump_threshold=0)
-    trio.run(main, clock=clock)
+    trio.run(main, clock=MockClock(autojump_threshold=0))
     return told
 
 
@@ -79,11 +72,7 @@ def at(flow: Steps) -> list[float]:
 
 def test_it_begins_with_a_step_and_goes_on_while_there_is_more() -> None:
     flow = Steps(True, True, False)
-
-    async def scenario(lane: Lane) -> None:
-        await trio.sleep(3600)
-
-    run(flow, scenario)
+    run(flow, lambda lane: trio.sleep(3600))
     assert at(flow) == [0, 0, 0], "and then nothing for an hour: no CPU when idle"
 
 
@@ -151,21 +140,13 @@ def test_an_urgent_run_does_not_swallow_a_fresh_hint() -> None:
 
 def test_a_timer_of_the_flow_wakes_it() -> None:
     flow = Steps(due_s=7.0)
-
-    async def scenario(lane: Lane) -> None:
-        await trio.sleep(15)
-
-    run(flow, scenario)
+    run(flow, lambda lane: trio.sleep(15))
     assert at(flow) == [0, 7, 14]
 
 
 def test_failures_are_retried_ever_more_rarely_and_reported_once() -> None:
     flow = Steps(*[OSError(errno.ENOSPC, "No space left on device", "/pfs/a") for _ in range(4)])
-
-    async def scenario(lane: Lane) -> None:
-        await trio.sleep(60)
-
-    told = run(flow, scenario)
+    told = run(flow, lambda lane: trio.sleep(60))
     first = limits.RETRY_FIRST_S
     assert at(flow) == pytest.approx([0, first, 3 * first, 7 * first, 15 * first], abs=0.01)
     (key, value), (key_then, nothing) = told
@@ -175,11 +156,7 @@ def test_failures_are_retried_ever_more_rarely_and_reported_once() -> None:
 
 def test_backoff_is_bounded() -> None:
     flow = Steps(*[OSError(errno.EIO, "x")] * 100)
-
-    async def scenario(lane: Lane) -> None:
-        await trio.sleep(600)
-
-    run(flow, scenario)
+    run(flow, lambda lane: trio.sleep(600))
     pauses = [later - earlier for earlier, later in zip(flow.ran, flow.ran[1:], strict=False)]
     assert max(pauses) == pytest.approx(limits.RETRY_LAST_S, abs=0.1)
 
@@ -203,11 +180,7 @@ def test_hints_do_not_shorten_a_backoff_but_hurry_ends_it() -> None:
 
 def test_an_error_that_nobody_foresaw_does_not_end_the_lane(caplog: pytest.LogCaptureFixture) -> None:
     flow = Steps(ZeroDivisionError("oops"), TierUnavailable("the PFS is away", remedy="mount it"))
-
-    async def scenario(lane: Lane) -> None:
-        await trio.sleep(60)
-
-    told = run(flow, scenario)
+    told = run(flow, lambda lane: trio.sleep(60))
     assert len(flow.ran) == 3
     assert [value and value["what"] for _, value in told] == ["oops", "the PFS is away", None]
     assert "Traceback" in caplog.text and "(mount it)" in caplog.text

@@ -1,5 +1,7 @@
 """A node's membership in its mover: who lives, what an outage of the store changes (nothing), what people are told (P1, P9)."""
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def run(act: Callable[[trio.Nursery], Any]) -> None:
-    """`act`, and end everything that it started."""
+    """Run `act`, then end everything that it started."""
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -91,104 +93,105 @@ def run(act: Callable[[trio.Nursery], Any]) -> None:
     trio.run(main)
 
 
+def in_nursery(test: Callable[..., Any]) -> Callable[..., None]:
+    """Turn `test(nursery, **fixtures)` into a test with these fixtures."""
+
+    @functools.wraps(test)
+    def play(**fixtures: Any) -> None:
+        run(functools.partial(test, **fixtures))
+
+    found = inspect.signature(test)
+    play.__signature__ = found.replace(parameters=list(found.parameters.values())[1:])  # type: ignore[attr-defined]
+    return play
+
+
 def pass_time(etcd: MemoryEtcd, seconds: float) -> None:
     assert isinstance(etcd.clock, Clock)
     etcd.clock.now_s += seconds
     etcd.expire()
 
 
-def test_nodes_see_one_another_come_and_go(stations: list[Station], etcd: MemoryEtcd) -> None:
+@in_nursery
+async def test_nodes_see_one_another_come_and_go(nursery: trio.Nursery, stations: list[Station], etcd: MemoryEtcd) -> None:
     """P9: and the flows are told."""
     a, b, _ = stations
-
-    async def act(nursery: trio.Nursery) -> None:
-        for one in stations:
-            nursery.start_soon(one.member.run)
-        await until(lambda: all(one.names() == ["a", "b", "c"] and one.member.is_connected for one in stations))
-        etcd.revoke(b.member.node_lease.lease_id)
-        b.store.reachable = False
-        await until(lambda: a.names() == ["a", "c"])
-        assert [node.name for node in a.changes[-1].dead_nodes] == ["b"]
-        b.store.reachable = True
-        await until(lambda: a.names() == ["a", "b", "c"])
-        assert [node.name for node in a.changes[-1].joined_nodes] == ["b"]
-
-    run(act)
+    for one in stations:
+        nursery.start_soon(one.member.run)
+    await until(lambda: all(one.names() == ["a", "b", "c"] and one.member.is_connected for one in stations))
+    etcd.revoke(b.member.node_lease.lease_id)
+    b.store.reachable = False
+    await until(lambda: a.names() == ["a", "c"])
+    assert [node.name for node in a.changes[-1].dead_nodes] == ["b"]
+    b.store.reachable = True
+    await until(lambda: a.names() == ["a", "b", "c"])
+    assert [node.name for node in a.changes[-1].joined_nodes] == ["b"]
 
 
-def test_what_is_no_record_ends_nobody(stations: list[Station], etcd: MemoryEtcd) -> None:
+@in_nursery
+async def test_what_is_no_record_ends_nobody(nursery: trio.Nursery, stations: list[Station], etcd: MemoryEtcd) -> None:
     """Whoever else writes to the store, or a newer node, may leave anything there and take it away."""
     a, b, c = stations
-
-    async def act(nursery: trio.Nursery) -> None:
-        nursery.start_soon(a.member.run)
-        await until(lambda: a.member.is_connected)
-        c.store.commit([], [Put(b"n/nobody", b"{")])
-        c.store.commit([], [Delete(b"n/nobody")])
-        nursery.start_soon(b.member.run)
-        await until(lambda: a.names() == ["a", "b"])
-
-    run(act)
+    nursery.start_soon(a.member.run)
+    await until(lambda: a.member.is_connected)
+    c.store.commit([], [Put(b"n/nobody", b"{")])
+    c.store.commit([], [Delete(b"n/nobody")])
+    nursery.start_soon(b.member.run)
+    await until(lambda: a.names() == ["a", "b"])
 
 
-def test_an_outage_of_the_store_kills_nobody(stations: list[Station], etcd: MemoryEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_nursery
+async def test_an_outage_of_the_store_kills_nobody(
+    nursery: trio.Nursery, stations: list[Station], etcd: MemoryEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P1: longer than every lease; people are told of it, and that it is over; no flow hears of a death."""
     monkeypatch.setattr(limits, "NODE_RETURN_S", 30.0)
+    for one in stations:
+        nursery.start_soon(one.member.run)
+    await until(lambda: all(one.names() == ["a", "b", "c"] for one in stations))
+    for one in stations:
+        one.store.reachable = False
+    await until(lambda: all(not one.member.is_connected and one.reports.get(TROUBLE) for one in stations))
+    pass_time(etcd, 10 * limits.NODE_LEASE_S)
 
-    async def act(nursery: trio.Nursery) -> None:
-        for one in stations:
-            nursery.start_soon(one.member.run)
-        await until(lambda: all(one.names() == ["a", "b", "c"] for one in stations))
-        for one in stations:
-            one.store.reachable = False
-        await until(lambda: all(not one.member.is_connected and one.reports.get(TROUBLE) for one in stations))
-        pass_time(etcd, 10 * limits.NODE_LEASE_S)
-
-        for one in stations:
-            one.store.reachable = True
-            await until(lambda one=one: one.member.is_connected and one.reports[TROUBLE] is None)
-        await until(lambda: all(one.member.node_lease.lease_id for one in stations))
-        assert all(one.names() == ["a", "b", "c"] for one in stations)
-
-    run(act)
+    for one in stations:
+        one.store.reachable = True
+        await until(lambda one=one: one.member.is_connected and one.reports[TROUBLE] is None)
+    await until(lambda: all(one.member.node_lease.lease_id for one in stations))
+    assert all(one.names() == ["a", "b", "c"] for one in stations)
     assert [change.dead_nodes for one in stations for change in one.changes if change.dead_nodes] == []
 
 
-def test_who_does_not_come_back_after_an_outage_is_dead(stations: list[Station], etcd: MemoryEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_nursery
+async def test_who_does_not_come_back_after_an_outage_is_dead(
+    nursery: trio.Nursery, stations: list[Station], etcd: MemoryEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P9: a little later than otherwise."""
     monkeypatch.setattr(limits, "NODE_RETURN_S", 0.3)
     a, b, c = stations
-
-    async def act(nursery: trio.Nursery) -> None:
-        for one in stations:
-            nursery.start_soon(one.member.run)
-        await until(lambda: all(one.names() == ["a", "b", "c"] for one in stations))
-        for one in stations:
-            one.store.reachable = False
-        await until(lambda: not any(one.member.is_connected for one in stations))
-        pass_time(etcd, 10 * limits.NODE_LEASE_S)
-        a.store.reachable = b.store.reachable = True
-        await until(lambda: a.names() == b.names() == ["a", "b"])
-        assert c.names() == ["a", "b", "c"]
-
-    run(act)
+    for one in stations:
+        nursery.start_soon(one.member.run)
+    await until(lambda: all(one.names() == ["a", "b", "c"] for one in stations))
+    for one in stations:
+        one.store.reachable = False
+    await until(lambda: not any(one.member.is_connected for one in stations))
+    pass_time(etcd, 10 * limits.NODE_LEASE_S)
+    a.store.reachable = b.store.reachable = True
+    await until(lambda: a.names() == b.names() == ["a", "b"])
+    assert c.names() == ["a", "b", "c"]
 
 
-def test_a_store_that_forgot_what_happened_is_read_again(stations: list[Station], etcd: MemoryEtcd) -> None:
+@in_nursery
+async def test_a_store_that_forgot_what_happened_is_read_again(nursery: trio.Nursery, stations: list[Station], etcd: MemoryEtcd) -> None:
     a, b, c = stations
-
-    async def act(nursery: trio.Nursery) -> None:
-        for one in (a, b):
-            nursery.start_soon(one.member.run)
-        await until(lambda: a.names() == b.names() == ["a", "b"])
-        a.store.reachable = False
-        nursery.start_soon(c.member.run)
-        await until(lambda: b.names() == ["a", "b", "c"])
-        etcd.compact(etcd.revision)
-        a.store.reachable = True
-        await until(lambda: a.names() == ["a", "b", "c"])
-
-    run(act)
+    for one in (a, b):
+        nursery.start_soon(one.member.run)
+    await until(lambda: a.names() == b.names() == ["a", "b"])
+    a.store.reachable = False
+    nursery.start_soon(c.member.run)
+    await until(lambda: b.names() == ["a", "b", "c"])
+    etcd.compact(etcd.revision)
+    a.store.reachable = True
+    await until(lambda: a.names() == ["a", "b", "c"])
 
 
 def test_a_mover_that_starts_while_the_store_is_away_knows_its_peers(stations: list[Station]) -> None:
@@ -205,16 +208,13 @@ def test_a_mover_that_starts_while_the_store_is_away_knows_its_peers(stations: l
     assert a.begin().view.nodes and a.names() == ["a", "b"] and not a.member.is_connected
 
 
-def test_a_name_that_another_daemon_took_is_told(stations: list[Station]) -> None:
+@in_nursery
+async def test_a_name_that_another_daemon_took_is_told(nursery: trio.Nursery, stations: list[Station]) -> None:
     """P11: and this node does not live any more."""
     a, b, _ = stations
     register(a.store, "a", "another catalog")
-
-    async def act(nursery: trio.Nursery) -> None:
-        for one in (a, b):
-            nursery.start_soon(one.member.run)
-        await until(lambda: a.reports.get(TROUBLE) and b.names() == ["b"] and b.member.node_lease.lease_id)
-        assert "another daemon has joined the cluster as node a" in a.reports[TROUBLE]["what"]
-        assert not a.member.node_lease.lease_id
-
-    run(act)
+    for one in (a, b):
+        nursery.start_soon(one.member.run)
+    await until(lambda: a.reports.get(TROUBLE) and b.names() == ["b"] and b.member.node_lease.lease_id)
+    assert "another daemon has joined the cluster as node a" in a.reports[TROUBLE]["what"]
+    assert not a.member.node_lease.lease_id

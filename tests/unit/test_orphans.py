@@ -1,9 +1,12 @@
 """What has no name left goes when the kernel forgets it, not before and not never (P2, P5)."""
 
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import trio
 from ckptfs_daemon.mount.namespace_handlers import OrphanTracker
 
@@ -49,20 +52,28 @@ class World:
         return self.db.row("SELECT 1 FROM inode WHERE id=?", inode) is not None
 
 
-def run(world: World, story: Any) -> None:
-    """Run `story` beside the reaper; `story` waits with `until`."""
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.db.close()
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(world.orphans.run_deletion, world.knows)
-            with trio.fail_after(60):
-                await story()
-            nursery.cancel_scope.cancel()
 
-    try:
+def beside_reaper(test: Callable[..., Any]) -> Callable[..., None]:
+    """Turn an async test of `world` into one that runs beside the reaper."""
+
+    @functools.wraps(test)
+    def run(world: World) -> None:
+        async def main() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(world.orphans.run_deletion, world.knows)
+                with trio.fail_after(60):
+                    await test(world)
+                nursery.cancel_scope.cancel()
+
         trio.run(main)
-    finally:
-        world.db.close()
+
+    return run
 
 
 async def until(condition: Any) -> None:
@@ -70,80 +81,60 @@ async def until(condition: Any) -> None:
         await trio.sleep(0.001)
 
 
-def test_what_is_forgotten_goes_and_its_bytes_in_ram_at_once(tmp_path: Path) -> None:
-    world = World(tmp_path)
+@beside_reaper
+async def test_what_is_forgotten_goes_and_its_bytes_in_ram_at_once(world: World) -> None:
     inode, content = world.file(b"a")
     other, _ = world.file(b"b")
-
-    async def story() -> None:
-        world.unlink(b"a")
-        world.forget(inode, other)
-        await until(lambda: not world.exists(inode))
-
-    run(world, story)
-    assert world.removed == [content]
+    world.unlink(b"a")
+    world.forget(inode, other)
+    await until(lambda: not world.exists(inode))
+    await until(lambda: world.removed == [content])
 
 
-def test_what_still_has_a_name_stays_when_it_is_forgotten(tmp_path: Path) -> None:
-    world = World(tmp_path)
+@beside_reaper
+async def test_what_still_has_a_name_stays_when_it_is_forgotten(world: World) -> None:
     inode, _ = world.file(b"a")
     gone, _ = world.file(b"b")
-
-    async def story() -> None:
-        world.unlink(b"b")
-        world.forget(inode, gone)
-        await until(lambda: not world.exists(gone))
-        assert world.exists(inode)
-
-    run(world, story)
+    world.unlink(b"b")
+    world.forget(inode, gone)
+    await until(lambda: not world.exists(gone))
+    assert world.exists(inode)
 
 
-def test_a_forget_that_is_older_than_a_lookup_takes_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path)
+@beside_reaper
+async def test_a_forget_that_is_older_than_a_lookup_takes_nothing(world: World) -> None:
     inode, _ = world.file(b"a")
     marker, _ = world.file(b"b")
-
-    async def story() -> None:
-        world.unlink(b"a")
-        world.unlink(b"b")
-        world.orphans.forget([(inode, 1)])  # The kernel knows it still, or again.
-        world.forget(marker)
-        await until(lambda: not world.exists(marker))
-        assert world.exists(inode)
-        world.forget(inode)
-        await until(lambda: not world.exists(inode))
-
-    run(world, story)
+    world.unlink(b"a")
+    world.unlink(b"b")
+    world.orphans.forget([(inode, 1)])  # The kernel knows it still, or again.
+    world.forget(marker)
+    await until(lambda: not world.exists(marker))
+    assert world.exists(inode)
+    world.forget(inode)
+    await until(lambda: not world.exists(inode))
 
 
-def test_what_a_dead_process_left_is_found_at_start(tmp_path: Path) -> None:
-    world = World(tmp_path)
+@beside_reaper
+async def test_what_a_dead_process_left_is_found_at_start(world: World) -> None:
     forgotten, _ = world.file(b"a")
     known, _ = world.file(b"b")
     for name in (b"a", b"b"):
         with world.db.transaction():
             namespace.unlink(world.db, ROOT, name)
     world.kernel.discard(forgotten)
-
-    async def story() -> None:
-        await until(lambda: not world.exists(forgotten))
-        assert world.exists(known)
-        world.forget(known)
-        await until(lambda: not world.exists(known))
-
-    run(world, story)
+    await until(lambda: not world.exists(forgotten))
+    assert world.exists(known)
+    world.forget(known)
+    await until(lambda: not world.exists(known))
 
 
-def test_many_go_in_several_changes(tmp_path: Path) -> None:
-    world = World(tmp_path)
+@beside_reaper
+async def test_many_go_in_several_changes(world: World) -> None:
     count = limits.CHANGE_ROWS_MAX + 10
     inodes = [world.file(b"%d" % number)[0] for number in range(count)]
-
-    async def story() -> None:
-        for number in range(count):
-            world.unlink(b"%d" % number)
-        world.forget(*inodes)
-        await until(lambda: world.db.value("SELECT count(*) FROM inode") == 1)
-
-    run(world, story)
-    assert len(world.removed) == count
+    for number in range(count):
+        world.unlink(b"%d" % number)
+    world.forget(*inodes)
+    await until(lambda: world.db.value("SELECT count(*) FROM inode") == 1)
+    await until(lambda: len(world.removed) == count)

@@ -1,10 +1,11 @@
 """P8: a node whose mover died is alive while the next one begins, since its mount keeps the lease; and not for ever."""
 
+from collections.abc import Callable
 from typing import Any
 
 import trio
-import trio.testing
 from ckptfs_daemon.mount.cluster_recovery import StandbyLease
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from ckptfs import limits
 from ckptfs.errors import StoreUnreachable
@@ -26,73 +27,69 @@ class Store:
         return self.left_s
 
 
-def play(act: Any) -> None:
-    """Run `act(store, standing_in, clock)` beside the task; time passes only when it says so."""
+def play(test: Any) -> Callable[[], None]:
+    """Turn `test(store, standing_in, clock)` into one that runs beside the task. Only the test moves the clock."""
 
-    async def main() -> None:
+    async def main(clock: MockClock) -> None:
         store = Store()
         standing_in = StandbyLease(store.keep_alive)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(standing_in.run)
-            await trio.testing.wait_all_tasks_blocked()
-            await act(store, standing_in, clock)
+            await wait_all_tasks_blocked()
+            await test(store, standing_in, clock)
             nursery.cancel_scope.cancel()
 
-    clock = trio.testing.MockClock()
-    trio.run(main, clock=clock)
+    def run() -> None:
+        clock = MockClock()
+        trio.run(main, clock, clock=clock)
+
+    run.__doc__ = test.__doc__
+    return run
 
 
-async def passed(clock: trio.testing.MockClock, seconds: float) -> None:
+async def passed(clock: MockClock, seconds: float) -> None:
     clock.jump(seconds)
-    await trio.testing.wait_all_tasks_blocked()
+    await wait_all_tasks_blocked()
 
 
-def test_while_the_mover_keeps_the_lease_the_mount_does_not() -> None:
-    async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
-        await passed(clock, 100.0)
-        for _ in range(20):
-            standing_in.record_renewal(7)
-            await passed(clock, limits.NODE_LEASE_RENEW_S)
-        assert store.kept == []
-
-    play(act)
-
-
-def test_when_it_is_silent_the_mount_does_until_it_speaks_again() -> None:
-    async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
+@play
+async def test_while_the_mover_keeps_the_lease_the_mount_does_not(store: Store, standing_in: StandbyLease, clock: MockClock) -> None:
+    await passed(clock, 100.0)
+    for _ in range(20):
         standing_in.record_renewal(7)
-        await passed(clock, limits.NODE_SILENT_S)
-        store.answers = False  # An answer that does not come is no reason to give up.
         await passed(clock, limits.NODE_LEASE_RENEW_S)
-        store.answers = True
+    assert store.kept == []
+
+
+@play
+async def test_when_it_is_silent_the_mount_does_until_it_speaks_again(store: Store, standing_in: StandbyLease, clock: MockClock) -> None:
+    standing_in.record_renewal(7)
+    await passed(clock, limits.NODE_SILENT_S)
+    store.answers = False  # An answer that does not come is no reason to give up.
+    await passed(clock, limits.NODE_LEASE_RENEW_S)
+    store.answers = True
+    await passed(clock, limits.NODE_LEASE_RENEW_S)
+    standing_in.record_renewal(8)
+    await passed(clock, limits.NODE_LEASE_RENEW_S)
+    assert store.kept == [7, 7, 7]
+    await passed(clock, limits.NODE_SILENT_S - limits.NODE_LEASE_RENEW_S)
+    assert store.kept == [7, 7, 7, 8]
+
+
+@play
+async def test_a_node_without_a_mover_does_not_live_for_ever(store: Store, standing_in: StandbyLease, clock: MockClock) -> None:
+    standing_in.record_renewal(7)
+    await passed(clock, limits.STANDBY_LEASE_S)
+    for _ in range(20):
         await passed(clock, limits.NODE_LEASE_RENEW_S)
-        standing_in.record_renewal(8)
+    assert store.kept == []
+
+
+@play
+async def test_a_lease_that_is_gone_is_left_alone(store: Store, standing_in: StandbyLease, clock: MockClock) -> None:
+    store.left_s = 0.0
+    standing_in.record_renewal(7)
+    await passed(clock, limits.NODE_SILENT_S)
+    for _ in range(5):
         await passed(clock, limits.NODE_LEASE_RENEW_S)
-        assert store.kept == [7, 7, 7]
-        await passed(clock, limits.NODE_SILENT_S - limits.NODE_LEASE_RENEW_S)
-        assert store.kept == [7, 7, 7, 8]
-
-    play(act)
-
-
-def test_a_node_without_a_mover_does_not_live_for_ever() -> None:
-    async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
-        standing_in.record_renewal(7)
-        await passed(clock, limits.STANDBY_LEASE_S)
-        for _ in range(20):
-            await passed(clock, limits.NODE_LEASE_RENEW_S)
-        assert store.kept == []
-
-    play(act)
-
-
-def test_a_lease_that_is_gone_is_left_alone() -> None:
-    async def act(store: Store, standing_in: StandbyLease, clock: trio.testing.MockClock) -> None:
-        store.left_s = 0.0
-        standing_in.record_renewal(7)
-        await passed(clock, limits.NODE_SILENT_S)
-        for _ in range(5):
-            await passed(clock, limits.NODE_LEASE_RENEW_S)
-        assert store.kept == [7]
-
-    play(act)
+    assert store.kept == [7]
