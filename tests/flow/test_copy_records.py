@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, cluster_of, make_cluster
+from local_node import run_until_idle
 from salvage_world import NEW, OLD, file_of, make_replicated, overwrite, publish, send
 
 from ckptfs import limits
-from ckptfs.catalog import contents
 from ckptfs.clique import membership
 from ckptfs.flow.copy_records import DropDeadRecords
 from ckptfs.store.kv import Delete, Get, prefix_end
@@ -26,8 +26,7 @@ def said(cluster: LocalCluster) -> set[int]:
 
 def bury(cluster: LocalCluster, number: int) -> None:
     flow = DropDeadRecords(cluster.nodes[number].db, cluster_of(cluster.nodes[number]))
-    while flow.step():
-        pass
+    run_until_idle(flow)
 
 
 def remove(cluster: LocalCluster, inode: int) -> None:
@@ -63,8 +62,8 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     bury(cluster, 3)
     assert said(cluster) == {content, newer, third}, "nobody else has the third"
     send(three, third)
-    row = contents.get_content(three.db, third)
-    assert row is not None and row.digest is not None
+    row = three.row(third)
+    assert row.digest is not None
     cluster.put(f"p/{third:016x}/00000004", {"generation": row.generation, "digest": row.digest.hex()})
     value = {**file_of(cluster, inode).value, "missed": f'{{"content": {newer}, "generation": 1, "node": 1, "shows": 0, "shown": 0}}'}
     plain = file_of(cluster, inode).value

@@ -11,7 +11,6 @@ from local_node import MIB, Node, in_process
 
 from ckptfs import disk
 from ckptfs.catalog import copies
-from ckptfs.catalog.contents import get_content
 from ckptfs.flow.evict import TROUBLE, Evict
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
@@ -32,8 +31,7 @@ def filled(node: Node, count: int = 10, *, tier: Tier = Tier.RAM, room: int = 10
     contents = [node.make(b"%d" % number, os.urandom(SIZE), tier=tier) for number in range(count)]
     Seal(node.db, node.tiers, node.config, node.told).step()
     for number, content in enumerate(contents):
-        with node.db.transaction():
-            node.db.run("UPDATE copy SET used_ns = ? WHERE content = ?", number, content)
+        node.db.run("UPDATE copy SET used_ns = ? WHERE content = ?", number, content)
     node.squeeze(tier, room * SIZE)
     return contents
 
@@ -54,8 +52,7 @@ def test_room_is_made_for_the_next_one_while_that_costs_nothing(node: Node) -> N
     contents = filled(node, 8)
     evict(node).step()
     assert node.files(Tier.RAM) == set(contents) and node.files(Tier.NVME) == set(), "nothing is moved for it"
-    for content in contents:
-        node.publish(content)
+    node.publish(*contents)
     settle(evict(node))
     assert node.files(Tier.RAM) == set(contents[2:])
 
@@ -65,8 +62,7 @@ def test_what_becomes_safe_while_evict_rests_leaves_without_another_hint(node: N
     contents = filled(node, 8)
     step = evict(node)
     assert not step.step() and step.next_due_s() is None
-    for content in contents:
-        node.publish(content)
+    node.publish(*contents)
     assert not step.step()
     due_s = step.next_due_s()
     assert due_s is not None
@@ -86,16 +82,14 @@ def test_how_much_had_better_leave(used: int, expected: int, leaves: int) -> Non
 
 def test_below_the_watermark_nothing_goes(node: Node) -> None:
     contents = filled(node, 6)
-    for content in contents:
-        node.publish(content)
+    node.publish(*contents)
     assert evict(node).step() is False
     assert node.files(Tier.RAM) == set(contents)
 
 
 def test_what_is_on_the_pfs_goes_least_recently_used_first_down_to_the_low_watermark(node: Node) -> None:
     contents = filled(node)
-    for content in contents:
-        node.publish(content)
+    node.publish(*contents)
     settle(evict(node))
     assert node.files(Tier.RAM) == set(contents[4:])
     assert all(node.copies(content) == {} for content in contents[:4])
@@ -126,19 +120,16 @@ def test_an_open_file_stays(node: Node) -> None:
 def test_a_publication_that_is_not_this_very_content_does_not_count(node: Node, lacks: str) -> None:
     node.configure(nvme=None)
     contents = filled(node)
-    for content in contents:
-        node.publish(content)
+    node.publish(*contents)
     value = {"digest": None, "generation": 0, "complete": 0}[lacks]
-    with node.db.transaction():
-        node.db.run(f"UPDATE published SET {lacks} = ?", value)
+    node.db.run(f"UPDATE published SET {lacks} = ?", value)
     settle(evict(node))
     assert node.files(Tier.RAM) == set(contents), "the last copy of something was dropped"
 
 
 def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = filled(node)
-    for content in contents:
-        node.publish(content)
+    node.publish(*contents)
     chosen = copies.list_evictable
 
     def spare(*values: object, **named: object) -> object:
@@ -154,14 +145,13 @@ def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: p
 def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: between evict's commit and the removal of the files somebody brings one of the contents back under the same name."""
     contents = filled(node)
-    for content in contents:
-        node.publish(content)
+    node.publish(*contents)
     act = disk.act
 
     def interrupted(label: str, *values: object, **named: object) -> object:
         if label == "evict:forgotten":
-            row = get_content(node.db, contents[0])
-            assert row is not None and copies.insert_filling_copy(node.db, row, Tier.RAM)
+            row = node.row(contents[0])
+            assert copies.insert_filling_copy(node.db, row, Tier.RAM)
             with os.fdopen(node.tiers[Tier.RAM].create(contents[0]), "wb") as file:
                 file.write(b"new")
         return act(label, *values, **named)  # type: ignore[arg-type]
@@ -175,8 +165,8 @@ def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: 
 def test_what_somebody_copies_just_now_is_not_copied_by_a_second_one(node: Node) -> None:
     """P5: two who fill one file would take each other's away, after one of them said that it is whole."""
     contents = filled(node)
-    row = get_content(node.db, contents[0])
-    assert row is not None and copies.insert_filling_copy(node.db, row, Tier.NVME)
+    row = node.row(contents[0])
+    assert copies.insert_filling_copy(node.db, row, Tier.NVME)
     assert not copies.insert_filling_copy(node.db, row, Tier.NVME)
     settle(evict(node))
     assert contents[0] in node.files(Tier.RAM) and contents[0] not in node.files(Tier.NVME)
@@ -192,8 +182,7 @@ def test_a_file_that_is_deleted_while_it_is_moved_is_no_trouble(
 
     def deleted(*values: object) -> bool:
         announced = fill(*values)  # type: ignore[arg-type]
-        with node.db.transaction():
-            node.db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", contents[0])
+        node.db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", contents[0])
         node.tiers[Tier.RAM].remove(contents[0])
         monkeypatch.setattr(copies, "insert_filling_copy", fill)
         return announced
@@ -237,8 +226,7 @@ def test_trouble_with_nvme_is_reported_and_does_not_stop_dropping(node: Node, fa
     assert step.step() is False
     assert fault in node.db.value("SELECT value FROM report WHERE key = ?", TROUBLE)
     assert node.copies(contents[0]) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
-    for content in contents:
-        node.publish(content)
+    node.publish(*contents)
     step.retry_now()
     settle(step)
     assert node.files(Tier.RAM) == set(contents[4:])
@@ -247,8 +235,7 @@ def test_trouble_with_nvme_is_reported_and_does_not_stop_dropping(node: Node, fa
 
 def test_a_full_nvme_lets_go_what_is_on_the_pfs_only(node: Node) -> None:
     contents = filled(node, tier=Tier.NVME)
-    for content in contents[:5]:
-        node.publish(content)
+    node.publish(*contents[:5])
     with node.db.transaction():  # A copy in RAM is no reason to drop the one that survives a power cut.
         node.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'ram', 1, 1)", contents[9])
         node.db.run("UPDATE copy SET used_ns = -1 WHERE content = ?", contents[9])
@@ -258,8 +245,7 @@ def test_a_full_nvme_lets_go_what_is_on_the_pfs_only(node: Node) -> None:
 
 def test_short_memory_takes_from_ram_what_is_safe(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = filled(node, 5)
-    for content in contents[:2]:
-        node.publish(content)
+    node.publish(*contents[:2])
     roomy = node.tiers[Tier.RAM].get_capacity()
     monkeypatch.setattr(node.tiers[Tier.RAM], "get_capacity", lambda: Capacity(roomy.total, 0, roomy.used))
     evict(node).step()
@@ -275,8 +261,7 @@ def test_nobody_looks_while_nobody_writes(node: Node) -> None:
     handle = node.hold(content, writer=True)
     waits = [step.next_due_s() for _ in range(8)]
     assert waits[0] == 0.25 and waits[-1] == 5.0, "the looks must become rare while nothing changes"
-    with node.db.transaction():
-        node.db.run("DELETE FROM handle WHERE id = ?", handle)
+    node.db.run("DELETE FROM handle WHERE id = ?", handle)
     assert step.next_due_s() is None
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Node, bring, cluster_of, level, make_cluster, replicate_of, replicated, until
+from clique_world import MIB, Node, bring, cluster_of, level, make_cluster, replicate, replicate_of, replicated, until
+from local_node import inject_fault, run_until_idle
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, mover_requests, remote_contents
@@ -127,16 +128,15 @@ def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
     inode = one.inode(content)
     assert bring(three, inode, mover_requests.FOR_WRITING).result == mover_requests.FETCHED
     three.rewrite(content, lambda data: data.__setitem__(0, data[0] ^ 1))
-    row = contents.get_content(three.db, content)
-    assert row is not None and not row.is_remote and row.generation == 2
+    row = three.row(content)
+    assert not row.is_remote and row.generation == 2
     assert one.copies(content) == two.copies(content) == {Tier.RAM: CopyState.STALE}
     assert level(three, content) is Level.LOCAL
     assert bring(one, inode).result == mover_requests.FETCHED
     assert one.data(content) == three.data(content)
     fetched = [act for act, _ in one.peers.asked if act == "fetch"]
     assert len(fetched) == 1
-    flow = replicate_of(three)
-    until(lambda: level(three, content) is Level.CLIQUE, flow.step)
+    replicate(three, content)
 
 
 def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
@@ -165,10 +165,9 @@ def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Ti
         three.squeeze(Tier.RAM, MIB)
     bring(three, one.inode(content))
     one.rewrite(content, lambda data: data.__setitem__(0, data[0] ^ 1))
-    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, f"{label}=EIO")
     bring(three, one.inode(content))
-    monkeypatch.setattr(disk, "_fault", "")
+    inject_fault(monkeypatch, "")
     assert copies.list_copies_in_state(three.db, CopyState.FILLING) == []
     assert bring(three, one.inode(content)).result == mover_requests.FETCHED
     assert three.data(content, tier) == one.data(content)
@@ -263,8 +262,7 @@ def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> 
     AnnounceCopies(two.db, cluster_of(two)).step()
     one.publish_shared(content)
     one.kill()
-    while two.repair.step():
-        pass
+    run_until_idle(two.repair)
     flow = replicate_of(two)
     until(lambda: three.copies(content), flow.step)
     AnnounceCopies(three.db, cluster_of(three)).step()
@@ -335,8 +333,8 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
 
         def from_pfs(want: object, found: object) -> str:
             read.append(node.number)
-            known = contents.get_content(node.db, content)
-            assert known is not None and copies.insert_filling_copy(node.db, known, Tier.RAM)
+            known = node.row(content)
+            assert copies.insert_filling_copy(node.db, known, Tier.RAM)
             with os.fdopen(node.tiers[Tier.RAM].create(content), "wb") as file:
                 file.write(data)
             assert remote_contents.record_fetched_copy(node.db, known, Tier.RAM, digest.hash_block(data))
@@ -346,8 +344,6 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
         return flow
 
     for node in (two, three):
-        row = contents.get_content(node.db, content)
-        assert row is not None
         node.publish(content)
     claims.taken[f"fetch/{content:016x}"] = 2
     waiting = fetching(three)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import MIB, LocalCluster, early, make_cluster, offer_of
+from local_node import inject_fault
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, remote_contents
@@ -348,11 +349,10 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
     if older:
         send(cluster, content)
         one.rewrite(content, lambda data: data.reverse())
-    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, f"{label}=EIO")
     with contextlib.suppress(OSError, PeerFailed):
         send(cluster, content)
-    monkeypatch.setattr(disk, "_fault", "")
+    inject_fault(monkeypatch, "")
     Recover(other.db, other.tiers, other.config, other.told).step()
     for copy in copies.list_copies(other.db, content):
         if copy.state is CopyState.GOOD:

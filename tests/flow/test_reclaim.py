@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from local_node import Node, in_process
+from local_node import Node, in_process, run_until_idle
 
-from ckptfs.catalog import contents, copies
+from ckptfs.catalog import copies
 from ckptfs.catalog.contents import mark_doomed
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
@@ -72,8 +72,7 @@ def test_many_go_in_batches(node: Node) -> None:
             doom(node, content)
     step = drop(node)
     assert step.step() is True
-    while step.step():
-        pass
+    run_until_idle(step)
     assert node.files(Tier.RAM) == set() and node.db.value("SELECT count(*) FROM content") == 0
 
 
@@ -136,11 +135,9 @@ def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.
 def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
     lonely, paired = node.make(b"lonely", b"1"), node.make(b"paired", b"2")
     Seal(node.db, node.tiers, node.config, node.told).step()
-    row = contents.get_content(node.db, paired)
-    assert row is not None
+    row = node.row(paired)
     local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
-    with node.db.transaction():
-        node.db.run("UPDATE copy SET state = 2, verified_ns = 0 WHERE tier = 'ram'")
+    node.db.run("UPDATE copy SET state = 2, verified_ns = 0 WHERE tier = 'ram'")
     drop(node, sweep=True).step()
     assert node.copies(lonely) == {Tier.RAM: CopyState.QUARANTINED}
     assert node.copies(paired) == {Tier.NVME: CopyState.GOOD}
@@ -148,18 +145,15 @@ def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
 
 
 def test_a_quarantined_copy_that_is_brought_back_just_now_keeps_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = node.make(b"f", b"old")
-    Seal(node.db, node.tiers, node.config, node.told).step()
+    content = node.make_sealed(b"f", b"old")
     node.publish(content)
-    with node.db.transaction():
-        node.db.run("UPDATE copy SET state = 2, verified_ns = 0")
+    node.db.run("UPDATE copy SET state = 2, verified_ns = 0")
     forget = copies.delete_copy
     meant = drop(node, sweep=True)
 
     def brought_back(*values: object) -> None:
         forget(*values)  # type: ignore[arg-type]
-        with node.db.transaction():
-            node.db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 0)", content)
+        node.db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 0)", content)
 
     monkeypatch.setattr(copies, "delete_copy", brought_back)
     meant.step()

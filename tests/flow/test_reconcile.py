@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clique_world import LocalCluster, Node, cluster_of, level, make_cluster, replicate_of, until
+from clique_world import LocalCluster, Node, cluster_of, level, make_cluster, replicate, replicate_of, until
+from local_node import inject_fault, run_until_idle
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, peer_copies, remote_contents
@@ -30,16 +31,14 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
 def sweep(node: Node) -> None:
     """Look through everything, and drop what is doomed."""
     flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded)
-    while flow.step():
-        pass
+    run_until_idle(flow)
     Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
 
 
 def replicated(cluster: LocalCluster, name: bytes = b"a") -> int:
     one, two = cluster.nodes[:2]
     content = one.written(name, os.urandom(3000))
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     for node in (one, two):
         node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'')", node.inode(content))
@@ -149,15 +148,15 @@ def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
 
 def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
     cluster, content, one, *_ = make_replicated(tmp_path, 3)
-    row = contents.get_content(one.db, content)
-    assert row is not None and row.digest is not None
+    row = one.row(content)
+    assert row.digest is not None
     value = {"node": 2, "inode": row.inode, "generation": 7, "state": 2, "size": 3, "digest": "11" * 16, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", value)
     loan = one.hold.open_copy(content, None)
     os.close(loan.fd)
     sweep(one)
-    seen = contents.get_content(one.db, content)
-    assert seen is not None and seen.is_remote and seen.generation == 7
+    seen = one.row(content)
+    assert seen.is_remote and seen.generation == 7
     assert one.files(Tier.RAM) == {content}, "the newer one may die with its writer"
     cluster.put(f"p/{content:016x}/00000003", {"generation": 7, "digest": "11" * 16})
     sweep(one)
@@ -178,8 +177,7 @@ def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
     """A node died, its copies were made again elsewhere, and it comes back with what it had."""
     cluster, content, one, two, *_ = make_replicated(tmp_path, 4)
     two.kill()
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     two.revive()
     for node in cluster.nodes:
         AnnounceCopies(node.db, cluster_of(node)).step()
@@ -196,8 +194,7 @@ def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path)
     """P5, P9: the writer comes back without its RAM, and still has the last word in the store."""
     cluster, content, one, two, three = make_replicated(tmp_path, 3)
     one.kill()
-    while two.repair.step():
-        pass
+    run_until_idle(two.repair)
     flow = replicate_of(two)
     until(lambda: three.copies(content), flow.step)
     AnnounceCopies(three.db, cluster_of(three)).step()
@@ -217,8 +214,7 @@ def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -
     AnnounceCopies(two.db, cluster_of(two)).step()
     sweep(one)
     assert level(one, content) is Level.LOCAL
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
@@ -226,8 +222,7 @@ def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"p/{content:016x}/00000002")
     sweep(one)
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     assert locations.load(one.store, [content])[content].holders == [1, 2]
 
@@ -256,8 +251,8 @@ def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path
         monkeypatch.setattr(node, "publish_shared", lambda content: None)
         node.rewrite(content, lambda data, word=word: data.extend(word))  # type: ignore[misc]
     one.db.run("INSERT INTO touched_key (change, kind, number, name) VALUES (1, 'c', ?, x'')", content)
-    there = contents.get_content(two.db, content)
-    assert there is not None and there.digest is not None
+    there = two.row(content)
+    assert there.digest is not None
     value = {"node": 2, "inode": there.inode, "generation": there.generation, "state": 2, "size": there.size, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", {**value, "digest": there.digest.hex()})
     sweep(one)
@@ -313,8 +308,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
     assert one.hold.reported_unneeded == {content}
     for node, flow in flows.items():
         one.hold.release_copies([kept])
-        while flow.step():
-            pass
+        run_until_idle(flow)
         one.db.run("DELETE FROM touched_key")
         Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
         replicate_of(node).step()
@@ -327,15 +321,13 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
     content, kept = replicated(cluster), replicated(cluster, b"b")
     lease = [1]
     flow = Reconcile(two.db, two.tiers, two.told, replace(cluster_of(two), lease=lambda: lease[0]), two.hold.reported_unneeded)
-    while flow.step():
-        pass
+    run_until_idle(flow)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
     contents.set_state(one.db, content, ContentState.DOOMED)
     for one_lease, left in ((0, {content, kept}), (1, {content, kept}), (2, {kept})):
         lease[0] = one_lease
         two.db.run("UPDATE copy SET used_ns = 1, verified_ns = 1")
-        while flow.step():
-            pass
+        run_until_idle(flow)
         Reclaim(two.db, two.tiers, two.config, two.told, (Tier.RAM,)).step()
         assert two.files(Tier.RAM) == left
 
@@ -353,8 +345,7 @@ def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
 def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
-    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, f"{label}=EIO")
     if label == "reconcile:forgotten":
         with pytest.raises(OSError):
             sweep(two)
@@ -367,8 +358,8 @@ def test_a_tier_that_is_too_full_gives_up_what_is_of_no_use_first(tmp_path: Path
     cluster, one, two, _ = make_cluster(tmp_path, 3)
     former, held = replicated(cluster, b"a"), replicated(cluster, b"b")
     one.rewrite(former, lambda data: data.reverse())
-    row = contents.get_content(one.db, former)
-    assert row is not None and row.digest is not None
+    row = one.row(former)
+    assert row.digest is not None
     cluster.put(f"p/{former:016x}/00000003", {"generation": row.generation, "digest": row.digest.hex()})
     locations.refresh(two.db, two.store, [former], 2)
     two.squeeze(Tier.RAM, 7000)

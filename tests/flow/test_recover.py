@@ -10,7 +10,6 @@ import pytest
 from local_node import Node, in_process
 
 from ckptfs.catalog import copies
-from ckptfs.catalog.contents import get_content
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
@@ -44,8 +43,7 @@ def lose(node: Node, tier: Tier) -> None:
 
 
 def second_copy(node: Node, content: int, tier: Tier) -> None:
-    row = get_content(node.db, content)
-    assert row is not None
+    row = node.row(content)
     local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, tier)
 
 
@@ -113,8 +111,7 @@ def test_an_open_file_falls_back_to_what_it_had_fsynced_and_not_to_what_was_befo
     inode = node.inode(old)
     new = node.write(inode, b"step 1, step 2", closed=False)
     node.publish(old)
-    with node.db.transaction():
-        node.db.run("UPDATE published SET generation = generation + 1, complete = 0, size = 6 WHERE inode = ?", inode)
+    node.db.run("UPDATE published SET generation = generation + 1, complete = 0, size = 6 WHERE inode = ?", inode)
     lose(node, Tier.RAM)
     recover(node)
     assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
@@ -130,8 +127,7 @@ def test_a_closed_file_that_was_not_sealed_yet_shows_what_it_had_fsynced(node: N
     new = node.write(inode, b"step 1")
     node.publish(old)
     generation = node.db.value("SELECT generation FROM content WHERE id = ?", new)
-    with node.db.transaction():
-        node.db.run("UPDATE published SET generation = ?, complete = 0, size = 6 WHERE inode = ?", generation, inode)
+    node.db.run("UPDATE published SET generation = ?, complete = 0, size = 6 WHERE inode = ?", generation, inode)
     lose(node, Tier.RAM)
     recover(node)
     assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
@@ -186,8 +182,8 @@ def test_the_first_adoption_forgets_nothing(tmp_path: Path) -> None:
 def test_unfinished_copies_go(node: Node) -> None:
     content = node.make(b"file", b"data")
     seal(node)
-    row = get_content(node.db, content)
-    assert row is not None and copies.insert_filling_copy(node.db, row, Tier.NVME)
+    row = node.row(content)
+    assert copies.insert_filling_copy(node.db, row, Tier.NVME)
     node.tiers[Tier.NVME].create(content)
     recover(node)
     assert node.copies(content) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
@@ -294,8 +290,8 @@ def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, la
     published, lost, gone = node.make(b"published", b"p"), node.make(b"lost", b"l"), node.make(b"gone", b"g", tier=Tier.NVME)
     seal(node)
     node.publish(published)
-    row = get_content(node.db, published)
-    assert row is not None and copies.insert_filling_copy(node.db, row, Tier.NVME)
+    row = node.row(published)
+    assert copies.insert_filling_copy(node.db, row, Tier.NVME)
     os.close(node.tiers[Tier.NVME].create(published))
     node.tiers[Tier.NVME].remove(gone)
     lose(node, Tier.RAM)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, cluster_of, level, make_cluster, replicate_of, until
+from local_node import run_until_idle
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests, peer_copies, remote_contents
@@ -23,8 +24,7 @@ def settle(cluster: LocalCluster) -> None:
     def step() -> None:
         for node in cluster.nodes:
             if node.alive:
-                while node.repair.step():
-                    pass
+                run_until_idle(node.repair)
                 flows[node.number].step()
                 AnnounceCopies(node.db, cluster_of(node)).step()
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, LocalCluster, cluster_of, level, make_cluster, offer_of, replicate_of, until
+from clique_world import MIB, LocalCluster, cluster_of, level, make_cluster, offer_of, replicate, replicate_of, until
+from local_node import inject_fault, run_until_idle
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, peer_copies
@@ -23,8 +24,7 @@ def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
     one, two, three = (cluster := LocalCluster(tmp_path, 3)).nodes
     content = one.written(b"a", data := os.urandom(BLOCK + 7))
     assert level(one, content) is Level.LOCAL
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    flow = replicate(one, content)
     assert two.data(content) == data and three.copies(content) == {}
     until(lambda: not peer_copies.list_under_replicated(one.db, 0, 10), flow.step)
     assert peer_copies.get_replication_lag(one.db)[0] == 0
@@ -34,8 +34,7 @@ def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
 def test_three_copies_in_three_failure_domains(tmp_path: Path) -> None:
     cluster, one, *_ = make_cluster(tmp_path, 5, domains=["r1", "r1", "r2", "r2", "r3"], factor=3)
     content = one.written(b"a", b"hello")
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     holders = {node.member.domain for node in cluster.nodes if content in node.files(Tier.RAM)}
     assert holders == {"r1", "r2", "r3"}
 
@@ -67,8 +66,7 @@ def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str
         one.peers.fault = busy
     data = os.urandom(BLOCK)
     content = one.written(b"a", data)
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     assert three.data(content) == data and two.files(Tier.RAM) == set()
 
 
@@ -146,8 +144,7 @@ def test_a_copy_that_went_bad_here_is_found_when_it_is_sent(tmp_path: Path, capl
 def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    flow = replicate(one, content)
     contents.set_state(one.db, content, ContentState.DOOMED)
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     until(lambda: two.hold.reported_unneeded == {content}, flow.step)
@@ -158,10 +155,8 @@ def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
     """Only the store knows of a copy that was made by reading."""
     cluster, one, two, three = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-    held = contents.get_content(one.db, content)
-    assert held is not None
+    flow = replicate(one, content)
+    held = one.row(content)
     locations.announce(cluster.store, three.number, [(held, True)])
     contents.set_state(one.db, content, ContentState.DOOMED)
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
@@ -176,8 +171,7 @@ def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
         for content in range(1000, 1200):
             peer_copies.insert_unneeded_copy(one.db, content, 2)
     flow = replicate_of(one)
-    while flow.step():
-        pass
+    run_until_idle(flow)
     assert two.hold.reported_unneeded == set(range(1000, 1200))
 
 
@@ -202,8 +196,7 @@ def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path
     """This node lost its RAM, another one has truncated the file since, and who had a copy died: `drain` comes to an end."""
     one, two, three = LocalCluster(tmp_path, 3).nodes
     content = one.written(b"a", b"hello")
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    flow = replicate(one, content)
     until(lambda: not peer_copies.list_under_replicated(one.db, 0, 10), flow.step)
     one.lose_ram()
     two.kill()
@@ -285,10 +278,8 @@ def test_a_failure_here_costs_a_try(tmp_path: Path, label: str, monkeypatch: pyt
             raise PeerCorrupt("so it seems")
 
     one.peers.fault = lie
-    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    inject_fault(monkeypatch, f"{label}=EIO")
+    replicate(one, content)
     assert two.data(content) == one.data(content) and one.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
@@ -296,8 +287,7 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     """P1, P9: that something need not be held any more cannot be told then; that costs no thread and no copy."""
     _, one, two = make_cluster(tmp_path, 2)
     gone = one.written(b"a", b"hello")
-    flow = replicate_of(one)
-    until(lambda: level(one, gone) is Level.CLIQUE, flow.step)
+    flow = replicate(one, gone)
     contents.set_state(one.db, gone, ContentState.DOOMED)
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     one.store.reachable = False
@@ -327,8 +317,7 @@ def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -
     """P5: this node forgets it, and that is no word about the copies of what others read."""
     _, one, two, three = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     locations.refresh(three.db, three.store, [content], 3)
     contents.set_state(three.db, content, ContentState.DOOMED)

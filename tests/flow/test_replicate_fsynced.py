@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clique_world import MIB, LocalCluster, Node, cluster_of, level, replicate_of, until
+from clique_world import MIB, LocalCluster, Node, cluster_of, level, replicate, replicate_of, until
+from local_node import inject_fault
 
-from ckptfs import disk, limits
+from ckptfs import limits
 from ckptfs.catalog import contents, mover_requests, peer_copies, summary
 from ckptfs.coherence import key_state
 from ckptfs.coherence.keys import CONTENT, NAME, SharedKey
@@ -59,8 +60,7 @@ def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: LocalClus
     assert other.data(content) == data + more
     assert [moved for _, _, moved in one.peers.sent] == [BLOCK + 5, 105], "only blocks that changed travel"
     close(one, content)
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     assert one.peers.sent[-1][2] == 0 and other.data(content) == data + more
     row = contents.get_content(other.db, content)
     mine = contents.get_content(one.db, content)
@@ -103,8 +103,8 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, mo
     loan = one.hold.seal_and_open(content, 1.0)
     assert loan is not None and asked
     os.close(loan.fd)
-    row = contents.get_content(other.db, content)
-    assert row is not None and row.generation > loan.generation and other.data(content).endswith(b"fsynced")
+    row = other.row(content)
+    assert row.generation > loan.generation and other.data(content).endswith(b"fsynced")
 
 
 def test_too_few_nodes_leave_the_want_open(two: LocalCluster) -> None:
@@ -140,8 +140,7 @@ def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: py
     content = one.make(b"log", os.urandom(20 * MIB), closed=False)
     one.hold_open(content)
     one.db.run("UPDATE handle SET writer = 1")
-    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, f"{label}=EIO")
     ahead = EarlyReplication(one.db, one.tiers, cluster_of(one))
     ahead.step()
     ahead.step()
@@ -152,8 +151,7 @@ def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: py
             secure.step()
         until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, secure.step)
     close(one, content)
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     assert other.data(content) == one.data(content)
 
 
@@ -200,8 +198,7 @@ def test_what_an_island_made_has_not_reached_the_clique(two: LocalCluster) -> No
     """P3, P9: its bytes may lie on other nodes; as long as these do not know its name they are lost with the one that does."""
     one, _ = two.nodes
     closed, content = one.written(b"closed", b"hello"), one.make(b"log", b"hello", closed=False)
-    flow = replicate_of(one)
-    until(lambda: level(one, closed) is Level.CLIQUE, flow.step)
+    replicate(one, closed)
     with one.db.transaction():
         for number in (closed, content):
             parent, name = one.db.row("SELECT parent, name FROM entry WHERE child = ?", one.inode(number)) or (0, b"")
@@ -223,8 +220,8 @@ def test_a_content_of_which_nobody_knows_has_not_reached_the_clique(two: LocalCl
     """P3: a file that an island opened anew; which generation of a known content it is, others learn from who has a copy."""
     one, _ = two.nodes
     content = one.make(b"log", b"hello", closed=False)
-    row = contents.get_content(one.db, content)
-    assert row is not None and peer_copies.is_published(one.db, row)
+    row = one.row(content)
+    assert peer_copies.is_published(one.db, row)
     key_state.mark_dirty(one.db, SharedKey(CONTENT, content))
     assert not peer_copies.is_published(one.db, row)
     one.db.run("INSERT INTO seen_key (kind, number, name, revision, value) VALUES ('c', ?, x'', 1, x'')", content)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node, cluster_of, make_cluster
+from local_node import inject_fault, run_until_idle
 from salvage_world import NEW, OLD, decide, fall_back_of, file_of, make_replicated, overwrite, publish, replicated, send, tidy
 
-from ckptfs import disk, limits
+from ckptfs import limits
 from ckptfs.catalog import contents, namespace
 from ckptfs.clique import locations
 from ckptfs.coherence import keys
@@ -143,12 +144,10 @@ def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
         return found
 
     two.store.read = late  # type: ignore[method-assign,assignment]
-    while flow.step():
-        pass
+    run_until_idle(flow)
     assert file_of(cluster, inode).content == newer
     two.store.read = read  # type: ignore[method-assign]
-    while flow.step():
-        pass
+    run_until_idle(flow)
     flow.step()
     assert file_of(cluster, inode).content == content
 
@@ -158,14 +157,13 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
     cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, "truncated")
     one.kill()
-    monkeypatch.setattr(disk, "_fault", "fallback:shown=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, "fallback:shown=EIO")
     with pytest.raises(OSError):
         decide(two)
     tidy(two)
     assert file_of(cluster, one.inode(newer)).content == content and two.data(content) == OLD
-    row = contents.get_content(two.db, content)
-    assert row is not None and row.state is ContentState.SEALED
+    row = two.row(content)
+    assert row.state is ContentState.SEALED
 
 
 @pytest.mark.parametrize("renamer", [1, 2])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from clique_world import cluster_of, offer_of
+from local_node import inject_fault
 from salvage_world import NEW, OLD, appended, change, decide, file_of, hear, held, make_replicated, publish, send, shown, tidy
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, copies, mover_requests, namespace
+from ckptfs.catalog import copies, mover_requests, namespace
 from ckptfs.clique import locations
 from ckptfs.clique.peer_api import PeerFailed
 from ckptfs.flow.copy_records import AnnounceCopies
@@ -240,18 +241,17 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
     inode = one.inode(content)
     change(one, content, appended)
     one.kill()
-    monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, f"{label}=EIO")
     with contextlib.suppress(OSError):
         decide(two)
-    monkeypatch.setattr(disk, "_fault", "")
+    inject_fault(monkeypatch, "")
     Recover(two.db, two.tiers, two.config, two.told).step()
     tidy(two)
     decide(two)
     former = shown(cluster, inode)[0]
     assert former != content and two.data(former) == OLD
-    row = contents.get_content(two.db, former)
-    assert row is not None and not row.is_remote and two.db.value("SELECT lacking FROM content WHERE id = ?", former) == 1
+    row = two.row(former)
+    assert not row.is_remote and two.db.value("SELECT lacking FROM content WHERE id = ?", former) == 1
 
 
 def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:
@@ -304,8 +304,7 @@ def test_a_mover_that_dies_while_it_fetches(tmp_path: Path, renamed: bool) -> No
     _, content, one, two = make_replicated(tmp_path, 2)
     change(one, content, appended)
     hear(two, content)
-    seen = contents.get_content(two.db, content)
-    assert seen is not None
+    seen = two.row(content)
     with two.db.transaction():
         number = local_copies.stash(two.db, two.tiers[Tier.RAM], content)
         assert number is not None and copies.insert_filling_copy(two.db, seen, Tier.RAM)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node, make_cluster, offer_of
+from local_node import inject_fault
 from salvage_world import (
     NEW,
     OLD,
@@ -27,7 +28,7 @@ from salvage_world import (
 )
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, mover_requests, namespace
+from ckptfs.catalog import mover_requests, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
 from ckptfs.coherence import keys
@@ -56,8 +57,7 @@ def alone(cluster: LocalCluster) -> int:
 
 def write_back(node: Node, content: int, *, complete: bool = True, size: int | None = None, mtime_ns: int = 2) -> None:
     """The PFS shows what this node has of a content, as the store says."""
-    row = contents.get_content(node.db, content)
-    assert row is not None
+    row = node.row(content)
     size, digest = row.size if size is None else size, None if row.digest is None else row.digest.hex()
     published = [row.generation, int(complete), size, mtime_ns, 77, digest]
     node.cluster.put(f"f/{row.inode:016x}", {"names": [[ROOT, "file"]], "published": published})
@@ -254,11 +254,10 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
     write_back(one, content)
     change(one, content, appended)
     one.kill()
-    monkeypatch.setattr(disk, "_fault", "fallback:pfs=EIO")
-    monkeypatch.setattr(disk, "_counts", {}, raising=False)
+    inject_fault(monkeypatch, "fallback:pfs=EIO")
     with contextlib.suppress(OSError):
         ask(two, inode)
-    monkeypatch.setattr(disk, "_fault", "")
+    inject_fault(monkeypatch, "")
     assert ask(two, inode) == mover_requests.DONE and (keys.get_value(two.db, SharedKey(INODE, inode)) or {})["content"] is None
 
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from local_node import MIB, Node, in_process
+from local_node import MIB, Node, in_process, inject_fault, run_until_idle
 
-from ckptfs import digest, disk
+from ckptfs import digest
 from ckptfs.catalog import copies
 from ckptfs.catalog.contents import get_content, set_state
 from ckptfs.flow.seal import Seal
@@ -51,8 +51,7 @@ def test_thousands_are_sealed_in_batches_in_their_order(node: Node) -> None:
     assert step.step() is True
     states = [node.state(content) for content in contents]
     assert states[:64] == [ContentState.SEALED] * 64 and ContentState.SEALED not in states[64:]
-    while step.step():
-        pass
+    run_until_idle(step)
     assert all(sealed_as(node, content, b"%d" % number) for number, content in enumerate(contents))
 
 
@@ -152,8 +151,7 @@ def test_a_file_that_is_gone_is_lost_and_named(node: Node, caplog: pytest.LogCap
 
 def test_a_file_that_cannot_be_read_is_tried_again_and_delays_no_other(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = node.make(b"first", b"1"), node.make(b"second", b"2")
-    monkeypatch.setattr(disk, "_fault", "seal:read=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, "seal:read=EIO")
     step = seal(node)
     step.step()
     assert node.state(first) is ContentState.CLOSED and node.state(second) is ContentState.SEALED
@@ -165,8 +163,7 @@ def test_a_file_that_cannot_be_read_is_tried_again_and_delays_no_other(node: Nod
 def test_the_step_after_one_that_failed_sees_everything(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """P8: no other hint may come for what failed."""
     content = node.make(b"file", b"1")
-    monkeypatch.setattr(disk, "_fault", "seal:commit=EIO")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, "seal:commit=EIO")
     step = seal(node)
     with pytest.raises(OSError, match="injected"):
         step.step()

@@ -7,9 +7,8 @@ import pytest
 from local_node import MIB, Node, in_process
 
 from ckptfs import disk
-from ckptfs.catalog import contents, copies
+from ckptfs.catalog import copies
 from ckptfs.errors import Busy
-from ckptfs.flow.seal import Seal
 from ckptfs.flow.verify import CheckResult, verify
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import local_copies, transfer
@@ -24,18 +23,15 @@ def node(tmp_path: Path) -> Node:
 
 def twice(node: Node, data: bytes = b"data" * 1000) -> int:
     """A sealed content with a copy in RAM and one on NVMe."""
-    content = node.make(b"file", data)
-    Seal(node.db, node.tiers, node.config, node.told).step()
-    row = contents.get_content(node.db, content)
-    assert row is not None
+    content = node.make_sealed(b"file", data)
+    row = node.row(content)
     local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
     return content
 
 
 def test_good_copies_are_good_and_freshly_verified(node: Node) -> None:
     content = twice(node)
-    with node.db.transaction():
-        node.db.run("UPDATE copy SET verified_ns = 1")
+    node.db.run("UPDATE copy SET verified_ns = 1")
     assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM, True), CheckResult(Tier.NVME, True)]
     assert all(copy.verified_ns > 1 for copy in copies.list_copies(node.db, content))
 
@@ -60,8 +56,7 @@ def test_a_file_that_is_short_or_gone_is_remade(node: Node, harm: str) -> None:
 
 
 def test_the_last_copy_is_quarantined_and_kept(node: Node) -> None:
-    content = node.make(b"file", b"data")
-    Seal(node.db, node.tiers, node.config, node.told).step()
+    content = node.make_sealed(b"file", b"data")
     node.spoil(content, Tier.RAM)
     (found,) = verify(node.db, node.tiers, content)
     assert not found.ok and not found.repaired
@@ -70,8 +65,7 @@ def test_the_last_copy_is_quarantined_and_kept(node: Node) -> None:
 
 
 def test_what_the_pfs_shows_is_not_lost(node: Node) -> None:
-    content = node.make(b"file", b"data")
-    Seal(node.db, node.tiers, node.config, node.told).step()
+    content = node.make_sealed(b"file", b"data")
     node.publish(content)
     node.spoil(content, Tier.RAM)
     assert not verify(node.db, node.tiers, content)[0].ok
@@ -79,8 +73,7 @@ def test_what_the_pfs_shows_is_not_lost(node: Node) -> None:
 
 
 def test_a_copy_that_came_right_again_counts_again(node: Node) -> None:
-    content = node.make(b"file", b"data")
-    Seal(node.db, node.tiers, node.config, node.told).step()
+    content = node.make_sealed(b"file", b"data")
     node.spoil(content, Tier.RAM)
     verify(node.db, node.tiers, content)
     assert node.state(content) is ContentState.LOST

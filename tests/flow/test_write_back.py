@@ -6,9 +6,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from local_node import inject_fault, run_until_idle
 from write_back_world import Mount, intercepted
 
-from ckptfs import disk
 from ckptfs.catalog import copies, journal, namespace, pfs_state, summary
 from ckptfs.errors import ConfigError, TierUnavailable
 from ckptfs.flow.reclaim import Reclaim
@@ -29,8 +29,7 @@ def test_everything_there_is_appears_on_the_pfs(mount: Mount) -> None:
     mount.mknod(b"fifo", stat.S_IFIFO | 0o600)
     mount.mknod(b"empty", stat.S_IFREG | 0o640)
     mount.put(b"b\xff\n", b"a name of any bytes")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert summary.get_level(mount.db, mount.number(b"run/model.pt")) is Level.PFS
     assert mount.told.works > 0
 
@@ -81,8 +80,7 @@ def test_a_renamed_directory_is_one_rename_there(mount: Mount) -> None:
     numbers = {path.name: path.stat().st_ino for path in (mount.pfs / "a").iterdir()}
     mount.mkdir(b"x")
     mount.rename(b"a", b"x/b")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert {path.name: path.stat().st_ino for path in (mount.pfs / "x" / "b").iterdir()} == numbers
 
 
@@ -92,8 +90,7 @@ def test_a_directory_removed_and_made_again_is_the_new_one(mount: Mount, caplog:
     before = (mount.pfs / "d").stat().st_ino
     mount.rmdir(b"d")
     mount.mkdir(b"d", 0o711)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert (mount.pfs / "d").stat().st_ino != before
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
@@ -104,8 +101,7 @@ def test_what_is_made_and_removed_again_never_appears(mount: Mount) -> None:
     mount.put(b"step_1.tmp", b"weights")
     mount.unlink(b"lock")
     mount.rename(b"step_1.tmp", b"step_1")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert mount.db.value("SELECT count(*) FROM published") == 1
 
 
@@ -118,14 +114,12 @@ def test_the_old_file_stays_until_the_new_one_is_whole(mount: Mount) -> None:
     mount.rename(b"step.cpt", b"state.cpt")
     mount.put(b"later", b"must not overtake")
     flow = mount.write_back()
-    while flow.step():
-        pass
+    run_until_idle(flow)
     assert flow.next_due_s() is not None
     assert mount.on_pfs() == {b"state.cpt": ("file", b"old", 0o644)}
     mount.seal(content)
     mount.seal(content + 1)
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)
 
 
 def test_an_open_file_renamed_over_another_one(mount: Mount) -> None:
@@ -136,8 +130,7 @@ def test_an_open_file_renamed_over_another_one(mount: Mount) -> None:
     mount.settle()
     assert mount.on_pfs() == {b"final": ("file", b"old", 0o644)}
     mount.close(content, 3)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_file_that_covers_another_one_and_goes_takes_it_along(mount: Mount) -> None:
@@ -149,8 +142,7 @@ def test_a_file_that_covers_another_one_and_goes_takes_it_along(mount: Mount) ->
     mount.settle()
     assert mount.on_pfs() == {}
     mount.close(content, 3)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_reopened_content_is_left_to_its_next_close(mount: Mount) -> None:
@@ -159,11 +151,9 @@ def test_a_reopened_content_is_left_to_its_next_close(mount: Mount) -> None:
     mount.settle()
     assert mount.on_pfs() == {}
     mount.close(content, 8)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     mount.append(b"log", b"three\n")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_every_name_of_a_file_shows_its_new_bytes(mount: Mount) -> None:
@@ -171,16 +161,13 @@ def test_every_name_of_a_file_shows_its_new_bytes(mount: Mount) -> None:
     mount.link(b"a", b"b")
     mount.mkdir(b"d")
     mount.link(b"b", b"d/c")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert len({(mount.pfs / name).stat().st_ino for name in ("a", "b", "d/c")}) == 1, "they are links"
     mount.put(b"b", b"second")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert len({(mount.pfs / name).stat().st_ino for name in ("a", "b", "d/c")}) == 1
     mount.unlink(b"a")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert summary.get_level(mount.db, mount.number(b"b")) is Level.PFS
 
 
@@ -205,8 +192,7 @@ def test_a_file_that_got_its_times_under_a_name_that_went_is_known_under_the_oth
     mount.settle()
     mount.put(b"c", b"new")
     mount.rename(b"c", b"b")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_what_is_made_gets_its_times_and_is_replaced_at_once_is_no_strangers(mount: Mount) -> None:
@@ -223,8 +209,7 @@ def test_what_is_made_gets_its_times_and_is_replaced_at_once_is_no_strangers(mou
 
     with intercepted(touch):
         mount.write_back().step()
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_exchange(mount: Mount) -> None:
@@ -233,15 +218,13 @@ def test_exchange(mount: Mount) -> None:
     mount.put(b"d/inside", b"more")
     mount.settle()
     mount.rename(b"file", b"d", namespace.EXCHANGE)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     content = mount.put(b"open", b"not yet", closed=False)
     mount.rename(b"open", b"d", namespace.EXCHANGE)
     mount.settle()
     assert mount.on_pfs()[b"open"] == ("file", b"data", 0o644)
     mount.close(content, 7)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_directory_is_exchanged_with_what_is_not_there_yet(mount: Mount) -> None:
@@ -255,8 +238,7 @@ def test_a_directory_is_exchanged_with_what_is_not_there_yet(mount: Mount) -> No
     mount.settle()
     assert set(mount.on_pfs()) == {b"file"} and mount.on_pfs()[b"file"][0] == "directory"
     mount.close(content, 7)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_exchange_where_the_pfs_cannot(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +250,7 @@ def test_exchange_where_the_pfs_cannot(mount: Mount, monkeypatch: pytest.MonkeyP
     mount.put(b"b", b"2")
     mount.settle()
     mount.rename(b"a", b"b", namespace.EXCHANGE)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_holes_stay_holes(mount: Mount) -> None:
@@ -322,15 +303,13 @@ def test_the_same_bytes_are_not_copied_again(mount: Mount) -> None:
     mount.settle()
     before = (mount.pfs / "file").stat()
     mount.append(b"file", b"")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert (mount.pfs / "file").stat().st_ino == before.st_ino
     assert summary.get_level(mount.db, mount.number(b"file")) is Level.PFS
     mount.put(b"file", b"data")
     mount.put(b"file", b"other")
     mount.put(b"file", b"data")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert summary.get_level(mount.db, mount.number(b"file")) is Level.PFS
 
 
@@ -349,8 +328,7 @@ def test_a_pfs_with_room_for_some_takes_these(mount: Mount, monkeypatch: pytest.
     with intercepted(full):
         assert flow.step() is True
     assert len(mount.on_pfs()) == 4
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)
 
 
 def test_a_mapped_file_does_not_hold_up_the_others_for_ever(mount: Mount) -> None:
@@ -362,21 +340,18 @@ def test_a_mapped_file_does_not_hold_up_the_others_for_ever(mount: Mount) -> Non
         mount.db.run("UPDATE content SET closed_ns = 1")
         mount.db.run("UPDATE journal SET at_ns = 1")
     flow = mount.write_back()
-    while flow.step():
-        pass
+    run_until_idle(flow)
     assert mount.on_pfs() == {b"mapped": ("file", b"m", 0o644), b"other": ("file", b"o", 0o644)}
     row = pfs_state.get_published(mount.db, mount.number(b"mapped"))
     assert row is not None and row.is_complete is False, "its seal is still to come"
     mount.seal(mapped)
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)
 
 
 def test_a_bad_copy_is_quarantined_and_another_one_used(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     """P4."""
     content = mount.put(b"file", b"x" * 10_000)
-    with mount.db.transaction():
-        mount.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'nvme', 1, 1)", content)
+    mount.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'nvme', 1, 1)", content)
     (mount.tiers[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(b"x" * 10_000)
     mount.spoil(content, Tier.RAM)
     mount.settle()
@@ -421,8 +396,7 @@ def test_bytes_in_a_tier_that_was_left_out_are_waited_for_with_words(mount: Moun
         mount.settle()
     assert set(mount.on_pfs()) == {b"before"} and mount.state(content) is ContentState.SEALED
     mount.tiers = Tiers(dict(mount.tiers) | {Tier.NVME: nvme}, mount.config.ram_high)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 @pytest.mark.parametrize("tier", [Tier.NVME, Tier.PFS])
@@ -440,8 +414,7 @@ def test_a_catalog_that_meets_a_pfs_tells_it_everything(tmp_path: Path) -> None:
     mount.link(b"d/f", b"g")
     mount.symlink(b"s", b"d")
     mount.db.is_journalled = True
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_what_lies_only_on_another_pfs_is_not_given_up(mount: Mount) -> None:
@@ -477,25 +450,22 @@ def test_a_pfs_that_is_not_mounted_is_not_taken_for_an_empty_one(mount: Mount) -
     assert list(mount.pfs.iterdir()) == []
     mount.pfs.rmdir()
     os.rename(mount.pfs.with_name("away"), mount.pfs)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_what_fails_first_does_not_hold_back_what_came_before(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (b"a", b"b", b"c", b"d"):
         mount.put(name, name)
-    monkeypatch.setattr(disk, "_fault", "write_back:create=ENOSPC@3")
-    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
+    inject_fault(monkeypatch, "write_back:create=ENOSPC@3")
     flow = mount.write_back()
     assert flow.step() is True
     assert set(mount.on_pfs()) == {b"a", b"b"}
-    monkeypatch.setattr(disk, "_fault", "write_back:create=ENOSPC@*")
+    inject_fault(monkeypatch, "write_back:create=ENOSPC@*")
     with pytest.raises(TierUnavailable, match="write-back of c to the PFS failed") as failure:
         flow.step()
     assert "room" in failure.value.remedy and failure.value.errno == 28
-    monkeypatch.setattr(disk, "_fault", "")
-    mount.settle(flow)
-    mount.exact()
+    inject_fault(monkeypatch, "")
+    mount.settle_exactly(flow)
 
 
 def test_a_long_name_and_a_deep_path(mount: Mount) -> None:

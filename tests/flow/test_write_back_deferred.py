@@ -75,8 +75,7 @@ def test_one_owner_s_refusal_holds_up_nobody_else(
     due_s = flow.next_due_s()
     assert due_s is not None and due_s > 0
     flow.retry_now()
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)
     assert troubles(mount) == [] and flow.next_due_s() is None
 
 
@@ -95,8 +94,7 @@ def test_generations_keep_their_order(mount: Mount, monkeypatch: pytest.MonkeyPa
         rest(flow)
         assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"g": b"shown", b"f": b"another"}
     flow.retry_now()
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)
     assert (mount.pfs / "g").read_bytes() == b"two"
 
 
@@ -110,8 +108,7 @@ def test_the_next_mover_begins_with_what_was_set_aside(mount: Mount, monkeypatch
         assert set(mount.on_pfs()) == {b"yes%d" % number for number in range(5)}
         mount.unlink(b"no3")
         mount.rename(b"no4", b"yes4")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_crash_between_a_batch_and_the_catalog_keeps_the_rows(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +124,7 @@ def test_a_crash_between_a_batch_and_the_catalog_keeps_the_rows(mount: Mount, mo
             rest(mount.write_back())
         rest(mount.write_back())
         assert set(mount.on_pfs()) == {b"b"}
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_pfs_that_refuses_everything_is_waited_for(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +135,7 @@ def test_a_pfs_that_refuses_everything_is_waited_for(mount: Mount, monkeypatch: 
             mount.put(b"%d" % number, b"x")
         with pytest.raises(TierUnavailable, match="write-back of 3 to the PFS failed"):
             rest(mount.write_back())
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_each_refusal_waits_longer_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from local_node import run_until_idle
 from write_back_world import Killed, Mount, intercepted, killed_at
 
 from ckptfs import disk, limits
@@ -50,8 +51,7 @@ def test_it_appears_when_it_is_sealed_and_not_before(mount: Mount) -> None:
         assert flow.step()
         assert mount.on_pfs() == {b"large": ("file", data, 0o644)}, "what was closed after it comes after it"
     assert len(read) == 1, "the bytes were copied once"
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)
     assert mount.state(content) is ContentState.SEALED
 
 
@@ -59,8 +59,7 @@ def in_vain(mount: Mount, meanwhile: Callable[[], None]) -> None:
     """Copy early what `meanwhile` makes worthless: nothing appears, nothing is left."""
     flow = mount.write_back()
     with intercepted(once(COPIED, meanwhile)):
-        while flow.step():
-            pass
+        run_until_idle(flow)
     assert mount.on_pfs() == {} and mount.temporaries() == []
     assert mount.db.rows("SELECT * FROM pfs_batch") == []
 
@@ -85,15 +84,13 @@ def test_a_content_that_is_opened_again_is_thrown_away(mount: Mount) -> None:
     with mount.db.transaction():
         mount.close(content, LARGE)
     mount.seal(content)
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_content_that_is_deleted_is_thrown_away(mount: Mount) -> None:
     mount.put(b"large", os.urandom(LARGE))
     in_vain(mount, lambda: mount.unlink(b"large"))
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_seal_that_does_not_come_is_waited_for_once(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +105,7 @@ def test_a_seal_that_does_not_come_is_waited_for_once(mount: Mount, monkeypatch:
     assert seen.count("write_back:create") == 1 and flow.next_due_s() is not None
     assert mount.on_pfs() == {} and mount.temporaries() == []
     mount.seal(content)
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)
 
 
 def test_a_copy_that_is_gone_is_no_trouble_of_the_pfs(mount: Mount) -> None:
@@ -153,5 +149,4 @@ def test_a_pfs_that_fails_fails_nothing_but_write_back(mount: Mount, label: str,
         flow.step()
     monkeypatch.setattr(disk, "_fault", "")
     assert mount.state(content) is ContentState.SEALED and mount.on_pfs() == {} and mount.temporaries() == []
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)

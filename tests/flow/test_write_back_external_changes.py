@@ -80,8 +80,7 @@ def test_a_directory_that_both_made_is_one(mount: Mount) -> None:
 def test_what_is_renamed_here_and_removed_there_is_written_again(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     os.unlink(mount.pfs / "run" / "a")
     mount.rename(b"run/a", b"run/b")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert "run/b: gone from the PFS" in caplog.text
 
 
@@ -91,15 +90,13 @@ def test_a_directory_that_they_removed_is_made_again(mount: Mount) -> None:
     mount.settle()
     shutil.rmtree(mount.pfs / "run")
     mount.put(b"run/deep/new", b"new")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_directory_that_they_removed_and_we_rename(mount: Mount) -> None:
     shutil.rmtree(mount.pfs / "run")
     mount.rename(b"run", b"walk")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 def test_a_directory_that_they_replaced_by_a_symlink_is_not_followed(mount: Mount, tmp_path: Path) -> None:
@@ -155,8 +152,7 @@ def test_somebody_removes_our_temporary_file(mount: Mount) -> None:
     flow = mount.write_back()
     with intercepted(purge):
         flow.step()
-    mount.settle(flow)
-    mount.exact()
+    mount.settle_exactly(flow)
 
 
 def test_a_directory_that_both_removed_holds_nothing_up(mount: Mount) -> None:
@@ -169,5 +165,4 @@ def test_a_directory_that_both_removed_holds_nothing_up(mount: Mount) -> None:
     mount.unlink(b"d/first")
     mount.rmdir(b"d")
     mount.put(b"after", b"3")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()

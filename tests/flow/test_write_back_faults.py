@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from local_node import in_process
+from local_node import in_process, run_until_idle
 from write_back_world import Killed, Mount, intercepted, killed_at, memory
 
 from ckptfs import disk
@@ -102,8 +102,7 @@ def test_killed_at_every_operation(area: Path, seen: list[str], after: bool) -> 
         checkpoints(mount)
         with pytest.raises(Killed), killed_at(number, after=after):
             mount.settle()
-        mount.settle()
-        mount.exact()
+        mount.settle_exactly()
         mount.db.close()
 
 
@@ -118,8 +117,7 @@ def test_killed_again_and_again(tmp_path: Path, seen: list[str]) -> None:
         except Killed:
             continue
         break
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: errno.errorcode[code])
@@ -138,15 +136,13 @@ def test_every_operation_fails_once(area: Path, seen: list[str], code: int) -> N
         # What only concerns attributes is left out, and the trouble with one of many files makes a smaller batch.
         assert troubles <= 1
         assert fault.failed, label
-        mount.settle(flow)
-        mount.exact()
+        mount.settle_exactly(flow)
         mount.db.close()
 
 
 def told_trouble(flow: WriteBack) -> int:
     try:
-        while flow.step():
-            pass
+        run_until_idle(flow)
     except CkptfsError as failure:
         assert failure.errno in ERRORS
         return 1
@@ -221,8 +217,7 @@ def test_a_batch_that_was_done_is_done_again_without_harm(
         with intercepted(strike.before, strike.after), contextlib.suppress(Killed):
             flow.step()
         mount.write_back().step()
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
@@ -291,8 +286,7 @@ def test_struck_behind_a_large_copy(tmp_path: Path, action: str, monkeypatch: py
     script += "with contextlib.suppress(CkptfsError): Mount(node.root).settle()"
     assert in_process(tmp_path, script, fault=f"behind:wait={action}") == (0 if action == "EIO" else -9)
     assert mount.on_pfs() == before == {}
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
 
 
 @pytest.mark.parametrize("fault", ["write_back:written_down=kill", "write_back:put=kill-after@2", "write_back:write=kill-after"])
@@ -302,5 +296,4 @@ def test_a_real_kill(tmp_path: Path, fault: str) -> None:
     for number in range(5):
         mount.put(b"%d" % number, b"%d" % number * 1000)
     assert in_process(tmp_path, "from write_back_world import *\nMount(node.root).settle()", fault=fault) == -9
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from local_node import run_until_idle
 from write_back_world import Mount, intercepted
 
 from ckptfs import disk
@@ -86,12 +87,10 @@ def test_a_refusal_that_stays_is_told_and_costs_nothing_else(tmp_path: Path, mon
     monkeypatch.setattr(disk, "_fault", "write_back:create=EACCES@*")
     mount.mkdir(b"directory")
     flow = mount.write_back()
-    while flow.step():
-        pass
+    run_until_idle(flow)
     assert set(mount.on_pfs()) == {b"directory"}
     [(_, text, _)] = summary.list_reports(mount.db, "trouble:")
     assert "EACCES" in text and '"path": "file"' in text and "owner" in text
     monkeypatch.setattr(disk, "_fault", "")
-    mount.settle()
-    mount.exact()
+    mount.settle_exactly()
     assert stat.S_IMODE((mount.pfs / "file").stat().st_mode) == 0o644

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from local_node import Node as LocalNode
+from local_node import run_until_idle
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import digest, limits
@@ -98,13 +99,11 @@ class Node(LocalNode):
 
     def seal(self) -> None:
         seal = Seal(self.db, self.tiers, self.config, self.told, (Tier.RAM, Tier.NVME))
-        while seal.step():
-            pass
+        run_until_idle(seal)
 
     def publish_shared(self, content: int) -> None:
         """What `ckptfs.catalog.sharing` does for a content and its file."""
-        row = contents.get_content(self.db, content)
-        assert row is not None
+        row = self.row(content)
         value = {
             "node": self.number, "inode": row.inode, "generation": row.generation, "state": int(row.state), "size": row.size,
             "digest": None if row.digest is None else row.digest.hex(), "closed_ns": 1,
@@ -321,8 +320,8 @@ def early(data: bytes, content: int, inode: int, stable: int) -> Offer:
 
 def offer_of(node: Node, content: int) -> Offer:
     """What `node` would offer of a sealed content of its own."""
-    row = contents.get_content(node.db, content)
-    assert row is not None and row.state is ContentState.SEALED and row.digest is not None
+    row = node.row(content)
+    assert row.state is ContentState.SEALED and row.digest is not None
     return Offer(content, row.inode, row.generation, row.size, row.digest, row.block_digests or b"")
 
 
@@ -333,6 +332,13 @@ def cluster_of(node: Node) -> Cluster:
 
 def replicate_of(node: Node) -> Replicate:
     return Replicate(node.db, node.tiers, node.told, cluster_of(node))
+
+
+def replicate(node: Node, content: int) -> Replicate:
+    """Copy until the file that holds a content is `clique`; the flow that did it."""
+    flow = replicate_of(node)
+    until(lambda: level(node, content) is Level.CLIQUE, flow.step)
+    return flow
 
 
 def until(condition: Callable[[], object], step: Callable[[], object] = lambda: None) -> None:

@@ -8,11 +8,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from ckptfs import disk
 from ckptfs.catalog import contents, copies, database, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.model import ROOT, ContentState, CopyState, Tier
+from ckptfs.flow.seal import Seal
+from ckptfs.model import ROOT, Content, ContentState, CopyState, Tier
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import Tiers, TierStorage
 
@@ -75,6 +80,12 @@ class Node:
                 contents.mark_closed(self.db, inode, content, len(data), 1, 2)
         return content
 
+    def make_sealed(self, name: bytes, data: bytes) -> int:
+        """Create, write, close and seal a file; its content."""
+        content = self.make(name, data)
+        Seal(self.db, self.tiers, self.config, self.told).step()
+        return content
+
     def reopen(self, content: int, tier: Tier) -> None:
         """Open a content for writing in place."""
         with self.db.transaction():
@@ -109,11 +120,15 @@ class Node:
     def files(self, tier: Tier) -> set[int]:
         return set(self.tiers[tier].contents())
 
-    def publish(self, content: int) -> None:
-        """What write-back would have done."""
-        row = contents.get_content(self.db, content)
-        assert row is not None
-        with self.db.transaction():
+    def row(self, content: int) -> Content:
+        """Return the row of a content that exists."""
+        found = contents.get_content(self.db, content)
+        assert found is not None
+        return found
+
+    def publish(self, *contents_: int) -> None:
+        """Record these contents as written back."""
+        for row in map(self.row, contents_):
             self.db.run(
                 "INSERT OR REPLACE INTO published (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks)"
                 " VALUES (?, ?, 1, ?, 2, 77, ?, ?)",
@@ -134,6 +149,18 @@ class Node:
     def configure(self, **changes: object) -> None:
         self.config = replace(self.config, **changes)  # type: ignore[arg-type]
         self.tiers = Tiers.from_config(self.config)
+
+
+def run_until_idle(flow: Any) -> None:
+    """Call `flow.step` until there is nothing left to do."""
+    while flow.step():
+        pass
+
+
+def inject_fault(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Let `fault` ("LABEL=ACTION", empty for none) hit the disk operations from now on."""
+    monkeypatch.setattr(disk, "_fault", fault)
+    monkeypatch.setattr(disk, "_calls", type(disk._calls)())
 
 
 class Squeezed(TierStorage):

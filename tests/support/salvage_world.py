@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clique_world import LocalCluster, Node, cluster_of, level, replicate_of, until
+from clique_world import LocalCluster, Node, cluster_of, replicate, until
+from local_node import run_until_idle
 
 from ckptfs.catalog import contents, mover_requests, namespace
 from ckptfs.clique import locations
@@ -17,7 +18,7 @@ from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.salvage import Salvage
-from ckptfs.model import ROOT, Level, Tier
+from ckptfs.model import ROOT, Tier
 from ckptfs.store.kv import Delete, Put
 
 OLD, NEW = b"old" * 3000, b"newer" * 4000
@@ -56,8 +57,7 @@ def make_replicated(root: Path, count: int) -> tuple[Any, ...]:
 
 
 def send(node: Node, content: int) -> None:
-    flow = replicate_of(node)
-    until(lambda: level(node, content) is Level.CLIQUE, flow.step)
+    flow = replicate(node, content)
     until(lambda: flow.in_flight() == (0, 0))
     flow.step()
     flow.close()
@@ -107,8 +107,7 @@ def appended(data: bytearray) -> None:
 def tidy(node: Node) -> None:
     """Everything that goes, goes."""
     flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded)
-    while flow.step():
-        pass
+    run_until_idle(flow)
     Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
 
 
@@ -130,8 +129,7 @@ def opens(node: Node, inode: int) -> int | None:
 def decide(node: Node) -> None:
     flow = fall_back_of(node)
     for _ in range(3):
-        while flow.step():
-            pass
+        run_until_idle(flow)
 
 
 def file_of(cluster: LocalCluster, inode: int) -> locations.SharedFile:

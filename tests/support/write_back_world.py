@@ -194,6 +194,10 @@ class Mount(Node):
                 break
         assert self.db.value("SELECT count(*) FROM journal") == 0, "the journal is empty when write-back rests"
 
+    def settle_exactly(self, flow: WriteBack | None = None, steps: int = 400) -> None:
+        self.settle(flow, steps)
+        self.exact()
+
     def exact(self) -> None:
         """The PFS shows the mount's tree, the catalog knows it, and nothing is left over."""
         assert self.on_pfs() == self.tree()

@@ -15,7 +15,7 @@ from control_served import serving
 from local_node import Node
 from memory_store import MemoryStore
 
-from ckptfs.catalog import contents, copies, identity, peer_copies
+from ckptfs.catalog import copies, identity, peer_copies
 from ckptfs.catalog.identity import record_last_members
 from ckptfs.catalog.peer_copies import KnownNode, PeerCopy
 from ckptfs.clique import membership
@@ -76,8 +76,8 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     with serving(node) as served:
         served.seal()
     peer_copies.mark_under_replicated(node.db, [behind, dead])
-    row = contents.get_content(node.db, gone)
-    assert row is not None and row.digest is not None
+    row = node.row(gone)
+    assert row.digest is not None
     copies.delete_copy(node.db, gone, Tier.RAM)
     peer_copies.insert_peer_copy(node.db, PeerCopy(gone, 2, row.generation, row.digest))
     node.db.run("UPDATE content SET peer = 1 WHERE id = ?", dead)

@@ -118,8 +118,7 @@ def test_records(served: Served) -> None:
     assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good")] and file.copies[0].verified_age_s >= 0
     assert (directory.kind, directory.level) == ("directory", "") and not unknown.known
     served.node.publish(content)
-    with served.node.db.transaction():
-        served.node.db.run("DELETE FROM journal")
+    served.node.db.run("DELETE FROM journal")
     file = served.client.list_records([inode])[0]
     assert (file.level, file.pfs_pending, file.progress) == ("pfs", False, 1.0)
     assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good"), ("pfs", "published")]
@@ -171,8 +170,7 @@ def test_waiting_for_the_pfs_follows_the_journal(served: Served) -> None:
     served.node.publish(content)
     with pytest.raises(NotInTime):
         list(served.client.wait(ROOT, "pfs", 0.5))
-    with served.node.db.transaction():
-        served.node.db.run("DELETE FROM journal")
+    served.node.db.run("DELETE FROM journal")
     assert list(messages)[-1].done
 
 
@@ -216,8 +214,7 @@ def test_drain_hurries_the_lanes_and_ends_with_the_journal(served: Served) -> No
     first = next(messages)
     assert (first.files_left, first.blocked_by, first.remedy) == (1, "ENOSPC: full", "make room")
     served.seal()
-    with served.node.db.transaction():
-        served.node.db.run("DELETE FROM journal")
+    served.node.db.run("DELETE FROM journal")
     assert list(messages)[-1].done
 
 
@@ -228,8 +225,7 @@ def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:
     assert not next(messages).done
     served.stop()
     served.start()
-    with served.node.db.transaction():
-        served.node.db.run("UPDATE content SET state = 2, digest = x'00'")
+    served.node.db.run("UPDATE content SET state = 2, digest = x'00'")
     assert list(messages)[-1].done
     assert served.client.get_status().name == "test"
 
