@@ -23,6 +23,9 @@ from dataclasses import dataclass
 
 from ckptfs import lifecycle
 from ckptfs.catalog import copies, identity, journal, peer_copies
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content
+from ckptfs.catalog.content_rows import get_content as get_content
+from ckptfs.catalog.content_rows import is_unchanged as is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
 from ckptfs.lifecycle import FileRecord, PublishedState
@@ -42,37 +45,31 @@ class SealResult:
     block_digests: bytes
 
 
-def get_content(db: Database, content: int) -> Content | None:
-    """The row of a content."""
-    row = db.row(f"SELECT {copies.CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)
-    return None if row is None else copies.build_content(row)
-
-
 def get_file_record(db: Database, content: int) -> FileRecord:
-    """All that decides what may happen to a content, as one snapshot."""
+    """Return all that decides what may happen to a content, as one snapshot."""
     with db.read_transaction():
         known = get_content(db, content)
-        if known is None:
-            return FileRecord(None)
-        shown = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", known.inode)
-        handles = db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", known.inode, content)
-        published = None if shown is None else PublishedState(shown[0], bool(shown[1]), shown[2])
-        return FileRecord(known, copies.list_copies(db, content), published, handles, peer_copies.load_clique_copies(db, known))
+        return FileRecord(None) if known is None else build_file_record(db, known.inode, known)
 
 
-def is_unchanged(db: Database, seen: Content) -> bool:
-    """Whether the content is still in the state and at the change that the caller saw."""
-    return db.row("SELECT state, change FROM content WHERE id = ?", seen.id) == (seen.state, seen.change)
+def build_file_record(db: Database, inode: int, content: Content | None) -> FileRecord:
+    """Return what is known of a file and one of its contents. The caller has a read transaction."""
+    row = db.row("SELECT generation, complete, digest FROM pfs_file WHERE inode = ?", inode)
+    published = None if row is None else PublishedState(row[0], bool(row[1]), row[2])
+    number = None if content is None else content.id
+    handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", inode, number))
+    found = () if content is None else copies.list_copies(db, content.id)
+    return FileRecord(content, found, published, handles, peer_copies.load_clique_copies(db, content, inode))
 
 
 def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[Content, Tier]]:
     """Contents that await their seal, from the one after `after` on in the order of their ids, with the one of `tiers` that has it."""
     rows = db.rows(
-        f"SELECT {copies.CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
-        " WHERE k.state = 1 AND k.peer = 0 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
+        f"SELECT {CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
+        " WHERE k.state = 1 AND k.remote = 0 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
-    return [(copies.build_content(row[:-1]), Tier(row[-1])) for row in rows]
+    return [(build_content(row), Tier(row[-1])) for row in rows]
 
 
 def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]:
@@ -84,7 +81,8 @@ def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]
     done = []
     for result in results:
         if not db.run(
-            "UPDATE content SET state = 2, size = ?, digest = ?, blocks = ?, lacking = ? WHERE id = ? AND state = 1 AND change = ?",
+            "UPDATE content SET state = 2, size = ?, digest = ?, blocks = ?, under_replicated = ?"
+            " WHERE id = ? AND state = 1 AND change = ?",
             result.size, result.digest, result.block_digests, db.is_clustered, result.content, result.change,
         ):  # fmt: skip
             continue
@@ -100,8 +98,8 @@ def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]
 def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
     """Doom what `inode` held before its sealed content `newer`, except what somebody still has open. How many went."""
     return db.run(
-        "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4) AND former_ns IS NULL"
-        " AND generation < (SELECT generation FROM content WHERE id = ?2)"
+        "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4)"
+        " AND superseded_mtime_ns IS NULL AND generation < (SELECT generation FROM content WHERE id = ?2)"
         " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
         " AND NOT EXISTS (SELECT 1 FROM inode WHERE inode.content = content.id)",
         inode, successor,
@@ -115,16 +113,16 @@ def count_writers(db: Database) -> int:
 
 def get_largest_recent_size(db: Database, at_most: int) -> int:
     """The size of the largest of the `of` contents that were begun last: what may well come next."""
-    return int(db.value("SELECT coalesce(max(size), 0) FROM (SELECT size FROM content WHERE peer = 0 ORDER BY id DESC LIMIT ?)", at_most))
+    return int(db.value("SELECT coalesce(max(size), 0) FROM (SELECT size FROM content WHERE remote = 0 ORDER BY id DESC LIMIT ?)", at_most))
 
 
 def list_without_copy(db: Database) -> list[Content]:
     """Contents of this node's own that should have bytes and have no good copy in any tier."""
     rows = db.rows(
-        f"SELECT {copies.CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.peer = 0"
+        f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.remote = 0"
         " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     )
-    return [copies.build_content(row) for row in rows]
+    return [build_content(row) for row in rows]
 
 
 def is_shown(db: Database, seen: Content) -> bool:
@@ -134,7 +132,7 @@ def is_shown(db: Database, seen: Content) -> bool:
 
 def is_fsynced_on_pfs(db: Database, content: Content) -> bool:
     """Whether the PFS shows a content that was closed and not sealed yet, as it was fsynced before: of that generation and size."""
-    query = "SELECT 1 FROM published WHERE inode = ? AND generation = ? AND size = ?"
+    query = "SELECT 1 FROM pfs_file WHERE inode = ? AND generation = ? AND size = ?"
     return content.state is ContentState.CLOSED and db.value(query, content.inode, content.generation, content.size) is not None
 
 
@@ -149,14 +147,14 @@ def restore_previous(db: Database, lost: Content) -> str:
             " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY generation DESC LIMIT 1",
             lost.inode, lost.generation,
         )  # fmt: skip
-        shown = db.row("SELECT size, mtime_ns, generation FROM published WHERE inode = ?", lost.inode)
+        shown = db.row("SELECT size, mtime_ns, generation FROM pfs_file WHERE inode = ?", lost.inode)
         if older is not None and (shown is None or shown[2] <= older[2]):
             db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", older[0], older[1], lost.inode)
             what = "its former generation"
         elif shown is not None:
             db.run("UPDATE inode SET content = NULL, size = ?, mtime_ns = ? WHERE id = ?", shown[0], shown[1], lost.inode)
             # It may be what was fsynced of the file that was open: from now on that is the whole of it.
-            db.run("UPDATE published SET complete = 1 WHERE inode = ?", lost.inode)
+            db.run("UPDATE pfs_file SET complete = 1 WHERE inode = ?", lost.inode)
             if older is not None:
                 set_state(db, older[0], ContentState.DOOMED)
             what = "what is on the PFS"
@@ -184,7 +182,7 @@ def mark_found(db: Database, content: int) -> None:
     """A content of this node's own that is LOST is sealed again when a node that lives turns out to have exactly that."""
     with db.transaction():
         db.run(
-            "UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND peer = 0"
+            "UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND remote = 0"
             f" AND EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})",
             content,
         )  # fmt: skip
@@ -198,7 +196,7 @@ def set_state(db: Database, content: int, state: ContentState) -> None:
 
 _HAS_HOLDERS = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})"
 
-CAN_DELETE = "(former_ns IS NULL OR (peer = 0 AND former_ns > 0))"
+CAN_DELETE = "(superseded_mtime_ns IS NULL OR (remote = 0 AND superseded_mtime_ns > 0))"
 """SQL about a row of `content` whose file is gone: nobody has to ask the store whether another file held it before."""
 
 
@@ -206,9 +204,9 @@ def mark_superseded(db: Database, inode: int) -> None:
     """What this file holds is about to be the former content of it."""
     if db.is_clustered and peer_copies.get_replication_factor(db) > 1:
         db.run(
-            "UPDATE content SET former_ns = (SELECT mtime_ns FROM inode WHERE id = ?1)"
-            " WHERE id = (SELECT content FROM inode WHERE id = ?1) AND state = 2 AND former_ns IS NULL"
-            f" AND (before_generation IS NOT NULL OR {_HAS_HOLDERS})",
+            "UPDATE content SET superseded_mtime_ns = (SELECT mtime_ns FROM inode WHERE id = ?1)"
+            " WHERE id = (SELECT content FROM inode WHERE id = ?1) AND state = 2 AND superseded_mtime_ns IS NULL"
+            f" AND (replicated_generation IS NOT NULL OR {_HAS_HOLDERS})",
             inode,
         )
 
@@ -217,9 +215,9 @@ def record_replicated_generation(db: Database, content: int) -> None:
     """A content is about to be changed in place: what other nodes have of it is what is left of it until they have the next generation."""
     if db.is_clustered and peer_copies.get_replication_factor(db) > 1:
         db.run(
-            "UPDATE content SET before_generation = generation,"
-            " before_ns = (SELECT mtime_ns FROM inode WHERE inode.id = content.inode)"
-            f" WHERE id = ? AND state = 2 AND (peer = 1 OR {_HAS_HOLDERS})",
+            "UPDATE content SET replicated_generation = generation,"
+            " replicated_mtime_ns = (SELECT mtime_ns FROM inode WHERE inode.id = content.inode)"
+            f" WHERE id = ? AND state = 2 AND (remote = 1 OR {_HAS_HOLDERS})",
             content,
         )
 
@@ -227,21 +225,21 @@ def record_replicated_generation(db: Database, content: int) -> None:
 def mark_awaiting_store_check(db: Database, inode: int) -> None:
     """Another node took this file's last name away: what lies here of it may be what another file held before. The store knows."""
     db.run(
-        "UPDATE content SET former_ns = 0 WHERE inode = ? AND former_ns IS NULL"
-        f" AND (peer = 1 OR (state = 2 AND (before_generation IS NOT NULL OR {_HAS_HOLDERS})))",
+        "UPDATE content SET superseded_mtime_ns = 0 WHERE inode = ? AND superseded_mtime_ns IS NULL"
+        f" AND (remote = 1 OR (state = 2 AND (replicated_generation IS NOT NULL OR {_HAS_HOLDERS})))",
         inode,
     )
 
 
 def list_awaiting_store_check(db: Database, at_most: int) -> list[Content]:
     """Contents of this node's own that are kept only until the store was asked whether another file held them before."""
-    numbers = db.rows("SELECT id FROM content WHERE peer = 0 AND former_ns = 0 AND state = 2 ORDER BY id LIMIT ?", at_most)
+    numbers = db.rows("SELECT id FROM content WHERE remote = 0 AND superseded_mtime_ns = 0 AND state = 2 ORDER BY id LIMIT ?", at_most)
     return [found for (number,) in numbers if (found := get_content(db, number)) is not None]
 
 
 def is_awaiting_store_check(db: Database, content: int) -> bool:
     """Whether a content is one of those."""
-    return db.value("SELECT 1 FROM content WHERE id = ? AND peer = 0 AND former_ns = 0", content) is not None
+    return db.value("SELECT 1 FROM content WHERE id = ? AND remote = 0 AND superseded_mtime_ns = 0", content) is not None
 
 
 def move_to_successor(db: Database, replaced: Inode, successor: Inode) -> None:
@@ -255,22 +253,23 @@ def move_to_successor(db: Database, replaced: Inode, successor: Inode) -> None:
     mark_superseded(db, replaced.id)
     if peer_copies.get_replication_factor(db) > 1:
         db.run(
-            "UPDATE content SET former_ns = max(1, ?1) WHERE id = ?2 AND peer = 1 AND state = 2 AND coalesce(former_ns, 0) = 0",
+            "UPDATE content SET superseded_mtime_ns = max(1, ?1) WHERE id = ?2 AND remote = 1 AND state = 2"
+            " AND coalesce(superseded_mtime_ns, 0) = 0",
             replaced.mtime_ns, replaced.content,
         )  # fmt: skip
-    db.run("UPDATE content SET inode = ? WHERE inode = ? AND former_ns > 0", successor.id, replaced.id)
+    db.run("UPDATE content SET inode = ? WHERE inode = ? AND superseded_mtime_ns > 0", successor.id, replaced.id)
 
 
 def expire_previous(db: Database, current: Content) -> None:
     """Doom what the file of `now` held before, when it holds that and it survives."""
-    if db.value("SELECT 1 FROM content WHERE inode = ? AND former_ns IS NOT NULL", current.inode) is None:
+    if db.value("SELECT 1 FROM content WHERE inode = ? AND superseded_mtime_ns IS NOT NULL", current.inode) is None:
         return
     with db.transaction():
         record = get_file_record(db, current.id)
         if is_shown(db, current) and (lifecycle.is_on_clique(record) or lifecycle.is_on_pfs(record)):
             expired = db.rows(
-                "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id <> ? AND former_ns IS NOT NULL AND state <> 3"
-                " RETURNING id, peer",
+                "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id <> ? AND superseded_mtime_ns IS NOT NULL"
+                " AND state <> 3 RETURNING id, remote",
                 current.inode, current.id,
             )  # fmt: skip
             for content, peer in expired:
@@ -309,9 +308,9 @@ class FileContent:
 def get_file_content(db: Database, inode: int) -> FileContent | None:
     """What is known of a file's bytes, as one snapshot; None when there is no such inode."""
     rows = db.rows(
-        f"SELECT k.id, k.state, c.tier, p.inode, k.peer, k.generation, {INODE_COLUMNS_JOINED} FROM inode"
+        f"SELECT k.id, k.state, c.tier, p.inode, k.remote, k.generation, {INODE_COLUMNS_JOINED} FROM inode"
         " LEFT JOIN content k ON k.id = inode.content LEFT JOIN copy c ON c.content = k.id AND c.state = 1"
-        " LEFT JOIN published p ON p.inode = inode.id WHERE inode.id = ?",
+        " LEFT JOIN pfs_file p ON p.inode = inode.id WHERE inode.id = ?",
         inode,
     )
     if not rows:
@@ -365,8 +364,8 @@ def mark_open(db: Database, inode: int, content: int, tier: Tier) -> None:
     record_replicated_generation(db, content)
     # More than what any node has shown of the file: what is reopened may be a former state of it, because the last one was lost.
     db.run(
-        "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, peer = 0,"
-        " told = CASE told WHEN 0 THEN 0 ELSE 3 END,"
+        "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, remote = 0,"
+        " announce_state = CASE announce_state WHEN 0 THEN 0 ELSE 3 END,"
         " generation = max(generation, coalesce((SELECT generation FROM inode WHERE id = ?1), 0)) + 1 WHERE id = ?2",
         inode, content,
     )  # fmt: skip

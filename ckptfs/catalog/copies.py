@@ -22,15 +22,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs.catalog import contents, identity, remote_contents
+from ckptfs.catalog import identity, remote_contents
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content, get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
-
-CONTENT_COLUMNS = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change, k.peer"
-
-
-def build_content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
-    return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))
 
 
 def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
@@ -46,9 +41,7 @@ def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
     somebody is making this copy already: its file is theirs.
     """
     with db.transaction():
-        if not contents.is_unchanged(db, seen) or db.value(
-            "SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state = 0", seen.id, tier
-        ):
+        if not is_unchanged(db, seen) or db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state = 0", seen.id, tier):
             return False
         db.run("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", seen.id, tier, time.time_ns())
         return True
@@ -57,7 +50,7 @@ def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
 def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
     """A copy that was announced is whole and verified. False, and nothing changed, when the content has moved on."""
     with db.transaction():
-        if not contents.is_unchanged(db, seen):
+        if not is_unchanged(db, seen):
             return False
         return bool(
             db.run("UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ? AND state = 0", time.time_ns(), seen.id, tier)
@@ -91,7 +84,9 @@ def delete_copy(db: Database, content: int, tier: Tier) -> None:
 def _mark_unannounced_if_gone(db: Database, content: int) -> None:
     """The other nodes shall learn when no copy counts here any more, nor is left of a former generation of a peer's content."""
     left = "SELECT 1 FROM copy WHERE copy.content = content.id AND (copy.state = 1 OR (copy.state = 3 AND copy.digest IS NOT NULL))"
-    db.run(f"UPDATE content SET told = 3 WHERE id = ? AND told IN (1, 2) AND peer = 1 AND NOT EXISTS ({left})", content)
+    db.run(
+        f"UPDATE content SET announce_state = 3 WHERE id = ? AND announce_state IN (1, 2) AND remote = 1 AND NOT EXISTS ({left})", content
+    )
     remote_contents.mark_copy_absent(db, content)
 
 
@@ -105,7 +100,7 @@ def list_copies_in_state(db: Database, state: CopyState, tier: Tier | None = Non
 _IS_SAFE_ELSEWHERE = (
     "(EXISTS (SELECT 1 FROM copy o WHERE o.content = k.id AND o.state = 1 AND o.verified_ns > 0"
     " AND ((c.tier = 'ram' AND o.tier <> 'ram') OR (c.tier = 'nvme' AND o.tier = 'pfs')))"
-    " OR EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
+    " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
     " AND p.digest = k.digest))"
 )
 
@@ -118,7 +113,7 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -
         f"SELECT {CONTENT_COLUMNS} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
         " AND k.inode NOT IN (SELECT inode FROM handle)"
         " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
-        f" AND {'' if elsewhere else 'NOT '}{_IS_SAFE_ELSEWHERE} ORDER BY k.peer DESC, c.used_ns, k.id LIMIT ?",
+        f" AND {'' if elsewhere else 'NOT '}{_IS_SAFE_ELSEWHERE} ORDER BY k.remote DESC, c.used_ns, k.id LIMIT ?",
         tier, at_most,
     )  # fmt: skip
     return [build_content(row) for row in rows]
@@ -129,7 +124,7 @@ def count_only_copies(db: Database, tier: Tier) -> int:
     return int(
         db.value(
             "SELECT count(*) FROM copy c JOIN content k ON k.id = c.content"
-            f" WHERE c.tier = ? AND k.state <> 3 AND k.peer = 0 AND NOT {_IS_SAFE_ELSEWHERE}",
+            f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND NOT {_IS_SAFE_ELSEWHERE}",
             tier,
         )
     )
@@ -236,7 +231,7 @@ def load_fetch_state(db: Database, inode: int) -> FetchState | None:
         row = db.row(f"SELECT content FROM inode WHERE id = ? AND {alive}", inode)
         if row is None:
             return None
-        content = None if row[0] is None else contents.get_content(db, row[0])
+        content = None if row[0] is None else get_content(db, row[0])
         has_local_copy = row[0] is not None and db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", row[0]) is not None
         return FetchState(inode, content, has_local_copy, _get_published_file(db, inode))
 
@@ -248,7 +243,7 @@ def get_content_id(db: Database, inode: int) -> int | None:
 
 
 def _get_published_file(db: Database, inode: int) -> PublishedFile | None:
-    shown = db.row("SELECT generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns FROM published WHERE inode = ?", inode)
+    shown = db.row("SELECT generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns FROM pfs_file WHERE inode = ?", inode)
     if shown is None:
         return None
     generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns = shown
@@ -291,7 +286,9 @@ def record_fetched(db: Database, expected: FetchState, fetched: FetchedContent) 
             db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", fetched.content, fetched.size, expected.inode)
         db.run("UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ?", now, fetched.content, fetched.tier)
         if expected.content is not None and expected.content.is_remote:
-            db.run("UPDATE content SET blocks = coalesce(blocks, ?), told = 2 WHERE id = ?", fetched.block_digests, fetched.content)
+            db.run(
+                "UPDATE content SET blocks = coalesce(blocks, ?), announce_state = 2 WHERE id = ?", fetched.block_digests, fetched.content
+            )
         remote_contents.mark_copy_present(db, fetched.content)
         _set_pfs_digest(db, expected.inode, fetched.digest, fetched.block_digests)
         return True
@@ -308,7 +305,7 @@ def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block
 
 def _set_pfs_digest(db: Database, inode: int, digest: bytes, block_digests: bytes) -> None:
     """What the PFS shows has this digest."""
-    db.run("UPDATE published SET digest = ?, blocks = ?, checked_ns = ? WHERE inode = ?", digest, block_digests, time.time_ns(), inode)
+    db.run("UPDATE pfs_file SET digest = ?, blocks = ?, checked_ns = ? WHERE inode = ?", digest, block_digests, time.time_ns(), inode)
 
 
 def stash_copy(db: Database, content: int, tier: Tier) -> int | None:
@@ -318,32 +315,32 @@ def stash_copy(db: Database, content: int, tier: Tier) -> int | None:
             return None
         stash = db.insert("INSERT INTO content (id, inode, generation, state) VALUES (?, 0, 0, 3)", identity.allocate_id(db, "content"))
         db.run("DELETE FROM content WHERE id = ?", stash)
-        db.run("UPDATE copy SET content = ?1, aside = ?2 WHERE content = ?2 AND tier = ?3", stash, content, tier)
+        db.run("UPDATE copy SET content = ?1, stashed_for = ?2 WHERE content = ?2 AND tier = ?3", stash, content, tier)
         return stash
 
 
 def restore_stashed(db: Database, stash: int, tier: Tier) -> int | None:
     """It is what lies here of its content again, whose id is given; None, and it is forgotten, when there is another copy by now."""
     with db.transaction():
-        content: int | None = db.value("SELECT aside FROM copy WHERE content = ? AND tier = ?", stash, tier)
+        content: int | None = db.value("SELECT stashed_for FROM copy WHERE content = ? AND tier = ?", stash, tier)
         is_replaced = db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ?", content, tier) is not None
         if content is None or is_replaced or db.value("SELECT 1 FROM content WHERE id = ? AND state <> 3", content) is None:
             delete_stashed(db, stash, tier)
             return None
-        db.run("UPDATE copy SET content = ?, aside = NULL WHERE content = ? AND tier = ?", content, stash, tier)
+        db.run("UPDATE copy SET content = ?, stashed_for = NULL WHERE content = ? AND tier = ?", content, stash, tier)
         return content
 
 
 def delete_stashed(db: Database, stash: int, tier: Tier) -> None:
     """Nobody needs it any more."""
-    db.run("DELETE FROM copy WHERE content = ? AND tier = ? AND aside IS NOT NULL", stash, tier)
+    db.run("DELETE FROM copy WHERE content = ? AND tier = ? AND stashed_for IS NOT NULL", stash, tier)
 
 
 def list_stashed(db: Database, tier: Tier) -> list[int]:
     """The ids of all that is aside in `tier`."""
-    return [row[0] for row in db.rows("SELECT content FROM copy WHERE tier = ? AND aside IS NOT NULL", tier)]
+    return [row[0] for row in db.rows("SELECT content FROM copy WHERE tier = ? AND stashed_for IS NOT NULL", tier)]
 
 
 def list_stashed_contents(db: Database) -> set[int]:
     """The contents of which something is aside."""
-    return {row[0] for row in db.rows("SELECT aside FROM copy WHERE aside IS NOT NULL")}
+    return {row[0] for row in db.rows("SELECT stashed_for FROM copy WHERE stashed_for IS NOT NULL")}

@@ -1,10 +1,14 @@
-"""Owns the SQLite file: opening, checking, transactions. Everything above it is queries.
+"""The SQLite file of the catalog: creating, checking, migrating and opening it, and transactions. Other modules hold the queries.
 
-WAL with synchronous=NORMAL: a committed change survives the death of every process at once, and a power cut from the last
-`persist()` on. One connection per thread. A change is one BEGIN IMMEDIATE transaction: it waits its turn, then happens as a
-whole or not at all. The file is never opened by other means in a process that has it open: closing any descriptor of it
-would drop SQLite's POSIX locks.
-If we die here: SQLite rolls the unfinished change back at the next opening.
+The file is in WAL mode with synchronous=NORMAL. Each thread has its own connection. A change is one BEGIN IMMEDIATE transaction: it waits
+for its turn, then happens as a whole or not at all.
+
+Invariants:
+- No code of a process opens the file by other means while the process has it open: closing any descriptor of it drops SQLite's locks.
+- Nothing reads or writes rows before the file was checked and migrated to this version of the schema.
+
+Crash safety: a committed change survives the death of every process at once, and a power cut from the next `persist()` on. SQLite undoes
+an unfinished change at the next opening.
 """
 
 import contextlib
@@ -21,17 +25,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckptfs import limits
+from ckptfs.catalog import migrations
+from ckptfs.catalog.migrations import SCHEMA_VERSION
 from ckptfs.errors import CatalogDamaged, CatalogTooNew
 from ckptfs.model import ROOT
 
 APPLICATION_ID = 0x434B5446  # "CKTF"
-SCHEMA_VERSION = 1
 PAGE_BYTES = 1024
-"""A create touches some 18 pages of as many tables and indices, which all go to the log: small ones halve a commit (31 against 60 us)."""
+"""A create changes about 18 pages of as many tables and indexes, all of which go to the log: small pages halve a commit (31 not 60 us)."""
 
 
 class _ThreadConnection:
-    """A thread's hold on its connection: closed when the thread ends, without waiting for a garbage collection."""
+    """The connection of one thread. It is closed when the thread ends, without waiting for a garbage collection."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
@@ -41,20 +46,20 @@ class _ThreadConnection:
 
 
 class ConnectionHooks(Protocol):
-    """What is done with each connection of a catalog that is shared with other nodes."""
+    """Calls that a catalog of a cluster makes for each of its connections."""
 
     @property
     def connection_class(self) -> type[sqlite3.Connection]:
-        """The class of the connections."""
+        """The class of the connections to create."""
 
     def on_open(self, connection: sqlite3.Connection) -> None:
-        """It was opened."""
+        """The connection was opened."""
 
     def on_begin(self, connection: sqlite3.Connection) -> None:
-        """A change begins."""
+        """A change began."""
 
     def on_commit(self, connection: sqlite3.Connection) -> None:
-        """The change was committed."""
+        """A change was committed."""
 
 
 class Database:
@@ -69,11 +74,11 @@ class Database:
         clustered: bool = False,
         hooks: ConnectionHooks | None = None,
     ) -> None:
-        """Open `path`, which `create` made. Raises CatalogDamaged or CatalogTooNew, and then has changed nothing.
+        """Open `path`, which `create` made. Raises CatalogDamaged or CatalogTooNew without changing anything.
 
-        `journalled`: whether changes are recorded for a PFS; `patient`: leave it to other processes to bring the log into the
-        database, which waits for the disk, as long as they do; `clustered`: what is sealed may want copies on other nodes;
-        `shared`: marks what other nodes must learn.
+        `journalled`: changes are recorded for a PFS. `defer_checkpoints`: leave it to other processes to copy the log into the database,
+        which waits for the disk, as long as they do so. `clustered`: sealed contents may need copies on other nodes. `hooks`: mark the
+        keys that this node shares with others.
         """
         self.path = path
         self.is_journalled = journalled
@@ -81,10 +86,10 @@ class Database:
         self._hooks = hooks
         self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_PATIENCE if defer_checkpoints else 1)
         self._local = threading.local()
-        # Worker threads come and go, and their connections with them: nothing here may keep those open.
+        # Worker threads come and go. A strong reference would keep their connections open.
         self._connections: weakref.WeakSet[_ThreadConnection] = weakref.WeakSet()
         self._lock = threading.Lock()
-        check_file(path)
+        migrate_file(path)
 
     @property
     def connection(self) -> sqlite3.Connection:
@@ -99,7 +104,7 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator["Database"]:
-        """A transaction that may write. Inside another one of the same thread it simply joins it."""
+        """Run a block as a transaction that may write. Inside another one of the same thread it joins that."""
         connection = self.connection
         if connection.in_transaction:
             yield self
@@ -118,7 +123,7 @@ class Database:
 
     @contextlib.contextmanager
     def read_transaction(self) -> Iterator["Database"]:
-        """A read transaction: every query inside sees the same state."""
+        """Run a block as a read transaction: all its queries see the same state."""
         connection = self.connection
         if connection.in_transaction:
             yield self
@@ -130,54 +135,53 @@ class Database:
             connection.execute("COMMIT")
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """All rows of a query."""
+        """Return all rows of a query."""
         return self.connection.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
-        """The first row of a query, or None."""
+        """Return the first row of a query. Returns None if there is none."""
         found: tuple[Any, ...] | None = self.connection.execute(sql, values).fetchone()
         return found
 
     def value(self, sql: str, *values: Any) -> Any:
-        """The first column of the first row, or None."""
+        """Return the first column of the first row. Returns None if there is no row."""
         found = self.connection.execute(sql, values).fetchone()
         return None if found is None else found[0]
 
     def run(self, sql: str, *values: Any) -> int:
-        """Execute a statement that changes rows; how many it changed."""
+        """Execute a statement that changes rows. Return how many it changed."""
         return self.connection.execute(sql, values).rowcount
 
     def run_each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
-        """Execute a statement that changes rows once for each of these."""
+        """Execute a statement that changes rows once for each tuple of values."""
         self.connection.executemany(sql, values)
 
     def insert(self, sql: str, *values: Any) -> int:
-        """Execute an INSERT; the new row's id."""
+        """Execute an INSERT. Return the id of the new row."""
         identity = self.connection.execute(sql, values).lastrowid
         assert identity is not None
         return identity
 
     def persist(self) -> None:
-        """Make everything that is committed survive a power cut: fsync the write-ahead log, then the database."""
-        for name in (f"{self.path}-wal",):
-            with contextlib.suppress(FileNotFoundError):
-                fd = os.open(name, os.O_RDONLY)
-                try:
-                    os.fdatasync(fd)
-                finally:
-                    os.close(fd)
+        """Make all committed changes survive a power cut: fsync the write-ahead log."""
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(f"{self.path}-wal", os.O_RDONLY)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
 
     def close(self) -> None:
-        """Close every thread's connection. The last process to close checkpoints the log."""
+        """Close the connections of all threads. The last process that closes copies the log into the database."""
         with self._lock:
-            every, self._connections = list(self._connections), weakref.WeakSet()
-        for held in every:
+            connections, self._connections = list(self._connections), weakref.WeakSet()
+        for held in connections:
             held.connection.close()
         self._local = threading.local()
 
 
 def create(path: Path) -> None:
-    """Make an empty catalog with its root directory at `path`, if there is none. Atomic: a crash leaves none or a whole one."""
+    """Create a catalog at `path` that holds only the root directory, unless the file exists. The file appears whole or not at all."""
     if path.exists():
         return
     temporary = path.with_name(path.name + ".new")
@@ -202,8 +206,8 @@ def create(path: Path) -> None:
     os.rename(temporary, path)
 
 
-def check_file(path: Path) -> None:
-    """Refuse a file that is not a whole catalog of a version we know. Raises CatalogDamaged or CatalogTooNew."""
+def migrate_file(path: Path) -> None:
+    """Check a catalog and migrate it from an older version. Raises CatalogDamaged or CatalogTooNew without changing anything."""
     remedy = f"nothing was changed; move {path} away to start with an empty catalog, or restore it from a backup"
     try:
         connection = sqlite3.connect(f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=limits.CATALOG_BUSY_S)
@@ -212,15 +216,22 @@ def check_file(path: Path) -> None:
     try:
         if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
             raise CatalogDamaged(f"{path} is not a ckptfs catalog", remedy=remedy)
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        version = migrations.get_version(connection)
         if version > SCHEMA_VERSION:
             raise CatalogTooNew(
                 f"the catalog {path} has version {version}, this ckptfs knows up to {SCHEMA_VERSION}",
                 remedy="install the newer ckptfs again; nothing was changed",
             )
+        if version < 1:
+            raise CatalogDamaged(f"the catalog {path} has version {version}, this ckptfs knows 1 to {SCHEMA_VERSION}", remedy=remedy)
         answer = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if answer != "ok":
             raise CatalogDamaged(f"the catalog {path} is damaged: {answer}", remedy=remedy)
+        try:
+            migrations.migrate(connection)
+        except sqlite3.OperationalError as failure:
+            problem = f"the catalog {path} cannot be migrated from version {version} to {SCHEMA_VERSION}: {failure}"
+            raise CatalogDamaged(problem, remedy="nothing was changed; remove the cause, and start again") from failure
     except sqlite3.DatabaseError as failure:
         raise CatalogDamaged(f"the catalog {path} is damaged: {failure}", remedy=remedy) from failure
     finally:

@@ -66,15 +66,15 @@ _SLOT_MASK = limits.REPLIES_KEPT - 1
 
 def record_reply(db: Database, request: int, body: bytes = b"") -> None:
     """Remember the answer to request `number` (even, as the kernel's are). Call it inside the change's own transaction."""
-    db.run("INSERT OR REPLACE INTO answer (slot, request, body) VALUES (?,?,?)", request >> 1 & _SLOT_MASK, request, body)
+    db.run("INSERT OR REPLACE INTO reply_cache (slot, request, body) VALUES (?,?,?)", request >> 1 & _SLOT_MASK, request, body)
 
 
 def get_reply(db: Database, request: int) -> bytes | None:
     """The answer that request `number` already got; None when it was never answered."""
-    body: bytes | None = db.value("SELECT body FROM answer WHERE slot=? AND request=?", request >> 1 & _SLOT_MASK, request)
+    body: bytes | None = db.value("SELECT body FROM reply_cache WHERE slot=? AND request=?", request >> 1 & _SLOT_MASK, request)
     return body
 
 
 def delete_replies(db: Database) -> None:
     """A new FUSE connection begins: its requests are numbered from the start again."""
-    db.run("DELETE FROM answer")
+    db.run("DELETE FROM reply_cache")

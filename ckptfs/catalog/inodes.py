@@ -20,7 +20,7 @@ from ckptfs.model import Inode
 
 _COLUMN_NAMES = (
     "id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent",
-    "complete",
+    "imported",
 )  # fmt: skip
 INODE_COLUMNS = ", ".join(_COLUMN_NAMES)
 INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _COLUMN_NAMES)

@@ -120,8 +120,8 @@ def insert_missing(db: Database, at_most: int) -> int:
     with db.transaction():
         found = db.rows(
             "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
-            " WHERE c.peer = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
-            " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
+            " WHERE c.remote = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
+            " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
             " AND NOT EXISTS (SELECT 1 FROM journal j WHERE j.inode = c.inode AND j.content = c.id) ORDER BY c.id LIMIT ?",
             at_most,
         )
@@ -135,7 +135,7 @@ def delete_reverted(db: Database, instance: str, names: Iterable[tuple[int, byte
     nobody else ever knew.
     """
     uncommitted = (
-        " AND EXISTS (SELECT 1 FROM touched_key t WHERE t.kind = 'j' AND t.number = (SELECT value FROM meta WHERE key = 'number')"
+        " AND EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind = 'j' AND t.number = (SELECT value FROM meta WHERE key = 'number')"
         " AND t.name = CAST(? || printf('-%016x', seq) AS BLOB))"
     )
     for parent, name in names:
@@ -230,7 +230,7 @@ def set_pfs(db: Database, uuid: str) -> bool:
             db.run("INSERT INTO meta (key, value) VALUES ('pfs', ?)", uuid)
             return False
         lost_files = db.value(
-            "SELECT count(*) FROM published p JOIN inode i ON i.id = p.inode WHERE i.nlink > 0"
+            "SELECT count(*) FROM pfs_file p JOIN inode i ON i.id = p.inode WHERE i.nlink > 0"
             " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = i.content AND c.state = 1)"
         )
         if lost_files:
@@ -238,7 +238,7 @@ def set_pfs(db: Database, uuid: str) -> bool:
                 f"{lost_files} files of this catalog lie only on another PFS than the one that is configured",
                 remedy="configure the former PFS again and read these files once, or use another state directory",
             )
-        for table in ("journal", "pfs_entry", "pfs_pending", "pfs_batch", "pfs_times", "published"):
+        for table in ("journal", "pfs_entry", "pfs_pending", "pfs_batch", "pfs_stale_times", "pfs_file"):
             db.run(f"DELETE FROM {table}")
         insert_rows_for_tree(db, ROOT)
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs', ?)", uuid)
@@ -283,7 +283,7 @@ def can_recreate(db: Database, inode: int) -> bool:
     if not stat.S_ISREG(row[0]):
         return True
     if row[1] is None:
-        return db.value("SELECT 1 FROM published WHERE inode = ?", inode) is None
+        return db.value("SELECT 1 FROM pfs_file WHERE inode = ?", inode) is None
     query = "SELECT 1 FROM content k JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.id = ? AND k.state IN (0, 1, 2) LIMIT 1"
     return db.value(query, row[1]) is not None
 
@@ -296,7 +296,7 @@ def _insert_rows_for_name(db: Database, parent: int, name: bytes, inode: int, re
     if not can_recreate(db, inode):
         return 0
     recorded.add(inode)
-    for table in ("pfs_entry", "pfs_pending", "published"):
+    for table in ("pfs_entry", "pfs_pending", "pfs_file"):
         db.run(f"DELETE FROM {table} WHERE inode = ?", inode)
     append(db, "make", inode, parent=parent, name=name)
     content = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.state IN (1, 2)", inode)

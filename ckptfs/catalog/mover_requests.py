@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from ckptfs import limits
 from ckptfs.catalog.database import Database
 
-SCAN = "visit"
+SCAN = "scan"
 FETCH = "fetch"
-WAIT_LEVEL = "settle"
-REPLICATE_NOW = "secure"
-REPLICATE_LATER = "copy"
-SALVAGE = "left"
+WAIT_LEVEL = "wait_level"
+REPLICATE_NOW = "replicate_now"
+REPLICATE_LATER = "replicate_later"
+SALVAGE = "salvage"
 
 LANE_BY_KIND = {SCAN: "scan", FETCH: "fetch", REPLICATE_NOW: "fsync copies", REPLICATE_LATER: "copy open files", SALVAGE: "salvage"}
 """Kind -> the beginning of the names of the lanes that answer it alone. What else is wanted needs all of them."""
@@ -63,42 +63,47 @@ def insert_request(db: Database, kind: str, inode: int, argument: str = "", *, w
     now = time.time_ns()
     until = now + int(wait_s * 1e9)
     with db.transaction():
-        found = db.row("SELECT id FROM want WHERE state = 0 AND kind = ? AND inode = ? AND argument = ?", kind, inode, argument)
+        found = db.row("SELECT id FROM mover_request WHERE state = 0 AND kind = ? AND inode = ? AND argument = ?", kind, inode, argument)
         if found is None:
             return db.insert(
-                "INSERT INTO want (kind, inode, argument, at_ns, until_ns) VALUES (?,?,?,?,?)", kind, inode, argument, now, until
+                "INSERT INTO mover_request (kind, inode, argument, at_ns, until_ns) VALUES (?,?,?,?,?)", kind, inode, argument, now, until
             )
-        db.run("UPDATE want SET until_ns = max(until_ns, ?) WHERE id = ?", until, found[0])
+        db.run("UPDATE mover_request SET until_ns = max(until_ns, ?) WHERE id = ?", until, found[0])
         return int(found[0])
 
 
 def get(db: Database, request: int) -> MoverRequest | None:
     """A want as it now is; None when it was swept."""
-    found = db.row(f"SELECT {_COLUMNS} FROM want WHERE id = ?", request)
+    found = db.row(f"SELECT {_COLUMNS} FROM mover_request WHERE id = ?", request)
     return None if found is None else MoverRequest(*found)
 
 
 def is_open(db: Database, request: int) -> bool:
     """Whether somebody still waits for an answer."""
-    return db.value("SELECT 1 FROM want WHERE id = ? AND state = 0 AND until_ns >= ?", request, time.time_ns()) is not None
+    return db.value("SELECT 1 FROM mover_request WHERE id = ? AND state = 0 AND until_ns >= ?", request, time.time_ns()) is not None
 
 
 def list_open(db: Database, kind: str, *, at_most: int = limits.CHANGE_ROWS_MAX) -> list[MoverRequest]:
     """The open wants of one kind for which somebody still waits, oldest first."""
-    sql = f"SELECT {_COLUMNS} FROM want WHERE state = 0 AND kind = ? AND until_ns >= ? ORDER BY id LIMIT ?"
+    sql = f"SELECT {_COLUMNS} FROM mover_request WHERE state = 0 AND kind = ? AND until_ns >= ? ORDER BY id LIMIT ?"
     return [MoverRequest(*row) for row in db.rows(sql, kind, time.time_ns(), at_most)]
 
 
 def mark_done(db: Database, request: int, result: str = "") -> None:
     """Answer a want. Call `notify.wants()` once it is committed."""
     with db.transaction():
-        db.run("UPDATE want SET state = 1, result = ?, at_ns = ? WHERE id = ? AND state = 0", result, time.time_ns(), request)
+        db.run("UPDATE mover_request SET state = 1, result = ?, at_ns = ? WHERE id = ? AND state = 0", result, time.time_ns(), request)
 
 
 def mark_failed(db: Database, request: int, error: int) -> None:
     """Answer a want with an errno. Call `notify.wants()` once it is committed."""
     with db.transaction():
-        db.run("UPDATE want SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0", error, time.time_ns(), request)
+        db.run(
+            "UPDATE mover_request SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0",
+            error,
+            time.time_ns(),
+            request,
+        )
 
 
 def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_STALL_S) -> None:
@@ -106,13 +111,13 @@ def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_
     now = time.time_ns()
     with db.transaction():
         values = (now, now + int(wait_s * 1e9), request)
-        db.run("UPDATE want SET progress_ns = ?, until_ns = max(until_ns, ?) WHERE id = ? AND state = 0", *values)
+        db.run("UPDATE mover_request SET progress_ns = ?, until_ns = max(until_ns, ?) WHERE id = ? AND state = 0", *values)
 
 
 def mark_readable(db: Database, request: int) -> None:
     """A fetch has come so far that its blocks may be read as they come. Call `notify.wants()` once it is committed."""
     with db.transaction():
-        db.run("UPDATE want SET result = ? WHERE id = ? AND state = 0", READABLE, request)
+        db.run("UPDATE mover_request SET result = ? WHERE id = ? AND state = 0", READABLE, request)
 
 
 def build_journal_argument(row: int) -> str:
@@ -125,7 +130,7 @@ def delete_stale(db: Database) -> int:
     now = time.time_ns()
     stale = "(state = 0 AND until_ns < ?) OR (state != 0 AND at_ns < ?)"
     values = (now, now - int(limits.REQUEST_KEEP_S * 1e9))
-    if db.value(f"SELECT 1 FROM want WHERE {stale} LIMIT 1", *values) is None:
+    if db.value(f"SELECT 1 FROM mover_request WHERE {stale} LIMIT 1", *values) is None:
         return 0
     with db.transaction():
-        return db.run(f"DELETE FROM want WHERE {stale}", *values)
+        return db.run(f"DELETE FROM mover_request WHERE {stale}", *values)

@@ -94,7 +94,7 @@ RESERVED_PREFIX = b".ckptfs."
 _SELECT_CHILD = f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?"
 
 _SELECT_LOOKUP = (
-    f"SELECT directory.mode, directory.complete, {INODE_COLUMNS_JOINED} FROM inode directory"
+    f"SELECT directory.mode, directory.imported, {INODE_COLUMNS_JOINED} FROM inode directory"
     " LEFT JOIN entry ON entry.parent = directory.id AND entry.name = ?2 LEFT JOIN inode ON inode.id = entry.child WHERE directory.id = ?1"
 )
 
@@ -246,9 +246,9 @@ def _delete_inode(db: Database, inode: int) -> list[int]:
 
 
 def _get_directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, int]:
-    """(mode, gid, complete, nlink) of the directory that shall hold `name`. Raises ENOENT, ENOTDIR, ENAMETOOLONG, EPERM."""
+    """(mode, gid, imported, nlink) of the directory that shall hold `name`. Raises ENOENT, ENOTDIR, ENAMETOOLONG, EPERM."""
     require_allowed_name(parent, check_name_length(name))
-    row = db.row("SELECT mode, gid, complete, nlink FROM inode WHERE id=?", parent)
+    row = db.row("SELECT mode, gid, imported, nlink FROM inode WHERE id=?", parent)
     if row is None:
         raise posix_error(errno.ENOENT)
     if not stat.S_ISDIR(row[0]):

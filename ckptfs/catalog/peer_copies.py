@@ -12,29 +12,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptfs import lifecycle
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import CliqueCopies
-from ckptfs.model import Content, ContentState, Tier
+from ckptfs.model import Content, Tier
 
 COUNT_OTHER_DOMAINS = (
     "(SELECT count(DISTINCT n.domain) FROM peer_copy o JOIN peer n ON n.number = o.node"
     " WHERE o.content = c.id AND o.generation = c.generation AND o.digest = c.digest AND n.alive = 1"
-    " AND n.domain <> (SELECT domain FROM peer WHERE here = 1))"
+    " AND n.domain <> (SELECT domain FROM peer WHERE is_self = 1))"
 )
 """SQL: in how many failure domains other than this node's the content `c` has verified copies."""
 HOLDERS = (
     "peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = {0}.id AND o.generation = {0}.generation AND o.digest = {0}.digest"
-    " AND n.alive = 1 AND n.here = 0"
+    " AND n.alive = 1 AND n.is_self = 0"
 )
 """SQL behind a FROM, to be formatted with the name of a row of `content`: its verified copies on other nodes that live."""
 _HAS_UNCOMMITTED_NAME = (
-    "EXISTS (SELECT 1 FROM entry e JOIN touched_key t ON t.kind = 'e' AND t.number = e.parent AND t.name = e.name WHERE e.child = {1})"
+    "EXISTS (SELECT 1 FROM entry e JOIN dirty_key t ON t.kind = 'e' AND t.number = e.parent AND t.name = e.name WHERE e.child = {1})"
 )
-IS_UNCOMMITTED = "(EXISTS (SELECT 1 FROM touched_key WHERE kind = 'c' AND number = {0}) OR " + _HAS_UNCOMMITTED_NAME + ")"
+IS_UNCOMMITTED = "(EXISTS (SELECT 1 FROM dirty_key WHERE kind = 'c' AND number = {0}) OR " + _HAS_UNCOMMITTED_NAME + ")"
 """SQL, to be formatted with a content and an inode: whether the store was not told yet of a name, or of what the file holds."""
 _IS_UNPUBLISHED = (
-    "(EXISTS (SELECT 1 FROM touched_key t WHERE t.kind = 'c' AND t.number = {0}"
-    " AND NOT EXISTS (SELECT 1 FROM seen_key s WHERE s.kind = 'c' AND s.number = t.number)) OR " + _HAS_UNCOMMITTED_NAME + ")"
+    "(EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind = 'c' AND t.number = {0}"
+    " AND NOT EXISTS (SELECT 1 FROM cached_key s WHERE s.kind = 'c' AND s.number = t.number)) OR " + _HAS_UNCOMMITTED_NAME + ")"
 )
 
 
@@ -64,10 +65,10 @@ class KnownNode:
 def set_live_nodes(db: Database, own_number: int, factor: int, nodes: Iterable[KnownNode]) -> None:
     """These nodes are alive; the others that were are not any more. They stay known, with the copies that they may come back with."""
     with db.transaction():
-        db.run("UPDATE peer SET alive = 0, here = 0")
+        db.run("UPDATE peer SET alive = 0, is_self = 0")
         for node in nodes:
             db.run(
-                "INSERT OR REPLACE INTO peer (number, name, domain, alive, here, incarnation) VALUES (?, ?, ?, 1, ?, ?)",
+                "INSERT OR REPLACE INTO peer (number, name, domain, alive, is_self, incarnation) VALUES (?, ?, ?, 1, ?, ?)",
                 node.number, node.name, node.domain, node.number == own_number, node.incarnation,
             )  # fmt: skip
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('factor', ?)", factor)
@@ -92,7 +93,7 @@ def list_node_names(db: Database) -> dict[int, str]:
 
 def load_clique_copies(db: Database, content: Content | None, inode: int = 0) -> CliqueCopies | None:
     """Where else a content lies, or nothing of an empty file; None on a node without a cluster."""
-    own = db.row("SELECT domain, (SELECT value FROM meta WHERE key = 'factor') FROM peer WHERE here = 1")
+    own = db.row("SELECT domain, (SELECT value FROM meta WHERE key = 'factor') FROM peer WHERE is_self = 1")
     if own is None:
         return None
     alive = db.value("SELECT count(DISTINCT domain) FROM peer WHERE alive = 1")
@@ -109,13 +110,13 @@ def is_published(db: Database, content: Content) -> bool:
 
 def has_published_names(db: Database, directory: int) -> bool:
     """Whether the others know all names in a directory."""
-    return db.value("SELECT 1 FROM touched_key WHERE kind = 'e' AND number = ? LIMIT 1", directory) is None
+    return db.value("SELECT 1 FROM dirty_key WHERE kind = 'e' AND number = ? LIMIT 1", directory) is None
 
 
 def _list_live_holders(db: Database, content: Content) -> list[tuple[int, str, str]]:
     return db.rows(
         "SELECT p.number, p.name, p.domain FROM peer_copy c JOIN peer p ON p.number = c.node"
-        " WHERE c.content = ? AND c.generation = ? AND c.digest = ? AND p.alive = 1 AND p.here = 0",
+        " WHERE c.content = ? AND c.generation = ? AND c.digest = ? AND p.alive = 1 AND p.is_self = 0",
         content.id, content.generation, content.digest,
     )  # fmt: skip
 
@@ -124,7 +125,7 @@ def list_holders(db: Database, content: Content) -> list[int]:
     """The nodes, alive or not, that are known to have a verified copy of exactly this generation."""
     rows = db.rows(
         "SELECT c.node FROM peer_copy c LEFT JOIN peer p ON p.number = c.node"
-        " WHERE c.content = ? AND c.generation = ? AND c.digest = ? AND coalesce(p.here, 0) = 0 ORDER BY c.node",
+        " WHERE c.content = ? AND c.generation = ? AND c.digest = ? AND coalesce(p.is_self, 0) = 0 ORDER BY c.node",
         content.id, content.generation, content.digest,
     )  # fmt: skip
     return [row[0] for row in rows]
@@ -175,24 +176,23 @@ def list_peer_copies(db: Database, content: int) -> list[PeerCopy]:
 def list_being_written(db: Database, at_most: int) -> list[tuple[Content, Tier]]:
     """Contents of this node's own that somebody has open for writing, with the tier of this node that has them."""
     rows = db.rows(
-        "SELECT DISTINCT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer, c.tier FROM handle h"
+        f"SELECT DISTINCT {CONTENT_COLUMNS_WITHOUT_BLOCKS}, c.tier FROM handle h"
         " JOIN content k ON k.id = h.content AND k.state = 0 JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs'"
         " WHERE h.writer = 1 LIMIT ?",
         at_most,
     )
-    return [(_build_content(row[:9]), Tier(row[9])) for row in rows]
+    return [(build_content(row), Tier(row[9])) for row in rows]
 
 
 def record_open_snapshot(db: Database, content: int) -> Content | None:
     """What an open content holds now becomes a generation of its own, under the number that it had; None when it is not open any more."""
     with db.transaction():
-        columns = "id, inode, generation, state, size, digest, NULL, change, peer"
-        row = db.row(f"SELECT {columns} FROM content WHERE id = ? AND state = 0", content)
+        row = db.row(f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE id = ? AND state = 0", content)
         if row is None:
             return None
         db.run("UPDATE content SET generation = generation + 1 WHERE id = ?", content)
         db.run("UPDATE inode SET generation = ? WHERE id = ? AND content = ?", row[2] + 1, row[1], content)
-        return _build_content(row)
+        return build_content(row)
 
 
 def has_enough_domains(db: Database, nodes: Sequence[int]) -> bool:
@@ -206,16 +206,15 @@ def find_rebuildable(db: Database, after: int) -> Content | None:
     """The first of this node's own contents after `after` that its files show, that lies in no tier here and not on the PFS, and that a
     living node has.
     """
-    columns = "k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer"
-    row = db.row(f"SELECT {columns} FROM {_REBUILDABLE} AND k.id > ? ORDER BY k.id LIMIT 1", after)
-    return None if row is None else _build_content(row)
+    row = db.row(f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM {_REBUILDABLE} AND k.id > ? ORDER BY k.id LIMIT 1", after)
+    return None if row is None else build_content(row)
 
 
 _REBUILDABLE = (
     "content k JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
-    " WHERE k.peer = 0 AND k.state = 2 AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    " WHERE k.remote = 0 AND k.state = 2 AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     f" AND EXISTS (SELECT 1 FROM {HOLDERS.format('k')})"
-    " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
+    " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
     " AND p.digest = k.digest)"
 )
 
@@ -228,12 +227,14 @@ def count_rebuildable(db: Database) -> tuple[int, int]:
 
 def count_repairable(db: Database) -> tuple[int, int]:
     """(files, bytes) of what nodes wrote that have died, and this one is to copy to others."""
-    files, size = db.row("SELECT count(*), coalesce(sum(size), 0) FROM content WHERE lacking = 1 AND state = 2 AND peer = 1") or (0, 0)
+    files, size = db.row(
+        "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE under_replicated = 1 AND state = 2 AND remote = 1"
+    ) or (0, 0)
     return int(files), int(size)
 
 
 _UNDER_REPLICATED = (
-    "content k WHERE k.lacking = 1 AND k.state = 2 AND (EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    "content k WHERE k.under_replicated = 1 AND k.state = 2 AND (EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     " OR EXISTS (SELECT 1 FROM inode i WHERE i.id = k.inode AND i.content = k.id AND i.nlink > 0))"
 )
 """What wants copies, and of what people are told that it does: not what is gone here since another node has written its file anew."""
@@ -248,7 +249,7 @@ def count_wanted_copies(db: Database) -> tuple[int, int]:
 
 def find_remote_content(db: Database, inode: int) -> int | None:
     """The content of a file that another node wrote last; None for this node's own."""
-    found: int | None = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.peer = 1", inode)
+    found: int | None = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.remote = 1", inode)
     return found
 
 
@@ -257,7 +258,7 @@ def list_unneeded(db: Database, at_most: int, excluded: Iterable[int] = ()) -> l
     rows = db.rows(
         "SELECT content, node, generation, digest FROM peer_copy WHERE NOT EXISTS (SELECT 1 FROM content k WHERE k.id = peer_copy.content)"
         " AND node NOT IN (SELECT value FROM json_each(?))"
-        " AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE t.kind = 'c' AND t.number = peer_copy.content) LIMIT ?",
+        " AND NOT EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind = 'c' AND t.number = peer_copy.content) LIMIT ?",
         json.dumps([*excluded]),
         at_most,
     )
@@ -270,40 +271,43 @@ def list_unneeded(db: Database, at_most: int, excluded: Iterable[int] = ()) -> l
 def list_under_replicated(db: Database, after: int, at_most: int) -> list[tuple[Content, Tier]]:
     """Sealed contents of this node's own that may want copies on other nodes, with a tier that has them, in the order of their ids."""
     rows = db.rows(
-        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change, k.peer, max(c.tier) FROM content k"
-        " JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs' WHERE k.lacking = 1 AND k.state = 2 AND k.id > ?"
+        f"SELECT {CONTENT_COLUMNS}, max(c.tier) FROM content k"
+        " JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs' WHERE k.under_replicated = 1 AND k.state = 2 AND k.id > ?"
         " GROUP BY k.id ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
-    return [(_build_content(row), Tier(row[9])) for row in rows]
+    return [(build_content(row), Tier(row[9])) for row in rows]
 
 
 def mark_under_replicated(db: Database, contents: Iterable[int]) -> int:
     """These may want copies on other nodes: look at them. How many that is news of."""
     with db.transaction():
         return db.run(
-            "UPDATE content SET lacking = 1 WHERE lacking = 0 AND id IN (SELECT value FROM json_each(?))", json.dumps([*contents])
+            "UPDATE content SET under_replicated = 1 WHERE under_replicated = 0 AND id IN (SELECT value FROM json_each(?))",
+            json.dumps([*contents]),
         )
 
 
 def mark_replicated(db: Database, content: Content) -> None:
     """This generation has what copies it can get."""
     with db.transaction():
-        db.run("UPDATE content SET lacking = 0 WHERE id = ? AND change = ?", content.id, content.change)
+        db.run("UPDATE content SET under_replicated = 0 WHERE id = ? AND change = ?", content.id, content.change)
 
 
 def mark_all_under_replicated(db: Database) -> int:
     """Every sealed content of this node's own may want copies: the world has changed in a way that concerns them all."""
     with db.transaction():
-        return db.run("UPDATE content SET lacking = 1 WHERE state = 2 AND peer = 0 AND lacking = 0")
+        return db.run("UPDATE content SET under_replicated = 1 WHERE state = 2 AND remote = 0 AND under_replicated = 0")
 
 
 def delete_copies_of_node(db: Database, node: int) -> int:
     """What a node had may be gone: it is offered anew, which costs nothing where it is still there. How many contents that concerns."""
     with db.transaction():
         own = "SELECT p.content FROM peer_copy p JOIN content k ON k.id = p.content WHERE p.node = ?"
-        count = db.run(f"UPDATE content SET lacking = 1 WHERE lacking = 0 AND state = 2 AND peer = 0 AND id IN ({own})", node)
-        db.run("DELETE FROM peer_copy WHERE node = ? AND content IN (SELECT id FROM content WHERE peer = 0)", node)
+        count = db.run(
+            f"UPDATE content SET under_replicated = 1 WHERE under_replicated = 0 AND state = 2 AND remote = 0 AND id IN ({own})", node
+        )
+        db.run("DELETE FROM peer_copy WHERE node = ? AND content IN (SELECT id FROM content WHERE remote = 0)", node)
         return count
 
 
@@ -311,12 +315,14 @@ def mark_node_copies_lost(db: Database, node: int) -> int:
     """A node died: this node's own contents of which it had a copy want another one. How many those are."""
     with db.transaction():
         had = "SELECT content FROM peer_copy WHERE node = ?"
-        return db.run(f"UPDATE content SET lacking = 1 WHERE lacking = 0 AND state = 2 AND peer = 0 AND id IN ({had})", node)
+        return db.run(
+            f"UPDATE content SET under_replicated = 1 WHERE under_replicated = 0 AND state = 2 AND remote = 0 AND id IN ({had})", node
+        )
 
 
 def get_replication_lag(db: Database) -> tuple[int, int, float]:
     """(files, bytes, age of the oldest in seconds) of what still wants copies on other nodes."""
-    found = db.row(f"SELECT count(*), coalesce(sum(k.size), 0), min(k.closed_ns) FROM {_UNDER_REPLICATED} AND k.peer = 0")
+    found = db.row(f"SELECT count(*), coalesce(sum(k.size), 0), min(k.closed_ns) FROM {_UNDER_REPLICATED} AND k.remote = 0")
     files, size, oldest = found or (0, 0, None)
     return int(files), int(size), 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
 
@@ -327,7 +333,7 @@ def count_unsafe(db: Database) -> int:
         return 0
     return int(
         db.value(
-            f"SELECT count(*) FROM {_UNDER_REPLICATED} AND NOT EXISTS (SELECT 1 FROM published p"
+            f"SELECT count(*) FROM {_UNDER_REPLICATED} AND NOT EXISTS (SELECT 1 FROM pfs_file p"
             " WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation AND p.digest = k.digest)"
         )
     )
@@ -335,7 +341,7 @@ def count_unsafe(db: Database) -> int:
 
 def get_oldest_under_replicated_ns(db: Database) -> int:
     """When the oldest content was closed that still wants copies on other nodes, in ns since the epoch; 0: none does."""
-    return int(db.value(f"SELECT min(k.closed_ns) FROM {_UNDER_REPLICATED} AND k.peer = 0") or 0)
+    return int(db.value(f"SELECT min(k.closed_ns) FROM {_UNDER_REPLICATED} AND k.remote = 0") or 0)
 
 
 def list_known_nodes(db: Database) -> list[tuple[int, str, str, bool]]:
@@ -346,7 +352,3 @@ def list_known_nodes(db: Database) -> list[tuple[int, str, str, bool]]:
 def get_replication_factor(db: Database) -> int:
     """How many copies are wanted, this node's own included, as it was last told; 0 when it never was."""
     return int(db.value("SELECT value FROM meta WHERE key = 'factor'") or 0)
-
-
-def _build_content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
-    return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))

@@ -27,6 +27,7 @@ from typing import Any
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
+from ckptfs.errors import CatalogTooNew
 from ckptfs.model import ROOT
 
 PfsName = tuple[int, bytes]
@@ -69,7 +70,7 @@ class PublishedRow:
 
 def get_published(db: Database, inode: int) -> PublishedRow | None:
     """What the PFS shows of a file's bytes."""
-    row = db.row("SELECT inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks FROM published WHERE inode = ?", inode)
+    row = db.row("SELECT inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks FROM pfs_file WHERE inode = ?", inode)
     return None if row is None else PublishedRow(row[0], row[1], bool(row[2]), *row[3:])
 
 
@@ -111,7 +112,7 @@ class PfsView:
             return self.entries[parent, name]
         row = self._db.row(
             "SELECT e.inode, coalesce(p.pfs_inode, e.seen_ino, 0), coalesce(p.size, -1), coalesce(p.mtime_ns, -1) FROM pfs_entry e"
-            " LEFT JOIN published p ON p.inode = e.inode WHERE e.parent = ? AND e.name = ?",
+            " LEFT JOIN pfs_file p ON p.inode = e.inode WHERE e.parent = ? AND e.name = ?",
             parent, name,
         )  # fmt: skip
         return None if row is None else PfsEntry(row[0], Fingerprint(*row[1:]))
@@ -322,7 +323,7 @@ def find_batch(db: Database) -> tuple[bool, PfsBatch] | None:
 
 def has_work(db: Database) -> bool:
     """Whether there is anything to do on the PFS: rows of the journal, a batch, directories without their times."""
-    tables = ("journal", "pfs_batch", "pfs_times")
+    tables = ("journal", "pfs_batch", "pfs_stale_times")
     return any(db.value(f"SELECT 1 FROM {table} LIMIT 1") is not None for table in tables)
 
 
@@ -331,66 +332,99 @@ def delete_batch(db: Database) -> None:
     db.run("DELETE FROM pfs_batch")
 
 
+_BATCH_VERSION = 2
+_PENDING_FIELDS = ("parent", "name", "inode")
+_REQUEUED_FIELDS = ("inode", "content")
+
+
 def _encode(batch: PfsBatch) -> str:
-    def plain(value: Any) -> Any:
+    """Return JSON by field names. Bytes become strings of the same code points (latin-1)."""
+
+    def encode_value(value: Any) -> Any:
         if isinstance(value, bytes):
             return value.decode("latin-1")
         if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
+            return [encode_value(item) for item in value]
         if hasattr(value, "__dataclass_fields__"):
-            return [plain(getattr(value, name)) for name in value.__dataclass_fields__]
+            return {name: encode_value(getattr(value, name)) for name in value.__dataclass_fields__}
         return value
 
-    return json.dumps(plain(batch))
+    body = encode_value(batch)
+    body["pending_entries"] = [_name_fields(_PENDING_FIELDS, item) for item in body["pending_entries"]]
+    body["requeued"] = [_name_fields(_REQUEUED_FIELDS, item) for item in body["requeued"]]
+    return json.dumps({"version": _BATCH_VERSION, **body})
+
+
+def _name_fields(names: Iterable[str], item: list[Any]) -> dict[str, Any]:
+    return dict(zip(names, item, strict=True))
 
 
 def _decode(text: str) -> PfsBatch:
-    last, actions, shows, pendings, published, repeat, merged, after, kept = json.loads(text)
-    return PfsBatch(
-        last,
-        [_decode_action(item) for item in actions],
-        [ExpectedEntry(_decode_location(at), inode, Fingerprint(*mark)) for at, inode, mark in shows],
-        [(parent, _decode_bytes(name), inode) for parent, name, inode in pendings],
-        [_decode_published(item) for item in published],
-        [(inode, content) for inode, content in repeat],
-        merged,
-        after,
-        kept,
-    )
+    """Return the batch of `_encode`, or of a mover with schema version 1. Raises CatalogTooNew if the version is unknown."""
+    body = json.loads(text)
+    if isinstance(body, list):
+        body = _name_version_1(body)
+    if (version := body.pop("version")) != _BATCH_VERSION:
+        raise CatalogTooNew(
+            f"the catalog's write-back batch has version {version}, this ckptfs knows up to {_BATCH_VERSION}",
+            remedy="install the newer ckptfs again; nothing was changed",
+        )
+    body["actions"] = [_decode_action(item) for item in body["actions"]]
+    body["expected_entries"] = [
+        ExpectedEntry(_decode_location(item["location"]), item["inode"], Fingerprint(**item["fingerprint"]))
+        for item in body["expected_entries"]
+    ]
+    body["pending_entries"] = [(item["parent"], _decode_bytes(item["name"]), item["inode"]) for item in body["pending_entries"]]
+    body["published_rows"] = [
+        PublishedRow(**{**item, **{name: item[name] and _decode_bytes(item[name]) for name in ("digest", "block_digests")}})
+        for item in body["published_rows"]
+    ]
+    body["requeued"] = [(item["inode"], item["content"]) for item in body["requeued"]]
+    return PfsBatch(**body)
 
 
-def _decode_action(item: list[Any]) -> PfsAction:
-    act, key, inode, at, mark, to, other, temporary = item
-    to_spot = None if to is None else _decode_location(to)
-    return PfsAction(
-        act,
-        key,
-        inode,
-        _decode_location(at),
-        Fingerprint(*mark),
-        to_spot,
-        None if other is None else Fingerprint(*other),
-        _decode_bytes(temporary),
-    )
+def _decode_action(item: dict[str, Any]) -> PfsAction:
+    target, replaced = item["new_location"], item["replaced_fingerprint"]
+    decoded = {
+        "location": _decode_location(item["location"]),
+        "fingerprint": Fingerprint(**item["fingerprint"]),
+        "new_location": None if target is None else _decode_location(target),
+        "replaced_fingerprint": None if replaced is None else Fingerprint(**replaced),
+        "temporary": _decode_bytes(item["temporary"]),
+    }
+    return PfsAction(**{**item, **decoded})
 
 
-def _decode_published(item: list[Any]) -> PublishedRow:
-    inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks = item
-    return PublishedRow(
-        inode, generation, complete, size, mtime_ns, pfs_inode, _decode_optional_bytes(digest), _decode_optional_bytes(blocks)
-    )
-
-
-def _decode_location(item: list[Any]) -> PfsLocation:
-    return PfsLocation(item[0], _decode_bytes(item[1]), tuple(_decode_bytes(name) for name in item[2]))
+def _decode_location(item: dict[str, Any]) -> PfsLocation:
+    return PfsLocation(item["parent"], _decode_bytes(item["name"]), tuple(_decode_bytes(name) for name in item["path"]))
 
 
 def _decode_bytes(text: str) -> bytes:
     return text.encode("latin-1")
 
 
-def _decode_optional_bytes(text: str | None) -> bytes | None:
-    return None if text is None else _decode_bytes(text)
+def _name_version_1(body: list[Any]) -> dict[str, Any]:
+    """Give the values of version 1, which are known by their positions, the names of version 2."""
+
+    def name_fields(names: str, item: list[Any] | None) -> Any:
+        return None if item is None else _name_fields(names.split(), item)
+
+    def name_nested(item: dict[str, Any]) -> dict[str, Any]:
+        fields = {"location": "parent name path", "new_location": "parent name path",
+                  "fingerprint": "ino size mtime_ns", "replaced_fingerprint": "ino size mtime_ns"}  # fmt: skip
+        return {name: name_fields(fields[name], value) if name in fields else value for name, value in item.items()}
+
+    lists = {
+        "actions": "act key inode location fingerprint new_location replaced_fingerprint temporary",
+        "expected_entries": "location inode fingerprint",
+        "pending_entries": "parent name inode",
+        "published_rows": "inode generation is_complete size mtime_ns pfs_inode digest block_digests",
+        "requeued": "inode content",
+    }
+    named = name_fields("last_seq " + " ".join(lists) + " merged_directories after_seq kept_seqs", body)
+    for name, names in lists.items():
+        named[name] = [name_nested(name_fields(names, item)) for item in named[name]]
+    return {"version": _BATCH_VERSION, **named}
 
 
 def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
@@ -410,13 +444,13 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, b
         )
     for inode in losers:
         if db.value("SELECT 1 FROM pfs_entry WHERE inode = ? LIMIT 1", inode) is None:
-            db.run("DELETE FROM published WHERE inode = ?", inode)
+            db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
     _record_pending(db, batch)
     for inode in batch.merged_directories:
-        db.run("UPDATE inode SET complete = 0 WHERE id = ?", inode)
+        db.run("UPDATE inode SET imported = 0 WHERE id = ?", inode)
     # What came and went before it could appear has changed its directory's times in the mount, too.
     for directory in {show.location.parent for show in batch.expected_entries} | {parent for parent, _, _ in batch.pending_entries}:
-        db.run("INSERT OR IGNORE INTO pfs_times (directory) VALUES (?)", directory)
+        db.run("INSERT OR IGNORE INTO pfs_stale_times (directory) VALUES (?)", directory)
     for inode, content in batch.requeued:
         journal.append(db, "content", inode, content=content)
     for inode in list_unfinished(batch, observed):
@@ -459,7 +493,7 @@ def _record_entries(db: Database, batch: PfsBatch, observed: dict[tuple[int, byt
 
 def _insert_published(db: Database, row: PublishedRow) -> None:
     db.run(
-        "INSERT OR REPLACE INTO published (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks, checked_ns)"
+        "INSERT OR REPLACE INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks, checked_ns)"
         " VALUES (?,?,?,?,?,?,?,?,0)",
         row.inode, row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, row.digest, row.block_digests,
     )  # fmt: skip
@@ -471,7 +505,7 @@ def _record_set_attributes(db: Database, inode: int, observed: Iterable[Observed
         seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
         db.run(seen_now, one.ino, one.mode, one.uid, one.gid, inode)
         if stat.S_ISREG(one.mode):
-            same = "UPDATE published SET mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode = ?"
+            same = "UPDATE pfs_file SET mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode = ?"
             db.run(same, one.mtime_ns, inode, one.size, one.ino)
 
 
@@ -485,11 +519,11 @@ def _record_pending(db: Database, batch: PfsBatch) -> None:
 
 def list_stale_times(db: Database, at_most: int) -> list[int]:
     """Directories whose times on the PFS are not the mount's."""
-    return [row[0] for row in db.rows("SELECT directory FROM pfs_times LIMIT ?", at_most)]
+    return [row[0] for row in db.rows("SELECT directory FROM pfs_stale_times LIMIT ?", at_most)]
 
 
 def delete_stale_times(db: Database, directories: Iterable[int]) -> None:
     """These have their times."""
     with db.transaction():
         for directory in directories:
-            db.run("DELETE FROM pfs_times WHERE directory = ?", directory)
+            db.run("DELETE FROM pfs_stale_times WHERE directory = ?", directory)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.catalog import peer_copies
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, CopyState, Tier
 
@@ -48,14 +49,14 @@ HAS_GOOD_COPY = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c
 HAS_STALE_COPY_UNCLOSED = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL"
 """SQL about a row of `content`: an older generation lies here of which it is known what it is. The parenthesis is left open."""
 
-_SET_REMOTE = "told = CASE WHEN peer = 0 AND told > 0 THEN 2 ELSE told END, peer = 1"
+_SET_REMOTE = "announce_state = CASE WHEN remote = 0 AND announce_state > 0 THEN 2 ELSE announce_state END, remote = 1"
 """SQL: another node has written it; what the store was told of this node's own copy is looked at again."""
 
 
 def list_hosted(db: Database, after: int, at_most: int) -> list[Content]:
     """Other nodes' contents of which a copy that counts lies here, in the order of their ids."""
     rows = db.rows(
-        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.peer = 1 AND k.id > ?"
+        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE k.remote = 1 AND k.id > ?"
         " AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
@@ -78,7 +79,7 @@ class HeldCopy:
 
 
 _SELECT_HELD_COPIES = (
-    "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer, c.tier,"
+    f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS}, c.tier,"
     " CASE c.state WHEN 1 THEN k.generation ELSE c.generation END, CASE c.state WHEN 1 THEN k.digest ELSE c.digest END"
     " FROM content k JOIN copy c ON c.content = k.id AND c.tier <> 'pfs'"
     " AND ((c.state = 1 AND k.state = 2) OR (c.state = 3 AND c.digest IS NOT NULL AND k.state IN (1, 2)))"
@@ -98,13 +99,13 @@ def find_held_copy(db: Database, content: int) -> HeldCopy | None:
 
 
 def _build_held_copy(row: tuple[Any, ...]) -> HeldCopy:
-    return HeldCopy(build_content(row[:9]), Tier(row[9]), row[10], row[11])
+    return HeldCopy(build_content(row), Tier(row[9]), row[10], row[11])
 
 
 def count_hosted(db: Database) -> tuple[int, int]:
     """(files, bytes) of other nodes' contents of which a verified copy lies here."""
     files, size = db.row(
-        "SELECT count(*), coalesce(sum(size), 0) FROM content k WHERE k.peer = 1 AND k.state = 2"
+        "SELECT count(*), coalesce(sum(size), 0) FROM content k WHERE k.remote = 1 AND k.state = 2"
         " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
     ) or (0, 0)
     return int(files), int(size)
@@ -116,7 +117,7 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
     Copies of another generation than the one that is heard of become OLDER.
     """
     with db.transaction():
-        known = db.row("SELECT generation, state, digest, peer, blocks FROM content WHERE id = ?", remote.content)
+        known = db.row("SELECT generation, state, digest, remote, blocks FROM content WHERE id = ?", remote.content)
         if known is None:
             _insert_remote(db, remote)
             return True
@@ -141,7 +142,7 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
             _set_copies_stale(db, remote.content)
             blocks = None
         db.run(
-            "UPDATE content SET inode = ?, generation = ?, state = ?, size = ?, digest = ?, blocks = ?, lacking = 0,"
+            "UPDATE content SET inode = ?, generation = ?, state = ?, size = ?, digest = ?, blocks = ?, under_replicated = 0,"
             f" {_SET_REMOTE}, change = change + 1 WHERE id = ?",
             remote.inode, remote.generation, remote.state, remote.size, remote.digest, remote.block_digests or blocks, remote.content,
         )  # fmt: skip
@@ -153,7 +154,7 @@ def restore_verified(db: Database, seen: Content, to: RemoteState, tier: Tier | 
     has that here, as an OLDER copy. False, and nothing changed, when the content has moved on.
     """
     with db.transaction():
-        if not seen.is_remote or db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change):
+        if not seen.is_remote or not is_unchanged(db, seen):
             return False
         db.run(
             "UPDATE content SET generation = ?, state = 2, size = ?, digest = ?, blocks = ?, change = change + 1 WHERE id = ?",
@@ -172,23 +173,22 @@ def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
     """What is kept of a content does not count any more: another generation of it is said to be lost. False when it has moved on."""
     seen = held_copy.content
     with db.transaction():
-        if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change) or is_own_unpublished(
-            db, seen.id
-        ):
+        if not is_unchanged(db, seen) or is_own_unpublished(db, seen.id):
             return False
         _set_copies_stale(db, seen.id)
-        db.run(f"UPDATE content SET {_SET_REMOTE}, lacking = 0 WHERE id = ?", seen.id)
+        db.run(f"UPDATE content SET {_SET_REMOTE}, under_replicated = 0 WHERE id = ?", seen.id)
         return True
 
 
 def yield_to_remote(db: Database, content: int, generation: int) -> None:
     """Another node wrote this generation after what this one wrote of its content, and did not tell: what lies here is an older state."""
     with db.transaction():
-        known = db.row("SELECT generation FROM content WHERE id = ? AND peer = 0 AND state IN (1, 2)", content)
+        known = db.row("SELECT generation FROM content WHERE id = ? AND remote = 0 AND state IN (1, 2)", content)
         if known is not None and known[0] <= generation:
             _set_copies_stale(db, content)
             db.run(
-                f"UPDATE content SET state = 1, digest = NULL, blocks = NULL, lacking = 0, {_SET_REMOTE}, change = change + 1 WHERE id = ?",
+                f"UPDATE content SET state = 1, digest = NULL, blocks = NULL, under_replicated = 0, {_SET_REMOTE},"
+                " change = change + 1 WHERE id = ?",
                 content,
             )
 
@@ -198,7 +198,7 @@ def insert_split_content(db: Database, held_copy: HeldCopy, content: int, inode:
     now = time.time_ns()
     with db.transaction():
         db.run(
-            "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, peer, former_ns)"
+            "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, remote, superseded_mtime_ns)"
             " VALUES (?, ?, ?, 2, ?, ?, ?, 1, ?, 1, 0)",
             content, inode, held_copy.generation, size, held_copy.digest, block_digests, now,
         )  # fmt: skip
@@ -210,17 +210,17 @@ def is_own_unpublished(db: Database, content: int) -> bool:
     """Whether this node wrote a content and the others do not know yet: whoever has it from elsewhere is in conflict with us, and it is
     for the mount to settle that, with both of them still there.
     """
-    touched = "SELECT 1 FROM touched_key WHERE kind = 'c' AND number = content.id"
-    return db.value(f"SELECT 1 FROM content WHERE id = ? AND peer = 0 AND EXISTS ({touched})", content) is not None
+    touched = "SELECT 1 FROM dirty_key WHERE kind = 'c' AND number = content.id"
+    return db.value(f"SELECT 1 FROM content WHERE id = ? AND remote = 0 AND EXISTS ({touched})", content) is not None
 
 
 def _insert_remote(db: Database, remote: RemoteState) -> None:
     """A row with another node's id must not make this node count on from there. Of an open content any state that is heard of is newer."""
     last = db.value("SELECT seq FROM sqlite_sequence WHERE name = 'content'")
     db.run(
-        "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, peer) VALUES (?,?,?,?,?,?,?,1,?,1)",
-        remote.content, remote.inode, 0 if remote.is_open else remote.generation, remote.state, remote.size, remote.digest, remote.block_digests,
-        time.time_ns(),
+        "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, remote) VALUES (?,?,?,?,?,?,?,1,?,1)",
+        remote.content, remote.inode, 0 if remote.is_open else remote.generation, remote.state, remote.size, remote.digest,
+        remote.block_digests, time.time_ns(),
     )  # fmt: skip
     if last is None:
         db.run("DELETE FROM sqlite_sequence WHERE name = 'content'")
@@ -237,7 +237,7 @@ def _set_copies_stale(db: Database, content: int) -> None:
         " used_ns = ?4 WHERE content = ?5 AND state IN (1, 2)",
         generation, digest, CopyState.STALE, time.time_ns(), content,
     )  # fmt: skip
-    db.run("UPDATE content SET told = 2 WHERE id = ? AND told = 0", content)
+    db.run("UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state = 0", content)
 
 
 def mark_copies_stale(db: Database, content: int) -> None:
@@ -255,7 +255,11 @@ def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int,
             return False
         now = time.time_ns()
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", reserved_content, tier)
-        db.run("UPDATE content SET blocks = coalesce(blocks, ?), told = 2 WHERE id = ? AND peer = 1", remote.block_digests, remote.content)
+        db.run(
+            "UPDATE content SET blocks = coalesce(blocks, ?), announce_state = 2 WHERE id = ? AND remote = 1",
+            remote.block_digests,
+            remote.content,
+        )
         mark_copy_present(db, remote.content)
         db.run(
             "INSERT OR REPLACE INTO copy (content, tier, state, verified_ns, used_ns) VALUES (?, ?, 1, ?, ?)",
@@ -267,14 +271,15 @@ def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int,
 def record_fetched_copy(db: Database, seen: Content, tier: Tier, block_digests: bytes) -> bool:
     """A copy that was announced in `tier` came from other nodes and is right. False, and nothing changed, when the content has moved on."""
     with db.transaction():
-        if db.row("SELECT state, change FROM content WHERE id = ?", seen.id) != (seen.state, seen.change):
+        if not is_unchanged(db, seen):
             return False
         now = time.time_ns()
         if not db.run("UPDATE copy SET state = 1, verified_ns = ?1, used_ns = ?1 WHERE content = ?2 AND tier = ?3 AND state = 0",
                       now, seen.id, tier):  # fmt: skip
             return False
         db.run(
-            "UPDATE content SET blocks = coalesce(blocks, ?), told = CASE WHEN peer = 1 THEN 2 ELSE told END WHERE id = ?",
+            "UPDATE content SET blocks = coalesce(blocks, ?), announce_state = CASE WHEN remote = 1 THEN 2 ELSE announce_state END"
+            " WHERE id = ?",
             block_digests,
             seen.id,
         )
@@ -285,19 +290,19 @@ def record_fetched_copy(db: Database, seen: Content, tier: Tier, block_digests: 
 def mark_unannounced(db: Database, content: int) -> None:
     """The store shall be told of the copy here once more."""
     with db.transaction():
-        db.run("UPDATE content SET told = 2 WHERE id = ? AND peer = 1", content)
+        db.run("UPDATE content SET announce_state = 2 WHERE id = ? AND remote = 1", content)
 
 
 def mark_copy_present(db: Database, content: int) -> None:
     """A copy of this node's own content is here."""
     with db.transaction():
-        db.run("UPDATE content SET told = 3 WHERE id = ? AND peer = 0 AND told > 0", content)
+        db.run("UPDATE content SET announce_state = 3 WHERE id = ? AND remote = 0 AND announce_state > 0", content)
 
 
 def was_in_store(db: Database, inode: int) -> bool:
     """Whether the store had this inode when it was last asked, and nothing about it waits to be told: if it is gone there, it is gone."""
-    touched = "SELECT 1 FROM touched_key WHERE kind = 'i' AND number = ? LIMIT 1"
-    seen = "SELECT 1 FROM seen_key WHERE kind = 'i' AND number = ? LIMIT 1"
+    touched = "SELECT 1 FROM dirty_key WHERE kind = 'i' AND number = ? LIMIT 1"
+    seen = "SELECT 1 FROM cached_key WHERE kind = 'i' AND number = ? LIMIT 1"
     return db.value(touched, inode) is None and db.value(seen, inode) is not None
 
 
@@ -306,7 +311,8 @@ def mark_remote(db: Database, content: Content) -> bool:
     with db.transaction():
         return bool(
             db.run(
-                "UPDATE content SET told = 2, peer = 1, lacking = 0, change = change + 1 WHERE id = ? AND change = ? AND state = 2",
+                "UPDATE content SET announce_state = 2, remote = 1, under_replicated = 0, change = change + 1"
+                " WHERE id = ? AND change = ? AND state = 2",
                 content.id, content.change,
             )
         )  # fmt: skip
@@ -321,7 +327,7 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = c.content) AND (k.state IS NULL OR k.state = 3 OR (k.state = 2"
         " AND (EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1)"
         f" OR (SELECT count(*) FROM {peer_copies.HOLDERS.format('k')}) > 1"
-        " OR EXISTS (SELECT 1 FROM published p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation >= k.generation)))) LIMIT ?",
+        " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation >= k.generation)))) LIMIT ?",
         tier, before_ns, at_most,
     )  # fmt: skip
     return [row[0] for row in rows]
@@ -330,7 +336,7 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
 def list_only_stale(db: Database, after: int, at_most: int) -> list[Content]:
     """Contents of which only a former generation lies here, in the order of their ids."""
     rows = db.rows(
-        "SELECT k.id, k.inode, k.generation, k.state, k.size, k.digest, NULL, k.change, k.peer FROM content k WHERE k.id > ?"
+        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE k.id > ?"
         " AND k.state IN (1, 2) AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 3)"
         " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
         after, at_most,
@@ -346,8 +352,8 @@ def get_last_used_ns(db: Database, content: int) -> int:
 def list_own(db: Database, after: int, before_ns: int, at_most: int) -> list[Content]:
     """This node's own contents, sealed or lost, that were closed before `before_ns`, in the order of their ids."""
     rows = db.rows(
-        "SELECT id, inode, generation, state, size, digest, NULL, change, peer FROM content"
-        " WHERE peer = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ? ORDER BY id LIMIT ?",
+        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k"
+        " WHERE remote = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ? ORDER BY id LIMIT ?",
         after, before_ns, at_most,
     )  # fmt: skip
     return [build_content(row) for row in rows]
@@ -356,7 +362,7 @@ def list_own(db: Database, after: int, before_ns: int, at_most: int) -> list[Con
 def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) -> list[Content]:
     """This node's own contents, sealed or lost, of the files to which these belong: what those hold, and what they held before."""
     rows = db.rows(
-        "SELECT id, inode, generation, state, size, digest, NULL, change, peer FROM content WHERE peer = 0 AND state IN (2, 4)"
+        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE remote = 0 AND state IN (2, 4)"
         " AND inode IN (SELECT k.inode FROM content k WHERE k.id IN (SELECT value FROM json_each(?))) ORDER BY id LIMIT ?",
         json.dumps([*contents]), at_most,
     )  # fmt: skip
@@ -366,15 +372,15 @@ def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) 
 def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:
     """Nobody needs a content any more (`gone`), or not here. False, and nothing changed, when it moved on or somebody has it open."""
     with db.transaction():
-        if db.row("SELECT state, change FROM content WHERE id = ?", content.id) != (content.state, content.change):
+        if not is_unchanged(db, content):
             return False
         if db.value("SELECT 1 FROM handle WHERE content = ? LIMIT 1", content.id) is not None:
             return False
         if gone:
-            db.run("UPDATE content SET state = 3, change = change + 1, told = 0 WHERE id = ?", content.id)
+            db.run("UPDATE content SET state = 3, change = change + 1, announce_state = 0 WHERE id = ?", content.id)
         else:
             db.run("DELETE FROM copy WHERE content = ?", content.id)
-            db.run("UPDATE content SET change = change + 1, told = 0 WHERE id = ?", content.id)
+            db.run("UPDATE content SET change = change + 1, announce_state = 0 WHERE id = ?", content.id)
         return True
 
 
@@ -382,7 +388,7 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
     """Bytes in copies of other nodes' contents here."""
     return int(
         db.value(
-            "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id WHERE k.peer = 1 AND c.state <> 2"
+            "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND c.state <> 2"
             " AND (?1 IS NULL OR c.tier = ?1)",
             tier,
         )
@@ -399,14 +405,10 @@ def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[
     return [(row[0], Tier(row[1]), row[2]) for row in rows]
 
 
-def build_content(row: tuple[int, int, int, int, int, bytes | None, bytes | None, int, int]) -> Content:
-    return Content(row[0], row[1], row[2], ContentState(row[3]), *row[4:8], bool(row[8]))
-
-
 _IS_ABSENT = (
-    f"(content.peer = 0 AND content.state = 2 AND NOT {HAS_GOOD_COPY} AND EXISTS (SELECT 1 FROM peer_copy o WHERE o.content = content.id"
+    f"(content.remote = 0 AND content.state = 2 AND NOT {HAS_GOOD_COPY} AND EXISTS (SELECT 1 FROM peer_copy o WHERE o.content = content.id"
     " AND o.generation = content.generation AND o.digest = content.digest)"
-    " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = content.inode AND p.complete = 1 AND p.generation = content.generation"
+    " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = content.inode AND p.complete = 1 AND p.generation = content.generation"
     " AND p.digest = content.digest))"
 )
 """SQL about a row of `content`: this node wrote it and has lost it, other nodes have it, and the PFS does not."""
@@ -415,7 +417,7 @@ _IS_ABSENT = (
 def mark_copy_absent(db: Database, content: int) -> None:
     """No copy of a content counts here any more: of this node's own the others shall learn that, when they have it."""
     with db.transaction():
-        db.run(f"UPDATE content SET told = 2 WHERE id = ? AND told <> 1 AND {_IS_ABSENT}", content)
+        db.run(f"UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state <> 1 AND {_IS_ABSENT}", content)
 
 
 def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
@@ -423,13 +425,13 @@ def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
     this node's own: that its copy is away (True), or no longer is.
     """
     rows = db.rows(
-        "SELECT id, inode, generation, state, size, digest, NULL, change, peer, told = 2,"
-        f" state = 2 AND {HAS_GOOD_COPY} FROM content WHERE told > 1 LIMIT ?",
+        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS.replace('k.', 'content.')}, announce_state = 2,"
+        f" state = 2 AND {HAS_GOOD_COPY} FROM content WHERE announce_state > 1 LIMIT ?",
         at_most,
     )  # fmt: skip
     unannounced = []
     for row in rows:
-        content, is_present = build_content(row[:9]), bool(row[9])
+        content, is_present = build_content(row), bool(row[9])
         if not content.is_remote:
             is_present = is_present and content.state is ContentState.SEALED and not row[10]
         elif is_present and not row[10]:
@@ -446,15 +448,15 @@ def mark_announced(db: Database, contents: Iterable[tuple[Content, bool]]) -> No
         for content, is_present in contents:
             if is_present:
                 db.run(
-                    "UPDATE content SET told = 1 WHERE id = ?1 AND change = ?2 AND told = 2 AND"
-                    f" ((state = 2 AND generation = ?3 AND digest = ?4 AND {HAS_GOOD_COPY} = peer)"
+                    "UPDATE content SET announce_state = 1 WHERE id = ?1 AND change = ?2 AND announce_state = 2 AND"
+                    f" ((state = 2 AND generation = ?3 AND digest = ?4 AND {HAS_GOOD_COPY} = remote)"
                     f" OR {HAS_STALE_COPY_UNCLOSED} AND c.generation = ?3 AND c.digest = ?4))",
                     content.id, content.change, content.generation, content.digest,
                 )  # fmt: skip
             else:
                 db.run(
-                    "UPDATE content SET told = 0 WHERE id = ? AND change = ?"
-                    f" AND (told = 3 OR (told = 2 AND CASE peer WHEN 0 THEN state <> 2 OR {HAS_GOOD_COPY}"
+                    "UPDATE content SET announce_state = 0 WHERE id = ? AND change = ?"
+                    f" AND (announce_state = 3 OR (announce_state = 2 AND CASE remote WHEN 0 THEN state <> 2 OR {HAS_GOOD_COPY}"
                     f" ELSE NOT (state = 2 AND {HAS_GOOD_COPY}) AND NOT {HAS_STALE_COPY_UNCLOSED}) END))",
                     content.id, content.change,
                 )  # fmt: skip
@@ -465,7 +467,11 @@ def mark_dropped_unannounced(db: Database) -> int:
     what this node wrote and has lost.
     """
     with db.transaction():
-        db.run(f"UPDATE content SET told = CASE WHEN {_IS_ABSENT} THEN 2 ELSE 3 END WHERE peer = 0 AND (told > 0 OR {_IS_ABSENT})")
+        db.run(
+            f"UPDATE content SET announce_state = CASE WHEN {_IS_ABSENT} THEN 2 ELSE 3 END"
+            f" WHERE remote = 0 AND (announce_state > 0 OR {_IS_ABSENT})"
+        )
         return db.run(
-            f"UPDATE content SET told = 3 WHERE told IN (1, 2) AND peer = 1 AND NOT {HAS_GOOD_COPY} AND NOT {HAS_STALE_COPY_UNCLOSED})"
+            f"UPDATE content SET announce_state = 3 WHERE announce_state IN (1, 2) AND remote = 1"
+            f" AND NOT {HAS_GOOD_COPY} AND NOT {HAS_STALE_COPY_UNCLOSED})"
         )

@@ -72,7 +72,7 @@ class PendingChanges:
                 self.names.add(bytes(name))
             if new_parent == self.directory and new_name is not None:
                 self.names.add(bytes(new_name))
-        self.names.update(bytes(row[0]) for row in db.rows("SELECT name FROM touched WHERE directory = ?", self.directory))
+        self.names.update(bytes(row[0]) for row in db.rows("SELECT name FROM scan_dirty_name WHERE directory = ?", self.directory))
 
     def is_pending(self, name: bytes, *inodes: int | None) -> bool:
         """Whether this name must be left alone: by itself, or for one of the inodes it leads to. `update` in the same transaction."""
@@ -87,16 +87,16 @@ def reset_scans(db: Database, pfs: str) -> None:
     for the first time, the mount's root awaits its import. Asks nothing of the PFS.
     """
     with db.transaction():
-        db.run("DELETE FROM visiting")
-        db.run("DELETE FROM touched")
+        db.run("DELETE FROM scan")
+        db.run("DELETE FROM scan_dirty_name")
         if db.value("SELECT value FROM meta WHERE key = 'pfs_root'") != pfs:
             db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs_root', ?)", pfs)
-            db.run("UPDATE inode SET complete = 0, visited_ns = 0 WHERE id = ?", ROOT)
+            db.run("UPDATE inode SET imported = 0, scanned_ns = 0 WHERE id = ?", ROOT)
 
 
 def set_root_attributes(db: Database, pending: PendingChanges, observed: PfsEntryStat) -> bool:
     """At its first visit the mount's root takes the mode and owner of the PFS's root; whether it did."""
-    if pending.is_pending(b"", ROOT) or db.row("SELECT complete, visited_ns FROM inode WHERE id = ?", ROOT) != (0, 0):
+    if pending.is_pending(b"", ROOT) or db.row("SELECT imported, scanned_ns FROM inode WHERE id = ?", ROOT) != (0, 0):
         return False
     values = (observed.mode, observed.uid, observed.gid, observed.mtime_ns, observed.ctime_ns, ROOT)
     db.run("UPDATE inode SET mode = ?, uid = ?, gid = ?, mtime_ns = max(mtime_ns, ?), ctime_ns = max(ctime_ns, ?) WHERE id = ?", *values)
@@ -106,8 +106,8 @@ def set_root_attributes(db: Database, pending: PendingChanges, observed: PfsEntr
 def record_scan_begin(db: Database, directory: int) -> PendingChanges:
     """Start a visit, before the directory is listed: from now on what write-back changes in it is noted."""
     with db.transaction():
-        db.run("INSERT OR REPLACE INTO visiting (directory) VALUES (?)", directory)
-        db.run("DELETE FROM touched WHERE directory = ?", directory)
+        db.run("INSERT OR REPLACE INTO scan (directory) VALUES (?)", directory)
+        db.run("DELETE FROM scan_dirty_name WHERE directory = ?", directory)
     pending = PendingChanges(directory)
     pending.update(db)
     return pending
@@ -117,28 +117,28 @@ def record_scan_begin(db: Database, directory: int) -> PendingChanges:
 def import_transaction(db: Database, directory: int) -> Iterator[None]:
     """A transaction whose changes to `pfs_entry` and `published` are the visit's own."""
     with db.transaction():
-        db.run("UPDATE visiting SET importing = 1")
+        db.run("UPDATE scan SET importing = 1")
         yield
-        db.run("UPDATE visiting SET importing = 0")
+        db.run("UPDATE scan SET importing = 0")
 
 
 def record_scan_end(db: Database, directory: int, *, whole: bool) -> None:
     """The visit is over; `whole`: everything was compared, so the catalog knows all names of this directory."""
     with db.transaction():
-        db.run("DELETE FROM visiting WHERE directory = ?", directory)
-        db.run("DELETE FROM touched WHERE directory = ?", directory)
+        db.run("DELETE FROM scan WHERE directory = ?", directory)
+        db.run("DELETE FROM scan_dirty_name WHERE directory = ?", directory)
         if whole:
-            db.run("UPDATE inode SET complete = 1, visited_ns = ? WHERE id = ?", time.time_ns(), directory)
+            db.run("UPDATE inode SET imported = 1, scanned_ns = ? WHERE id = ?", time.time_ns(), directory)
 
 
 def is_imported(db: Database, directory: int) -> bool:
     """Whether the catalog knows all names of a directory, and so may say of a name that it is not there."""
-    return bool(db.value("SELECT complete FROM inode WHERE id = ?", directory))
+    return bool(db.value("SELECT imported FROM inode WHERE id = ?", directory))
 
 
 def can_cache_absent_names(db: Database, directory: int) -> bool:
     """Whether the mount's kernel may believe that a name is absent here."""
-    return db.row("SELECT 1 FROM inode WHERE id = ? AND (complete = 1 OR visited_ns = ?)", directory, _ADOPTED) is not None
+    return db.row("SELECT 1 FROM inode WHERE id = ? AND (imported = 1 OR scanned_ns = ?)", directory, _ADOPTED) is not None
 
 
 def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
@@ -154,8 +154,8 @@ def is_directory(db: Database, inode: int | None) -> bool:
 def find_due_directory(db: Database, before_ns: int) -> int | None:
     """The complete directory on the PFS that was compared longest ago, if neither that nor its making was after `before_ns`."""
     directory: int | None = db.value(
-        "SELECT id FROM inode WHERE mode & 61440 = 16384 AND visited_ns < ? AND birth_ns < ? AND complete = 1 AND nlink > 0"
-        " AND (id = 1 OR EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = inode.id)) ORDER BY visited_ns LIMIT 1",
+        "SELECT id FROM inode WHERE mode & 61440 = 16384 AND scanned_ns < ? AND birth_ns < ? AND imported = 1 AND nlink > 0"
+        " AND (id = 1 OR EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = inode.id)) ORDER BY scanned_ns LIMIT 1",
         before_ns, before_ns,
     )  # fmt: skip
     return directory
@@ -164,12 +164,12 @@ def find_due_directory(db: Database, before_ns: int) -> int | None:
 def record_postponed(db: Database, directory: int) -> None:
     """A directory could not be compared now: its next turn comes after all others'."""
     with db.transaction():
-        db.run("UPDATE inode SET visited_ns = ? WHERE id = ?", time.time_ns(), directory)
+        db.run("UPDATE inode SET scanned_ns = ? WHERE id = ?", time.time_ns(), directory)
 
 
 def list_scanned_directories(db: Database, directory: int) -> list[int]:
     """The directories in `directory` that were visited before."""
-    below = "SELECT id FROM inode WHERE id IN (SELECT child FROM entry WHERE parent = ?) AND mode & 61440 = 16384 AND complete = 1"
+    below = "SELECT id FROM inode WHERE id IN (SELECT child FROM entry WHERE parent = ?) AND mode & 61440 = 16384 AND imported = 1"
     return [row[0] for row in db.rows(below, directory)]
 
 
@@ -183,7 +183,7 @@ def get_known_name(db: Database, directory: int, name: bytes) -> KnownName:
         " u.size, u.mtime_ns, u.pfs_inode FROM (SELECT ? AS parent, ? AS name) k"
         " LEFT JOIN entry e ON e.parent = k.parent AND e.name = k.name LEFT JOIN inode c ON c.id = e.child"
         " LEFT JOIN pfs_entry p ON p.parent = k.parent AND p.name = k.name LEFT JOIN inode i ON i.id = p.inode"
-        " LEFT JOIN published u ON u.inode = p.inode",
+        " LEFT JOIN pfs_file u ON u.inode = p.inode",
         directory, name,
     )  # fmt: skip
     assert row is not None
@@ -214,7 +214,7 @@ def can_take_external_change(db: Database, inode: int) -> bool:
     """Whether the PFS has all that this file holds and nobody has it open: then a stranger's change there may be taken over."""
     row = db.row(
         "SELECT k.state, u.complete, u.generation = k.generation FROM inode i LEFT JOIN content k ON k.id = i.content"
-        " LEFT JOIN published u ON u.inode = i.id WHERE i.id = ?",
+        " LEFT JOIN pfs_file u ON u.inode = i.id WHERE i.id = ?",
         inode,
     )
     if row is None or handles.is_open(db, inode):
@@ -245,7 +245,7 @@ def import_entry(db: Database, pending: PendingChanges, observed: PfsEntryStat) 
     if verdict is ScanVerdict.CONTENT and not can_take_external_change(db, inode):
         return ScanVerdict.LEAVE, inode
     if verdict is ScanVerdict.ADOPT:
-        db.run("UPDATE inode SET complete = 0, visited_ns = ? WHERE id = ?", _ADOPTED, inode)
+        db.run("UPDATE inode SET imported = 0, scanned_ns = ? WHERE id = ?", _ADOPTED, inode)
     if verdict is ScanVerdict.CONTENT:
         _record_external_write(db, inode, observed)
     if verdict in {ScanVerdict.CONTENT, ScanVerdict.ATTRIBUTES} and known.last_stat is not None:
@@ -278,11 +278,11 @@ def _import_new(db: Database, directory: int, observed: PfsEntryStat) -> int:
 def _insert_inode(db: Database, directory: int, observed: PfsEntryStat) -> int:
     links, home, size = (2, directory, 0) if observed.is_directory else (1, 0, observed.size)
     inode = db.insert(
-        "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, complete)"
+        "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, imported)"
         " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
         identity.allocate_id(db, "inode"),
-        observed.mode, observed.uid, observed.gid, observed.rdev, links, size, observed.atime_ns, observed.mtime_ns, observed.ctime_ns, observed.ctime_ns,
-        observed.target, home, not observed.is_directory,
+        observed.mode, observed.uid, observed.gid, observed.rdev, links, size, observed.atime_ns, observed.mtime_ns,
+        observed.ctime_ns, observed.ctime_ns, observed.target, home, not observed.is_directory,
     )  # fmt: skip
     for name, value in observed.xattrs:
         db.run("INSERT INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
@@ -298,7 +298,7 @@ def _find_linked_inode(db: Database, observed: PfsEntryStat) -> int | None:
     if observed.nlink < 2 or not observed.is_file:
         return None
     inode: int | None = db.value(
-        "SELECT u.inode FROM published u JOIN inode i ON i.id = u.inode WHERE u.pfs_inode = ? AND u.size = ? AND u.mtime_ns = ?"
+        "SELECT u.inode FROM pfs_file u JOIN inode i ON i.id = u.inode WHERE u.pfs_inode = ? AND u.size = ? AND u.mtime_ns = ?"
         " AND i.nlink > 0 AND EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = u.inode)",
         observed.ino, observed.size, observed.mtime_ns,
     )  # fmt: skip
@@ -307,7 +307,7 @@ def _find_linked_inode(db: Database, observed: PfsEntryStat) -> int | None:
 
 def _record_published(db: Database, inode: int, generation: int, observed: PfsEntryStat) -> None:
     db.run(
-        "INSERT OR REPLACE INTO published (inode, generation, complete, size, mtime_ns, pfs_inode) VALUES (?,?,1,?,?,?)",
+        "INSERT OR REPLACE INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode) VALUES (?,?,1,?,?,?)",
         inode, generation, observed.size, observed.mtime_ns, observed.ino,
     )  # fmt: skip
 
@@ -322,7 +322,7 @@ def _record_expected(db: Database, directory: int, observed: PfsEntryStat, inode
 
 def _record_external_write(db: Database, inode: int, observed: PfsEntryStat) -> None:
     """A stranger has written this file on the PFS: its next generation lies there only."""
-    newest = "SELECT max(i.generation, coalesce(u.generation, 0)) FROM inode i LEFT JOIN published u ON u.inode = i.id WHERE i.id = ?"
+    newest = "SELECT max(i.generation, coalesce(u.generation, 0)) FROM inode i LEFT JOIN pfs_file u ON u.inode = i.id WHERE i.id = ?"
     generation = 1 + int(db.value(newest, inode))
     db.run("UPDATE content SET state = 3 WHERE inode = ? AND state <> 3", inode)
     db.run(
@@ -397,4 +397,4 @@ def _delete_name(db: Database, directory: int, name: bytes, inode: int) -> None:
     db.run("UPDATE inode SET nlink = ?, ctime_ns = ? WHERE id = ?", left, time.time_ns(), inode)
     if left == 0:
         db.run("UPDATE content SET state = 3 WHERE inode = ? AND state <> 3", inode)
-        db.run("DELETE FROM published WHERE inode = ?", inode)
+        db.run("DELETE FROM pfs_file WHERE inode = ?", inode)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs import lifecycle
-from ckptfs.catalog import journal, peer_copies
+from ckptfs.catalog import contents, journal, peer_copies
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord, PublishedState
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
@@ -61,29 +62,10 @@ class FileCounts:
 
 
 def load_file_record(db: Database, inode: int) -> FileRecord:
-    """All that is known of the regular file `inode`; block digests are left out."""
+    """Return all that is known of the regular file `inode`. Block digests are left out."""
     with db.read_transaction():
-        row = db.row(
-            "SELECT c.id, c.inode, c.generation, c.state, c.size, c.digest, c.change, c.peer"
-            " FROM inode i JOIN content c ON c.id = i.content WHERE i.id = ?",
-            inode,
-        )
-        content = None if row is None else Content(row[0], row[1], row[2], ContentState(row[3]), row[4], row[5], None, row[6], bool(row[7]))
-        copies = () if content is None else tuple(list_copies(db, content.id))
-        handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ?", inode))
-        clique = peer_copies.load_clique_copies(db, content, inode)
-        return FileRecord(content, copies, _get_published(db, inode), handles, clique)
-
-
-def list_copies(db: Database, content: int) -> list[Copy]:
-    """Where a content lies, whatever the state of the copy."""
-    rows = db.rows("SELECT content, tier, state, verified_ns, used_ns FROM copy WHERE content = ? ORDER BY tier DESC", content)
-    return [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3], row[4]) for row in rows]
-
-
-def _get_published(db: Database, inode: int) -> PublishedState | None:
-    row = db.row("SELECT generation, complete, digest FROM published WHERE inode = ?", inode)
-    return None if row is None else PublishedState(row[0], bool(row[1]), row[2])
+        row = db.row(f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ?", inode)
+        return contents.build_file_record(db, inode, None if row is None else build_content(row))
 
 
 def get_level(db: Database, inode: int) -> Level:
@@ -104,10 +86,11 @@ def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[
     shows included.
     """
     words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.STALE: "older"}
-    rows = [(copy.tier.value, words[copy.state], copy.verified_ns) for copy in found.copies]
+    ordered = sorted(found.copies, key=lambda copy: copy.tier, reverse=True)
+    rows = [(copy.tier.value, words[copy.state], copy.verified_ns) for copy in ordered]
     rows += [(name, words[CopyState.GOOD], 0) for name, _ in (found.clique.holders if found.clique is not None else ())]
     if found.published is not None:
-        checked = db.value("SELECT checked_ns FROM published WHERE inode = ?", inode) or 0
+        checked = db.value("SELECT checked_ns FROM pfs_file WHERE inode = ?", inode) or 0
         rows.append((Tier.PFS.value, "published" if lifecycle.is_on_pfs(found) else "stale", int(checked)))
     return rows
 
@@ -157,7 +140,7 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
         ) or (0, 0)
         changes = db.value("SELECT count(*) FROM journal WHERE op NOT IN ('content', 'synced')")
         oldest = db.value("SELECT min(at_ns) FROM journal")
-        unsealed = db.value("SELECT count(*) FROM content WHERE state = 1 AND peer = 0")
+        unsealed = db.value("SELECT count(*) FROM content WHERE state = 1 AND remote = 0")
     lag_s = 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
     return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, int(unsealed))
 
@@ -176,8 +159,8 @@ def load_counts(db: Database) -> FileCounts:
         groups = db.rows(
             "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
-            f" coalesce(c.peer, 0), {domains}, {uncommitted}, count(*)"
-            " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN published p ON p.inode = i.id"
+            f" coalesce(c.remote, 0), {domains}, {uncommitted}, count(*)"
+            " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"
             f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4, 5, 6, 7"
         )
     for state, has_copy, is_published, is_current, peer, others, is_uncommitted, count in groups:
@@ -235,15 +218,15 @@ def count_bytes_in_tier(db: Database, tier: Tier) -> int:
 
 def count_unsealed(db: Database) -> int:
     """How many contents are closed and await their seal."""
-    return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND peer = 0"))
+    return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND remote = 0"))
 
 
 def count_leaving_bytes(db: Database, tier: Tier) -> int:
     """The bytes of this node's own contents that lie in a tier and can leave it at once: the PFS shows them, and nobody has them open."""
     return int(
         db.value(
-            "SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content JOIN published p ON p.inode = c.inode"
-            " WHERE k.tier = ? AND k.state = 1 AND c.state = 2 AND c.peer = 0 AND p.complete = 1 AND p.generation = c.generation"
+            "SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content JOIN pfs_file p ON p.inode = c.inode"
+            " WHERE k.tier = ? AND k.state = 1 AND c.state = 2 AND c.remote = 0 AND p.complete = 1 AND p.generation = c.generation"
             " AND p.digest = c.digest AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = c.inode)",
             tier.value,
         )

@@ -151,7 +151,7 @@ class _TransactionBuilder:
         """(what the store has, what the rows say)."""
         if key not in self._values:
             known = key_state.get_cached(self._db, key)
-            others = key.kind == CONTENT and self._db.value("SELECT peer FROM content WHERE id = ?", key.number) == 1
+            others = key.kind == CONTENT and self._db.value("SELECT remote FROM content WHERE id = ?", key.number) == 1
             value = self._get_remote_value(key, known) if others else encode_value(get_value(self._db, key))
             if self._is_rebuilding and KINDS[key.kind].is_compared:
                 value = store_loss.add_prior_revision(value, store_loss.find_prior_revision(self._db, key))
@@ -334,7 +334,7 @@ class _TransactionBuilder:
 
     def _delete_content(self, inode: int, content: int) -> None:
         """The file's last name goes: with it what its bytes were, and who has copies of them, unless they are what its heir held before."""
-        if self._db.value("SELECT 1 FROM content WHERE id = ? AND inode <> ? AND former_ns IS NOT NULL", content, inode):
+        if self._db.value("SELECT 1 FROM content WHERE id = ? AND inode <> ? AND superseded_mtime_ns IS NOT NULL", content, inode):
             return
         copies = encode_key(SharedKey(CONTENT, content)).replace(b"c/", b"p/", 1) + b"/"
         self._transaction.extra_deletes.append(Delete(copies, prefix_end(copies)))

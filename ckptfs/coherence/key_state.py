@@ -29,14 +29,14 @@ from ckptfs.model import ROOT
 NO_NAME_SQL = "x''"
 ROW_NODE_SQL = "(SELECT value FROM meta WHERE key = 'number')"
 ROW_NAME_SQL = "CAST((SELECT substr(value, 1, 8) FROM meta WHERE key = 'instance') || printf('-%016x', {}.seq) AS BLOB)"
-_INODE_COLUMNS = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, complete, missed"
-_CONTENT_COLUMNS = "inode, generation, state, size, digest, peer, former_ns"
+_INODE_COLUMNS = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, imported, salvaged"
+_CONTENT_COLUMNS = "inode, generation, state, size, digest, remote, superseded_mtime_ns"
 
 
 def _build_trigger(name: str, event: str, when: str, *keys: tuple[str, str, str]) -> str:
     """One TEMP trigger that marks `keys`: (kind, number, name) as SQL."""
     marks = "".join(
-        f"INSERT OR IGNORE INTO touched_key (change, kind, number, name) VALUES (touching(), '{kind}', {number}, {what});"
+        f"INSERT OR IGNORE INTO dirty_key (change, kind, number, name) VALUES (touching(), '{kind}', {number}, {what});"
         for kind, number, what in keys
     )
     return f"CREATE TEMP TRIGGER touch_{name} AFTER {event} WHEN touching() > 0{when} BEGIN {marks} END;"
@@ -46,7 +46,7 @@ def _build_changed_condition(columns: str) -> str:
     return " AND (" + " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in columns.split(", ")) + ")"
 
 
-IS_OWN_CONTENT_SQL = "(NEW.peer = 0 OR NEW.former_ns > 0)"
+IS_OWN_CONTENT_SQL = "(NEW.remote = 0 OR NEW.superseded_mtime_ns > 0)"
 IS_DIRECTORY_SQL = "{}.mode & 61440 = 16384"
 
 _TRIGGERS = [
@@ -69,7 +69,7 @@ _TRIGGERS = [
     _build_trigger("xattr_gone", "DELETE ON main.xattr", "", (INODE, "OLD.inode", NO_NAME_SQL)),
     _build_trigger("content_made", "INSERT ON main.content", f" AND {IS_OWN_CONTENT_SQL} AND NEW.inode > 0", (CONTENT, "NEW.id", NO_NAME_SQL)),
     _build_trigger("content_changed", f"UPDATE OF {_CONTENT_COLUMNS} ON main.content", f" AND {IS_OWN_CONTENT_SQL}" + _build_changed_condition(_CONTENT_COLUMNS), (CONTENT, "NEW.id", NO_NAME_SQL)),
-    _build_trigger("content_gone", "DELETE ON main.content", " AND OLD.peer = 0 AND OLD.state <> 3", (CONTENT, "OLD.id", NO_NAME_SQL)),
+    _build_trigger("content_gone", "DELETE ON main.content", " AND OLD.remote = 0 AND OLD.state <> 3", (CONTENT, "OLD.id", NO_NAME_SQL)),
     _build_trigger("row_made", "INSERT ON main.journal", "", (JOURNAL_ROW, ROW_NODE_SQL, ROW_NAME_SQL.format("NEW"))),
     _build_trigger("row_gone", "DELETE ON main.journal", "", (JOURNAL_ROW, ROW_NODE_SQL, ROW_NAME_SQL.format("OLD"))),
     _build_trigger("place_made", "INSERT ON main.pfs_entry", "", (PFS_NAME, "NEW.parent", "NEW.name"), (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
@@ -78,9 +78,9 @@ _TRIGGERS = [
         "place_changed", "UPDATE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_NAME, "NEW.parent", "NEW.name"),
         (PFS_STATE, "OLD.inode", NO_NAME_SQL), (PFS_STATE, "NEW.inode", NO_NAME_SQL),
     ),
-    _build_trigger("published_made", "INSERT ON main.published", "", (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
-    _build_trigger("published_changed", "UPDATE ON main.published", "", (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
-    _build_trigger("published_gone", "DELETE ON main.published", "", (PFS_STATE, "OLD.inode", NO_NAME_SQL)),
+    _build_trigger("pfs_file_made", "INSERT ON main.pfs_file", "", (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
+    _build_trigger("pfs_file_changed", "UPDATE ON main.pfs_file", "", (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
+    _build_trigger("pfs_file_gone", "DELETE ON main.pfs_file", "", (PFS_STATE, "OLD.inode", NO_NAME_SQL)),
 ]  # fmt: skip
 
 
@@ -95,7 +95,7 @@ class DirtyTrackingConnection(sqlite3.Connection):
         if self.is_muted:
             return -1
         if not self.change_number or not self.in_transaction:
-            last = self.execute("SELECT max(change) FROM touched_key").fetchone()[0]
+            last = self.execute("SELECT max(change) FROM dirty_key").fetchone()[0]
             self.change_number = (last or 0) + 1
         return self.change_number
 
@@ -146,61 +146,61 @@ def change_unmarked(db: Database) -> Iterator[None]:
 
 def get_last_change(db: Database) -> int:
     """The number of the last change that waits to be told; 0: none does."""
-    return int(db.value("SELECT max(change) FROM touched_key") or 0)
+    return int(db.value("SELECT max(change) FROM dirty_key") or 0)
 
 
 def has_dirty(db: Database, up_to: int) -> bool:
     """Whether anything changed up to that change waits to be told."""
-    return db.value("SELECT 1 FROM touched_key WHERE change <= ? LIMIT 1", up_to) is not None
+    return db.value("SELECT 1 FROM dirty_key WHERE change <= ? LIMIT 1", up_to) is not None
 
 
 def is_dirty(db: Database, key: SharedKey) -> bool:
     """Whether this key has a change that was not told."""
-    return db.value("SELECT 1 FROM touched_key WHERE kind = ? AND number = ? AND name = ? LIMIT 1", *key) is not None
+    return db.value("SELECT 1 FROM dirty_key WHERE kind = ? AND number = ? AND name = ? LIMIT 1", *key) is not None
 
 
 def list_dirty(db: Database, at_most: int) -> list[tuple[int, SharedKey]]:
     """(change, key) of what waits, in order."""
-    rows = db.rows("SELECT change, kind, number, name FROM touched_key ORDER BY change LIMIT ?", at_most)
+    rows = db.rows("SELECT change, kind, number, name FROM dirty_key ORDER BY change LIMIT ?", at_most)
     return [(row[0], SharedKey(row[1], row[2], bytes(row[3]))) for row in rows]
 
 
 def count_dirty(db: Database) -> int:
     """How many changes of keys wait."""
-    return int(db.value("SELECT count(*) FROM touched_key"))
+    return int(db.value("SELECT count(*) FROM dirty_key"))
 
 
 def mark_dirty(db: Database, key: SharedKey) -> None:
     """Mark a key whose rows did not change: it is to be told again."""
     db.run(
-        "INSERT OR IGNORE INTO touched_key (change, kind, number, name) SELECT coalesce(max(change), 0) + 1, ?, ?, ? FROM touched_key", *key
+        "INSERT OR IGNORE INTO dirty_key (change, kind, number, name) SELECT coalesce(max(change), 0) + 1, ?, ?, ? FROM dirty_key", *key
     )
 
 
 def mark_clean(db: Database, keys: Iterable[SharedKey], up_to: int) -> None:
     """These keys are in the store as they were after that change."""
-    db.run_each("DELETE FROM touched_key WHERE kind = ? AND number = ? AND name = ? AND change <= ?", [(*key, up_to) for key in keys])
+    db.run_each("DELETE FROM dirty_key WHERE kind = ? AND number = ? AND name = ? AND change <= ?", [(*key, up_to) for key in keys])
 
 
 def mark_root_dirty(db: Database) -> None:
     """The root, which every node has from its beginning, is to be told once; where another node was first it becomes that node's."""
     with db.transaction():
         for kind in (INODE, TIMES):
-            if db.value("SELECT 1 FROM seen_key WHERE kind = ? AND number = ?", kind, ROOT) is None:
+            if db.value("SELECT 1 FROM cached_key WHERE kind = ? AND number = ?", kind, ROOT) is None:
                 mark_dirty(db, SharedKey(kind, ROOT))
 
 
 def delete_older_marks(db: Database) -> None:
     """A key that was changed often while nothing could be told needs only its last mark."""
     db.run(
-        "DELETE FROM touched_key WHERE EXISTS (SELECT 1 FROM touched_key l WHERE l.kind = touched_key.kind"
-        " AND l.number = touched_key.number AND l.name = touched_key.name AND l.change > touched_key.change)"
+        "DELETE FROM dirty_key WHERE EXISTS (SELECT 1 FROM dirty_key l WHERE l.kind = dirty_key.kind"
+        " AND l.number = dirty_key.number AND l.name = dirty_key.name AND l.change > dirty_key.change)"
     )
 
 
 def list_dirty_names(db: Database) -> list[SharedKey]:
     """Every name that waits to be told."""
-    return [SharedKey(NAME, row[0], bytes(row[1])) for row in db.rows("SELECT DISTINCT number, name FROM touched_key WHERE kind = 'e'")]
+    return [SharedKey(NAME, row[0], bytes(row[1])) for row in db.rows("SELECT DISTINCT number, name FROM dirty_key WHERE kind = 'e'")]
 
 
 class CachedValue(NamedTuple):
@@ -220,16 +220,16 @@ ABSENT = CachedValue(0, None)
 
 def get_cached(db: Database, key: SharedKey) -> CachedValue:
     """What was seen last."""
-    row = db.row("SELECT revision, value FROM seen_key WHERE kind = ? AND number = ? AND name = ?", *key)
+    row = db.row("SELECT revision, value FROM cached_key WHERE kind = ? AND number = ? AND name = ?", *key)
     return ABSENT if row is None else CachedValue(row[0], bytes(row[1]))
 
 
 def set_cached(db: Database, key: SharedKey, cached: CachedValue) -> None:
     """The store has this now."""
     if cached.raw is None:
-        db.run("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", *key)
+        db.run("DELETE FROM cached_key WHERE kind = ? AND number = ? AND name = ?", *key)
     else:
-        db.run("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", *key, *cached)
+        db.run("INSERT OR REPLACE INTO cached_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", *key, *cached)
 
 
 def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]]) -> None:
@@ -240,14 +240,14 @@ def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]
             absent.append(key)
         else:
             rows.append((*key, *one))
-    db.run_each("DELETE FROM seen_key WHERE kind = ? AND number = ? AND name = ?", absent)
-    db.run_each("INSERT OR REPLACE INTO seen_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", rows)
+    db.run_each("DELETE FROM cached_key WHERE kind = ? AND number = ? AND name = ?", absent)
+    db.run_each("INSERT OR REPLACE INTO cached_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", rows)
 
 
 def list_cached_names(db: Database, directory: int, after: bytes, up_to: bytes | None) -> list[bytes]:
     """The seen names of a directory after one and up to another (None: the last), in order."""
     rows = db.rows(
-        "SELECT name FROM seen_key WHERE kind = 'e' AND number = ?1 AND name > ?2 AND (?3 IS NULL OR name <= ?3)", directory, after, up_to
+        "SELECT name FROM cached_key WHERE kind = 'e' AND number = ?1 AND name > ?2 AND (?3 IS NULL OR name <= ?3)", directory, after, up_to
     )
     return [bytes(row[0]) for row in rows]
 

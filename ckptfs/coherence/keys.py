@@ -43,7 +43,7 @@ def get_pfs_state_value(db: Database, inode: int, _: bytes) -> Value | None:
     value: Value = {"names": build_name_list(rows)}
     if rows[0][2] is not None:
         value["seen"] = list(rows[0][2:])
-    row = db.row(f"SELECT {', '.join(_PUBLISHED_COLUMNS)} FROM published WHERE inode = ?", inode)
+    row = db.row(f"SELECT {', '.join(_PUBLISHED_COLUMNS)} FROM pfs_file WHERE inode = ?", inode)
     if row is not None:
         value["published"] = [*row[:5], None if row[5] is None else bytes(row[5]).hex()]
     return value
@@ -56,7 +56,7 @@ def write_pfs_state(db: Database, inode: int, _: bytes, value: Value | None) -> 
     for parent, name in before - wanted:
         db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
     if value is None:
-        db.run("DELETE FROM published WHERE inode = ?", inode)
+        db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
         return
     for parent, name in wanted:
         db.run(
@@ -68,15 +68,15 @@ def write_pfs_state(db: Database, inode: int, _: bytes, value: Value | None) -> 
 
 def _write_published(db: Database, inode: int, published: list[Any] | None) -> None:
     if published is None:
-        db.run("DELETE FROM published WHERE inode = ?", inode)
+        db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
         return
     digest = None if published[5] is None else bytes.fromhex(published[5])
     row = [*published[:5], digest]
-    known = db.row("SELECT digest, pfs_inode FROM published WHERE inode = ?", inode)
+    known = db.row("SELECT digest, pfs_inode FROM pfs_file WHERE inode = ?", inode)
     if known is not None and digest is not None and known == (digest, published[4]):
-        db.run("UPDATE published SET generation = ?, complete = ?, size = ?, mtime_ns = ? WHERE inode = ?", *row[:4], inode)
+        db.run("UPDATE pfs_file SET generation = ?, complete = ?, size = ?, mtime_ns = ? WHERE inode = ?", *row[:4], inode)
     else:
-        db.run(f"INSERT OR REPLACE INTO published (inode, {', '.join(_PUBLISHED_COLUMNS)}) VALUES (?,?,?,?,?,?,?)", inode, *row)
+        db.run(f"INSERT OR REPLACE INTO pfs_file (inode, {', '.join(_PUBLISHED_COLUMNS)}) VALUES (?,?,?,?,?,?,?)", inode, *row)
 
 
 def get_pfs_name_value(db: Database, parent: int, name: bytes) -> Value | None:
@@ -154,12 +154,14 @@ INODE_FIELDS = (
 
 FILE_ONLY_FIELDS = ("size", "mtime_ns", "ctime_ns")
 """What a directory keeps under `m/` or has not: many nodes make names in one directory without contending."""
-_SELECT_INODE = f"SELECT {', '.join(INODE_FIELDS)} FROM inode WHERE id = ?"
+_INODE_COLUMN_BY_FIELD = {"complete": "imported", "missed": "salvaged"}
+"""Fields of a shared inode whose column has another name; their names in the store never change."""
+_SELECT_INODE = f"SELECT {', '.join(_INODE_COLUMN_BY_FIELD.get(name, name) for name in INODE_FIELDS)} FROM inode WHERE id = ?"
 
 _SELECT_CONTENT = (
-    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.former_ns,"
-    " k.before_generation, k.before_ns FROM content k JOIN inode i ON i.id = k.inode"
-    " WHERE k.id = ? AND k.peer = 0 AND k.state <> 3 AND i.nlink > 0"
+    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.superseded_mtime_ns,"
+    " k.replicated_generation, k.replicated_mtime_ns FROM content k JOIN inode i ON i.id = k.inode"
+    " WHERE k.id = ? AND k.remote = 0 AND k.state <> 3 AND i.nlink > 0"
 )
 
 
@@ -249,7 +251,7 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
     """[directory, name] of all names of what is no directory, in order: those that the store knows, as far as they were not taken away
     here, and those that were given here. They are told by name and not counted, so that two nodes can take away the same one.
     """
-    value = db.value("SELECT value FROM seen_key WHERE kind = 'i' AND number = ? AND name = x''", inode)
+    value = db.value("SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''", inode)
     here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
     there = None if value is None else {(parent, name) for parent, name in json.loads(value)["names"]}
     if there is None:
@@ -260,10 +262,10 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
 
 def count_links(db: Database, directory: int) -> int:
     """Links of a directory: those that the store knows, 2 of one that it does not have, and what this node changed in it."""
-    value = db.value("SELECT value FROM seen_key WHERE kind = 'i' AND number = ? AND name = x''", directory)
+    value = db.value("SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''", directory)
     links = 2 if value is None else int(json.loads(value)["nlink"])
-    for (name,) in db.rows("SELECT DISTINCT name FROM touched_key WHERE kind = 'e' AND number = ?", directory):
-        there = db.value("SELECT value FROM seen_key WHERE kind = 'e' AND number = ? AND name = ?", directory, name)
+    for (name,) in db.rows("SELECT DISTINCT name FROM dirty_key WHERE kind = 'e' AND number = ?", directory):
+        there = db.value("SELECT value FROM cached_key WHERE kind = 'e' AND number = ? AND name = ?", directory, name)
         here = _get_name_value(db, directory, bytes(name))
         links += _is_directory(here) - _is_directory(decode_value(there))
     return links
@@ -287,9 +289,9 @@ def set_link_count(db: Database, key: SharedKey) -> None:
 def _is_name_changed(db: Database, parent: int, name: str) -> bool:
     """Whether this name leads elsewhere than in the store because of this node: what was taken back is still marked, and is no change."""
     key = (parent, name.encode("latin-1"))
-    if db.value("SELECT 1 FROM touched_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
+    if db.value("SELECT 1 FROM dirty_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
         return False
-    value = db.value("SELECT value FROM seen_key WHERE kind = 'e' AND number = ? AND name = ?", *key)
+    value = db.value("SELECT value FROM cached_key WHERE kind = 'e' AND number = ? AND name = ?", *key)
     there = None if value is None else json.loads(value)["child"]
     return bool(there != db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *key))
 
@@ -316,8 +318,9 @@ def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
 def _get_inherited_value(db: Database, number: int) -> Value | None:
     """What another node wrote, and a file of this node has replaced: see `former.inherit`. It says itself what it has."""
     row = db.row(
-        "SELECT k.inode, k.former_ns, s.value FROM content k JOIN inode i ON i.id = k.inode AND i.nlink > 0"
-        " JOIN seen_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.peer = 1 AND k.former_ns > 0 AND k.state <> 3",
+        "SELECT k.inode, k.superseded_mtime_ns, s.value FROM content k JOIN inode i ON i.id = k.inode AND i.nlink > 0"
+        " JOIN cached_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.remote = 1"
+        " AND k.superseded_mtime_ns > 0 AND k.state <> 3",
         number,
     )
     value = None if row is None else decode_value(row[2])
@@ -338,7 +341,7 @@ def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> No
         return
     target = value["target"]
     columns = {"missed": None, **value, "target": None if target is None else target.encode("latin-1")}
-    columns.pop("xattrs", None)
+    columns = {_INODE_COLUMN_BY_FIELD.get(name, name): field for name, field in columns.items() if name != "xattrs"}
     if (names := columns.pop("names", None)) is not None:
         columns["nlink"] = len(names)
     if db.row("SELECT 1 FROM inode WHERE id = ?", number):
@@ -364,7 +367,7 @@ def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> No
     if value is not None:
         db.run(
             "UPDATE inode SET mtime_ns = ?1, ctime_ns = ?2 WHERE id = ?3 AND mode & 61440 = 16384"
-            " AND (ctime_ns <= ?2 OR NOT EXISTS (SELECT 1 FROM seen_key WHERE kind = 'm' AND number = ?3))",
+            " AND (ctime_ns <= ?2 OR NOT EXISTS (SELECT 1 FROM cached_key WHERE kind = 'm' AND number = ?3))",
             value["mtime_ns"], value["ctime_ns"], number,
         )  # fmt: skip
 
@@ -372,7 +375,7 @@ def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> No
 def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> None:
     """What another node wrote last; what this node wrote itself it knows better."""
     if value is None:
-        db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ? AND peer = 1 AND state <> 3", ContentState.DOOMED, number)
+        db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ? AND remote = 1 AND state <> 3", ContentState.DOOMED, number)
         return
     digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
     is_open = value["state"] == ContentState.OPEN

@@ -227,17 +227,17 @@ _SELECT_UNNEEDED = (
     " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = i.id) AND NOT EXISTS (SELECT 1 FROM entry e WHERE e.parent = i.id)"
     " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = i.content) AND NOT EXISTS (SELECT 1 FROM journal j WHERE j.inode = i.id)"
     " AND NOT EXISTS (SELECT 1 FROM content k WHERE k.inode = i.id"
-    " AND (k.peer = 0 OR EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id)))"
-    " AND NOT EXISTS (SELECT 1 FROM published p WHERE p.inode = i.id) AND NOT EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = i.id)"
-    " AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE t.kind IN ('i', 'm') AND t.number = i.id)"
-    " AND NOT EXISTS (SELECT 1 FROM entry e JOIN touched_key t ON t.kind = 'e' AND t.number = e.parent AND t.name = e.name"
+    " AND (k.remote = 0 OR EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id)))"
+    " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = i.id) AND NOT EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = i.id)"
+    " AND NOT EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind IN ('i', 'm') AND t.number = i.id)"
+    " AND NOT EXISTS (SELECT 1 FROM entry e JOIN dirty_key t ON t.kind = 'e' AND t.number = e.parent AND t.name = e.name"
     " WHERE e.child = i.id) ORDER BY i.id LIMIT ?3"
 )
 
 
 def is_cache_full(db: Database, keys_max: int = limits.CACHED_KEYS_MAX) -> bool:
     """Whether more is remembered than should be."""
-    return int(db.value("SELECT count(*) FROM seen_key")) > keys_max
+    return int(db.value("SELECT count(*) FROM cached_key")) > keys_max
 
 
 def delete_unneeded(db: Database, after: int, at_most: int = limits.CACHED_KEYS_DROPPED) -> int:
@@ -245,11 +245,11 @@ def delete_unneeded(db: Database, after: int, at_most: int = limits.CACHED_KEYS_
     with key_state.change_unmarked(db):
         inodes = [row[0] for row in db.rows(_SELECT_UNNEEDED, after, identity.get_node_number(db), at_most)]
         for inode in inodes:
-            db.run("DELETE FROM seen_key WHERE kind = 'e' AND (number, name) IN (SELECT parent, name FROM entry WHERE child = ?)", inode)
+            db.run("DELETE FROM cached_key WHERE kind = 'e' AND (number, name) IN (SELECT parent, name FROM entry WHERE child = ?)", inode)
             db.run("DELETE FROM entry WHERE child = ?", inode)
-            db.run("DELETE FROM seen_key WHERE kind = 'c' AND number IN (SELECT id FROM content WHERE inode = ?)", inode)
+            db.run("DELETE FROM cached_key WHERE kind = 'c' AND number IN (SELECT id FROM content WHERE inode = ?)", inode)
             db.run("DELETE FROM content WHERE inode = ?", inode)
             db.run("DELETE FROM xattr WHERE inode = ?", inode)
-            db.run("DELETE FROM seen_key WHERE kind IN ('i', 'm') AND number = ?", inode)
+            db.run("DELETE FROM cached_key WHERE kind IN ('i', 'm') AND number = ?", inode)
             db.run("DELETE FROM inode WHERE id = ?", inode)
     return inodes[-1] if inodes else 0

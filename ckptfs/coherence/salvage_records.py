@@ -30,7 +30,8 @@ def record_previous_shown(db: Database, content: Content, inode: int, values: tu
     """The store was told that `inode` shows `content`, which lies here: (value of the file, value of the content)."""
     with db.transaction():
         db.run(
-            "UPDATE content SET peer = 0, inode = ?, former_ns = NULL, lacking = 1, told = 0, closed_ns = ?, change = change + 1"
+            "UPDATE content SET remote = 0, inode = ?, superseded_mtime_ns = NULL, under_replicated = 1, announce_state = 0,"
+            " closed_ns = ?, change = change + 1"
             " WHERE id = ? AND generation = ? AND state = 2",
             inode, values[1]["closed_ns"], content.id, content.generation,
         )  # fmt: skip
@@ -72,13 +73,13 @@ def record_salvage_undone(db: Database, inode: int, value: Value, revision: int,
 
 def list_salvaged(db: Database) -> list[tuple[int, str]]:
     """(inode, what it should hold) of the files that show a former content, as far as they are known here."""
-    return [(row[0], row[1]) for row in db.rows("SELECT id, missed FROM inode WHERE missed IS NOT NULL AND nlink > 0")]
+    return [(row[0], row[1]) for row in db.rows("SELECT id, salvaged FROM inode WHERE salvaged IS NOT NULL AND nlink > 0")]
 
 
 def delete_salvage_record(db: Database, inode: int) -> None:
     """Nobody will bring what this file should hold."""
     with db.transaction():
-        db.run("UPDATE inode SET missed = NULL WHERE id = ?", inode)
+        db.run("UPDATE inode SET salvaged = NULL WHERE id = ?", inode)
 
 
 def insert_conflict_copy(db: Database, content: Content, file: Value, node_label: str) -> bytes | None:

@@ -49,7 +49,7 @@ def get_turn(value: bytes | None) -> int:
 
 def get_highest_revision(db: Database) -> int:
     """The highest revision of that store that is remembered."""
-    own = db.value("SELECT max(revision) FROM seen_key WHERE kind = 'w'") or 0
+    own = db.value("SELECT max(revision) FROM cached_key WHERE kind = 'w'") or 0
     return max(int(db.value("SELECT value FROM meta WHERE key = 'epoch revision'") or 0), int(own))
 
 
@@ -62,7 +62,7 @@ def record_revision(db: Database, value: bytes | None, revision_reached: int) ->
 
 def require_rebuilt(db: Database) -> None:
     """The nodes have had time to tell a store that has lost its data what the PFS shows. Raises Unreachable."""
-    if get_loss_age_s(db) < limits.STORE_PUBLISH_S or db.value("SELECT 1 FROM lost_key LIMIT 1") is not None:
+    if get_loss_age_s(db) < limits.STORE_PUBLISH_S or db.value("SELECT 1 FROM resend_key LIMIT 1") is not None:
         raise StoreUnreachable("the nodes are telling the store of the cluster what they know: it has lost its data")
 
 
@@ -116,22 +116,22 @@ _WALK_STATEMENTS = [
 
 # An inode is as new as the newest of its names: a directory that is renamed where it lies does not change itself.
 _SET_INODE_REVISIONS = (
-    "UPDATE lost_key SET revision = n.revision FROM (SELECT e.child, max(l.revision) AS revision FROM entry e JOIN lost_key l"
+    "UPDATE resend_key SET revision = n.revision FROM (SELECT e.child, max(l.revision) AS revision FROM entry e JOIN resend_key l"
     " ON l.kind = 'e' AND l.number = e.parent AND l.name = e.name GROUP BY e.child) n"
-    " WHERE kind = 'i' AND number = n.child AND lost_key.revision < n.revision"
+    " WHERE kind = 'i' AND number = n.child AND resend_key.revision < n.revision"
 )
-_INSERT_DIRTY = "INSERT OR IGNORE INTO touched_key (change, kind, number, name) "
+_INSERT_DIRTY = "INSERT OR IGNORE INTO dirty_key (change, kind, number, name) "
 
 _MARK_ALL_DIRTY = [
     _INSERT_DIRTY + "SELECT w.change, 'i', w.id, x'' FROM walk w JOIN inode i ON i.id = w.id",
     _INSERT_DIRTY + "SELECT w.change, 'm', w.id, x'' FROM walk w JOIN inode i ON i.id = w.id WHERE i.mode & 61440 = 16384",
     _INSERT_DIRTY + "SELECT w.change, 'e', e.parent, e.name FROM walk w JOIN entry e ON e.child = w.id",
     _INSERT_DIRTY + "SELECT w.change, 'c', i.content, x'' FROM walk w JOIN inode i ON i.id = w.id WHERE i.content IS NOT NULL",
-    _INSERT_DIRTY + "SELECT (SELECT max(change) FROM walk) + row_number() OVER (ORDER BY kind), kind, number, name FROM lost_key l"
+    _INSERT_DIRTY + "SELECT (SELECT max(change) FROM walk) + row_number() OVER (ORDER BY kind), kind, number, name FROM resend_key l"
     " WHERE kind IN ('c', 'f', 'x')"
-    f" AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE {_SAME_KEY_SQL.format('l')})",
+    f" AND NOT EXISTS (SELECT 1 FROM dirty_key t WHERE {_SAME_KEY_SQL.format('l')})",
     _INSERT_DIRTY
-    + f"SELECT (SELECT max(change) FROM touched_key) + seq, 'j', {key_state.ROW_NODE_SQL}, {key_state.ROW_NAME_SQL.format('journal')}"
+    + f"SELECT (SELECT max(change) FROM dirty_key) + seq, 'j', {key_state.ROW_NODE_SQL}, {key_state.ROW_NAME_SQL.format('journal')}"
     " FROM journal",
 ]
 
@@ -139,52 +139,52 @@ _MARK_ALL_DIRTY = [
 def begin_rebuild(db: Database, value: bytes, first_revision: int) -> None:
     """Take nothing for told any more: the store of the epoch `value`, put in revision `first`, is to be told all that is known here."""
     with key_state.change_unmarked(db):
-        changed = f"SELECT 1 FROM touched_key t WHERE {_SAME_KEY_SQL.format('lost_key')} AND t.change <> lost_key.change"
-        db.run(f"DELETE FROM lost_key WHERE EXISTS ({changed})")
+        changed = f"SELECT 1 FROM dirty_key t WHERE {_SAME_KEY_SQL.format('resend_key')} AND t.change <> resend_key.change"
+        db.run(f"DELETE FROM resend_key WHERE EXISTS ({changed})")
         db.run(
-            "INSERT OR REPLACE INTO lost_key (kind, number, name, turn, revision, change, value) SELECT kind, number, name, ?, revision, 0,"
-            f" value FROM seen_key s WHERE kind <> 'w' AND NOT EXISTS (SELECT 1 FROM touched_key t WHERE {_SAME_KEY_SQL.format('s')})",
+            "INSERT OR REPLACE INTO resend_key (kind, number, name, turn, revision, change, value)"
+            f" SELECT kind, number, name, ?, revision, 0, value FROM cached_key s WHERE kind <> 'w' AND NOT EXISTS (SELECT 1 FROM dirty_key t WHERE {_SAME_KEY_SQL.format('s')})",
             get_turn(get_epoch(db)),
         )  # fmt: skip
         _set_prior_revisions(db)
         _delete_stale_names(db)
         db.run(_SET_INODE_REVISIONS)
-        db.run("DELETE FROM seen_key")
-        db.run("DELETE FROM touched_key")
+        db.run("DELETE FROM cached_key")
+        db.run("DELETE FROM dirty_key")
         for statement in (*_WALK_STATEMENTS, *_MARK_ALL_DIRTY):
             db.run(statement)
         db.run("DELETE FROM walk")
         db.run(
-            f"UPDATE lost_key SET change = coalesce((SELECT max(change) FROM touched_key t WHERE {_SAME_KEY_SQL.format('lost_key')}), 0)"
+            f"UPDATE resend_key SET change = coalesce((SELECT max(change) FROM dirty_key t WHERE {_SAME_KEY_SQL.format('resend_key')}), 0)"
         )
-        db.run(f"UPDATE content SET told = 2 WHERE peer = 1 AND state = 2 AND {HAS_GOOD_COPY}")
+        db.run(f"UPDATE content SET announce_state = 2 WHERE remote = 1 AND state = 2 AND {HAS_GOOD_COPY}")
         record_epoch(db, value, first_revision, time.time_ns())
 
 
 def _set_prior_revisions(db: Database) -> None:
     """What was told anew to the store that is lost now, and not changed since, is no newer than it was before."""
-    for *key, raw in db.rows("SELECT kind, number, name, value FROM seen_key WHERE kind <> 'w' AND instr(value, ?)", PRIOR_REVISION_JSON):
+    for *key, raw in db.rows("SELECT kind, number, name, value FROM cached_key WHERE kind <> 'w' AND instr(value, ?)", PRIOR_REVISION_JSON):
         known = get_prior_revision(bytes(raw))
         if known is not None:
             where = "kind = ? AND number = ? AND name = ? AND turn = ?"
-            db.run(f"UPDATE lost_key SET turn = ?, revision = ? WHERE {where}", *known, *key, get_turn(get_epoch(db)))
+            db.run(f"UPDATE resend_key SET turn = ?, revision = ? WHERE {where}", *known, *key, get_turn(get_epoch(db)))
 
 
 def _delete_stale_names(db: Database) -> None:
     """Names that lead here to what has been renamed since: nobody has asked for them again, so they are still in the cache."""
     rows = db.rows(
         "SELECT e.cookie, e.parent, e.name, i.value FROM entry e"
-        " JOIN lost_key n ON n.kind = 'e' AND n.number = e.parent AND n.name = e.name"
-        " JOIN lost_key i ON i.kind = 'i' AND i.number = e.child AND (i.turn, i.revision) > (n.turn, n.revision)"
+        " JOIN resend_key n ON n.kind = 'e' AND n.number = e.parent AND n.name = e.name"
+        " JOIN resend_key i ON i.kind = 'i' AND i.number = e.child AND (i.turn, i.revision) > (n.turn, n.revision)"
     )
     for cookie, parent, name, known in rows:
         value = decode_value(bytes(known)) or {}
         if "names" in value and [parent, bytes(name).decode("latin-1")] not in value["names"]:
             db.run("DELETE FROM entry WHERE cookie = ?", cookie)
-    newest = "SELECT 1 FROM entry o LEFT JOIN lost_key l ON l.kind = 'e' AND l.number = o.parent AND l.name = o.name"
+    newest = "SELECT 1 FROM entry o LEFT JOIN resend_key l ON l.kind = 'e' AND l.number = o.parent AND l.name = o.name"
     db.run(
         "DELETE FROM entry WHERE cookie IN (SELECT e.cookie FROM entry e JOIN inode i ON i.id = e.child AND i.mode & 61440 = 16384"
-        " JOIN lost_key n ON n.kind = 'e' AND n.number = e.parent AND n.name = e.name"
+        " JOIN resend_key n ON n.kind = 'e' AND n.number = e.parent AND n.name = e.name"
         f" WHERE EXISTS ({newest} WHERE o.child = e.child AND o.cookie <> e.cookie"
         " AND (l.kind IS NULL OR (l.turn, l.revision) > (n.turn, n.revision))))"
     )
@@ -199,33 +199,33 @@ def list_node_numbers(db: Database) -> set[int]:
 
 def is_rebuilding(db: Database) -> bool:
     """Whether anything is left that was known to the lost store."""
-    return db.value("SELECT 1 FROM lost_key LIMIT 1") is not None
+    return db.value("SELECT 1 FROM resend_key LIMIT 1") is not None
 
 
 def find_prior_revision(db: Database, key: SharedKey) -> PriorRevision | None:
     """How new is what is known here of a key; None: newer than the lost store."""
-    row = db.row("SELECT turn, revision, change FROM lost_key WHERE kind = ? AND number = ? AND name = ?", *key)
+    row = db.row("SELECT turn, revision, change FROM resend_key WHERE kind = ? AND number = ? AND name = ?", *key)
     if row is None:
         return None
-    later = "SELECT 1 FROM touched_key WHERE kind = ? AND number = ? AND name = ? AND change <> ?"
+    later = "SELECT 1 FROM dirty_key WHERE kind = ? AND number = ? AND name = ? AND change <> ?"
     return None if db.value(later, *key, row[2]) else [row[0], row[1]]
 
 
 def get_lost_value(db: Database, key: SharedKey) -> bytes | None:
     """What the lost store said of a key."""
-    found = db.value("SELECT value FROM lost_key WHERE kind = ? AND number = ? AND name = ?", *key)
+    found = db.value("SELECT value FROM resend_key WHERE kind = ? AND number = ? AND name = ?", *key)
     return None if found is None else encode_value(decode_value(bytes(found)))
 
 
 def mark_resent(db: Database, keys: list[SharedKey]) -> None:
     """The store knows these again."""
     for key in keys:
-        db.run("DELETE FROM lost_key WHERE kind = ? AND number = ? AND name = ?", *key)
+        db.run("DELETE FROM resend_key WHERE kind = ? AND number = ? AND name = ?", *key)
 
 
 def end_rebuild(db: Database) -> None:
     """All is told."""
-    db.run("DELETE FROM lost_key")
+    db.run("DELETE FROM resend_key")
 
 
 def add_prior_revision(raw: bytes | None, prior_revision: PriorRevision | None) -> bytes | None:

@@ -122,7 +122,7 @@ def test_a_publication_that_is_not_this_very_content_does_not_count(node: Node, 
     contents = filled(node)
     node.publish(*contents)
     value = {"digest": None, "generation": 0, "complete": 0}[lacks]
-    node.db.run(f"UPDATE published SET {lacks} = ?", value)
+    node.db.run(f"UPDATE pfs_file SET {lacks} = ?", value)
     settle(evict(node))
     assert node.files(Tier.RAM) == set(contents), "the last copy of something was dropped"
 

@@ -74,10 +74,10 @@ def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: Wor
     world.bring("d/file")
     lose_copies(world, "d/file")
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.PFS)
-    world.db.run("UPDATE published SET checked_ns = 0")
+    world.db.run("UPDATE pfs_file SET checked_ns = 0")
     assert world.bring("d/file").result == mover_requests.DIRECT
     assert int(str(world.published("d/file", "checked_ns"))) > 0
-    world.db.run("UPDATE published SET checked_ns = 0")
+    world.db.run("UPDATE pfs_file SET checked_ns = 0")
     corrupt(world.pfs / "d" / "file")
     assert world.bring("d/file").error == 5
 
@@ -152,7 +152,7 @@ def test_a_file_that_is_written_here_while_it_is_fetched(world: World, monkeypat
 
 
 def test_an_empty_file_that_was_never_anywhere(world: World) -> None:
-    world.db.run("DELETE FROM published")
+    world.db.run("DELETE FROM pfs_file")
     assert world.bring("d/file").result == mover_requests.FETCHED
     assert world.column("d/file", "content") is None
 

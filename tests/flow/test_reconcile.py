@@ -41,7 +41,7 @@ def replicated(cluster: LocalCluster, name: bytes = b"a") -> int:
     replicate(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     for node in (one, two):
-        node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'')", node.inode(content))
+        node.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'')", node.inode(content))
     return content
 
 
@@ -86,7 +86,7 @@ def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
     """P1: an island's files."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
-    one.db.run("DELETE FROM seen_key")
+    one.db.run("DELETE FROM cached_key")
     sweep(one)
     sweep(two)
     assert one.copies(content) == two.copies(content) == {Tier.RAM: CopyState.GOOD}
@@ -115,7 +115,7 @@ def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why
     """P5: it wrote the file, told nobody, and has lost its RAM or writes again. The copy here may be the last one."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
-    one.db.run("DELETE FROM seen_key")
+    one.db.run("DELETE FROM cached_key")
     if why == "lost":
         one.lose_ram()
     else:
@@ -250,7 +250,7 @@ def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path
     for node, word in ((one, b"here"), (two, b"there"), (two, b"again")):
         monkeypatch.setattr(node, "publish_shared", lambda content: None)
         node.rewrite(content, lambda data, word=word: data.extend(word))  # type: ignore[misc]
-    one.db.run("INSERT INTO touched_key (change, kind, number, name) VALUES (1, 'c', ?, x'')", content)
+    one.db.run("INSERT INTO dirty_key (change, kind, number, name) VALUES (1, 'c', ?, x'')", content)
     there = two.row(content)
     assert there.digest is not None
     value = {"node": 2, "inode": there.inode, "generation": there.generation, "state": 2, "size": there.size, "closed_ns": 1}
@@ -261,7 +261,7 @@ def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path
     flow.step()
     until(lambda: flow.in_flight() == (0, 0))
     assert one.data(content).endswith(b"here") and one.copies(content) == {Tier.RAM: CopyState.GOOD}
-    one.db.run("DELETE FROM touched_key")
+    one.db.run("DELETE FROM dirty_key")
     flow.retry_now()
     until(lambda: level(two, content) is Level.CLIQUE, flow.step)
     assert one.data(content).endswith(b"again")
@@ -309,7 +309,7 @@ def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_p
     for node, flow in flows.items():
         one.hold.release_copies([kept])
         run_until_idle(flow)
-        one.db.run("DELETE FROM touched_key")
+        one.db.run("DELETE FROM dirty_key")
         Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
         replicate_of(node).step()
         assert node.copies(content) == {} and node.files(Tier.RAM) == {kept}

@@ -111,11 +111,11 @@ def test_an_open_file_falls_back_to_what_it_had_fsynced_and_not_to_what_was_befo
     inode = node.inode(old)
     new = node.write(inode, b"step 1, step 2", closed=False)
     node.publish(old)
-    node.db.run("UPDATE published SET generation = generation + 1, complete = 0, size = 6 WHERE inode = ?", inode)
+    node.db.run("UPDATE pfs_file SET generation = generation + 1, complete = 0, size = 6 WHERE inode = ?", inode)
     lose(node, Tier.RAM)
     recover(node)
     assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
-    assert node.db.value("SELECT complete FROM published WHERE inode = ?", inode) == 1
+    assert node.db.value("SELECT complete FROM pfs_file WHERE inode = ?", inode) == 1
     assert node.state(new) is ContentState.DOOMED and node.state(old) is ContentState.DOOMED
 
 
@@ -127,11 +127,11 @@ def test_a_closed_file_that_was_not_sealed_yet_shows_what_it_had_fsynced(node: N
     new = node.write(inode, b"step 1")
     node.publish(old)
     generation = node.db.value("SELECT generation FROM content WHERE id = ?", new)
-    node.db.run("UPDATE published SET generation = ?, complete = 0, size = 6 WHERE inode = ?", generation, inode)
+    node.db.run("UPDATE pfs_file SET generation = ?, complete = 0, size = 6 WHERE inode = ?", generation, inode)
     lose(node, Tier.RAM)
     recover(node)
     assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
-    assert node.db.value("SELECT complete FROM published WHERE inode = ?", inode) == 1
+    assert node.db.value("SELECT complete FROM pfs_file WHERE inode = ?", inode) == 1
     assert "run.cpt was not sealed yet when its tier was lost; it shows what is on the PFS again" in caplog.text
 
 

@@ -224,5 +224,5 @@ def test_a_content_of_which_nobody_knows_has_not_reached_the_clique(two: LocalCl
     assert peer_copies.is_published(one.db, row)
     key_state.mark_dirty(one.db, SharedKey(CONTENT, content))
     assert not peer_copies.is_published(one.db, row)
-    one.db.run("INSERT INTO seen_key (kind, number, name, revision, value) VALUES ('c', ?, x'', 1, x'')", content)
+    one.db.run("INSERT INTO cached_key (kind, number, name, revision, value) VALUES ('c', ?, x'', 1, x'')", content)
     assert peer_copies.is_published(one.db, row)

@@ -120,7 +120,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     publish(two)
     assert file_of(cluster, inode).content == third
     one.revive()
-    one.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    one.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
     decide(two)
     tidy(one)
     assert file_of(cluster, inode).content == third
@@ -223,7 +223,7 @@ def renamed_over(node: Node, replaced: int, content: int) -> int:
     node.learn(replaced, b"file", content, told.state.size)
     node.db.run("UPDATE inode SET mtime_ns = 2 WHERE id = ?", replaced)
     locations.refresh(node.db, node.store, [content], node.number)
-    node.db.run("INSERT OR REPLACE INTO seen_key VALUES ('c', ?, x'', 1, ?)", content, told.items[0].value)
+    node.db.run("INSERT OR REPLACE INTO cached_key VALUES ('c', ?, x'', 1, ?)", content, told.items[0].value)
     newer = overwrite(node, content, "renamed")
     for other in node.cluster.nodes:
         if other is not node:

@@ -141,7 +141,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     change(two, former, lambda data: data.reverse())
     assert shown(cluster, inode)[:2] == (former, 2)
     one.revive()
-    one.db.run("INSERT OR REPLACE INTO seen_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    one.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
     decide(two)
     tidy(one)
     assert shown(cluster, inode)[:2] == (former, 2) and two.data(former) == OLD[::-1]
@@ -164,7 +164,7 @@ def test_another_node_changed_it(tmp_path: Path, stop: str, heard: bool) -> None
         decide(node)
     assert shown(cluster, inode)[1:] == (1, len(OLD), 2)
     assert held(one, inode) == OLD and one.state(shown(cluster, inode)[0]) is ContentState.SEALED
-    assert one.db.value("SELECT peer FROM content WHERE id = ?", shown(cluster, inode)[0]) == 0
+    assert one.db.value("SELECT remote FROM content WHERE id = ?", shown(cluster, inode)[0]) == 0
     tidy(one)
     assert one.files(Tier.RAM) == {shown(cluster, inode)[0]}
 
@@ -251,7 +251,7 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
     former = shown(cluster, inode)[0]
     assert former != content and two.data(former) == OLD
     row = two.row(former)
-    assert not row.is_remote and two.db.value("SELECT lacking FROM content WHERE id = ?", former) == 1
+    assert not row.is_remote and two.db.value("SELECT under_replicated FROM content WHERE id = ?", former) == 1
 
 
 def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:

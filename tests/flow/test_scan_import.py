@@ -21,9 +21,9 @@ def world(tmp_path: Path) -> World:
 
 def test_root_awaits_its_visit_and_then_has_the_pfs_root_s_attributes(world: World) -> None:
     os.chmod(world.pfs, 0o2750)
-    assert world.column("", "complete") == 0
+    assert world.column("", "imported") == 0
     world.look(again=False)
-    assert world.column("", "complete") == 1
+    assert world.column("", "imported") == 1
     assert stat.S_IMODE(int(str(world.column("", "mode")))) == 0o2750
     os.chmod(world.pfs, 0o755)
     world.look()
@@ -47,9 +47,9 @@ def test_all_kinds_with_their_attributes(world: World) -> None:
     assert stat.S_ISFIFO(int(str(world.column("fifo", "mode"))))
     assert world.db.rows("SELECT name, value FROM xattr") == [(b"user.colour", b"green")]
     assert (world.published("file", "complete"), world.published("file", "digest"), world.published("file", "generation")) == (1, None, 0)
-    assert world.column("directory", "complete") == 0 and world.names("directory") == set()
+    assert world.column("directory", "imported") == 0 and world.names("directory") == set()
     world.look("directory", again=False)
-    assert world.names("directory") == {"below"} and world.column("directory", "complete") == 1
+    assert world.names("directory") == {"below"} and world.column("directory", "imported") == 1
     world.check()
 
 
@@ -164,7 +164,7 @@ def test_what_was_made_blindly_stays_and_directories_are_joined(world: World) ->
     world.db.run("DELETE FROM journal")
     world.look(again=False)
     assert world.inode("both") == ours and world.inode("file") == mine
-    assert world.column("both", "complete") == 0
+    assert world.column("both", "imported") == 0
     world.look("both", again=False)
     assert world.names("both") == {"mine", "theirs"}
     assert (ours, b"theirs") in world.told.entries, "the kernel may know the name as absent"
@@ -211,7 +211,7 @@ def test_an_error_of_the_pfs_is_answered_and_leaves_the_directory_unvisited(
     answer = world.look("d", again=False)
     assert (answer.state, answer.error) == (mover_requests.FAILED, 5)
     monkeypatch.setattr(disk, "_fault", "")
-    assert world.column("d", "complete") == 0
+    assert world.column("d", "imported") == 0
     assert world.look("d", again=False).state == mover_requests.DONE
     assert world.names("d") == {"file", "link", "below"}
     world.check()
@@ -225,7 +225,7 @@ def test_killed_anywhere_it_starts_over(world: World, label: str, when: str) -> 
     world.look(again=False)
     assert world.killed_at(f"{label}={when}", lambda there: there.look("d", again=False))
     after = world.reborn()
-    assert after.column("d", "complete") == (1 if (label, when) == ("scan:end", "kill-after") else 0)
+    assert after.column("d", "imported") == (1 if (label, when) == ("scan:end", "kill-after") else 0)
     assert after.look("d", again=False).state == mover_requests.DONE
     assert after.names("d") == {"file", "link", "below"}
     after.check()

@@ -80,7 +80,7 @@ def test_a_tree_that_vanished(world: World) -> None:
 def test_a_renamed_directory_is_a_new_one(world: World) -> None:
     (world.pfs / "d").rename(world.pfs / "e")
     world.look()
-    assert world.names() == {"file", "e"} and world.column("e", "complete") == 0
+    assert world.names() == {"file", "e"} and world.column("e", "imported") == 0
     world.look("e", again=False)
     assert world.names("e") == {"deep", "y"}
     world.check()
@@ -175,10 +175,10 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
             one = namespace.create(world.db, ROOT, b"published", stat.S_IFREG | 0o644, uid=0, gid=0).id
             world.db.run("DELETE FROM journal")
             world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"published", one)
-            world.db.run("INSERT INTO published VALUES (?,1,1,?,?,?,NULL,NULL,0)", one, found.size, found.mtime_ns, found.ino)
+            world.db.run("INSERT INTO pfs_file VALUES (?,1,1,?,?,?,NULL,NULL,0)", one, found.size, found.mtime_ns, found.ino)
             changed = pfs_tree.stat_entry(fd, b"file")
             world.db.run(
-                "UPDATE published SET size = ?, mtime_ns = ?, digest = x'00' WHERE inode = ?",
+                "UPDATE pfs_file SET size = ?, mtime_ns = ?, digest = x'00' WHERE inode = ?",
                 changed.size,
                 changed.mtime_ns,
                 world.inode("file"),
@@ -207,7 +207,7 @@ def test_a_directory_that_write_back_is_moving(world: World) -> None:
         (world.pfs / old).rename(world.pfs / new)
     answer = world.look("e", again=False)
     assert (answer.state, answer.error) == (mover_requests.FAILED, 16)
-    assert world.names("e") == set() and world.column("e", "complete") == 0
+    assert world.names("e") == set() and world.column("e", "imported") == 0
     world.check()
 
 
@@ -215,7 +215,7 @@ def test_a_pfs_that_keeps_no_fractions_of_seconds(world: World) -> None:
     """It may show the whole time at first and a part of it later: nobody has changed the file."""
     world.bring("file")
     content, second = world.column("file", "content"), 1_700_000_000
-    world.db.run("UPDATE published SET mtime_ns = ? WHERE inode = ?", second * 10**9 + 123_456_789, world.inode("file"))
+    world.db.run("UPDATE pfs_file SET mtime_ns = ? WHERE inode = ?", second * 10**9 + 123_456_789, world.inode("file"))
     os.utime(world.pfs / "file", ns=(0, second * 10**9))
     world.look()
     assert world.column("file", "content") == content
@@ -231,7 +231,7 @@ def test_refresh_comes_by_the_timer(world: World) -> None:
     (world.pfs / "new").write_bytes(b"")
     world.visit.step()
     assert "new" not in world.names()
-    world.db.run("UPDATE inode SET visited_ns = 1, birth_ns = 1 WHERE id = 1")
+    world.db.run("UPDATE inode SET scanned_ns = 1, birth_ns = 1 WHERE id = 1")
     world.visit._next_refresh_s = 0.0
     world.visit.step()
     assert "new" in world.names()

@@ -111,7 +111,7 @@ async def left_out(cluster: WriterCluster) -> int:
             await cluster.take_over(node)
             await settled(cluster.nodes)
             await cluster.step(node)
-            node.db.run("UPDATE want SET state = 2, error = 5 WHERE kind = 'fetch'")
+            node.db.run("UPDATE mover_request SET state = 2, error = 5 WHERE kind = 'fetch'")
         if (cluster.pfs / "d").is_dir():
             break
     assert (cluster.pfs / "d").is_dir()

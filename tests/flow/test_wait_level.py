@@ -42,7 +42,7 @@ def test_a_level(world: World, settle: WaitLevel) -> None:
     assert state(world, settle, want) == mover_requests.OPEN and settle.next_due_s() is not None
     assert state(world, settle, mover_requests.insert_request(world.db, mover_requests.WAIT_LEVEL, inode, "local")) == mover_requests.DONE
     world.db.run("UPDATE content SET state = 2, digest = x'01' WHERE id = ?", content)
-    world.db.run("UPDATE published SET generation = 1, digest = x'01' WHERE inode = ?", inode)
+    world.db.run("UPDATE pfs_file SET generation = 1, digest = x'01' WHERE inode = ?", inode)
     assert state(world, settle, want) == mover_requests.OPEN, "something about it is still to be told"
     world.db.run("DELETE FROM journal")
     assert state(world, settle, want) == mover_requests.DONE

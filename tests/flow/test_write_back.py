@@ -102,7 +102,7 @@ def test_what_is_made_and_removed_again_never_appears(mount: Mount) -> None:
     mount.unlink(b"lock")
     mount.rename(b"step_1.tmp", b"step_1")
     mount.settle_exactly()
-    assert mount.db.value("SELECT count(*) FROM published") == 1
+    assert mount.db.value("SELECT count(*) FROM pfs_file") == 1
 
 
 def test_the_old_file_stays_until_the_new_one_is_whole(mount: Mount) -> None:

@@ -73,7 +73,7 @@ def test_a_directory_that_both_made_is_one(mount: Mount) -> None:
     mount.put(b"shared/ours", b"ours")
     mount.settle()
     assert sorted(os.listdir(mount.pfs / "shared")) == ["ours", "theirs"]
-    assert mount.db.value("SELECT complete FROM inode WHERE id = ?", mount.number(b"shared")) == 0, "theirs is imported at the next visit"
+    assert mount.db.value("SELECT imported FROM inode WHERE id = ?", mount.number(b"shared")) == 0, "theirs is imported at the next visit"
     assert mount.temporaries() == []
 
 
@@ -137,7 +137,7 @@ def test_a_file_whose_only_copy_they_removed_is_never_shown_as_empty(mount: Moun
     mount.rename(b"run/a", b"run/b")
     mount.settle()
     assert mount.on_pfs() == {b"run": ("directory", 0o755)}
-    assert mount.db.value("SELECT count(*) FROM published") == 1, "a visit finds out what became of it"
+    assert mount.db.value("SELECT count(*) FROM pfs_file") == 1, "a visit finds out what became of it"
 
 
 def test_somebody_removes_our_temporary_file(mount: Mount) -> None:

@@ -54,7 +54,7 @@ def test_everything_appears_as_it_is(stranger: DaemonUnderTest) -> None:
 def test_directories_are_visited_lazily(stranger: DaemonUnderTest) -> None:
     with deadline(stranger, 120):
         assert os.listdir(stranger.path) == ["old"]
-        unvisited = "SELECT complete FROM inode JOIN entry ON child = id WHERE name = ?"
+        unvisited = "SELECT imported FROM inode JOIN entry ON child = id WHERE name = ?"
         assert stranger.catalog(unvisited, b"old") == [(0,)]
         assert not os.path.exists(stranger.path / "old" / "nothing of this name")
         assert stranger.catalog(unvisited, b"old") == [(1,)] and stranger.catalog(unvisited, b"deep") == [(0,)]

@@ -130,7 +130,7 @@ class Node:
         """Record these contents as written back."""
         for row in map(self.row, contents_):
             self.db.run(
-                "INSERT OR REPLACE INTO published (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks)"
+                "INSERT OR REPLACE INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks)"
                 " VALUES (?, ?, 1, ?, 2, 77, ?, ?)",
                 row.inode, row.generation, row.size, row.digest, row.block_digests,
             )  # fmt: skip

@@ -104,11 +104,11 @@ class World:
         return self.db.value(f"SELECT {name} FROM inode WHERE id = ?", self.inode(path))
 
     def published(self, path: str, name: str) -> object:
-        return self.db.value(f"SELECT {name} FROM published WHERE inode = ?", self.inode(path))
+        return self.db.value(f"SELECT {name} FROM pfs_file WHERE inode = ?", self.inode(path))
 
     def check(self) -> None:
         """What must hold whenever nothing is under way."""
-        assert self.db.rows("SELECT * FROM visiting") == self.db.rows("SELECT * FROM touched") == []
+        assert self.db.rows("SELECT * FROM scan") == self.db.rows("SELECT * FROM scan_dirty_name") == []
         assert self.db.rows("SELECT * FROM copy WHERE state = 0") == []
         links = self.db.rows(
             "SELECT i.id FROM inode i WHERE i.mode & 61440 = 16384 AND i.nlink > 0 AND i.nlink <> 2 + (SELECT count(*) FROM entry e"

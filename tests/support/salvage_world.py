@@ -27,7 +27,7 @@ OLD, NEW = b"old" * 3000, b"newer" * 4000
 def publish(node: Node) -> None:
     """All that the node's mount would have told."""
     told = [SharedKey(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
-    told += [SharedKey(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE peer = 0 OR former_ns > 0")]
+    told += [SharedKey(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE remote = 0 OR superseded_mtime_ns > 0")]
     for key in told:
         value = keys.encode_value(keys.get_value(node.db, key))
         node.cluster.store.commit([], [Delete(keys.encode_key(key)) if value is None else Put(keys.encode_key(key), value)])

@@ -202,12 +202,12 @@ class Mount(Node):
         """The PFS shows the mount's tree, the catalog knows it, and nothing is left over."""
         assert self.on_pfs() == self.tree()
         assert self.temporaries() == []
-        for table in ("journal", "pfs_batch", "pfs_pending", "pfs_times"):
+        for table in ("journal", "pfs_batch", "pfs_pending", "pfs_stale_times"):
             assert self.db.rows(f"SELECT * FROM {table}") == [], table
         entries = self.db.rows("SELECT parent, name, inode FROM pfs_entry")
         shown = {self._path(parent, bytes(name)): inode for parent, name, inode in entries}
         assert shown == {path: self.number(path) for path in self.tree()}
-        for inode, size, mtime_ns, pfs_inode in self.db.rows("SELECT inode, size, mtime_ns, pfs_inode FROM published"):
+        for inode, size, mtime_ns, pfs_inode in self.db.rows("SELECT inode, size, mtime_ns, pfs_inode FROM pfs_file"):
             path = next(path for path, number in shown.items() if number == inode)
             found = os.lstat(os.path.join(os.fsencode(self.pfs), path))
             assert (found.st_size, found.st_mtime_ns, found.st_ino) == (size, mtime_ns, pfs_inode)

@@ -80,7 +80,7 @@ def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> 
     assert row.digest is not None
     copies.delete_copy(node.db, gone, Tier.RAM)
     peer_copies.insert_peer_copy(node.db, PeerCopy(gone, 2, row.generation, row.digest))
-    node.db.run("UPDATE content SET peer = 1 WHERE id = ?", dead)
+    node.db.run("UPDATE content SET remote = 1 WHERE id = ?", dead)
     transport = TransportFigures(
         lambda: [PeerLoad("node2", 3, 3000, 1, 1000)],
         lambda: {

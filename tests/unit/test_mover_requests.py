@@ -133,8 +133,11 @@ def test_a_failure_is_raised(db: Database) -> None:
 
 def test_a_row_that_was_swept_is_asked_again(db: Database) -> None:
     def answer(asking: MoverClient, want: int) -> None:
-        db.run("DELETE FROM want")
-        db.run("CREATE TRIGGER answer_at_once AFTER INSERT ON want BEGIN UPDATE want SET state = 1, result = 'here' WHERE id = NEW.id; END")
+        db.run("DELETE FROM mover_request")
+        db.run(
+            "CREATE TRIGGER answer_at_once AFTER INSERT ON mover_request BEGIN"
+            " UPDATE mover_request SET state = 1, result = 'here' WHERE id = NEW.id; END"
+        )
         asking.wake_waiters()
 
     assert asked(db, answer)[0] == mover_requests.FETCHED

@@ -194,7 +194,7 @@ def test_what_an_unvisited_directory_holds_is_not_guessed(db: Database) -> None:
     there = make(db, ROOT, b"there", DIRECTORY)
     known = make(db, there.id, b"known")
     make(db, ROOT, b"file")
-    db.run("UPDATE inode SET complete=0 WHERE id=?", there.id)
+    db.run("UPDATE inode SET imported=0 WHERE id=?", there.id)
     assert namespace.lookup(db, there.id, b"known").id == known.id, "what is known needs no visit"
     for call in (
         lambda: namespace.lookup(db, there.id, b"new"),
@@ -215,7 +215,7 @@ def test_what_an_unvisited_directory_holds_is_not_guessed(db: Database) -> None:
 
 def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
     there = make(db, ROOT, b"there", DIRECTORY)
-    db.run("UPDATE inode SET complete=0 WHERE id=?", there.id)
+    db.run("UPDATE inode SET imported=0 WHERE id=?", there.id)
     file = make(db, there.id, b"new", allow_unimported=True)
     with db.transaction():
         namespace.link(db, file.id, there.id, b"link", allow_unimported=True)

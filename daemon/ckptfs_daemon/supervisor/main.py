@@ -62,7 +62,7 @@ def _prepare_state(config: Config) -> int:
     lock_fd = state_directory.acquire_lock(config.state)
     state_directory.kill_leftovers(config.state / "processes.json")
     database.create(config.state / "catalog.db")
-    database.check_file(config.state / "catalog.db")
+    database.migrate_file(config.state / "catalog.db")
     _require_pfs_and_cluster(config)
     state_directory.prepare_ram_tier(config)
     return lock_fd

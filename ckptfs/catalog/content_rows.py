@@ -1,0 +1,28 @@
+"""Rows of the table `content` as values: the columns and their order, in one place, below all modules that own a part of the row."""
+
+from typing import Any
+
+from ckptfs.catalog.database import Database
+from ckptfs.model import Content, ContentState
+
+CONTENT_COLUMNS = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change, k.remote"
+"""SQL: the columns of `content k` that `build_content` reads."""
+CONTENT_COLUMNS_WITHOUT_BLOCKS = CONTENT_COLUMNS.replace("k.blocks", "NULL")
+"""The same for queries of many rows: the digests of all blocks are long, and few callers need them."""
+
+
+def build_content(row: tuple[Any, ...]) -> Content:
+    """Return the content at the beginning of a row. Further columns of the query are ignored."""
+    number, inode, generation, state, size, digest, block_digests, change, remote = row[:9]
+    return Content(number, inode, generation, ContentState(state), size, digest, block_digests, change, bool(remote))
+
+
+def get_content(db: Database, content: int) -> Content | None:
+    """Return the row of a content. Returns None if there is none."""
+    row = db.row(f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)
+    return None if row is None else build_content(row)
+
+
+def is_unchanged(db: Database, seen: Content) -> bool:
+    """Return True if the content is still in the state and at the change that the caller saw."""
+    return db.row("SELECT state, change FROM content WHERE id = ?", seen.id) == (seen.state, seen.change)
