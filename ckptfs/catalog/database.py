@@ -84,7 +84,7 @@ class Database:
         self.is_journalled = journalled
         self.is_clustered = clustered
         self._hooks = hooks
-        self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_PATIENCE if defer_checkpoints else 1)
+        self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_MOUNT_FACTOR if defer_checkpoints else 1)
         self._local = threading.local()
         # Worker threads come and go. A strong reference would keep their connections open.
         self._connections: weakref.WeakSet[_ThreadConnection] = weakref.WeakSet()

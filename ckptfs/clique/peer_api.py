@@ -197,7 +197,7 @@ class PeerApi(Protocol):
     def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list["SendResult | PeerFailed"]:
         """Small sealed contents in one message, each with a descriptor to read it from; what became of each, in order.
 
-        At most `limits.PEER_MANY_MAX`, together `limits.PEER_MANY_BYTES_MAX`, each `limits.PEER_WHOLE_BYTES_MAX`. Raises what ends all.
+        At most `limits.PEER_BATCH_MAX`, together `limits.PEER_BATCH_BYTES_MAX`, each `limits.PEER_INLINE_BYTES_MAX`. Raises what ends all.
         """
 
     def fetch(

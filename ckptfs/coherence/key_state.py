@@ -172,9 +172,7 @@ def count_dirty(db: Database) -> int:
 
 def mark_dirty(db: Database, key: SharedKey) -> None:
     """Mark a key whose rows did not change: it is to be told again."""
-    db.run(
-        "INSERT OR IGNORE INTO dirty_key (change, kind, number, name) SELECT coalesce(max(change), 0) + 1, ?, ?, ? FROM dirty_key", *key
-    )
+    db.run("INSERT OR IGNORE INTO dirty_key (change, kind, number, name) SELECT coalesce(max(change), 0) + 1, ?, ?, ? FROM dirty_key", *key)
 
 
 def mark_clean(db: Database, keys: Iterable[SharedKey], up_to: int) -> None:

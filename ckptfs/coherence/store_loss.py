@@ -90,7 +90,7 @@ def get_loss_age_s(db: Database) -> float:
 
 def is_recently_lost(db: Database) -> bool:
     """Whether the store was lost so lately that what it does not say need not be true: other nodes may not have told it yet."""
-    return get_loss_age_s(db) < limits.STORE_LOST_REST_S
+    return get_loss_age_s(db) < limits.STORE_LOST_SETTLE_S
 
 
 def build_new_epoch(found: Sequence[Item], before: bytes | None) -> tuple[Compare, Put] | None:

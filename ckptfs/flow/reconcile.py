@@ -62,7 +62,7 @@ class Reconcile:
         self._check_lease()
         if store_loss.is_recently_lost(self._db):
             # What the store does not say, other nodes may not have told it yet since it lost its data.
-            self._sweep_s = time.monotonic() + limits.STORE_LOST_REST_S
+            self._sweep_s = time.monotonic() + limits.STORE_LOST_SETTLE_S
             return False
         if self._unconfirmed and time.monotonic() >= self._recheck_s:
             self._tries |= self._unconfirmed

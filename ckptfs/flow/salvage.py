@@ -306,7 +306,7 @@ class Salvage:
         if file.active_salvage is None:
             return True  # The writer puts it beside: see `Reconcile`.
         try:
-            record = self._cluster.peers.request_seal(node, salvaged["content"], limits.SEAL_ASKED_S)
+            record = self._cluster.peers.request_seal(node, salvaged["content"], limits.SEAL_REQUEST_S)
         except PeerRefused:
             return True  # It has lost it, too.
         except PeerFailed:

@@ -64,7 +64,7 @@ class ConnectTokens:
         with self._lock:
             self._tokens = {key: one for key, one in self._tokens.items() if one.expires_at > now}
             mine = [key for key, one in self._tokens.items() if one.peer == peer]
-            for key in mine[: max(0, len(mine) - limits.PEER_TOKENS_OF_ONE_MAX + 1)]:
+            for key in mine[: max(0, len(mine) - limits.PEER_TOKENS_PER_PEER_MAX + 1)]:
                 del self._tokens[key]
             self._tokens[_get_lookup_key(connect_token.token)] = connect_token
         return connect_token
@@ -194,7 +194,7 @@ class BulkServer:
         with self._lock:
             if connected not in self._peer_by_socket:
                 raise ConnectionEnded
-            if sum(peer == connect_token.peer for peer in self._peer_by_socket.values()) >= limits.PEER_CONNECTIONS_OF_ONE_MAX:
+            if sum(peer == connect_token.peer for peer in self._peer_by_socket.values()) >= limits.PEER_CONNECTIONS_PER_PEER_MAX:
                 raise Rejection(RejectReason.TOO_MANY, "too many connections of one peer")
             self._peer_by_socket[connected] = connect_token.peer
         return connect_token

@@ -121,7 +121,7 @@ class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def __init__(self, calls: Any, send: RpcHandler, read: RpcHandler, guard: RpcGuard, watchdog: CallWatchdog) -> None:
         self._guard = guard
         self._watchdog = watchdog
-        self._awaited = ConcurrencyLimit("call", limits.PEER_CALLS_MAX, limits.PEER_AWAITED_OF_ONE_MAX)
+        self._awaited = ConcurrencyLimit("call", limits.PEER_CALLS_MAX, limits.PEER_AWAITED_PER_PEER_MAX)
         self._has_read_large_message = False
         self._handlers = {
             f"/{SERVICE}/Send": grpc.stream_unary_rpc_method_handler(send),
@@ -304,7 +304,7 @@ class RawStreams:
         self._streams = streams
         self._guard = guard
         self._watchdog = watchdog
-        self._stream_slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
+        self._stream_slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_PER_PEER_MAX)
 
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive blocks of a transfer. A peer that opens streams and sends nothing occupies no more threads than another."""

@@ -70,7 +70,7 @@ def build_rejection(failure: Exception) -> Rejection:
 
 
 class PeerRejections:
-    """Counters of rejections. Bounded: peers beyond `limits.PEER_COUNTED_MAX` share one counter."""
+    """Counters of rejections. Bounded: peers beyond `limits.PEER_COUNTERS_MAX` share one counter."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {}
@@ -79,7 +79,7 @@ class PeerRejections:
     def record(self, peer: str, rejection: Rejection) -> None:
         log.debug("refused to %s: %s, %s", peer, rejection.reason.name.lower(), rejection)
         with self._lock:
-            name = peer if peer in self._counts or len(self._counts) < limits.PEER_COUNTED_MAX else OTHERS
+            name = peer if peer in self._counts or len(self._counts) < limits.PEER_COUNTERS_MAX else OTHERS
             self._counts.setdefault(name, Counter())[rejection.reason.name.lower()] += 1
 
     def get_counts(self) -> dict[str, dict[str, int]]:
@@ -388,15 +388,17 @@ def parse_offer(request: pb.OfferRequest) -> Offer:
         require(digest.hash_content(request.blocks, request.size) == found, "the digest is not the one over the blocks' digests")
     if request.whole:
         require(found is not None and len(request.whole) == request.size, "a content that travels inside its offer is sealed and whole")
-        require(request.size <= limits.PEER_WHOLE_BYTES_MAX, f"{request.size} bytes are too many to travel inside an offer")
+        require(request.size <= limits.PEER_INLINE_BYTES_MAX, f"{request.size} bytes are too many to travel inside an offer")
     return Offer(request.content, request.inode, request.generation, request.size, found, bytes(request.blocks))
 
 
 def parse_offers(request: pb.OffersRequest) -> list[Offer]:
     """What a peer offers in one message: small contents, sealed and whole, each once, and their bytes are those of their digests."""
-    require(0 < len(request.offers) <= limits.PEER_MANY_MAX, f"{len(request.offers)} contents are not between 1 and {limits.PEER_MANY_MAX}")
+    require(
+        0 < len(request.offers) <= limits.PEER_BATCH_MAX, f"{len(request.offers)} contents are not between 1 and {limits.PEER_BATCH_MAX}"
+    )
     size = sum(len(one.whole) for one in request.offers)
-    require(size <= limits.PEER_MANY_BYTES_MAX, f"{size} bytes are too many to travel in one message")
+    require(size <= limits.PEER_BATCH_BYTES_MAX, f"{size} bytes are too many to travel in one message")
     require(len({one.content for one in request.offers}) == len(request.offers), "a content is offered twice")
     for one in request.offers:
         require(bool(one.digest) and len(one.whole) == one.size, "what travels together is sealed and whole")

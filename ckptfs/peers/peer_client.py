@@ -59,7 +59,7 @@ class PeerClient:
         if count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
             raise InvalidArgument(f"{offer.size} bytes are more than peers hold of one content")
         request = _build_offer_request(offer)
-        if not offer.is_early and 0 < offer.size <= limits.PEER_WHOLE_BYTES_MAX:
+        if not offer.is_early and 0 < offer.size <= limits.PEER_INLINE_BYTES_MAX:
             return _send_in_offer(link, request, source_fd)
         with link.reserve_content(offer.content, wanted):
             return self._send_missing(link, offer, request, source_fd, wanted)

@@ -198,10 +198,10 @@ class TransferTable:
         self.content_host = content_host
         self._clock = clock
         self.transfers: PeerResourceTable[IncomingTransfer] = PeerResourceTable(
-            "transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_OF_ONE_MAX
+            "transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_PER_PEER_MAX
         )
         self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable(
-            "loan", limits.PEER_OPEN_COPIES_MAX, limits.PEER_OPEN_COPIES_OF_ONE_MAX
+            "loan", limits.PEER_OPEN_COPIES_MAX, limits.PEER_OPEN_COPIES_PER_PEER_MAX
         )
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
@@ -315,7 +315,7 @@ class BlockStreams:
 
     def __init__(self, table: TransferTable) -> None:
         self._table = table
-        self._slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_OF_ONE_MAX)
+        self._slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_PER_PEER_MAX)
 
     @contextmanager
     def open_incoming(self, peer: str, command: Command) -> Iterator[BlockReceiver]:

@@ -172,7 +172,7 @@ CALL_METADATA = (("hasleader", "true"),)
 CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", limits.ETCD_ANSWER_BYTES_MAX),
+    ("grpc.max_receive_message_length", limits.ETCD_RESPONSE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", int(limits.ETCD_TRY_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", int(limits.ETCD_TRY_S * 500)),

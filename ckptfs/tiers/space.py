@@ -65,13 +65,13 @@ def needs_watching(capacity: Capacity, expected_bytes: int | None) -> bool:
     any surprise where nothing is known (None).
     """
     if expected_bytes is None:
-        return capacity.free < limits.UNWATCHED_SPACE_UNKNOWN_BYTES_MIN
-    return capacity.free < max(limits.UNWATCHED_SPACE_BYTES_MIN, expected_bytes + expected_bytes // 2)
+        return capacity.free < limits.PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN
+    return capacity.free < max(limits.PASSTHROUGH_SPACE_BYTES_MIN, expected_bytes + expected_bytes // 2)
 
 
 def needs_watching_in_last(capacity: Capacity, expected_bytes: int | None) -> bool:
     """The same for a tier after which there is none: a write that finds it full can only wait for what was just deleted to go."""
-    return capacity.free < max(limits.UNWATCHED_SPACE_LAST_BYTES_MIN, expected_bytes or 0)
+    return capacity.free < max(limits.PASSTHROUGH_SPACE_LAST_BYTES_MIN, expected_bytes or 0)
 
 
 def get_excess_bytes(capacity: Capacity, high: float, low: float) -> int:

@@ -117,7 +117,7 @@ def read_parallel(source_fd: int, *, label: str, before_block: Callable[[], None
     """As `read`, several threads at a large file without holes: one does not digest as fast as memory gives. All call `before_block`."""
     size = os.fstat(source_fd).st_size
     threads = min(limits.DIGEST_THREADS_MAX, os.cpu_count() or 1)
-    is_small = size < limits.DIGEST_TOGETHER_BYTES_MIN or size > limits.BLOCK_DIGESTS_MAX * limits.BLOCK_BYTES
+    is_small = size < limits.DIGEST_PARALLEL_BYTES_MIN or size > limits.BLOCK_DIGESTS_MAX * limits.BLOCK_BYTES
     if threads < 2 or is_small or next(_extents(source_fd, size), None) != (0, size):
         return read(source_fd, label=label, before_block=before_block)
     starts = range(0, size, limits.BLOCK_BYTES)

@@ -70,7 +70,7 @@ def send(peers: PeerClient, there: There, directory: Path, data: bytes, offer: O
     return sent.blocks_missing, sent.bytes_moved, sent.is_verified
 
 
-SIZES = [0, 1, limits.PEER_WHOLE_BYTES_MAX, limits.PEER_WHOLE_BYTES_MAX + 1, BLOCK, BLOCK + 16, 3 * BLOCK + limits.PEER_PIECE_BYTES + 5]
+SIZES = [0, 1, limits.PEER_INLINE_BYTES_MAX, limits.PEER_INLINE_BYTES_MAX + 1, BLOCK, BLOCK + 16, 3 * BLOCK + limits.PEER_PIECE_BYTES + 5]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -248,7 +248,7 @@ def test_nobody_there_says_so_at_once(keyring: Keyring, tmp_path: Path) -> None:
 def test_loans_and_connections_are_given_back(fast: Pair, tmp_path: Path) -> None:
     offer = fast.node.shelf.hold(os.urandom(2 * BLOCK))
     with open(tmp_path / "target", "w+b") as file:
-        for _ in range(limits.PEER_OPEN_COPIES_OF_ONE_MAX // 2 + 3):
+        for _ in range(limits.PEER_OPEN_COPIES_PER_PEER_MAX // 2 + 3):
             fast.peers.fetch([fast.node.there], record_of(offer), [0, 1], file.fileno())
     eventually(lambda: len(fast.node.server.table.reads) == 0, what="loans are returned")
     fast.peers.close_except([])

@@ -450,12 +450,12 @@ def whole(data: bytes, content: int, **values: object) -> pb.OfferRequest:
 
 
 SMALL = b"small"
-LARGE = bytes(limits.PEER_WHOLE_BYTES_MAX + 1)
+LARGE = bytes(limits.PEER_INLINE_BYTES_MAX + 1)
 NOT_TOGETHER = {
     "none": ([], Status.INVALID_ARGUMENT),
-    "too many": ([whole(b"", 10 + number) for number in range(limits.PEER_MANY_MAX + 1)], Status.INVALID_ARGUMENT),
+    "too many": ([whole(b"", 10 + number) for number in range(limits.PEER_BATCH_MAX + 1)], Status.INVALID_ARGUMENT),
     "too many bytes": (
-        [whole(LARGE[:-1], 10 + number) for number in range(limits.PEER_MANY_BYTES_MAX // len(LARGE) + 2)],
+        [whole(LARGE[:-1], 10 + number) for number in range(limits.PEER_BATCH_BYTES_MAX // len(LARGE) + 2)],
         Status.INVALID_ARGUMENT,
     ),
     "one too large": ([whole(SMALL, 10), whole(LARGE, 11)], Status.INVALID_ARGUMENT),
@@ -504,11 +504,11 @@ def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
     raw = Raw(node, keyring("node2"))
     raw.call("Ping", b"")
     before = len(os.listdir("/proc/self/fd"))
-    for content in range(1, limits.PEER_TRANSFERS_OF_ONE_MAX + 1):
-        raw.offer(b"x" * (limits.PEER_WHOLE_BYTES_MAX + 1), 100 + content)
+    for content in range(1, limits.PEER_TRANSFERS_PER_PEER_MAX + 1):
+        raw.offer(b"x" * (limits.PEER_INLINE_BYTES_MAX + 1), 100 + content)
     assert raw.refused("Offer", offered(b"y", 99).SerializeToString()) is Status.RESOURCE_EXHAUSTED
     borrow = pb.RecordRequest(content=5, borrow=True).SerializeToString()
-    for _ in range(limits.PEER_OPEN_COPIES_OF_ONE_MAX):
+    for _ in range(limits.PEER_OPEN_COPIES_PER_PEER_MAX):
         raw.call("GetRecord", borrow)
     assert raw.refused("GetRecord", borrow) is Status.RESOURCE_EXHAUSTED
     assert node.server.rejections.get_counts() == {"node2": {"too_many": 2}}
@@ -561,11 +561,11 @@ def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
     from ckptfs.peers.messages import PeerRejections, Rejection, RejectReason
 
     refusals = PeerRejections()
-    for number in range(3 * limits.PEER_COUNTED_MAX):
+    for number in range(3 * limits.PEER_COUNTERS_MAX):
         refusals.record(f"node{number}", Rejection(RejectReason.FULL, ""))
     figures = refusals.get_counts()
-    assert len(figures) == limits.PEER_COUNTED_MAX + 1
-    assert sum(count for counts in figures.values() for count in counts.values()) == 3 * limits.PEER_COUNTED_MAX
+    assert len(figures) == limits.PEER_COUNTERS_MAX + 1
+    assert sum(count for counts in figures.values() for count in counts.values()) == 3 * limits.PEER_COUNTERS_MAX
 
 
 def test_what_large_messages_took_is_given_back(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,7 +587,7 @@ def test_what_large_messages_took_is_given_back(tmp_path: Path, keyring: Keyring
 def test_calls_that_say_nothing_leave_room_for_the_others(node: PeerNode, raw: Raw, keyring: Keyring, method: str) -> None:
     """Whoever opens many, and sends their headers only, gets few, and nobody else waits for him."""
     over = threading.Event()
-    most = limits.PEER_STREAMS_OF_ONE_MAX if method == "Send" else limits.PEER_AWAITED_OF_ONE_MAX
+    most = limits.PEER_STREAMS_PER_PEER_MAX if method == "Send" else limits.PEER_AWAITED_PER_PEER_MAX
 
     def silent() -> Iterator[bytes]:
         over.wait(60)
@@ -645,10 +645,10 @@ def test_a_connection_that_does_not_introduce_itself_ends(tmp_path: Path, keyrin
 
 def test_tokens_that_are_not_used_are_bounded_and_the_newest_are_good() -> None:
     tickets = ConnectTokens()
-    given = [tickets.issue("node2").token for _ in range(3 * limits.PEER_TOKENS_OF_ONE_MAX)]
+    given = [tickets.issue("node2").token for _ in range(3 * limits.PEER_TOKENS_PER_PEER_MAX)]
     other = tickets.issue("node3").token
     good = [token for token in given if tickets.redeem(token)]
-    assert good == given[-limits.PEER_TOKENS_OF_ONE_MAX :]
+    assert good == given[-limits.PEER_TOKENS_PER_PEER_MAX :]
     assert tickets.redeem(other) and not tickets.redeem(other)
 
 
@@ -781,7 +781,7 @@ def is_closed(connected: socket.socket) -> bool:
 
 
 def test_connections_of_a_peer_are_bounded(node: PeerNode, raw: Raw) -> None:
-    bulks = [RawBulk(raw) for _ in range(limits.PEER_CONNECTIONS_OF_ONE_MAX)]
+    bulks = [RawBulk(raw) for _ in range(limits.PEER_CONNECTIONS_PER_PEER_MAX)]
     assert node.server.bulk is not None
     eventually(lambda: list(node.server.bulk._peer_by_socket.values()).count("node2") == len(bulks), what="all are open")  # type: ignore[union-attr]
     assert RawBulk(raw).ended()

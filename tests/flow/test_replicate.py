@@ -229,7 +229,7 @@ def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog
     two.hold.abort_reception(blocking.token)
     until(lambda: not peer_copies.get_replication_lag(one.db)[0], flow.step)
     assert all(two.data(content) == one.data(content) for content in found if content != found[3])
-    assert sum(one.peers.together) > len(found) / 2 and max(one.peers.together) == limits.PEER_MANY_MAX
+    assert sum(one.peers.together) > len(found) / 2 and max(one.peers.together) == limits.PEER_BATCH_MAX
     assert "is lost" in caplog.text
 
 

@@ -143,7 +143,7 @@ async def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_th
     cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By then the writer has done all else that it had to."""
-    monkeypatch.setattr(limits, "LEFT_OUT_LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "SKIPPED_SCAN_INTERVAL_S", 0.0)
     content = await left_out(cluster)
     dead = cluster.nodes[-1]
     dead.live()

@@ -90,7 +90,7 @@ def test_before_block_sees_each_block_and_may_stop(tmp_path: Path) -> None:
 
 @pytest.fixture
 def many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "DIGEST_TOGETHER_BYTES_MIN", 8 * MIB)
+    monkeypatch.setattr(limits, "DIGEST_PARALLEL_BYTES_MIN", 8 * MIB)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
 
 

@@ -228,7 +228,7 @@ class LocalPeers:
 
     def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list[SendResult | PeerFailed]:
         self.fault("many", node.name)
-        assert 1 < len(offers) <= limits.PEER_MANY_MAX and sum(offer.size for offer, _ in offers) <= limits.PEER_MANY_BYTES_MAX
+        assert 1 < len(offers) <= limits.PEER_BATCH_MAX and sum(offer.size for offer, _ in offers) <= limits.PEER_BATCH_BYTES_MAX
         found: list[SendResult | PeerFailed] = []
         for offer, fd in offers:
             try:

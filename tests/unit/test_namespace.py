@@ -54,7 +54,7 @@ def test_what_was_made_is_found_with_all_it_was_made_with(db: Database) -> None:
 
 
 def test_a_symlink_has_its_targets_length(db: Database) -> None:
-    made = make(db, ROOT, b"link", stat.S_IFLNK | 0o777, target=b"x" * limits.SYMLINK_BYTES_MAX)
+    made = make(db, ROOT, b"link", stat.S_IFLNK | 0o777, target=b"x" * limits.PATH_BYTES_MAX)
     assert (made.size, inodes.get(db, made.id).target) == (4095, b"x" * 4095)
 
 

@@ -46,7 +46,7 @@ def test_short_memory_is_not_a_full_tier() -> None:
 
 
 def test_writes_are_watched_where_a_surprise_could_fill_the_tier() -> None:
-    known, unknown = limits.UNWATCHED_SPACE_BYTES_MIN, limits.UNWATCHED_SPACE_UNKNOWN_BYTES_MIN
+    known, unknown = limits.PASSTHROUGH_SPACE_BYTES_MIN, limits.PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN
     assert space.needs_watching(Capacity(10**12, known - 1), 0)
     assert not space.needs_watching(Capacity(10**12, known), 0)
     assert space.needs_watching(Capacity(10**12, known), None)
@@ -62,7 +62,7 @@ def test_what_writers_are_expected_to_write_is_spoken_for() -> None:
 
 def test_in_the_last_tier_writes_are_watched_only_when_it_is_nearly_full() -> None:
     """F1: with nowhere to move on to, passing through us buys only the wait for what was deleted."""
-    bound = limits.UNWATCHED_SPACE_LAST_BYTES_MIN
+    bound = limits.PASSTHROUGH_SPACE_LAST_BYTES_MIN
     assert space.needs_watching_in_last(Capacity(10**12, bound - 1), None)
     assert not space.needs_watching_in_last(Capacity(10**12, bound), None)
     assert space.needs_watching_in_last(Capacity(10**12, bound), bound + 1)

@@ -64,7 +64,7 @@ async def test_while_the_mover_keeps_the_lease_the_mount_does_not(store: Store, 
 @play
 async def test_when_it_is_silent_the_mount_does_until_it_speaks_again(store: Store, standing_in: StandbyLease, clock: MockClock) -> None:
     standing_in.record_renewal(7)
-    await passed(clock, limits.NODE_SILENT_S)
+    await passed(clock, limits.STANDBY_AFTER_S)
     store.answers = False  # An answer that does not come is no reason to give up.
     await passed(clock, limits.NODE_LEASE_RENEW_S)
     store.answers = True
@@ -72,7 +72,7 @@ async def test_when_it_is_silent_the_mount_does_until_it_speaks_again(store: Sto
     standing_in.record_renewal(8)
     await passed(clock, limits.NODE_LEASE_RENEW_S)
     assert store.kept == [7, 7, 7]
-    await passed(clock, limits.NODE_SILENT_S - limits.NODE_LEASE_RENEW_S)
+    await passed(clock, limits.STANDBY_AFTER_S - limits.NODE_LEASE_RENEW_S)
     assert store.kept == [7, 7, 7, 8]
 
 
@@ -89,7 +89,7 @@ async def test_a_node_without_a_mover_does_not_live_for_ever(store: Store, stand
 async def test_a_lease_that_is_gone_is_left_alone(store: Store, standing_in: StandbyLease, clock: MockClock) -> None:
     store.left_s = 0.0
     standing_in.record_renewal(7)
-    await passed(clock, limits.NODE_SILENT_S)
+    await passed(clock, limits.STANDBY_AFTER_S)
     for _ in range(5):
         await passed(clock, limits.NODE_LEASE_RENEW_S)
     assert store.kept == [7]

@@ -103,7 +103,7 @@ class PeerFetcher:
     def _request_seal(self, content: Content, writer: Node) -> bool:
         """Have the writer seal what is closed there, or tell what an open file holds now. False: it does not answer."""
         try:
-            manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_ASKED_S)
+            manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_REQUEST_S)
         except PeerFailed as failure:
             log.debug("%s wrote content %d and has not sealed it: %s", writer.name, content.id, failure)
             return False

@@ -139,10 +139,10 @@ class PeerQueues:
         """The next content, or as many small ones as travel together; empty, and the thread ends, where there is none."""
         with self._lock:
             jobs: list[Job] = []
-            left = limits.PEER_MANY_BYTES_MAX
+            left = limits.PEER_BATCH_BYTES_MAX
             while queue.waiting and (not jobs or (_is_small(jobs[0]) and _is_small(queue.waiting[0]))):
                 left -= queue.waiting[0][0].size
-                if jobs and (left < 0 or len(jobs) == limits.PEER_MANY_MAX):
+                if jobs and (left < 0 or len(jobs) == limits.PEER_BATCH_MAX):
                     break
                 jobs.append(queue.waiting.popleft())
             for content, _ in jobs:
@@ -153,7 +153,7 @@ class PeerQueues:
 
 
 def _is_small(job: Job) -> bool:
-    return job[0].size <= limits.PEER_WHOLE_BYTES_MAX
+    return job[0].size <= limits.PEER_INLINE_BYTES_MAX
 
 
 FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}

@@ -73,7 +73,7 @@ class ClusterWriteBack:
 
     def _restart_search(self) -> None:
         self._next_search_s = time.monotonic()
-        self._search_until_s = self._next_search_s + limits.LEFT_OUT_S
+        self._search_until_s = self._next_search_s + limits.SKIPPED_SCAN_S
 
     def requeue_left_out(self) -> bool:
         """Append a row for each content that the PFS lacks and no row covers. Return True if any was added.
@@ -87,7 +87,7 @@ class ClusterWriteBack:
         now_s = time.monotonic()
         if not self._next_search_s <= now_s < self._search_until_s:
             return False
-        self._next_search_s = now_s + limits.LEFT_OUT_LOOK_S
+        self._next_search_s = now_s + limits.SKIPPED_SCAN_INTERVAL_S
         return journal.insert_missing(self._db, limits.CHANGE_ROWS_MAX) > 0
 
     def next_due_s(self) -> float | None:

@@ -117,7 +117,7 @@ async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
 async def _has_cluster_data(member: EpochCheckedStore) -> bool | None:
     """None: it does not answer."""
     try:
-        await wait_outcome(member.read_soon([], timeout_s=limits.ISLAND_PROBE_WAIT_S))
+        await wait_outcome(member.read_soon([], timeout_s=limits.STORE_PROBE_WAIT_S))
     except StoreLost:
         return False
     except CkptfsError:
@@ -210,7 +210,7 @@ class StandbyLease:
         """The task."""
         while True:
             self._mover_renewed = trio.Event()
-            with trio.move_on_at(self._last_renewal_s + limits.NODE_SILENT_S if self._lease else float("inf")):
+            with trio.move_on_at(self._last_renewal_s + limits.STANDBY_AFTER_S if self._lease else float("inf")):
                 await self._mover_renewed.wait()
                 continue
             while self._lease and not self._mover_renewed.is_set():

@@ -304,7 +304,7 @@ class FileHandlers:
             return
         with trio.move_on_after(0.0 if degrades else config.clique_wait_s):
             while not peer_copies.has_published_names(db, directory):
-                await trio.sleep(limits.ISLAND_PROBE_S)
+                await trio.sleep(limits.STORE_PROBE_S)
         if not degrades and not peer_copies.has_published_names(db, directory):
             path = os.fsdecode(namespace.get_path(db, directory))
             log.error("%s: fsync fails: changed names did not reach etcd within %g s", path, config.clique_wait_s)

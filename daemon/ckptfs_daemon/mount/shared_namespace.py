@@ -424,7 +424,7 @@ class SharedNamespace:
 
     async def _probe_store(self) -> None:
         """Look whether the store is back."""
-        await trio.sleep(limits.ISLAND_PROBE_S)
+        await trio.sleep(limits.STORE_PROBE_S)
         await self._commit_rounds.wait_idle()
         if self._is_store_lost and not await self._rebuild_store():
             return
@@ -457,7 +457,7 @@ class SharedNamespace:
         own = SharedKey(LAST_COMMIT, self.number)
         try:
             await cluster_recovery.ensure_epoch(self.db, self._store)
-            reply = await wait_outcome(self._store.read_soon(read.build_gets([own]), timeout_s=limits.ISLAND_PROBE_WAIT_S))
+            reply = await wait_outcome(self._store.read_soon(read.build_gets([own]), timeout_s=limits.STORE_PROBE_WAIT_S))
         except CkptfsError as failure:
             self._handle_failure(failure)
             return False
