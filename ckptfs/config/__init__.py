@@ -1,13 +1,12 @@
-"""What a mount was asked to be: options of mount(8) over a TOML file over defaults, checked once, frozen from then on.
+"""The configuration of a mount: options of mount(8) override a TOML file, which overrides defaults.
 
-One table, `KEYS`, names every setting, how its value is read, its default and the words that explain it; loading, refusing and
-the annotated sample file all come from it. Unknown keys, bad values and directories that lie inside one another are refused by name (P11).
-Nothing here changes anything on disk, so dying here costs nothing.
+`load` parses each value by the table `SETTINGS`, then checks that the values fit one another and this machine. It refuses unknown
+settings, bad values and directories that contain one another, and names what is accepted (P11).
 
-Whether the values of a configuration fit one another and this machine: each refusal says what to give instead (P11).
-
-Looks at directories and changes nothing. A PFS that hangs is taken as it was given, so that the mount comes up (P1).
-If we die here: nothing was changed.
+Invariants:
+- A `Config` is frozen once it is loaded.
+- Nothing on disk changes.
+- A PFS that hangs does not delay the mount: its path is used as given (P1).
 """
 
 import errno
@@ -42,11 +41,170 @@ from ckptfs.config.schema import (
 from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
+__all__ = [
+    "SETTINGS",
+    "Config",
+    "build_sample",
+    "from_json",
+    "is_known_option",
+    "is_loopback",
+    "load",
+    "parse_host",
+    "parse_options",
+    "parse_seconds",
+    "parse_size",
+    "to_json",
+]  # fmt: skip
+
 KEY_FILES = ("ca.pem", "node.pem", "node.key")
+
+# Options of mount(8) that the kernel implements: name -> (bits to set, bits to clear), from <linux/mount.h>.
+MOUNT_FLAGS: dict[str, tuple[int, int]] = {
+    "nosuid": (2, 0), "suid": (0, 2), "nodev": (4, 0), "dev": (0, 4), "noexec": (8, 0), "exec": (0, 8),
+    "sync": (16, 0), "async": (0, 16), "dirsync": (128, 0), "noatime": (1024, 0), "atime": (0, 1024),
+    "nodiratime": (2048, 0), "diratime": (0, 2048), "relatime": (1 << 21, 0), "norelatime": (0, 1 << 21),
+    "strictatime": (1 << 24, 0), "nostrictatime": (0, 1 << 24), "lazytime": (1 << 25, 0), "nolazytime": (0, 1 << 25),
+}  # fmt: skip
+
+# Options that mount(8), fstab and systemd use themselves.
+IGNORED_OPTIONS = frozenset((
+    "rw", "defaults", "auto", "noauto", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "nofail",
+    "_netdev", "comment", "default_permissions",
+))  # fmt: skip
+# Options that are refused, and why.
+REFUSED_OPTIONS: dict[str, str] = {
+    "ro": "a read-only mount is not supported, because the write-back of earlier files would stop; mount read-write",
+    "remount": "the options of a mounted ckptfs cannot be changed; unmount it and mount it again",
+}
+
+
+def parse_options(text: str) -> dict[str, str]:
+    """Return the options of an `-o a,b=c` string. `\\,` is a comma in a value; a flag has the value ""."""
+    options: dict[str, str] = {}
+    for item in re.split(r"(?<!\\),", text):
+        name, _, value = item.replace("\\,", ",").strip().partition("=")
+        if name:
+            options[name] = value
+        elif value:
+            raise ConfigError(f"the option {item!r} has no name")
+    return options
+
+
+def is_known_option(option: str) -> bool:
+    """Return True if `load` accepts an option of this name."""
+    return (
+        option in SETTINGS_BY_NAME
+        or option in MOUNT_FLAGS
+        or option in IGNORED_OPTIONS
+        or option == "config"
+        or option.lower().startswith("x-")
+    )
+
+
+def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Config:
+    """Load the configuration of the mount `name`: `options` over the file of `config=` over defaults.
+
+    Raises ConfigError, which names what is wrong and what is accepted.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(f"{name!r} cannot name a mount; accepted: up to 64 letters, digits, '.', '_' and '-', a letter or digit first")
+    rest = dict(options)
+    values = _load_file(parse_path(rest.pop("config"))) if "config" in rest else {}
+    flags = 0
+    for option, text in rest.items():
+        if option in MOUNT_FLAGS and not text:
+            to_set, to_clear = MOUNT_FLAGS[option]
+            flags = (flags | to_set) & ~to_clear
+        elif option in SETTINGS_BY_NAME or not is_known_option(option):
+            values.update(_parse_setting(option, text, "option"))
+    if mountpoint is not None:
+        values["mountpoint"] = parse_path(os.path.abspath(mountpoint))
+    if "mountpoint" not in values:
+        raise ConfigError("no mountpoint was given", remedy="give it on the command line, or as mountpoint in the configuration file")
+    values.setdefault("state", get_default_state(name))
+    values.setdefault("allow_other", os.geteuid() == 0)
+    return resolve_config(Config(name=name, mount_flags=flags, **values))
+
+
+def _load_file(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            found = tomllib.load(file)
+    except OSError as failure:
+        raise ConfigError(f"the configuration file {path} cannot be read: {os.strerror(failure.errno or 0)}") from failure
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
+        raise ConfigError(f"the configuration file {path} is not valid TOML: {failure}") from failure
+    values: dict[str, Any] = {}
+    for key, value in found.items():
+        try:
+            values.update(_parse_setting(key, value, "key"))
+        except ConfigError as failure:
+            raise ConfigError(f"{path}: {failure}", remedy=failure.remedy) from failure
+    return values
+
+
+def _parse_setting(name: str, text: Any, kind: str) -> dict[str, Any]:
+    """Return {field: value} of one setting; `kind` is "option" or "key"."""
+    if name in REFUSED_OPTIONS:
+        raise ConfigError(f"{name}: {REFUSED_OPTIONS[name]}")
+    key = SETTINGS_BY_NAME.get(name)
+    if key is None:
+        flags = " ".join(sorted(MOUNT_FLAGS)) if kind == "option" else ""
+        also = f", config, and the mount options {flags}" if flags else ""
+        remedy = "several addresses are joined by '+', as in etcd=e1:2379+e2:2379" if re.fullmatch(r"[\w.\[\]:-]+:\d+", name) else ""
+        raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(SETTINGS_BY_NAME)}{also}", remedy=remedy)
+    if key.parse is parse_addresses and isinstance(text, list) and all(isinstance(word, str) for word in text):
+        text = "+".join(text)
+    if isinstance(text, (dict, list)) or (isinstance(text, bool) and key.parse is not parse_bool):
+        raise ConfigError(f"{name}: {text!r} is not a value of this setting")
+    try:
+        return {key.field: key.parse(text if isinstance(text, bool) else str(text))}
+    except ConfigError as failure:
+        raise ConfigError(f"{name}: {failure}", remedy=failure.remedy) from failure
+
+
+def get_default_state(name: str) -> Path:
+    """Return the state directory of a mount that names none."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/ckptfs") / name
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home) / "ckptfs" / name
+
+
+def to_json(config: Config) -> str:
+    """Encode for child processes of the supervisor; `from_json` decodes without new checks."""
+    return json.dumps({key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()})
+
+
+def from_json(text: str) -> Config:
+    values: dict[str, Any] = json.loads(text)
+    for key in SETTINGS:
+        if key.parse is parse_path and values[key.field] is not None:
+            values[key.field] = Path(values[key.field])
+    words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"]),
+             "bulk": Bulk(values["bulk"])}  # fmt: skip
+    return Config(**(values | words | {"etcd": tuple(values["etcd"])}))
+
+
+def build_sample() -> str:
+    """Return the sample file: every setting with its description and, commented out, its default."""
+    parts = [
+        "# The configuration of one ckptfs mount. For the unit ckptfs@NAME.service: /etc/ckptfs/NAME.toml.\n"
+        "# Options of -o override this file. Commented-out values are the defaults.\n"
+        "# Sizes: 512M, 6G (powers of 1024). Durations: 500ms, 60s, 5m, 2h. Unknown keys are refused.\n"
+    ]
+    for key in SETTINGS:
+        words = "".join(f"# {line}\n" for line in key.description.split("\n"))
+        value = key.example if key.default is None else json.dumps(key.default)
+        parts.append(f"{words}# {key.name} = {value}\n")
+    return "\n".join(parts)
 
 
 def resolve_config(config: Config) -> Config:
-    """`config` with its paths resolved and its cluster's names filled in, if its values fit one another. Raises ConfigError."""
+    """Return `config` with resolved paths and the defaults of a cluster.
+
+    Raises ConfigError if the values do not fit one another or this machine.
+    """
     if config.ram_low >= config.ram_high:
         raise ConfigError(f"ram_low ({config.ram_low:.0%}) must be below ram_high ({config.ram_high:.0%})")
     if config.fsync is Level.PFS and config.pfs is None:
@@ -54,7 +212,7 @@ def resolve_config(config: Config) -> Config:
     if config.nvme_bytes is not None and config.nvme is None:
         raise ConfigError("nvme_size was given without nvme", remedy="give nvme=DIRECTORY")
     config = _resolve_cluster(config) if config.cluster is not None else _check_standalone(config)
-    # A mountpoint left by a crash answers "not connected"; its parent still does, so only that is resolved.
+    # After a crash the mountpoint itself fails with ENOTCONN, so only its parent is resolved.
     mountpoint = Path(os.path.realpath(config.mountpoint.parent)) / config.mountpoint.name
     if not _is_mounted(mountpoint):
         _check_directory("the mountpoint", mountpoint)
@@ -66,20 +224,22 @@ def resolve_config(config: Config) -> Config:
 
 
 def _check_standalone(config: Config) -> Config:
-    """A node without a cluster has no use for a cluster's settings: whoever gave one believes something that is not so."""
+    """Refuse settings of a cluster without `cluster`: they would have no effect."""
     unset = {field.name: field.default for field in fields(Config)}
     given = [key.name for key in CLUSTER_SETTINGS if getattr(config, key.field) != unset[key.field]]
     if given:
         raise ConfigError(f"{given[0]} was given without cluster", remedy=f"give cluster=NAME, or leave out {', '.join(given)}")
     if config.fsync is Level.CLIQUE:
-        raise ConfigError("fsync=clique needs a clique, and this node has none", remedy="give cluster=NAME, or fsync=local or fsync=pfs")
+        raise ConfigError(
+            "fsync=clique needs a clique, but this node is in no cluster", remedy="give cluster=NAME, or fsync=local or fsync=pfs"
+        )
     return config
 
 
 def _resolve_cluster(config: Config) -> Config:
     if not config.etcd:
         raise ConfigError(
-            "cluster was given without etcd, through which its nodes find one another", remedy="give etcd=HOST:PORT+HOST:PORT"
+            "cluster was given without etcd, which its nodes need to find one another", remedy="give etcd=HOST:PORT+HOST:PORT"
         )
     if config.fsync is Level.CLIQUE and config.replication_factor < 2:
         raise ConfigError("fsync=clique needs a replication_factor of at least 2", remedy="give replication_factor=2, or fsync=local")
@@ -103,19 +263,19 @@ def _hostname() -> str:
 
 
 def _check_security(config: Config) -> None:
-    """Nodes trust one another by certificates; without them only processes of this machine may be peers."""
+    """Demand certificates, by which nodes authenticate one another, except on loopback addresses."""
     if config.insecure and config.keys is not None:
         raise ConfigError("keys and insecure exclude one another", remedy="leave out insecure")
     if config.keys is not None:
         remedy = f"give the directory that `ckptfs keys issue` made for node {config.node}, with {', '.join(KEY_FILES)} in it"
         _check_files("keys", *(config.keys / name for name in KEY_FILES), remedy=remedy)
     elif not config.insecure:
-        remedy = "make them with `ckptfs keys init` and `ckptfs keys issue` and give keys=DIRECTORY; insecure is for trying on one machine"
-        raise ConfigError("cluster was given without keys, by which nodes recognise one another", remedy=remedy)
+        remedy = "make them with `ckptfs keys init` and `ckptfs keys issue` and give keys=DIRECTORY; insecure is for tests on one machine"
+        raise ConfigError("cluster was given without keys, by which nodes authenticate one another", remedy=remedy)
     elif not (is_loopback(config.listen) and is_loopback(config.address)):
         open_to_all = next(address for address in (config.listen, config.address) if not is_loopback(address))
         remedy = "give listen=127.0.0.1:7420, or keys=DIRECTORY instead of insecure"
-        raise ConfigError(f"insecure is accepted on loopback addresses only, and {open_to_all} is none", remedy=remedy)
+        raise ConfigError(f"insecure is accepted on loopback addresses only, but {open_to_all} is not one", remedy=remedy)
 
 
 def _check_etcd_keys(config: Config) -> None:
@@ -129,19 +289,21 @@ def _check_etcd_keys(config: Config) -> None:
 
 
 def _check_files(key: str, *paths: Path, remedy: str = "") -> None:
-    """Refuse what is not there or cannot be read."""
     for path in paths:
         try:
             with open(path, "rb"):
                 pass
         except OSError as failure:
             raise ConfigError(
-                f"{key}: {path} cannot be read: {os.strerror(failure.errno or 0)}", remedy=remedy or f"name readable files with {key}="
+                f"{key}: {path} cannot be read: {os.strerror(failure.errno or 0)}", remedy=remedy or f"give readable files with {key}="
             ) from failure
 
 
 def _resolve_directory(key: str, path: Path | None) -> Path | None:
-    """`path` resolved, if it is a directory. One that does not answer in time is taken as it was given: its tier reports the trouble."""
+    """Return the resolved path of a directory.
+
+    A path that does not answer in time is returned as given: the health of its tier reports the trouble.
+    """
     if path is None:
         return None
     found: list[Path | ConfigError] = []
@@ -154,8 +316,8 @@ def _resolve_directory(key: str, path: Path | None) -> Path | None:
         except ConfigError as failure:
             found.append(failure)
 
-    # A hanging PFS must not keep the mount from coming up (P1), so nobody waits for this thread to the end.
-    thread = threading.Thread(target=resolve, name=f"look at {key}", daemon=True)
+    # A PFS that hangs must not delay the mount (P1): the thread is a daemon and is not joined to its end.
+    thread = threading.Thread(target=resolve, name=f"resolve {key}", daemon=True)
     thread.start()
     thread.join(limits.PFS_ACT_WAIT_S)
     if not found:
@@ -166,24 +328,25 @@ def _resolve_directory(key: str, path: Path | None) -> Path | None:
 
 
 def _check_directory(key: str, path: Path) -> None:
-    """Refuse what is there and no directory, or is not there at all."""
     try:
         mode = os.stat(path).st_mode
     except OSError as failure:
         if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED):
             return
-        raise ConfigError(f"{key} {path}: {os.strerror(failure.errno or 0)}", remedy="make the directory, or name another one") from failure
+        raise ConfigError(
+            f"{key} {path}: {os.strerror(failure.errno or 0)}", remedy="create the directory, or give another one"
+        ) from failure
     if not stat.S_ISDIR(mode):
-        raise ConfigError(f"{key} {path} is not a directory", remedy="name a directory")
+        raise ConfigError(f"{key} {path} is not a directory", remedy="give a directory")
 
 
 def _is_mounted(mountpoint: Path) -> bool:
-    """Whether a ckptfs is mounted there: then it is a directory, and asking it would wait for a daemon that may not run yet."""
+    """Return True if a ckptfs is mounted there. Then stat could wait for a daemon that does not run yet."""
     return any(entry.mountpoint == mountpoint and entry.fstype == procfs.CKPTFS_TYPE for entry in procfs.list_mount_entries())
 
 
 def _check_disjoint(paths: Mapping[str, Path]) -> None:
-    """Refuse directories that lie inside one another where that would make one tier swallow another."""
+    """Refuse directories that contain one another, if one tier would then contain another."""
     for inner, outer in (
         ("state", "mountpoint"), ("nvme", "mountpoint"), ("pfs", "mountpoint"),
         ("mountpoint", "state"), ("nvme", "state"), ("pfs", "state"),
@@ -194,162 +357,3 @@ def _check_disjoint(paths: Mapping[str, Path]) -> None:
             same = "is the same directory as" if paths[inner] == paths[outer] else "lies inside"
             remedy = "choose directories that do not contain one another"
             raise ConfigError(f"{inner} {paths[inner]} {same} {outer} {paths[outer]}", remedy=remedy)
-
-
-__all__ = [
-    "SETTINGS",
-    "Config",
-    "build_sample",
-    "from_json",
-    "is_known_option",
-    "is_loopback",
-    "load",
-    "parse_host",
-    "parse_options",
-    "parse_seconds",
-    "parse_size",
-    "to_json",
-]  # fmt: skip
-
-# What mount(8) passes and the kernel understands: name -> (bits to set, bits to clear), from <linux/mount.h>.
-MOUNT_FLAGS: dict[str, tuple[int, int]] = {
-    "nosuid": (2, 0), "suid": (0, 2), "nodev": (4, 0), "dev": (0, 4), "noexec": (8, 0), "exec": (0, 8),
-    "sync": (16, 0), "async": (0, 16), "dirsync": (128, 0), "noatime": (1024, 0), "atime": (0, 1024),
-    "nodiratime": (2048, 0), "diratime": (0, 2048), "relatime": (1 << 21, 0), "norelatime": (0, 1 << 21),
-    "strictatime": (1 << 24, 0), "nostrictatime": (0, 1 << 24), "lazytime": (1 << 25, 0), "nolazytime": (0, 1 << 25),
-}  # fmt: skip
-
-# What mount(8), fstab and systemd pass for themselves; it means nothing to us.
-IGNORED_OPTIONS = frozenset((
-    "rw", "defaults", "auto", "noauto", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "nofail",
-    "_netdev", "comment", "default_permissions",
-))  # fmt: skip
-# Options that are refused, and why.
-REFUSED_OPTIONS: dict[str, str] = {
-    "ro": "a read-only mount is not supported, because the write-back of earlier files would stop; mount read-write",
-    "remount": "the options of a mounted ckptfs cannot be changed; unmount it and mount it again",
-}
-
-
-def parse_options(text: str) -> dict[str, str]:
-    """The options of one `-o a,b=c` string; a comma in a value is written as \\,. A flag has the value ""."""
-    options: dict[str, str] = {}
-    for item in re.split(r"(?<!\\),", text):
-        name, _, value = item.replace("\\,", ",").strip().partition("=")
-        if name:
-            options[name] = value
-        elif value:
-            raise ConfigError(f"the option {item!r} has no name")
-    return options
-
-
-def is_known_option(option: str) -> bool:
-    """Whether `load` accepts an option of this name."""
-    return (
-        option in SETTINGS_BY_NAME
-        or option in MOUNT_FLAGS
-        or option in IGNORED_OPTIONS
-        or option == "config"
-        or option.lower().startswith("x-")
-    )
-
-
-def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Config:
-    """The configuration of the mount `name`: `options` over the file that `config=` names over the defaults.
-
-    Raises ConfigError, which names what was wrong and what is accepted.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise ConfigError(f"{name!r} cannot name a mount; accepted: up to 64 letters, digits, '.', '_' and '-', a letter or digit first")
-    rest = dict(options)
-    values = _load_file(parse_path(rest.pop("config"))) if "config" in rest else {}
-    flags = 0
-    for option, text in rest.items():
-        if option in MOUNT_FLAGS and not text:
-            to_set, to_clear = MOUNT_FLAGS[option]
-            flags = (flags | to_set) & ~to_clear
-        elif option in SETTINGS_BY_NAME or not is_known_option(option):
-            values.update(_parse_setting(option, text, "option"))
-    if mountpoint is not None:
-        values["mountpoint"] = parse_path(os.path.abspath(mountpoint))
-    if "mountpoint" not in values:
-        raise ConfigError("no mountpoint was given", remedy="name it on the command line, or as mountpoint in the configuration file")
-    values.setdefault("state", get_default_state(name))
-    values.setdefault("allow_other", os.geteuid() == 0)
-    return resolve_config(Config(name=name, mount_flags=flags, **values))
-
-
-def _load_file(path: Path) -> dict[str, Any]:
-    """The values in a TOML file, checked one by one."""
-    try:
-        with open(path, "rb") as file:
-            found = tomllib.load(file)
-    except OSError as failure:
-        raise ConfigError(f"the configuration file {path} cannot be read: {os.strerror(failure.errno or 0)}") from failure
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
-        raise ConfigError(f"the configuration file {path} is not valid TOML: {failure}") from failure
-    values: dict[str, Any] = {}
-    for key, value in found.items():
-        try:
-            values.update(_parse_setting(key, value, "key"))
-        except ConfigError as failure:
-            raise ConfigError(f"{path}: {failure}", remedy=failure.remedy) from failure
-    return values
-
-
-def _parse_setting(name: str, text: Any, kind: str) -> dict[str, Any]:
-    """{field: value} of one setting."""
-    if name in REFUSED_OPTIONS:
-        raise ConfigError(f"{name}: {REFUSED_OPTIONS[name]}")
-    key = SETTINGS_BY_NAME.get(name)
-    if key is None:
-        flags = " ".join(sorted(MOUNT_FLAGS)) if kind == "option" else ""
-        also = f", config, and the mount options {flags}" if flags else ""
-        remedy = "several addresses are joined by '+', as in etcd=e1:2379+e2:2379" if re.fullmatch(r"[\w.\[\]:-]+:\d+", name) else ""
-        raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(SETTINGS_BY_NAME)}{also}", remedy=remedy)
-    if key.parse is parse_addresses and isinstance(text, list) and all(isinstance(word, str) for word in text):
-        text = "+".join(text)
-    if isinstance(text, (dict, list)) or (isinstance(text, bool) and key.parse is not parse_bool):
-        raise ConfigError(f"{name}: {text!r} is not a value that this key can have")
-    try:
-        return {key.field: key.parse(text if isinstance(text, bool) else str(text))}
-    except ConfigError as failure:
-        raise ConfigError(f"{name}: {failure}", remedy=failure.remedy) from failure
-
-
-def get_default_state(name: str) -> Path:
-    """Where the catalog lies when nothing else was said."""
-    if os.geteuid() == 0:
-        return Path("/var/lib/ckptfs") / name
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "ckptfs" / name
-
-
-def to_json(config: Config) -> str:
-    """For the children of the supervisor; `from_json` reads it back without checking again."""
-    return json.dumps({key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()})
-
-
-def from_json(text: str) -> Config:
-    """The inverse of `to_json`."""
-    values: dict[str, Any] = json.loads(text)
-    for key in SETTINGS:
-        if key.parse is parse_path and values[key.field] is not None:
-            values[key.field] = Path(values[key.field])
-    words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"]),
-             "bulk": Bulk(values["bulk"])}  # fmt: skip
-    return Config(**(values | words | {"etcd": tuple(values["etcd"])}))
-
-
-def build_sample() -> str:
-    """The annotated configuration file: every key with its words; those with a default show it, commented out."""
-    parts = [
-        "# The configuration of one ckptfs mount. For the unit ckptfs@NAME.service: /etc/ckptfs/NAME.toml.\n"
-        "# Options given with -o win over this file; what is commented out shows the default.\n"
-        "# Sizes: 512M, 6G (powers of 1024). Durations: 500ms, 60s, 5m, 2h. Unknown keys are refused.\n"
-    ]
-    for key in SETTINGS:
-        words = "".join(f"# {line}\n" for line in key.description.split("\n"))
-        value = key.example if key.default is None else json.dumps(key.default)
-        parts.append(f"{words}# {key.name} = {value}\n")
-    return "\n".join(parts)

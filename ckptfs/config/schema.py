@@ -1,17 +1,13 @@
-"""Owns the table of settings, `KEYS`: every name, how its value is read, its default, the words that explain it; and `Config`.
+"""The settings of a mount: name, parser, default and description of each; and `Config`, the parsed values.
 
-Loading, refusing and the annotated sample file all come from this table. Settings of a cluster change nothing unless `cluster` is given.
-If we die here: nothing was changed.
-
-How the value of each setting is read: one parser for each kind, which refuses by naming what is accepted (P11). Pure.
-
-If we die here: nothing was changed.
+Loading, refusals, the sample file and the reference all use the table `SETTINGS`. Parsers refuse bad input and name what is
+accepted (P11). The settings after `cluster` have no effect without it. Pure.
 """
 
 import ipaddress
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +16,17 @@ from ckptfs import limits
 from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 RAM_BYTES_MIN = 16 * limits.MIB
 SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "P": 1024**5}
 DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of "6G", "512M", "1.5T", "4096". Units are powers of 1024; "GiB" and "GB" mean "G". Raises ConfigError."""
+    """Return the bytes of "6G", "512M", "1.5T" or "4096". Raises ConfigError.
+
+    Units are powers of 1024; "GiB" and "GB" mean "G".
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{text!r} is not a size; accepted: a number with K, M, G, T or P, as in 512M or 6G")
@@ -34,32 +34,27 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_memory(text: str | int) -> int | None:
-    """Bytes of a size, or of a percentage of this machine's memory; None for "auto". Raises ConfigError."""
+    """Return the bytes of a size or of a percentage of memory; None for "auto". Raises ConfigError."""
     word = str(text).strip()
-    if word == "auto":
-        return None
-    if word.endswith("%"):
-        share = parse_ratio(word)
-        size = int(share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    else:
-        size = parse_size(word)
-    if size < RAM_BYTES_MIN:
-        raise ConfigError(f"{text!r} is too little for a tier; accepted: at least {RAM_BYTES_MIN // limits.MIB}M, a percentage, or auto")
-    return size
+    if not word.endswith("%"):
+        return parse_optional_size(text)
+    size = int(parse_ratio(word) * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return _check_tier_size(text, size)
 
 
 def parse_optional_size(text: str | int) -> int | None:
-    """Bytes of a size; None for "auto"."""
-    if str(text).strip() == "auto":
-        return None
-    size = parse_size(text)
+    """Return the bytes of the size of a tier; None for "auto". Raises ConfigError."""
+    return None if str(text).strip() == "auto" else _check_tier_size(text, parse_size(text))
+
+
+def _check_tier_size(text: str | int, size: int) -> int:
     if size < RAM_BYTES_MIN:
         raise ConfigError(f"{text!r} is too little for a tier; accepted: at least {RAM_BYTES_MIN // limits.MIB}M, or auto")
     return size
 
 
 def parse_seconds(text: str | float) -> float:
-    """Seconds of "60s", "1.5m", "2h", "90". Raises ConfigError."""
+    """Return the seconds of "60s", "1.5m", "2h" or "90". Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)", str(text).strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a duration; accepted: a number with ms, s, m, h or d, as in 60s or 5m")
@@ -67,7 +62,7 @@ def parse_seconds(text: str | float) -> float:
 
 
 def parse_ratio(text: str | float) -> float:
-    """A share above 0 and below or at 1: "80%" or 0.8. Raises ConfigError."""
+    """Return a share above 0 and at most 1, of "80%" or 0.8. Raises ConfigError."""
     word = str(text).strip()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", word)
     value = float(match[1]) / (100 if match[2] else 1) if match else 0.0
@@ -76,15 +71,8 @@ def parse_ratio(text: str | float) -> float:
     return value
 
 
-def parse_level(text: str) -> Level:
-    """What fsync waits for. Raises ConfigError."""
-    if text not in (Level.LOCAL, Level.CLIQUE, Level.PFS):
-        raise ConfigError(f"{text!r} is not a level; accepted: local, clique, pfs")
-    return Level(text)
-
-
 def parse_bool(text: str | bool) -> bool:
-    """true or false in the usual spellings; an option without a value means true. Raises ConfigError."""
+    """Return true or false in the usual spellings; an option without a value is true. Raises ConfigError."""
     word = str(text).lower()
     if word in ("", "true", "yes", "on", "1"):
         return True
@@ -94,47 +82,33 @@ def parse_bool(text: str | bool) -> bool:
 
 
 def parse_path(text: str) -> Path:
-    """An absolute path. Raises ConfigError."""
+    """Return an absolute path. Raises ConfigError."""
     if not text or not os.path.isabs(text) or "\0" in text:
         raise ConfigError(f"{text!r} is not an absolute path")
     return Path(os.path.normpath(text))
 
 
-def build_choice_parser(accepted: tuple[str, ...]) -> Callable[[str], str]:
-    """A parser of these words."""
+def build_choice_parser(accepted: Iterable[str], convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """Return a parser that accepts only these words and converts them."""
+    words = tuple(accepted)
 
-    def parse(text: str) -> str:
-        if text not in accepted:
-            raise ConfigError(f"{text!r} is not known; accepted: {', '.join(accepted)}")
-        return text
+    def parse(text: str) -> Any:
+        if text not in words:
+            raise ConfigError(f"{text!r} is not known; accepted: {', '.join(words)}")
+        return convert(text)
 
     return parse
 
 
-def parse_data_path(text: str) -> DataPath:
-    """How bytes travel. Raises ConfigError."""
-    return DataPath(build_choice_parser(tuple(DataPath))(text))
-
-
-def parse_bulk(text: str) -> Bulk:
-    """How blocks travel between nodes. Raises ConfigError."""
-    return Bulk(build_choice_parser(tuple(Bulk))(text))
-
-
-def parse_clique_lost(text: str) -> CliqueLost:
-    """What fsync=clique does without peers. Raises ConfigError."""
-    return CliqueLost(build_choice_parser(tuple(CliqueLost))(text))
-
-
 def parse_label(text: str) -> str:
-    """The name of a node, a cluster or a failure domain. Raises ConfigError."""
+    """Return the name of a node, a cluster or a failure domain. Raises ConfigError."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text):
         raise ConfigError(f"{text!r} is not a name; accepted: 1 to 64 letters, digits, '.', '_' and '-'")
     return text
 
 
 def build_integer_parser(lowest: int, highest: int) -> Callable[[str], int]:
-    """A parser of the whole numbers from `lowest` to `highest`."""
+    """Return a parser of whole numbers from `lowest` to `highest`."""
 
     def parse(text: str) -> int:
         word = text.strip()
@@ -146,7 +120,7 @@ def build_integer_parser(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def parse_address(text: str) -> str:
-    """HOST:PORT; an IPv6 address stands in brackets. Raises ConfigError."""
+    """Return HOST:PORT; an IPv6 address stands in brackets. Raises ConfigError."""
     host, _, port = text.strip().rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     named = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,253})", host) is not None
@@ -156,7 +130,7 @@ def parse_address(text: str) -> str:
 
 
 def parse_addresses(text: str) -> tuple[str, ...]:
-    """One or more of HOST:PORT, joined by "+" (or by commas in a file). Raises ConfigError."""
+    """Return addresses that are joined by '+' (in a file also by commas). Raises ConfigError."""
     found = tuple(dict.fromkeys(parse_address(word) for word in re.split(r"[+,]", text) if word.strip()))
     if not 0 < len(found) <= limits.ETCD_ENDPOINTS_MAX:
         raise ConfigError(f"{text!r} names {len(found)} servers; accepted: 1 to {limits.ETCD_ENDPOINTS_MAX}, joined by '+'")
@@ -164,18 +138,18 @@ def parse_addresses(text: str) -> tuple[str, ...]:
 
 
 def parse_host(address: str) -> str:
-    """The host in HOST:PORT, without brackets."""
+    """Return the host of HOST:PORT, without brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT can be reached from this machine only."""
+    """Return True if HOST:PORT can be reached from this machine only."""
     host = parse_host(address)
     return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether HOST:PORT means every address of this machine."""
+    """Return True if HOST:PORT means every address of this machine."""
     host = parse_host(address)
     return _is_ip(host) and ipaddress.ip_address(host).is_unspecified
 
@@ -188,12 +162,9 @@ def _is_ip(host: str) -> bool:
     return True
 
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One mount, as it runs. Paths are absolute and without symlinks; sizes in bytes, times in seconds."""
+    """The configuration of one mount. Paths are absolute and without symlinks; sizes in bytes, times in seconds."""
 
     name: str
     mountpoint: Path
@@ -212,7 +183,7 @@ class Config:
     log_level: str = "info"
     allow_other: bool = True
     cluster: str | None = None
-    """None: this node is alone, and nothing below matters."""
+    """None: this node stands alone, and the fields below have no effect."""
     etcd: tuple[str, ...] = ()
     node: str = ""
     rank: int | None = None
@@ -235,7 +206,10 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting: its name in TOML and in -o, the field of Config it fills, how it is read, its default as written, and its words."""
+    """One setting.
+
+    `field` is the field of Config that it sets. `default` is written as in the file; None means that `example` is shown instead.
+    """
 
     name: str
     field: str
@@ -247,79 +221,79 @@ class Setting:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("mountpoint", "mountpoint", parse_path, None,
-        "Where the filesystem appears, when the command line or fstab does not say it.", '"/ckpt"'),
+        "The mountpoint, unless the command line or fstab names it.", '"/ckpt"'),
     Setting("state", "state", parse_path, None,
-        "The catalog and the RAM tier's mountpoint. A local directory that survives a reboot; made when it is missing.\n"
-        "Without it: /var/lib/ckptfs/NAME, for ordinary users ~/.local/state/ckptfs/NAME.", '"/var/lib/ckptfs/NAME"'),
+        "The directory of the catalog and of the RAM tier's mountpoint. It must be local and survive a reboot; it is created if missing.\n"
+        "Default: /var/lib/ckptfs/NAME; for ordinary users ~/.local/state/ckptfs/NAME.", '"/var/lib/ckptfs/NAME"'),
     Setting("ram", "ram_bytes", parse_memory, "auto",
-        "The RAM tier: a size, a percentage of the memory, or auto (half of the memory). A given size is never exceeded."),
+        "Size of the RAM tier: a size, a percentage of the memory, or auto (half of the memory). A given size is never exceeded."),
     Setting("nvme", "nvme", parse_path, None,
-        "The NVMe tier: a directory on a local disk. Without it there is none.", '"/nvme/ckptfs"'),
+        "Directory of the NVMe tier, on a local disk. Default: no NVMe tier.", '"/nvme/ckptfs"'),
     Setting("nvme_size", "nvme_bytes", parse_optional_size, "auto",
-        "How much of that disk may be used, or auto (what its filesystem has)."),
+        "Size of the NVMe tier, or auto (the size of its filesystem)."),
     Setting("pfs", "pfs", parse_path, None,
-        "The directory on the parallel filesystem that this mount mirrors. Without it nothing is written back.", '"/lustre/project/ckpt"'),
-    Setting("fsync", "fsync", parse_level, "local",
-        "What fsync(2) waits for: local (survives the death of every ckptfs process), clique (survives the loss of this node;\n"
-        "needs a cluster) or pfs (is on the PFS)."),
-    Setting("data_path", "data_path", parse_data_path, "auto",
-        "How bytes travel: passthrough (by the kernel, Linux 6.9 and later), buffered (through the daemon), or auto (the\n"
-        "fastest there is)."),
+        "The directory on the parallel filesystem that this mount mirrors. Default: nothing is written back.", '"/lustre/project/ckpt"'),
+    Setting("fsync", "fsync", build_choice_parser((Level.LOCAL, Level.CLIQUE, Level.PFS), Level), "local",
+        "What fsync(2) waits for: local (the file survives the death of every ckptfs process), clique (it survives the loss of this\n"
+        "node; needs a cluster) or pfs (it is on the PFS)."),
+    Setting("data_path", "data_path", build_choice_parser(DataPath, DataPath), "auto",
+        "How data moves between applications and tiers: passthrough (by the kernel, Linux 6.9 and later), buffered (through the\n"
+        "daemon), or auto (the fastest that works)."),
     Setting("ram_high", "ram_high", parse_ratio, "80%",
-        "Above this share of the RAM tier new files go to NVMe, and what is safe elsewhere leaves the RAM."),
+        "High watermark of the RAM tier. Above it new files go to NVMe, and files that are safe elsewhere are evicted from RAM."),
     Setting("ram_low", "ram_low", parse_ratio, "60%",
-        "Making room ends here."),
+        "Low watermark of the RAM tier. Eviction stops there."),
     Setting("synced_interval", "synced_interval_s", parse_seconds, "60s",
-        "A file that stays open and is fsynced is written back at most this often."),
+        "Shortest interval between write-backs of a file that stays open and is fsynced."),
     Setting("refresh_interval", "refresh_interval_s", parse_seconds, "5m",
-        "How often directories on the PFS are compared again, for what others changed there."),
+        "How often directories on the PFS are scanned for external changes."),
     Setting("drain_deadline", "drain_deadline_s", parse_seconds, "60s",
-        "How long unmounting and stopping wait for the write-back. What is not finished goes on at the next mount."),
+        "How long unmount and stop wait for the write-back. The next mount continues it."),
     Setting("log_level", "log_level", build_choice_parser(LOG_LEVELS), "info",
-        "What is logged: debug, info, warning or error."),
+        "Log level: debug, info, warning or error."),
     Setting("allow_other", "allow_other", parse_bool, True,
-        "Whether other users may use the mount; permissions are checked in any case. Off for ordinary users unless given,\n"
-        "because it needs user_allow_other in /etc/fuse.conf then."),
+        "Whether other users may use the mount. Permissions are checked in any case. Default for ordinary users: false, because\n"
+        "true needs user_allow_other in /etc/fuse.conf."),
     Setting("cluster", "cluster", parse_label, None,
-        "The cluster that this node belongs to: its nodes share one tree, and keep copies for one another. Without it the node\n"
-        "is alone, and none of the keys below may be given.", '"training"'),
+        "Name of the cluster. Its nodes share one tree and hold copies for one another. Without it the node stands alone, and the\n"
+        "settings below must not be given.", '"training"'),
     Setting("etcd", "etcd", parse_addresses, None,
-        "The etcd servers through which the nodes of the cluster find one another, joined by '+'.", '"etcd1:2379+etcd2:2379+etcd3:2379"'),
+        "The etcd servers of the cluster, joined by '+'.", '"etcd1:2379+etcd2:2379+etcd3:2379"'),
     Setting("node", "node", parse_label, None,
-        "This node's name in the cluster, without it the name of the machine. No two nodes have the same one.", '"node7"'),
+        "Name of this node, unique in the cluster. Default: the host name.", '"node7"'),
     Setting("rank", "rank", build_integer_parser(0, limits.RANK_MAX), None,
-        "The node's place in the order from which cliques are made, without it the order of first joining.", "7"),
+        "Position of this node in the order that cliques are formed from. Default: the order in which nodes first joined.", "7"),
     Setting("failure_domain", "failure_domain", parse_label, None,
-        "What fails together with this node: a rack, a switch. Copies go to other failure domains where there are any. Without\n"
-        "it each node fails alone.", '"rack3"'),
+        "What fails together with this node: a rack, a switch. Copies go to other failure domains if there are any. Default: each\n"
+        "node fails alone.", '"rack3"'),
     Setting("listen", "listen", parse_address, limits.PEER_LISTEN,
-        "Where this node listens for its peers."),
+        "Address on which this node accepts connections of its peers."),
     Setting("address", "address", parse_address, None,
-        "Where the others reach it, without it the name of the machine and the port of listen.", '"node7:7420"'),
+        "Address under which peers reach this node. Default: the host name and the port of listen.", '"node7:7420"'),
     Setting("keys", "keys", parse_path, None,
-        "The directory with ca.pem, node.pem and node.key, by which nodes recognise one another (`ckptfs keys` makes them).",
+        "Directory with ca.pem, node.pem and node.key, by which nodes authenticate one another (`ckptfs keys` creates them).",
         '"/etc/ckptfs/keys"'),
     Setting("insecure", "insecure", parse_bool, False,
-        "No keys at all: accepted on loopback addresses only, for trying a cluster on one machine."),
-    Setting("bulk", "bulk", parse_bulk, "socket",
-        "How blocks travel between nodes: socket (connections of their own, sealed with keys from gRPC, to the port after that\n"
-        "of listen) or grpc (everything through one port, at about half the speed). A port that cannot be reached means grpc."),
+        "Run without keys. Accepted on loopback addresses only, to try a cluster on one machine."),
+    Setting("bulk", "bulk", build_choice_parser(Bulk, Bulk), "socket",
+        "How blocks travel between nodes: socket (encrypted TCP connections to the port after that of listen) or grpc (one port for\n"
+        "everything, at about half the speed). If the port of a peer cannot be reached, grpc is used."),
     Setting("replication_factor", "replication_factor", build_integer_parser(1, limits.REPLICATION_FACTOR_MAX), limits.REPLICATION_FACTOR,
-        "How many nodes hold each file, this one included. 1: no copies on peers."),
+        "Number of nodes that hold each file, including this one. 1: no copies on peers."),
     Setting("replication_jump", "replication_jump", build_integer_parser(1, limits.REPLICATION_JUMP_MAX), 1,
-        "How far apart in the order of ranks the nodes of a clique are."),
+        "Distance between the ranks of the nodes of a clique."),
     Setting("peer_share", "peer_share", parse_ratio, "50%",
-        "The share of RAM and NVMe that may hold copies for peers."),
+        "Share of RAM and NVMe that may hold copies for peers."),
     Setting("clique_wait", "clique_wait_s", parse_seconds, "30s",
         "How long fsync=clique waits for peers."),
-    Setting("clique_lost", "clique_lost", parse_clique_lost, "error",
-        "What fsync=clique does when no peer is left: error (EIO) or local (succeed as fsync=local does)."),
+    Setting("clique_lost", "clique_lost", build_choice_parser(CliqueLost, CliqueLost), "error",
+        "Result of fsync=clique if no peer is left: error (EIO) or local (success, as with fsync=local)."),
     Setting("etcd_ca", "etcd_ca", parse_path, None,
-        "For etcd with TLS: the certificate of its authority.", '"/etc/ckptfs/etcd/ca.pem"'),
+        "CA certificate for etcd with TLS.", '"/etc/ckptfs/etcd/ca.pem"'),
     Setting("etcd_cert", "etcd_cert", parse_path, None,
-        "And, where etcd asks for them: the client's certificate", '"/etc/ckptfs/etcd/client.pem"'),
+        "Client certificate, if etcd demands one.", '"/etc/ckptfs/etcd/client.pem"'),
     Setting("etcd_key", "etcd_key", parse_path, None,
-        "and its key.", '"/etc/ckptfs/etcd/client.key"'),
+        "Private key of the client certificate.", '"/etc/ckptfs/etcd/client.key"'),
 )  # fmt: skip
-SETTINGS_BY_NAME = {key.name: key for key in SETTINGS}
+SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
 CLUSTER_SETTINGS = SETTINGS[SETTINGS.index(SETTINGS_BY_NAME["cluster"]) + 1 :]
