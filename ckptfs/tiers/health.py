@@ -1,8 +1,8 @@
-"""Owns what is known of a tier's health: NORMAL -> SUSPECT -> DOWN from errors and from probes that answer late or not at all.
+"""The health of a tier: NORMAL, SUSPECT, DOWN.
 
-The machine is pure: a frozen value, and functions that give the next one. A tier that is full is not ill: ENOSPC and EDQUOT do not
-count. `probe` is the only act, and may hang as long as the tier does: call it in a thread of its own, and let the clock judge.
-Nothing here is stored, so dying here costs nothing: the next process begins with NORMAL and probes at once.
+Errors and probes that answer late or not at all change the state. Transitions are pure functions from one frozen value to the next.
+ENOSPC and EDQUOT are no failures: a full tier is healthy. `probe` is the only effect and may hang as long as the tier does, so it
+runs in a thread of its own. Nothing is stored: a new process starts with NORMAL and probes at once.
 """
 
 import errno
@@ -23,21 +23,21 @@ PROBE_UNHEALTHY_S = 3.0
 FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 
 REMEDIES = {
-    errno.EIO: "look into the kernel log for this device or server",
+    errno.EIO: "check the kernel log for this device or server",
     errno.EROFS: "mount it read-write again",
-    errno.ESTALE: "mount it anew",
+    errno.ESTALE: "mount it again",
     errno.ENOENT: "mount it, or create the directory",
-    errno.ENOTCONN: "mount it anew",
-    errno.EACCES: "give the files' owners the right to write there",
-    errno.EPERM: "give the files' owners the right to write there",
-    errno.ENOSPC: "make room there, or raise the quota",
-    errno.EDQUOT: "make room there, or raise the quota",
-    errno.ETIMEDOUT: "look whether its server answers",
+    errno.ENOTCONN: "mount it again",
+    errno.EACCES: "give the owners of the files write permission",
+    errno.EPERM: "give the owners of the files write permission",
+    errno.ENOSPC: "free space, or raise the quota",
+    errno.EDQUOT: "free space, or raise the quota",
+    errno.ETIMEDOUT: "check whether its server answers",
 }
 
 
 class HealthState(StrEnum):
-    """NORMAL works, SUSPECT failed or is late, DOWN has failed for a while."""
+    """NORMAL works; SUSPECT failed or is late; DOWN has failed for a while."""
 
     NORMAL = "normal"
     SUSPECT = "suspect"
@@ -46,7 +46,7 @@ class HealthState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What is known: `since_s` is when `state` began, on the clock of whoever asks; `error` says what was last wrong."""
+    """The state since `since_s` (on the caller's clock), consecutive failures, the last error and its remedy."""
 
     state: HealthState = HealthState.NORMAL
     since_s: float = 0.0
@@ -56,12 +56,12 @@ class Health:
 
 
 def after_success(health: Health, now_s: float) -> Health:
-    """The tier did what it was asked: it is well."""
+    """Return the health after a call that succeeded."""
     return health if health == replace(Health(), since_s=health.since_s) else Health(since_s=now_s)
 
 
 def after_failure(health: Health, now_s: float, failure: OSError) -> Health:
-    """The tier answered with an error. Being full is not one."""
+    """Return the health after an error; a full tier counts as a success."""
     if failure.errno in FULL_ERRNOS:
         return after_success(health, now_s)
     failures = health.failures + 1
@@ -70,12 +70,12 @@ def after_failure(health: Health, now_s: float, failure: OSError) -> Health:
 
 
 def after_wrong_tier(health: Health, now_s: float, error: str, remedy: str) -> Health:
-    """The tier answers, and is not the one it should be."""
+    """Return the health of a tier that answers but is another one than expected."""
     return _transition(health, HealthState.DOWN, now_s, health.failures + 1, error, remedy)
 
 
 def after_silence(health: Health, now_s: float, waiting_s: float) -> Health:
-    """A probe has not answered for `waiting_s` so far."""
+    """Return the health while a probe has not answered for `waiting_s`."""
     if waiting_s < SUSPECT_S:
         return health
     state = HealthState.DOWN if waiting_s >= DOWN_S or health.state is HealthState.DOWN else HealthState.SUSPECT
@@ -83,22 +83,22 @@ def after_silence(health: Health, now_s: float, waiting_s: float) -> Health:
 
 
 def probe_after_s(health: Health) -> float:
-    """How long to wait before the next probe."""
+    """Return the wait before the next probe, in seconds."""
     return PROBE_NORMAL_S if health.state is HealthState.NORMAL else PROBE_UNHEALTHY_S
 
 
 def describe(failure: OSError) -> str:
-    """An error in a few words: its name and meaning."""
+    """Return the name and the meaning of an error."""
     return f"{errno.errorcode.get(failure.errno or 0, 'error')}: {failure.strerror or failure}"
 
 
 def remedy(code: int | None) -> str:
-    """What a person can do about this errno; empty when nothing is known."""
+    """Return what the operator can do about an errno; empty if unknown."""
     return REMEDIES.get(code or 0, "")
 
 
 def probe(root: Path) -> tuple[int, int]:
-    """(total, available) bytes: asked so that the tier's server must answer. Raises OSError; hangs when the tier hangs."""
+    """Return (total, available) bytes, from the server of the tier. Raises OSError; may hang."""
     disk.act("health:probe", os.stat, root)
     figures = os.statvfs(root)
     return figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize

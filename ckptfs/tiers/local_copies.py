@@ -1,26 +1,16 @@
-"""Owns how one more copy of a sealed content is made in another tier of this node: announced, copied, synced, read back, then counted (P4).
+"""Copies of contents in the tiers of this node: copy to another tier, removal of files, use of stale generations, stashes.
 
-The row is FILLING from before the file exists until its digest was found right where it lies, so nobody ever takes a part for the whole.
-If we die here: a FILLING row, with or without a file; the recover flow removes both.
+- A copy is announced by a FILLING row, written, synced and read back; only then is it good (P4).
+- The file of a forgotten copy is removed in a transaction, so that a copy that was announced since keeps its file. The PFS must not be
+  accessed in a transaction; its leftovers are found by a sweep.
+- A STALE copy is a previous generation of a content that another node has rewritten. It is found by its digest, serves blocks for the
+  next generation, and becomes a content of its own if it is the last one left.
+- While the next generation is fetched, the file of a stale copy is stashed under another id: it may be the last copy (P5).
 
-Owns how the file of a copy goes that was forgotten: at once, however large it is, and never one that somebody has announced since.
-
-Whoever brings a content back announces that first, which cannot happen inside our transaction. On the PFS, which must not be asked inside
-one, files are left to the sweep of what no row names.
-If we die here: a file without a row, which the drop flow finds.
-
-Owns what may be done with a former generation of another node's content that still lies here: it is found by its digest, read from where
-it lies (P4), and becomes a content of its own when it is all that is left.
-
-If we die here: nothing was changed, or a FILLING copy without a content is left, which recovery removes with its file.
-
-Owns the file of a former generation that is put aside while the next one is fetched into its place: until that is here, and was found
-right, it may be all that is left of the content (P5).
-
-If we die here: the row and the file are under one id or under the other, and recovery brings them together again.
+Crash safety: FILLING rows and stashes remain; recovery removes the rows with their files and restores the stashes. A file without a row
+is removed by the reclaim flow.
 """
 
-import contextlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,22 +27,23 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 
 transfer.declare_labels("duplicate")
 transfer.declare_labels("duplicate:check")
+transfer.declare_labels("fetch:peer:older")
 disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
 
 
 def copy_to_tier(db: Database, tiers: Tiers, content: Content, source: Tier, target: Tier) -> None:
-    """Make a good copy of the SEALED `content` in `target` from the one in `source`.
+    """Copy the SEALED `content` from `source` to `target`.
 
-    Raises Busy when the content was opened for writing meanwhile, DigestMismatch when the bytes of `source` are not what was sealed (its
-    copy is quarantined then) and OSError from either tier. Whatever is raised, no trace of the new copy is left.
+    Raises Busy if the content is opened for writing, DigestMismatch if the bytes of `source` are not the sealed ones (that copy is then
+    quarantined), and OSError of either tier. After an error no trace of the new copy remains.
     """
     if not copies.insert_filling_copy(db, content, target):
-        raise Busy("the content moved on")
+        raise Busy("the content has changed")
     disk.act("duplicate:announced", lambda: None)
     try:
         _copy_bytes(db, tiers, content, source, target)
         if not copies.mark_copy_good(db, content, target):
-            raise Busy("the content moved on")
+            raise Busy("the content has changed")
     except BaseException:
         _remove_unfinished(db, tiers, content, target)
         raise
@@ -64,7 +55,7 @@ def copy_to_tier(db: Database, tiers: Tiers, content: Content, source: Tier, tar
 def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, target: Tier) -> None:
     def check() -> None:
         if not contents.is_unchanged(db, content):
-            raise Busy("the content is opened for writing")
+            raise Busy("the content was opened for writing")
 
     tiers[target].remove(content.id)
     with disk.closing(tiers[source].open(content.id)) as source_fd, disk.closing(tiers[target].create(content.id)) as target_fd:
@@ -73,15 +64,15 @@ def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, targ
         if target is not Tier.RAM:
             disk.act("duplicate:fsync", os.fsync, target_fd)
             disk.act("duplicate:directory", tiers[target].fsync_directory)
-            # What is read back next shall come from the disk.
+            # The read-back must come from the disk.
             os.posix_fadvise(target_fd, 0, 0, os.POSIX_FADV_DONTNEED)
         size, digest, _ = transfer.read(target_fd, label="duplicate:check", before_block=check)
         if (size, digest) != (content.size, content.digest):
-            raise DigestMismatch(f"what was written to {target} for content {content.id} reads back as something else")
+            raise DigestMismatch(f"content {content.id} does not read back from {target} as written")
 
 
 def _verify_source(db: Database, content: Content, source: Tier, found: tuple[int, bytes], check: Callable[[], None]) -> None:
-    """The bytes that were read must be those that were sealed; if not, and nobody writes to them, the source is bad."""
+    """Quarantine the source if it has another digest than the sealed one and no writer."""
     if found == (content.size, content.digest):
         return
     check()
@@ -90,8 +81,8 @@ def _verify_source(db: Database, content: Content, source: Tier, found: tuple[in
 
 
 def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tier) -> None:
-    """Take the unfinished copy back, as far as the tier lets us; what stays is a leftover for the drop flow."""
-    with contextlib.suppress(OSError):
+    """Remove an unfinished copy. If the tier fails, the reclaim flow removes the file later."""
+    with suppress(OSError):
         tiers[target].remove(content.id)
     with db.transaction():
         if any(copy.tier is target and copy.state is CopyState.FILLING for copy in copies.list_copies(db, content.id)):
@@ -99,7 +90,7 @@ def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tie
 
 
 def remove_unrecorded(db: Database, storage: TierStorage, number: int) -> None:
-    """Remove the file of a copy that is on record no more."""
+    """Remove the file of a copy that has no row."""
     if storage.tier is Tier.PFS:
         return
     with db.transaction():
@@ -108,12 +99,9 @@ def remove_unrecorded(db: Database, storage: TierStorage, number: int) -> None:
         os.close(fd)
 
 
-transfer.declare_labels("fetch:peer:older")
-
-
 @dataclass(frozen=True, slots=True)
 class StaleCopy:
-    """A file with that digest; `fd` is whoever's who asked."""
+    """The open file of a stale copy. The caller owns `fd`."""
 
     storage: TierStorage
     fd: int
@@ -122,7 +110,7 @@ class StaleCopy:
 
 
 def find_stale(db: Database, tiers: Tiers, content: int, wanted_digest: bytes) -> StaleCopy | None:
-    """What lies here of a content in the state that has the digest `wanted`."""
+    """Return the stale copy of a content that has this digest; None without one."""
     for copy in copies.list_copies(db, content):
         if copy.state is CopyState.STALE and copy.tier in tiers and copy.tier is not Tier.PFS:
             with suppress(FileNotFoundError):
@@ -139,26 +127,22 @@ def find_stale(db: Database, tiers: Tiers, content: int, wanted_digest: bytes) -
 
 
 def promote_stale(db: Database, tiers: Tiers, held_copy: HeldCopy, inode: int) -> Content | None:
-    """What is kept of a content as one of its own, of the file `inode`, of which nobody was told yet. None when it has moved on.
+    """Make a held copy a content of its own, of the file `inode`. Return None if the copy has changed.
 
-    Raises DigestMismatch, and then it is gone; OSError from the tier.
+    The new content is unpublished. Raises DigestMismatch, and then the copy is deleted; OSError of the tier.
     """
     storage = tiers[held_copy.tier]
     with db.transaction():
         if not remote_contents.mark_held_copy_stale(db, held_copy):
             return None
-        reserved, open_handles = (
-            copies.insert_reserved_copy(db, storage.tier),
-            contents.get_file_record(db, held_copy.content.id).open_handles,
-        )
+        reserved = copies.insert_reserved_copy(db, storage.tier)
+        open_handles = contents.get_file_record(db, held_copy.content.id).open_handles
     try:
         size, digest, blocks = _link_or_copy(storage, held_copy.content.id, reserved, is_open=bool(open_handles))
         if digest != held_copy.digest:
             copies.delete_copy(db, held_copy.content.id, storage.tier)
             remove_unrecorded(db, storage, held_copy.content.id)
-            raise DigestMismatch(
-                f"generation {held_copy.generation} of content {held_copy.content.id} is not what it was in {storage.tier}"
-            )
+            raise DigestMismatch(f"the copy of content {held_copy.content.id} in {storage.tier} is not generation {held_copy.generation}")
         if storage.tier is not Tier.RAM:
             storage.fsync_directory()
         return remote_contents.insert_split_content(db, held_copy, reserved, inode, size, blocks)
@@ -169,7 +153,7 @@ def promote_stale(db: Database, tiers: Tiers, held_copy: HeldCopy, inode: int) -
 
 
 def _link_or_copy(storage: TierStorage, content: int, reserved: int, *, is_open: bool) -> transfer.ContentDigests:
-    """The file of `content` as that of `number`, too, and what it is. `shared`: by whoever has it open it may yet be changed: a copy."""
+    """Give `reserved` the file of `content`: a hard link, or a copy if a writer may change it."""
     if not is_open:
         storage.remove(reserved)
         storage.link(content, reserved)
@@ -183,7 +167,7 @@ def _link_or_copy(storage: TierStorage, content: int, reserved: int, *, is_open:
 
 
 def stash(db: Database, storage: TierStorage, content: int) -> int | None:
-    """Put what is kept of a content aside, in the caller's transaction; its id until then, None where there is nothing to keep."""
+    """Stash the file of a held copy in the caller's transaction. Return its temporary id or None."""
     stash_id = copies.stash_copy(db, content, storage.tier)
     if stash_id is not None:
         try:
@@ -195,7 +179,7 @@ def stash(db: Database, storage: TierStorage, content: int) -> int | None:
 
 
 def restore_stashed(db: Database, storage: TierStorage, stash_id: int | None) -> None:
-    """The fetch failed, or died: what was put aside is what lies here again, unless there is something newer by now."""
+    """Restore a stashed file after a failed fetch, unless there is a newer copy."""
     if stash_id is None:
         return
     with db.transaction():
@@ -203,12 +187,12 @@ def restore_stashed(db: Database, storage: TierStorage, stash_id: int | None) ->
         if content is None:
             storage.remove(stash_id)
         else:
-            with contextlib.suppress(FileNotFoundError):  # It never got its other name.
+            with suppress(FileNotFoundError):  # It was not renamed yet.
                 storage.rename(stash_id, content)
 
 
 def drop_stashed(db: Database, storage: TierStorage, stash_id: int | None) -> None:
-    """What came after it is here."""
+    """Remove a stashed file after its successor is complete."""
     if stash_id is not None:
         with db.transaction():
             copies.delete_stashed(db, stash_id, storage.tier)
@@ -216,6 +200,6 @@ def drop_stashed(db: Database, storage: TierStorage, stash_id: int | None) -> No
 
 
 def restore_all_stashed(db: Database, storage: TierStorage) -> None:
-    """A former mover died while it fetched."""
+    """Restore the stashes of a mover that died during fetches."""
     for stash_id in copies.list_stashed(db, storage.tier):
         restore_stashed(db, storage, stash_id)

@@ -1,14 +1,13 @@
-"""Owns who the current thread is for the PFS: most sites squash root there, so what root may not do is done as the file's owner.
+"""Ownership on the PFS: acting as the owner of a file, and applying owner, mode, xattrs and times.
 
-The kernel keeps fsuid, fsgid and groups for each thread; glibc's setgroups would change all of them, so it is called by number.
-Setting fsuid to anybody but root also takes the thread's capabilities over files away, and gives them back on the return to root.
-If we die here: so does the thread.
+Most sites squash root on the PFS, so an act that root may not do is repeated as the owner. fsuid, fsgid and groups belong to a thread;
+glibc's setgroups would change all threads, so the system call is made by number. While fsuid is not root, the kernel removes the
+thread's capabilities over files.
 
-Owns how attributes reach the PFS: owner, mode, the user's xattrs and times, in this order (a change of owner takes set-id bits away).
+Attributes are applied in the order owner, mode, xattrs, times: a change of owner clears set-id bits. An attribute that the filesystem
+or the site does not allow (owners without root, xattrs where there are none) is logged once and skipped; it never delays the data.
 
-What the filesystem or the site does not allow (owners without being root, xattrs where there are none) is logged once and left out; it
-never holds back the bytes.
-If we die here: the attributes are set again.
+Crash safety: attributes are applied again.
 """
 
 import contextlib
@@ -27,32 +26,38 @@ from typing import TypeVar
 from ckptfs import disk
 from ckptfs.model import Inode
 
-Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+disk.declare_labels("pfs:chown", "pfs:chmod", "pfs:utime", "pfs:xattr")
 
+Result = TypeVar("Result")
 Owner = tuple[int, int]
 """(uid, gid)."""
+_NOT_ALLOWED = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODATA}
+_NO_XATTR = _NOT_ALLOWED | {errno.ENOSPC, errno.E2BIG, errno.ERANGE, errno.EDQUOT}
+_OWN_PREFIX = b"user.ckptfs."
 _SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
 _libc = ctypes.CDLL(None, use_errno=True)
 _thread = threading.local()
+_logged: set[tuple[str, int | None]] = set()
 
 
 class RootSquashed(PermissionError):
-    """What root made belongs to somebody else: the filesystem does not take root for root."""
+    """A file that root created belongs to another user: the filesystem squashes root."""
 
 
 def can_impersonate() -> bool:
-    """Whether this process may act as others."""
+    """Return True if this process may act as other users."""
     return os.geteuid() == 0 and platform.machine() in _SETGROUPS
 
 
 def is_root() -> bool:
-    """Whether the thread is root for filesystems just now."""
+    """Return True if the thread currently acts as root on filesystems."""
     return os.geteuid() == 0 and not getattr(_thread, "acting", False)
 
 
 @contextlib.contextmanager
 def as_owner(uid: int, gid: int) -> Iterator[None]:
-    """The thread is this user for filesystems inside the block."""
+    """Act as this user on filesystems inside the block, in this thread."""
     own_groups = os.getgroups()
     _set_groups(list(_list_groups(uid, gid)))
     _libc.setfsgid(ctypes.c_uint32(gid))
@@ -69,7 +74,7 @@ def as_owner(uid: int, gid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_process_user() -> Iterator[None]:
-    """Inside a block of `as_owner`: the thread is itself again, for what is ours and nobody else's."""
+    """Act as the process itself again, inside a block of `as_owner`."""
     if not getattr(_thread, "acting", False):
         yield
         return
@@ -81,7 +86,10 @@ def as_process_user() -> Iterator[None]:
 
 
 def retry_as_owner(call: Callable[[], Result], owners: Callable[[], Iterable[Owner]]) -> Result:
-    """`call()` as we are; where that is refused and we are root, as each of `owners()` in turn. Raises the first refusal."""
+    """Return `call()`. If root is refused, try it as each of `owners()` in turn.
+
+    Raises the first refusal.
+    """
     try:
         return call()
     except PermissionError as refusal:
@@ -113,18 +121,10 @@ def _list_groups(uid: int, gid: int) -> tuple[int, ...]:
         return (gid,)
 
 
-log = logging.getLogger(__name__)
-disk.declare_labels("pfs:chown", "pfs:chmod", "pfs:utime", "pfs:xattr")
-_NOT_ALLOWED = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODATA}
-_NO_XATTR = _NOT_ALLOWED | {errno.ENOSPC, errno.E2BIG, errno.ERANGE, errno.EDQUOT}
-_OWN_PREFIX = b"user.ckptfs."
-_logged: set[tuple[str, int | None]] = set()
-
-
 def apply_attributes(
     directory: int, name: bytes, wanted: Inode, xattrs: Mapping[bytes, bytes], *, is_new: bool = False, with_times: bool = True
 ) -> None:
-    """Make what is under `name` look like `wanted`. `fresh`: it was just made and has no xattrs."""
+    """Apply the attributes of `wanted` to `name`. `is_new`: the file was just created and has no xattrs."""
     fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     try:
         found = os.fstat(fd)
@@ -134,7 +134,7 @@ def apply_attributes(
         if (found.st_uid, found.st_gid) != owner:
             _tolerate("owners", _NOT_ALLOWED, lambda: disk.act("pfs:chown", _chown, path, owner, directory, name, is_symlink))
         if not is_symlink:
-            # A change of owner and ACLs may have changed the mode as well, so it is always set.
+            # A change of owner and ACLs may change the mode as well, so it is always set.
             _tolerate("modes", _NOT_ALLOWED, lambda: disk.act("pfs:chmod", os.chmod, path, stat.S_IMODE(wanted.mode)))
         if xattrs or stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
             _tolerate("extended attributes", _NO_XATTR, lambda: _set_xattrs(path, xattrs, is_new=is_new))
@@ -169,7 +169,7 @@ def _set_xattrs(path: bytes, wanted: Mapping[bytes, bytes], *, is_new: bool) -> 
 
 
 def _tolerate(what: str, codes: set[int], call: Callable[[], None]) -> None:
-    """Run `call`; a refusal with one of `codes` is said once for its kind."""
+    """Run `call`. Log the first refusal of each kind whose errno is in `codes`; raise others."""
     try:
         call()
     except OSError as refusal:
@@ -177,4 +177,4 @@ def _tolerate(what: str, codes: set[int], call: Callable[[], None]) -> None:
             raise
         if (what, refusal.errno) not in _logged:
             _logged.add((what, refusal.errno))
-            log.warning("the PFS does not take all %s (%s); files there keep what it gives them", what, refusal.strerror)
+            log.warning("PFS: %s are not applied to some files: %s; the files keep the defaults of the PFS", what, refusal.strerror)

@@ -1,19 +1,12 @@
-"""Owns how write-back reaches names on the PFS: directories by descriptors walked down from the root, never by joined paths.
+"""The directory tree of the PFS: walking, listing, opening files.
 
-Symlinks are never followed. Descriptors of directories are kept for a short while; whoever moves a directory calls `forget`. A directory
-that root may not search is searched as its owner.
-If we die here: the kernel closes the descriptors.
+Directories are opened one by one from a descriptor of the root; paths are never joined and symlinks never followed. A directory that root
+may not search is opened as its owner. `PfsTree` caches descriptors of directories for a short time, until `clear_cache`.
 
-Owns how directories of the PFS are read: walked down by descriptors, never by joined paths, and listed name by name.
+Hidden names are `.ckptfs` in the root (the work area) and names that begin with `.ckptfs.` (temporary names of write-back). Hidden
+entries that are external, or were left by a dead node, are reported to the caller of a listing.
 
-Nothing is written here. Every call may hang as long as the PFS does.
-Hidden: `.ckptfs` in the root (our work area) and everything that begins with `.ckptfs.` (names under which write-back prepares files).
-What is hidden by that and is not ours, or was left by a node that died, is told to whoever lists.
-If we die here: nothing was changed.
-
-Owns how a file on the PFS is found by its inode: walked down from the root by descriptors, and looked at before it is believed.
-
-If we die here: nothing was changed.
+Every call may hang as long as the PFS does.
 """
 
 import contextlib
@@ -37,19 +30,28 @@ from ckptfs.model import PfsEntryStat, Tier
 from ckptfs.tiers import pfs_ownership
 
 disk.declare_labels("scan:root", "scan:walk", "scan:list", "scan:stat", "scan:readlink", "scan:xattrs")
+disk.declare_labels("pfs:walk", "pfs:exchange", "pfs:open")
+
+DirectoryPath = tuple[bytes, ...]
+"""The names from the root down to a directory."""
+CACHED_MAX = 128
+CACHED_S = 1.0
 WORK_DIRECTORY = b".ckptfs"
 HIDDEN_PREFIX = b".ckptfs."
 _TEMPORARY = re.compile(rb"\.ckptfs\.[0-9a-f]{8}\.[0-9a-f]+\Z")
 _PARKED = re.compile(rb"\.ckptfs\.parked\.([0-9a-f]{1,16})\Z")
 _IN_WORK_AREA = re.compile(rb"(tier-id(\.[0-9a-f]+)?|contents(-[0-9a-f]+)?)\Z")
 OUR_XATTRS = "user.ckptfs."
+_RENAME_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_XATTRS = {errno.EOPNOTSUPP, errno.ENODATA, errno.EPERM, errno.EACCES, errno.ENOENT}
 
 
 def open_root(pfs: Path, expected_uuid: str | None) -> int:
-    """A descriptor of the PFS's root. Raises TierUnavailable when it is not the directory that the catalog knows by `expected_uuid`:
-    the mountpoint of a filesystem that is not mounted looks like an empty one, and must not be taken for it.
+    """Open the root of the PFS. Raises TierUnavailable if its id is not `expected_uuid`.
+
+    The mountpoint of a filesystem that is not mounted looks like an empty PFS and must not be taken for it.
     """
     fd = disk.open_file("scan:root", os.fsencode(pfs), os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -74,7 +76,7 @@ def _read_tier_id(root_fd: int) -> str:
 
 
 def open_directory(root_fd: int, names: tuple[bytes, ...]) -> int:
-    """A new descriptor of the directory `names` below `root_fd`. Symlinks are not followed. Raises OSError."""
+    """Open the directory `names` below `root_fd`, without following symlinks. Raises OSError."""
     fd = os.open(b".", _DIRECTORY, dir_fd=root_fd)
     for name in names:
         try:
@@ -99,8 +101,9 @@ def _get_owner(fd: int) -> pfs_ownership.Owner:
 
 
 def list_entries(directory_fd: int, *, is_root: bool, on_external: Callable[[bytes], None] = lambda name: None) -> Iterator[PfsEntryStat]:
-    """What the directory shows, in no order, without symlinks' targets and xattrs. A name that vanishes meanwhile is left out. `foreign`
-    is told of what is hidden and somebody else's.
+    """Yield the entries of a directory in no order, without targets of symlinks and xattrs.
+
+    A name that vanishes meanwhile is skipped. `on_external` is called for external hidden entries.
     """
     with disk.act("scan:list", os.scandir, directory_fd) as entries:
         for entry in entries:
@@ -118,13 +121,13 @@ def list_entries(directory_fd: int, *, is_root: bool, on_external: Callable[[byt
 
 
 def parse_parked_name(name: bytes) -> int | None:
-    """The inode of what waits under this name until its own one is free; None: it is no such name."""
+    """Return the inode of an entry that is parked under this temporary name; None for other names."""
     found = _PARKED.match(name)
     return None if found is None else int(found[1], 16)
 
 
 def _is_abandoned(directory_fd: int, name: bytes) -> bool:
-    """Whether what waits there was left by a node that died: it got this name long ago."""
+    """Return True if a parked entry is so old that a dead node must have left it."""
     try:
         return time.time_ns() - stat_entry(directory_fd, name).ctime_ns > limits.PARKED_KEEP_S * 1e9
     except OSError:
@@ -132,7 +135,7 @@ def _is_abandoned(directory_fd: int, name: bytes) -> bool:
 
 
 def _list_external_in_work_area(root_fd: int) -> list[bytes]:
-    """What is in the place of our work area and not ours, as far as that can be seen."""
+    """Return external entries in the place of the work area, if it can be read."""
     try:
         with disk.closing(os.open(WORK_DIRECTORY, _DIRECTORY, dir_fd=root_fd)) as fd:
             names = sorted(os.fsencode(name) for name in os.listdir(fd))
@@ -144,7 +147,7 @@ def _list_external_in_work_area(root_fd: int) -> list[bytes]:
 
 
 def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
-    """lstat of one name; as the directory's owner where root may not search it. Raises OSError."""
+    """lstat a name; as the owner of the directory if root may not search it. Raises OSError."""
 
     def call() -> os.stat_result:
         return disk.act("scan:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
@@ -153,7 +156,7 @@ def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
 
 
 def stat_descriptor(fd: int, name: bytes = b"") -> PfsEntryStat:
-    """fstat of an open file or directory."""
+    """fstat an open file or directory."""
     return _build_stat(name, os.fstat(fd))
 
 
@@ -165,7 +168,7 @@ def _build_stat(name: bytes, found: os.stat_result) -> PfsEntryStat:
 
 
 def is_absent(directory_fd: int, name: bytes) -> bool:
-    """Whether there is certainly no such name now."""
+    """Return True if no such name exists."""
     try:
         stat_entry(directory_fd, name)
     except FileNotFoundError:
@@ -174,7 +177,10 @@ def is_absent(directory_fd: int, name: bytes) -> bool:
 
 
 def load_details(directory_fd: int, entry: PfsEntryStat) -> PfsEntryStat:
-    """`seen` with its symlink's target and its xattrs of the namespace `user`. Raises FileNotFoundError when it is gone."""
+    """Return `entry` with the target of a symlink and the xattrs of the namespace `user`.
+
+    Raises FileNotFoundError if the entry has vanished.
+    """
     path = b"/proc/self/fd/%d/%s" % (directory_fd, entry.name)
 
     def link() -> bytes:
@@ -200,18 +206,8 @@ def _is_user_xattr(name: str) -> bool:
     return name.startswith("user.") and not name.startswith(OUR_XATTRS)
 
 
-disk.declare_labels("pfs:walk", "pfs:exchange")
-CACHED_MAX = 128
-CACHED_S = 1.0
-_RENAME_EXCHANGE = 2
-_libc = ctypes.CDLL(None, use_errno=True)
-
-DirectoryPath = tuple[bytes, ...]
-"""The names from the root down to a directory."""
-
-
 class DirectoryMissing(FileNotFoundError):
-    """A directory on the way is not there, or is none: `names` leads to the first such."""
+    """A directory on the way is missing or not a directory: `names` leads to the first such."""
 
     def __init__(self, names: DirectoryPath) -> None:
         super().__init__(errno.ENOENT, os.strerror(errno.ENOENT), os.fsdecode(b"/".join(names)))
@@ -228,11 +224,11 @@ class PfsTree:
         self._expected: dict[DirectoryPath, int] = {}
 
     def set_expected_inodes(self, inodes: dict[DirectoryPath, int]) -> None:
-        """From now on these directories have these numbers (st_ino): others under their names are not taken for them."""
+        """Set the inode numbers (st_ino) that these directories must have."""
         self._expected = inodes
 
     def reopen_root(self, expected_uuid: str | None) -> None:
-        """Open the root anew; call it before each batch. Raises TierUnavailable when it is not the directory that the catalog knows."""
+        """Reopen the root, before each batch. Raises TierUnavailable as `open_root` does."""
         fd = open_root(self.root, expected_uuid)
         if self._root_fd >= 0 and not os.path.sameopenfile(fd, self._root_fd):
             self.clear_cache()
@@ -241,26 +237,27 @@ class PfsTree:
             os.close(old)
 
     def get_directory(self, names: DirectoryPath) -> int:
-        """A descriptor of a directory, which stays ours: use it at once. Raises NotThere, and ESTALE for another one than is expected."""
+        """Return a descriptor of a directory, which stays ours: use it at once.
+
+        Raises DirectoryMissing, and ESTALE if the directory is another one than expected.
+        """
         if not names:
             return self._root_fd
         fd = self._get_cached(names)
         expected = self._expected.get(names)
         if expected is not None and os.fstat(fd).st_ino != expected:
             self.clear_cache()
-            raise OSError(errno.ESTALE, "it is another directory now", os.fsdecode(b"/".join(names)))
+            raise OSError(errno.ESTALE, "the directory was replaced", os.fsdecode(b"/".join(names)))
         return fd
 
     def _get_cached(self, names: DirectoryPath) -> int:
         now = time.monotonic()
-        cached = self._cached.get(names)
-        if cached is not None and now - cached[1] < CACHED_S:
-            return cached[0]
-        above = next((depth for depth in range(len(names) - 1, 0, -1) if self._is_cached(names[:depth], now)), 0)
-        fd = self._cached[names[:above]][0] if above else self._root_fd
-        for depth in range(above, len(names)):
-            fd = self._open(fd, names[: depth + 1], close_parent=depth > above)
-        self._cache(names, fd)
+        cached_depth = next((depth for depth in range(len(names), 0, -1) if self._is_cached(names[:depth], now)), 0)
+        fd = self._cached[names[:cached_depth]][0] if cached_depth else self._root_fd
+        for depth in range(cached_depth, len(names)):
+            fd = self._open(fd, names[: depth + 1], close_parent=depth > cached_depth)
+        if cached_depth < len(names):
+            self._cache(names, fd)
         return fd
 
     def _is_cached(self, names: DirectoryPath, now: float) -> bool:
@@ -268,7 +265,7 @@ class PfsTree:
         return cached is not None and now - cached[1] < CACHED_S
 
     def _open(self, parent_fd: int, names: DirectoryPath, *, close_parent: bool) -> int:
-        """A descriptor of the last of `names` in `above`, which is closed if it is our `own`."""
+        """Open the last of `names` in `parent_fd`."""
 
         def owners() -> list[pfs_ownership.Owner]:
             found = os.stat(names[-1], dir_fd=parent_fd, follow_symlinks=False)
@@ -293,13 +290,12 @@ class PfsTree:
         self._cached[names] = (fd, time.monotonic())
 
     def clear_cache(self) -> None:
-        """A directory was moved, or may have been: walk anew."""
+        """Forget cached descriptors, after a directory was or may have been moved."""
         for fd, _ in self._cached.values():
             os.close(fd)
         self._cached.clear()
 
     def close(self) -> None:
-        """Give all descriptors back."""
         self.clear_cache()
         if self._root_fd >= 0:
             os.close(self._root_fd)
@@ -307,7 +303,7 @@ class PfsTree:
 
 
 def find_stat(directory: int, name: bytes) -> os.stat_result | None:
-    """lstat; None when there is no such name."""
+    """lstat a name; None if it does not exist."""
     try:
         return os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
@@ -315,7 +311,7 @@ def find_stat(directory: int, name: bytes) -> os.stat_result | None:
 
 
 def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
-    """renameat2(RENAME_EXCHANGE). Raises EINVAL or ENOSYS where the filesystem cannot."""
+    """renameat2(RENAME_EXCHANGE). Raises EINVAL or ENOSYS if the filesystem cannot."""
     disk.act("pfs:exchange", _rename2, directory, name, new_directory, new_name, _RENAME_EXCHANGE)
 
 
@@ -329,18 +325,15 @@ def _rename2(directory: int, name: bytes, new_directory: int, new_name: bytes, f
 
 
 def sync_filesystem(fd: int) -> None:
-    """syncfs(2): everything that was written to this filesystem is there to stay."""
+    """syncfs(2)."""
     if _libc.syncfs(fd) != 0:
         raise posix_error(ctypes.get_errno())
 
 
-disk.declare_labels("pfs:open")
-
-
 def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of the file on the PFS that `inode` shows. May hang: call it in a worker thread.
+    """Open the file on the PFS that `inode` shows. May hang: call it in a worker thread.
 
-    Raises ESTALE when the PFS shows another file, or another state of it, than the catalog knows: ask for a visit of its directory.
+    Raises ESTALE if the PFS shows another file or another state than the catalog; a scan of its directory resolves that.
     """
     known = copies.load_fetch_state(db, inode)
     if known is None or known.published is None:
@@ -348,7 +341,7 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     fd = open_unchecked(db, pfs, inode, flags)
     try:
         if not matches_catalog(fd, known.published):
-            raise posix_error(errno.ESTALE, "the file on the PFS was changed by somebody else")
+            raise posix_error(errno.ESTALE, "the file on the PFS was changed externally")
     except BaseException:
         os.close(fd)
         raise
@@ -356,10 +349,10 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
 
 
 def open_unchecked(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of what the PFS shows now where `inode` was last known to be. Raises OSError and TierUnavailable."""
+    """Open what the PFS shows at the last known path of `inode`. Raises OSError and TierUnavailable."""
     names = pfs_state.find_path(db, inode)
     if not names:
-        raise posix_error(errno.ENOENT, "the PFS shows no such file")
+        raise posix_error(errno.ENOENT, "the file is not on the PFS")
     root_fd = open_root(pfs, copies.get_tier_uuid(db, Tier.PFS))
     try:
         directory_fd = open_directory(root_fd, names[:-1])
@@ -372,7 +365,7 @@ def open_unchecked(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY
 
 
 def _open_file(directory_fd: int, name: bytes, flags: int) -> int:
-    """As the file's owner where root is refused. O_NONBLOCK: a fifo of a stranger's must not hold us."""
+    """Open a file, as its owner if root is refused. O_NONBLOCK: the open of a fifo must not hang."""
 
     def owners() -> list[pfs_ownership.Owner]:
         found, parent = stat_entry(directory_fd, name), stat_descriptor(directory_fd)
@@ -383,6 +376,6 @@ def _open_file(directory_fd: int, name: bytes, flags: int) -> int:
 
 
 def matches_catalog(fd: int, known: PublishedFile) -> bool:
-    """Whether an open file is in the state that the catalog knows."""
+    """Return True if an open file is in the state that the catalog records."""
     found = os.fstat(fd)
     return is_same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))

@@ -1,24 +1,16 @@
-"""Owns how a file's bytes travel from one descriptor to another: holes stay holes, and every byte passes the digest on its way.
+"""Copies and digests of files: descriptor to descriptor, with holes preserved and every byte digested.
 
-Where both ends can share blocks (FICLONE) nothing is copied and the digest is read from the target. Everywhere else the bytes pass
-through one small buffer that stays in the processor's cache: the digest needs them there anyway, so copy_file_range would touch them twice.
-If we die here: the target holds a beginning of the source under a name that nobody believes yet; whoever copies into it again writes
-only what is not on its disk by then.
+- If both ends can share blocks (FICLONE), nothing is copied and the digest is read from the target. Otherwise bytes pass through one
+  small buffer that stays in the processor cache; copy_file_range would read them a second time for the digest.
+- `WriteBehind` writes a large file at the pace of the disk and keeps only a window of it in memory. The kernel alone would gather
+  gigabytes first and keep them: memory that the job needs and that is slow to get (on a virtual machine 10 us for each page that the
+  host has to find: 1 GiB took 2.5 s, and takes 0.5 s within a window). Disk errors are raised at once: fsync would not report them again.
+- `hold_read_lease` detects writers. The kernel refuses the lease while the file is open for writing, also through a mapping that outlived
+  its handle. A later writer waits until the lease is dropped, which happens at the next block. SIGIO, which announces the writer, must be
+  ignored (`ignore_lease_signal`): its default kills the process. Without leases the size and times of the file are compared.
 
-Owns how a large file is written at the disk's pace: writing begins with its first block, and memory holds no more than a window of it.
-
-The kernel would gather gigabytes before it begins, and keep them afterwards: memory that the job's processes need, and that is slow to
-get (on a virtual machine 10 us for a page that the host has to find first: 1 GiB took 2.5 s, and takes 0.5 s within a window, measured
-here). The same few pages are used again and again instead. Errors of the disk are raised: fsync would not tell of them a second time.
-Where a filesystem knows none of this, nothing happens.
-If we die here: the kernel writes what it has.
-
-Owns the read lease: how the mover learns that nobody can be writing to a file of ours, and that nobody began to.
-
-The kernel refuses the lease while anybody has the file open for writing, also through a mapping that outlived its handle. A later
-opener for writing waits until we let go, which we do at the next block: `check` raises Busy then. SIGIO, which tells of that, must be
-ignored by the process (`ignore_signal`); its default is death. On a filesystem without leases the file's times are compared instead.
-If we die here: the kernel drops the lease with the descriptor.
+Crash safety: the target holds the beginning of the source, under a name that does not count yet. A later copy writes only the rest. The
+kernel drops a lease with its descriptor.
 """
 
 import contextlib
@@ -34,60 +26,29 @@ from concurrent.futures import ThreadPoolExecutor
 from ckptfs import digest, disk, limits
 from ckptfs.errors import Busy
 
-disk.declare_labels("behind:wait")
+disk.declare_labels("behind:wait", "resume:persist", "resume:read")
+PIECE_BYTES = 512 * limits.KIB
+CLONE_BYTES_MIN = limits.MIB
+FICLONE = 0x40049409
+CANNOT_CLONE = {errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EBADF}
+NO_LEASE_ERRNOS = {errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 _WAIT, _WRITE, _WAIT_AFTER = 1, 2, 4
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP}
 _libc = ctypes.CDLL(None, use_errno=True)
 
-
-class WriteBehind:
-    """Follows one writer of one file, from `begin` on."""
-
-    def __init__(self, fd: int, begin: int = 0) -> None:
-        self._fd = fd
-        self._submitted = begin
-        self._released = begin
-
-    def advance(self, offset: int) -> None:
-        """Everything up to `offset` has its bytes. Waits until all but the last of it is on the disk. Raises OSError of the disk."""
-        if offset - self._submitted < limits.BLOCK_BYTES:
-            return
-        _sync_range(self._fd, self._submitted, offset, _WRITE)
-        self._submitted = offset
-        end = offset - limits.UNWRITTEN_BYTES_MAX
-        if end > self._released:
-            disk.act("behind:wait", _sync_range, self._fd, self._released, end, _WAIT | _WRITE | _WAIT_AFTER)
-            os.posix_fadvise(self._fd, self._released, end - self._released, os.POSIX_FADV_DONTNEED)
-            self._released = end
-
-
-def _sync_range(fd: int, start: int, end: int, flags: int) -> None:
-    """sync_file_range(2), as far as there is one."""
-    if _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(end - start), ctypes.c_uint(flags)) != 0:
-        code = ctypes.get_errno()
-        if code not in _UNSUPPORTED:
-            raise OSError(code, os.strerror(code))
-
-
-disk.declare_labels("resume:persist", "resume:read")
-FICLONE = 0x40049409
-PIECE_BYTES = 512 * limits.KIB
-CLONE_BYTES_MIN = limits.MIB
-CANNOT_CLONE = {errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EBADF}
-
 ContentDigests = tuple[int, bytes, bytes]
-"""(size in bytes, digest over all, the blocks' digests joined)."""
+"""(size in bytes, digest of the content, joined digests of its blocks)."""
 
 
 def declare_labels(label: str) -> None:
-    """Declare the disk labels that `copy(label=label)` uses."""
+    """Declare the disk labels of `copy(label=label)`."""
     disk.declare_labels(f"{label}:read", f"{label}:write", f"{label}:truncate")
 
 
 def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> ContentDigests:
-    """Copy all of `source_fd` into the file `target_fd`; what was copied, digested. `before_block` may raise to stop early.
+    """Copy `source_fd` to the file `target_fd` and return the digests. `before_block` may raise to stop.
 
-    The target is empty, or what an earlier copy left: what is right of that stays. Raises what the disk raises. Does not fsync.
+    The target is empty or left by an earlier copy; correct parts of it are kept. Raises errors of the disk. Does not fsync.
     """
     size = os.fstat(source_fd).st_size
     if size >= CLONE_BYTES_MIN and _clone(source_fd, target_fd):
@@ -106,7 +67,7 @@ def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[
 
 
 def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> ContentDigests:
-    """Read all of `source_fd` for its digest, without touching its holes. Only `<label>:read` is used."""
+    """Digest `source_fd` without reading its holes. Uses only the label `<label>:read`."""
     running = digest.RunningDigest()
     for _ in _read_pieces(source_fd, os.fstat(source_fd).st_size, label, running, before_block):
         pass
@@ -114,7 +75,10 @@ def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambd
 
 
 def read_parallel(source_fd: int, *, label: str, before_block: Callable[[], None]) -> ContentDigests:
-    """As `read`, several threads at a large file without holes: one does not digest as fast as memory gives. All call `before_block`."""
+    """As `read`, with several threads for a large file without holes. All threads call `before_block`.
+
+    One thread digests more slowly than memory delivers.
+    """
     size = os.fstat(source_fd).st_size
     threads = min(limits.DIGEST_THREADS_MAX, os.cpu_count() or 1)
     is_small = size < limits.DIGEST_PARALLEL_BYTES_MIN or size > limits.BLOCK_DIGESTS_MAX * limits.BLOCK_BYTES
@@ -131,19 +95,19 @@ def read_parallel(source_fd: int, *, label: str, before_block: Callable[[], None
                 before_block()
                 found[start] = _digest_block(source_fd, start, min(size, start + limits.BLOCK_BYTES), label, buffer)
         finally:
-            deque(todo, maxlen=0)  # Where one fails the others need not go on.
+            deque(todo, maxlen=0)  # After an error the other threads stop.
 
     with ThreadPoolExecutor(threads, "digest") as pool:
         for _ in pool.map(work, range(threads)):
             pass
     blocks = b"".join(found[start] for start in starts)
-    if len(blocks) < len(starts) * digest.BLOCK_DIGEST_BYTES:  # The file became shorter.
+    if len(blocks) < len(starts) * digest.BLOCK_DIGEST_BYTES:  # The file was truncated.
         return read(source_fd, label=label, before_block=before_block)
     return size, digest.hash_content(blocks, size), blocks
 
 
 def _digest_block(fd: int, start: int, end: int, label: str, buffer: memoryview) -> bytes:
-    """The digest of one block; empty where the file ends before `end`."""
+    """Return the digest of one block; empty if the file ends before `end`."""
     running = digest.RunningDigest()
     while start < end:
         count = disk.act(f"{label}:read", os.preadv, fd, [buffer[: end - start]], start)
@@ -160,13 +124,13 @@ def _finish_digests(running: digest.RunningDigest) -> ContentDigests:
 
 
 def _count_resumable(source_fd: int, size: int, target_fd: int) -> int:
-    """How much of the target an earlier copy left that is worth looking at; there is nothing else in it then.
+    """Return how many bytes of the target an earlier copy may have left.
 
-    What is looked at comes from the disk: a page whose writing failed may still be in memory, and look right.
+    They are fsynced and dropped from the page cache: a page whose write failed may still be in memory and look correct.
     """
     resumable = os.fstat(target_fd).st_size
     if resumable and os.fstat(source_fd).st_blocks * 512 < size:
-        os.ftruncate(target_fd, 0)  # Where the source has holes, something else might be left.
+        os.ftruncate(target_fd, 0)  # A hole of the source does not overwrite old bytes.
         return 0
     if resumable:
         disk.act("resume:persist", os.fsync, target_fd)
@@ -175,7 +139,6 @@ def _count_resumable(source_fd: int, size: int, target_fd: int) -> int:
 
 
 def _has_piece(target_fd: int, piece: memoryview, offset: int) -> bool:
-    """Whether these bytes are where they belong."""
     return digest.hash_block(disk.act("resume:read", os.pread, target_fd, len(piece), offset)) == digest.hash_block(piece)
 
 
@@ -192,18 +155,21 @@ def _clone(source_fd: int, target_fd: int) -> bool:
 def _read_pieces(
     source_fd: int, size: int, label: str, running: digest.RunningDigest, before_block: Callable[[], None]
 ) -> Iterator[tuple[int, memoryview]]:
-    """(offset, bytes) of all data up to `size` or an earlier end of the file; `running` has seen the holes between them as zeros."""
+    """Yield (offset, bytes) of all data up to `size` or an earlier end of the file.
+
+    `running` receives holes as zeros.
+    """
     buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
     for start, end in _extents(source_fd, size):
         _digest_zeros(running, start, before_block)
         while running.size < end:
             if running.size % limits.BLOCK_BYTES == 0:
                 before_block()
-            # Pieces never cross a block's end, so that `before_block` sees each of them.
+            # Pieces do not cross blocks, so that `before_block` runs for each block.
             wanted = min(len(buffer), end - running.size, limits.BLOCK_BYTES - running.size % limits.BLOCK_BYTES)
             count = disk.act(f"{label}:read", os.preadv, source_fd, [buffer[:wanted]], running.size)
             if count == 0:
-                return  # The file became shorter: whoever asked compares the size.
+                return  # The file was truncated: the caller compares the size.
             offset = running.size
             running.update(buffer[:count])
             yield offset, buffer[:count]
@@ -211,14 +177,14 @@ def _read_pieces(
 
 
 def _digest_zeros(running: digest.RunningDigest, end: int, before_block: Callable[[], None]) -> None:
-    """Let `running` see zeros up to `end`, in steps that still ask `before_block` now and then: a hole may be terabytes."""
+    """Digest zeros up to `end`, in steps that call `before_block`: a hole may be terabytes long."""
     while running.size < end:
         before_block()
         running.update_zeros(min(end - running.size, 1024 * limits.BLOCK_BYTES))
 
 
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of the data between holes, up to `size`; one whole extent where the filesystem does not know."""
+    """Yield (start, end) of data between holes up to `size`; one extent if the filesystem does not know."""
     if os.fstat(fd).st_blocks * 512 >= size:
         if size:
             yield 0, size
@@ -233,7 +199,7 @@ def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class _NoMoreData(Exception):
-    """Nothing but a hole up to the end of the file."""
+    """The rest of the file is a hole."""
 
 
 def _seek(fd: int, offset: int, whence: int) -> int:
@@ -247,26 +213,52 @@ def _seek(fd: int, offset: int, whence: int) -> int:
         raise
 
 
-NO_LEASE_ERRNOS = {errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+class WriteBehind:
+    """The write-out of one file that is written sequentially from `begin`."""
+
+    def __init__(self, fd: int, begin: int = 0) -> None:
+        self._fd = fd
+        self._submitted = begin
+        self._released = begin
+
+    def advance(self, offset: int) -> None:
+        """Start writing up to `offset`; wait until all but the last window is on disk. Raises OSError."""
+        if offset - self._submitted < limits.BLOCK_BYTES:
+            return
+        _sync_range(self._fd, self._submitted, offset, _WRITE)
+        self._submitted = offset
+        end = offset - limits.UNWRITTEN_BYTES_MAX
+        if end > self._released:
+            disk.act("behind:wait", _sync_range, self._fd, self._released, end, _WAIT | _WRITE | _WAIT_AFTER)
+            os.posix_fadvise(self._fd, self._released, end - self._released, os.POSIX_FADV_DONTNEED)
+            self._released = end
+
+
+def _sync_range(fd: int, start: int, end: int, flags: int) -> None:
+    """sync_file_range(2), if it is supported."""
+    if _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(end - start), ctypes.c_uint(flags)) != 0:
+        code = ctypes.get_errno()
+        if code not in _UNSUPPORTED:
+            raise OSError(code, os.strerror(code))
 
 
 def ignore_lease_signal() -> None:
-    """Let the kernel's word that a lease is wanted back pass; call it once, in the main thread."""
+    """Ignore SIGIO, which announces that a lease must be dropped. Call once, in the main thread."""
     signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def hold_read_lease(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
-    """Hold a read lease on `fd`, which must be open for reading only. Gives `check`, to be called before each block and at the end.
+    """Hold a read lease on `fd`, open for reading only. Yield a check for each block and the end.
 
-    Both raise Busy when somebody has the file open for writing or is about to. Not to `insist` takes a refusal for the filesystem's
-    own: NFS refuses with EAGAIN whatever nobody has open, when its server gave no delegation.
+    Both raise Busy if the file is or becomes open for writing. Without `insist`, a refusal is taken for one of the filesystem: NFS refuses
+    with EAGAIN if its server gave no delegation, even without writers.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as failure:
         if failure.errno == errno.EAGAIN and insist:
-            raise Busy("somebody still has the file open for writing") from failure
+            raise Busy("the file is open for writing") from failure
         if failure.errno in {errno.EAGAIN, *NO_LEASE_ERRNOS}:
             yield _build_times_check(fd)
             return
@@ -274,17 +266,17 @@ def hold_read_lease(fd: int, *, insist: bool = True) -> Iterator[Callable[[], No
 
     def check() -> None:
         if fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
-            raise Busy("somebody opens the file for writing")
+            raise Busy("the file was opened for writing")
 
     try:
         yield check
     finally:
-        with contextlib.suppress(OSError):  # The kernel took it away from whoever gave it up too late.
+        with contextlib.suppress(OSError):  # The kernel revokes a lease that is dropped too late.
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def _build_times_check(fd: int) -> Callable[[], None]:
-    """The weaker check: the file's size and times stay what they were."""
+    """Return a weaker check: size and times of the file have not changed."""
 
     def state() -> tuple[int, int, int]:
         status = os.fstat(fd)
@@ -294,6 +286,6 @@ def _build_times_check(fd: int) -> Callable[[], None]:
 
     def check() -> None:
         if state() != initial:
-            raise Busy("somebody writes to the file")
+            raise Busy("the file is being written")
 
     return check

@@ -239,7 +239,7 @@ def test_an_nvme_that_is_not_mounted_is_left_out_and_comes_back(node: Node, capl
     seal(node)
     mount = unmount(node)
     recover(node)
-    assert Tier.NVME not in node.tiers and "going on without it" in caplog.text
+    assert Tier.NVME not in node.tiers and "runs without it" in caplog.text
     assert node.state(content) is ContentState.SEALED, "it is not lost, only not there"
     assert node.db.value("SELECT value FROM report WHERE key = 'trouble:nvme'")
     mount()

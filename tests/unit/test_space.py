@@ -47,11 +47,11 @@ def test_short_memory_is_not_a_full_tier() -> None:
 
 def test_writes_are_watched_where_a_surprise_could_fill_the_tier() -> None:
     known, unknown = limits.PASSTHROUGH_SPACE_BYTES_MIN, limits.PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN
-    assert space.needs_watching(Capacity(10**12, known - 1), 0)
-    assert not space.needs_watching(Capacity(10**12, known), 0)
-    assert space.needs_watching(Capacity(10**12, known), None)
-    assert not space.needs_watching(Capacity(10**12, unknown), None)
-    assert space.needs_watching(Capacity(10**12, 10**10), 7 * 10**9)
+    assert space.needs_buffered_path(Capacity(10**12, known - 1), 0)
+    assert not space.needs_buffered_path(Capacity(10**12, known), 0)
+    assert space.needs_buffered_path(Capacity(10**12, known), None)
+    assert not space.needs_buffered_path(Capacity(10**12, unknown), None)
+    assert space.needs_buffered_path(Capacity(10**12, 10**10), 7 * 10**9)
 
 
 def test_what_writers_are_expected_to_write_is_spoken_for() -> None:
@@ -63,6 +63,6 @@ def test_what_writers_are_expected_to_write_is_spoken_for() -> None:
 def test_in_the_last_tier_writes_are_watched_only_when_it_is_nearly_full() -> None:
     """F1: with nowhere to move on to, passing through us buys only the wait for what was deleted."""
     bound = limits.PASSTHROUGH_SPACE_LAST_BYTES_MIN
-    assert space.needs_watching_in_last(Capacity(10**12, bound - 1), None)
-    assert not space.needs_watching_in_last(Capacity(10**12, bound), None)
-    assert space.needs_watching_in_last(Capacity(10**12, bound), bound + 1)
+    assert space.needs_buffered_path_in_last_tier(Capacity(10**12, bound - 1), None)
+    assert not space.needs_buffered_path_in_last_tier(Capacity(10**12, bound), None)
+    assert space.needs_buffered_path_in_last_tier(Capacity(10**12, bound), bound + 1)

@@ -242,8 +242,8 @@ class OpenAttempt:
             return False
         tiers = self._context.tiers
         capacity = space.subtract_reserved(tiers.get_capacity(tier), reserved_bytes)
-        needs_watching = space.needs_watching if any(tiers.list_next(tier)) else space.needs_watching_in_last
-        return needs_watching(capacity, expected_bytes)
+        needs_buffered_path = space.needs_buffered_path if any(tiers.list_next(tier)) else space.needs_buffered_path_in_last_tier
+        return needs_buffered_path(capacity, expected_bytes)
 
     def _open_empty(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """Open a file that mknod made and nothing has written: give it a content that is closed at once."""
