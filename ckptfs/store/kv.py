@@ -1,11 +1,13 @@
-"""The store that the nodes of a cluster share, as they see it: ordered keys, transactions, leases, watches.
+"""The interface of the shared key-value store: ordered keys, transactions, leases, watches.
 
-Two implementations pass one contract suite: `ckptfs.catalog.etcd` and the tests' memory store. Keys are given and answered
-without the cluster's prefix. Every change gets a revision, a number that grows over the whole store; an item knows the one
-that made it and the one that changed it last, and transactions compare these.
-A commit whose answer was lost is sent once more, so it can conflict with itself: whoever reads `succeeded=False` looks
-whether what it wanted is there already. One that was not answered in time may still be done, even after later ones: what is
-put without a comparison must bear that. If we die here: a transaction is whole or absent, a lease runs out.
+Two implementations pass one contract suite: `ckptfs.store.etcd` and the memory store of the tests. Keys exclude the prefix of the
+cluster. Every change gets a revision, which grows over the whole store. An item has the revisions of its creation and last change, and
+transactions compare them.
+
+A commit whose response was lost is sent again and may conflict with itself: after `succeeded=False`, check whether the change is already
+there. A commit that timed out may still be applied, even after later ones: puts without a comparison must tolerate that.
+
+Crash safety: a transaction is applied or not; leases expire.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +23,20 @@ from ckptfs.errors import StoreLost as StoreLost
 from ckptfs.errors import StoreRefused as StoreRefused
 from ckptfs.errors import StoreUnreachable as StoreUnreachable
 
-# As the end of a range: no end.
+# The end of a range without end.
 ENDLESS = b"\0"
 WAIT_S = limits.ETCD_WAIT_S
 
 
 def prefix_end(key: bytes) -> bytes:
-    """The end of the range of all keys that begin with `key`."""
+    """Return the end of the range of all keys that begin with `key`."""
     kept = key.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else ENDLESS
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A key that exists, at some revision."""
+    """An existing key, at some revision."""
 
     key: bytes
     value: bytes
@@ -44,7 +46,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read `key`, or the keys from `key` up to before `end`, in order; `limit` 0 is all. `revision`: as it was then (0: now)."""
+    """Read `key`, or the keys from `key` to `end` (exclusive), in order.
+
+    `limit` 0 means all, `revision` 0 means now.
+    """
 
     key: bytes
     end: bytes | None = None
@@ -55,7 +60,7 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Give `key` this value; with a lease it goes when the lease does. One transaction changes a key once."""
+    """Set `key`. With a lease, the key expires with it. A transaction changes a key at most once."""
 
     key: bytes
     value: bytes
@@ -64,7 +69,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete `key`, or the keys from `key` up to before `end`; what is not there is no error."""
+    """Delete `key`, or the keys from `key` to `end` (exclusive). Missing keys are no error."""
 
     key: bytes
     end: bytes | None = None
@@ -74,7 +79,7 @@ Operation = Get | Put | Delete
 
 
 class CompareTarget(IntEnum):
-    """What a Compare looks at. A key that does not exist has 0 for all but the value, and fails every comparison of values."""
+    """The part of a key that is compared. For a missing key it is 0; comparisons of values fail."""
 
     VERSION = 0
     CREATE = 1
@@ -84,9 +89,9 @@ class CompareTarget(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """`key`'s (or each key's of the range up to before `end`) target stands in this relation to `value`.
+    """A condition on `key`, or on every key from `key` to `end` (exclusive).
 
-    VERSION = 0 over a range holds where the range is empty.
+    VERSION = 0 over a range holds if the range is empty.
     """
 
     key: bytes
@@ -98,7 +103,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a transaction came to: the store's revision after it, and what each Get of the branch taken found, in order."""
+    """The result of a transaction: the store's revision after it, and the items of each Get that was executed."""
 
     succeeded: bool
     revision: int
@@ -107,7 +112,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A key was put (`item`), or deleted (None)."""
+    """A key was put (`item`) or deleted (None)."""
 
     key: bytes
     revision: int
@@ -116,24 +121,24 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class WatchEvents:
-    """Events in order, whole transactions; everything up to `revision` has been told."""
+    """Events of whole transactions, in order; all events up to `revision` have been delivered."""
 
     revision: int
     events: tuple[Event, ...]
 
 
 class Watch(Iterator[WatchEvents], Protocol):
-    """Blocks until there are events. It ends with close(), from any thread; Compacted when what it should tell is gone."""
+    """A blocking iterator. It ends with close(); it raises Compacted if events are no longer available."""
 
     def close(self) -> None:
-        """End the iteration, also one that waits right now."""
+        """End the iteration, from any thread, also while it waits."""
 
 
 class Store(Protocol):
-    """Safe to use from several threads. Every call ends within `timeout_s`: with an answer, Unreachable, or StoreRefused."""
+    """A store, safe for several threads. Every call ends within `timeout_s`: a result, StoreUnreachable or StoreRefused."""
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
-        """All of one revision, which is the newest. More than fit one transaction are read in several, at that revision."""
+        """Read at the newest revision, in several transactions at that revision if one is not enough."""
 
     def commit(
         self,
@@ -143,10 +148,10 @@ class Store(Protocol):
         *,
         timeout_s: float = WAIT_S,
     ) -> Outcome:
-        """Do `changes` if all of `compares` hold, else read `otherwise`. At most ETCD_TRANSACTION_MAX of each."""
+        """Apply `changes` if `compares` hold, else read `otherwise`; at most ETCD_TRANSACTION_MAX of each."""
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Future[Outcome]:
-        """`read` without waiting. The future's callbacks run in a thread of the store's and must not block."""
+        """`read` without waiting. Callbacks of the future run in a thread of the store and must not block."""
 
     def commit_soon(
         self,
@@ -156,32 +161,35 @@ class Store(Protocol):
         *,
         timeout_s: float = WAIT_S,
     ) -> Future[Outcome]:
-        """`commit` without waiting. The future's callbacks run in a thread of the store's and must not block."""
+        """`commit` without waiting. Callbacks of the future run in a thread of the store and must not block."""
 
     def grant(self, ttl_s: int, *, timeout_s: float = WAIT_S) -> int:
-        """A new lease, which runs out `ttl_s` after it was granted or kept alive last."""
+        """Create a lease that expires `ttl_s` after its last renewal."""
 
     def keep_alive(self, lease: int, *, timeout_s: float = WAIT_S) -> float:
-        """Begin the lease's time again. The seconds it has now; 0.0: it is gone, and its keys with it."""
+        """Renew a lease. Return its remaining seconds; 0.0 if it has expired, with its keys."""
 
     def revoke(self, lease: int, *, timeout_s: float = WAIT_S) -> None:
-        """End the lease now, with its keys; one that is gone is no error."""
+        """End a lease and delete its keys; an expired one is no error."""
 
     def watch(self, key: bytes, end: bytes | None, from_revision: int) -> Watch:
-        """Every change of `key` (or the range) from that revision on (0: from now), also across outages of the store."""
+        """Watch a key or range from a revision (0: from now), across outages of the store."""
 
     def members(self) -> Sequence["Store"]:
-        """This store at each of its addresses alone, without help of the others; whoever asked closes them."""
+        """Return one store for each member, which answers without the others; the caller closes them."""
 
     def rotate_member(self) -> None:
-        """Ask another member first from now on."""
+        """Prefer another member from now on."""
 
     def close(self) -> None:
-        """Give up connections; watches end, calls that wait fail with Unreachable."""
+        """Close connections. Watches end; waiting calls raise StoreUnreachable."""
 
 
 def iter_range(store: Store, key: bytes, end: bytes, *, keys_only: bool = False, timeout_s: float = WAIT_S) -> Iterator[tuple[int, Item]]:
-    """Every item of a range that may be long, page by page, each with the revision that all of it is of. Compacted: begin again."""
+    """Yield (revision of the whole read, item) for a long range, page by page.
+
+    Raises Compacted: start again.
+    """
     revision = 0
     while True:
         get = Get(key, end, limit=limits.ETCD_PAGE_ITEMS, keys_only=keys_only, revision=revision)
