@@ -1,12 +1,10 @@
-"""What a flow needs of the other nodes, in one value: who lives, how to reach them, what all of them share.
+"""The cluster as a flow sees it: live nodes, the transport, the shared store, locks.
 
-If we die here: nothing is kept here.
+A lock is a key under the lease of its node, so that exactly one node does a piece of work and another takes it over after its death.
+During long work the holder checks `is_held`: it is False as soon as the lease may have expired by the local clock, even if the store
+cannot be asked. Transactions of the holder compare the lock (`build_guard`).
 
-What exactly one node of the cluster does: it claims it, under the lease by which it lives, so a claim ends with its node.
-
-A claim is a key that only one can create. Whoever acts on one for long asks `good` in between: it is False as soon as the lease may have
-run out, by our own clock, also when the store cannot be asked. What only the claimer may change in the store compares the claim (`guard`).
-If we die here: the lease runs out, and another node claims what was left undone.
+Crash safety: the lease expires, and another node acquires the lock.
 """
 
 from collections.abc import Callable
@@ -23,47 +21,50 @@ LOCKS_PREFIX = b"claim/"
 
 @dataclass(frozen=True, slots=True)
 class ClusterLock:
-    """What is claimed; `revision` created it and tells it from every other claim of the same."""
+    """A lock that is held; `revision` of its creation distinguishes it from other acquisitions."""
 
     name: str
     lease: int
     revision: int
 
     def build_guard(self) -> Compare:
-        """Holds as long as the claim does."""
+        """Return a condition that holds as long as the lock is held."""
         return Compare(_build_key(self.name), CompareTarget.CREATE, "=", self.revision)
 
 
 class ClusterLocks:
-    """This node's. Any thread may use it."""
+    """The locks of this node. Safe for several threads."""
 
     def __init__(self, store: Store, node_lease: NodeLease) -> None:
         self._store = store
         self._node_lease = node_lease
 
     def try_acquire(self, name: str) -> ClusterLock | None:
-        """The claim, also when this node has it already; None while another node has it, or this one has no lease. Raises Unreachable."""
+        """Return the lock, also if this node holds it already. Raises StoreUnreachable.
+
+        Returns None while another node holds it, or if this node has no lease.
+        """
         lease = self._node_lease.lease_id
         if not lease:
             return None
         key, value = _build_key(name), _encode_value(self._node_lease.node.number, lease)
         try:
-            taken = self._store.commit([Compare(key, CompareTarget.VERSION, "=", 0)], [Put(key, value, lease), Get(key)], [Get(key)])
+            outcome = self._store.commit([Compare(key, CompareTarget.VERSION, "=", 0)], [Put(key, value, lease), Get(key)], [Get(key)])
         except LeaseGone:
             return None
-        item = _get_first(taken.results[0])
+        item = _get_first(outcome.results[0])
         return ClusterLock(name, lease, item.create_revision) if item is not None and item.value == value else None
 
     def is_held(self, lock: ClusterLock) -> bool:
-        """Whether it surely still holds."""
+        """Return True if the lock certainly still holds."""
         return self._node_lease.lease_id == lock.lease
 
     def release(self, lock: ClusterLock) -> None:
-        """Let another node have it. Raises Unreachable; then it ends with the lease."""
+        """Release the lock. Raises StoreUnreachable; the lock then ends with the lease."""
         self._store.commit([lock.build_guard()], [Delete(_build_key(lock.name))])
 
     def find_holder(self, name: str) -> int | None:
-        """The number of the node that has it."""
+        """Return the number of the node that holds the lock, or None."""
         item = _get_first(self._store.read([Get(_build_key(name))]).results[0])
         return None if item is None else int(item.value.split(b" ")[0])
 
@@ -81,18 +82,16 @@ def _get_first(items: tuple[Item, ...]) -> Item | None:
 
 
 class LockProvider(Protocol):
-    """What exactly one node does. See `ckptfs.clique.claims`."""
+    """The locks that flows need; see `ClusterLocks`."""
 
-    def try_acquire(self, name: str) -> ClusterLock | None:
-        """The claim, also when this node has it; None while another one does."""
+    def try_acquire(self, name: str) -> ClusterLock | None: ...
 
-    def release(self, lock: ClusterLock) -> None:
-        """Let another node have it."""
+    def release(self, lock: ClusterLock) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """This node's number, how many copies it wants and where, and the others. `see` gives the newest World."""
+    """The number of this node, its replication settings, and access to the other nodes. `view` returns the newest view."""
 
     node_number: int
     factor: int
@@ -102,9 +101,9 @@ class Cluster:
     view: Callable[[], ClusterView]
     claims: "LockProvider | None" = None
     lease: Callable[[], int] = lambda: 1
-    """The lease by which this node lives, while it surely holds; 0 otherwise. Another one than before: it was dead in between."""
+    """The lease of this node while it certainly holds, else 0. A new lease means that the node was dead in between."""
 
     def list_live(self, numbers: list[int]) -> list[Node]:
-        """Those of these nodes that live, without this one, in the order given."""
+        """Return those of these nodes that are alive, without this one, in the given order."""
         view = self.view()
         return [view.by_number[number] for number in numbers if number != self.node_number and number in view]

@@ -1,10 +1,9 @@
-"""Owns what the store says of who holds a content: `p/<content>/<node>`, put by the node that has a verified copy of it, and the reading
-of it together with `c/<content>`, which its last writer puts.
+"""Locations of contents in the store: the last writer's row `c/<content>`, and a row `p/<content>/<node>` for each verified copy.
 
-The writer's own copy is not under `p/`: that it wrote it says as much. When it has lost that, and others have theirs, it says so there
-(`away`), until its copy has come back. A key under `p/` that does not have the generation and digest of `c/` is of an older one and does
-not count.
-If we die here: each transaction is whole or absent, and whoever has a copy tells of it again.
+The writer's own copy has no row under `p/`: `c/` implies it. If the writer lost that copy while others have theirs, it puts `away` under
+`p/` until its copy is back. A row under `p/` with another generation or digest than `c/` belongs to an older generation and does not count.
+
+Crash safety: transactions are applied or not; a node announces its copies again.
 """
 
 import contextlib
@@ -28,67 +27,67 @@ LOAD_CONTENTS_MAX = limits.ETCD_OPERATIONS_MAX // 2
 
 @dataclass(frozen=True, slots=True)
 class ContentLocations:
-    """What the store says of a content: its last writer and what that wrote (None: no such content), and every copy elsewhere."""
+    """The writer of a content, the state it wrote (None: no such content), and the copies on other nodes."""
 
     writer: int | None
     state: RemoteState | None
     copies: tuple[PeerCopy, ...]
     items: tuple[Item, ...] = ()
     superseded_mtime_ns: int | None = None
-    """It is what its file held before, kept for the case that what it holds now is lost: the time of change that it had with this."""
+    """Set if the content was superseded and is kept until its successor is safe: the mtime of the file with it."""
     is_lost: bool = False
-    """Its writer lives and has it no more."""
+    """Its writer is alive and has lost it."""
     replicated_before: tuple[int, int] | None = None
-    """(generation, the file's time of change with it) of what other nodes had of it when it was opened again for writing."""
+    """(generation, mtime of the file) that other nodes had when it was reopened for writing."""
 
     is_away: bool = False
-    """Its writer lives and has not what it wrote last: it comes back to it from the others."""
+    """Its writer is alive and fetches its last state back from other nodes."""
 
     @property
     def holders(self) -> list[int]:
-        """The nodes that have exactly what was written last, the writer first."""
-        heard = self.state
-        if heard is None or self.writer is None or heard.digest is None:
+        """The nodes with exactly the last written state, the writer first."""
+        state = self.state
+        if state is None or self.writer is None or state.digest is None:
             return []
-        others = [node for node in self.list_holders_of(heard.generation, heard.digest) if node != self.writer]
+        others = [node for node in self.list_holders_of(state.generation, state.digest) if node != self.writer]
         return others if self.is_away else [self.writer, *others]
 
     def list_holders_of(self, generation: int, digest: bytes) -> list[int]:
-        """The nodes that say that they have a copy of exactly this."""
+        """Return the nodes that announced a copy of exactly this state."""
         return [copy.node for copy in self.copies if (copy.generation, copy.digest) == (generation, digest)]
 
     def get_newest(self, nodes: Container[int]) -> tuple[int, bytes]:
-        """(generation, digest) of the newest of which one of these nodes has a copy."""
+        """Return (generation, digest) of the newest copy on these nodes."""
         return max(((copy.generation, copy.digest) for copy in self.copies if copy.node in nodes), default=(0, b""))
 
 
 def build_content_key(content: int) -> bytes:
-    """Where the last writer says what it wrote."""
+    """Return the key of the state that the last writer wrote."""
     return keys.encode_key(SharedKey(CONTENT, content))
 
 
 def build_inode_key(inode: int) -> bytes:
-    """Where the nodes say what a file is; there is no such key once it is gone."""
+    """Return the key of an inode; it does not exist once the file is gone."""
     return keys.encode_key(SharedKey(INODE, inode))
 
 
 def build_pfs_state_key(inode: int) -> bytes:
-    """Where the nodes say what the PFS shows of an inode."""
+    """Return the key of what the PFS shows of an inode."""
     return keys.encode_key(SharedKey(PFS_STATE, inode))
 
 
 def build_copies_prefix(content: int) -> bytes:
-    """What the keys of all copies of a content begin with."""
+    """Return the prefix of the keys of all copies of a content."""
     return b"p/%016x/" % content
 
 
 def build_copy_key(content: int, node: int) -> bytes:
-    """Where a node says that it has a copy."""
+    """Return the key of a node's copy."""
     return build_copies_prefix(content) + b"%08x" % node
 
 
 def load(store: Store, contents: Sequence[int]) -> dict[int, ContentLocations]:
-    """What the store says of these contents, at most LOOKED_AT_MAX at once."""
+    """Load the locations of these contents, at most LOAD_CONTENTS_MAX."""
     assert len(contents) <= LOAD_CONTENTS_MAX
     asked = [get for number in contents for get in build_gets(number)]
     results = store.read(asked).results if asked else ()
@@ -97,8 +96,7 @@ def load(store: Store, contents: Sequence[int]) -> dict[int, ContentLocations]:
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """A file as the store has it: `content` is what it holds, None for nothing; `missed` what catalog/sharing/falling_back.py says
-    of it, if anything."""
+    """A file in the store. `content` None means empty; the field `missed` is described in `coherence/salvage_records`."""
 
     content: int | None
     value: dict[str, Any]
@@ -106,14 +104,15 @@ class SharedFile:
 
     @property
     def salvaged(self) -> dict[str, Any] | None:
-        """What it should hold and does not."""
+        """The state that the file should have and lost, if any."""
         raw = self.value.get("missed")
         return None if raw is None else dict(json.loads(raw))
 
     @property
     def active_salvage(self) -> dict[str, Any] | None:
-        """`missed`, while the file shows what was shown instead: nobody has written it since. Who fetches what the PFS has gives that a
-        content.
+        """`salvaged` while the file still shows the replacement: it was not written since.
+
+        A replacement from the PFS gets a content when it is fetched.
         """
         missed = self.salvaged
         if missed is None or self.value["generation"] != missed["shown"] or missed["shows"] not in (None, self.content):
@@ -122,19 +121,19 @@ class SharedFile:
 
     @property
     def pfs_generation(self) -> int | None:
-        """The generation that the file shows because the PFS was all that had any; None: it is no such file."""
+        """The generation that the file shows because only the PFS had one; None for other files."""
         missed = self.active_salvage
         return None if missed is None or missed["shows"] is not None else int(missed["shown"])
 
     @property
     def expected_state(self) -> dict[str, Any]:
-        """`content`, `generation` and `mtime_ns` of what it holds; where the PFS is all that had any, of what is missed, and its `node`."""
+        """`content`, `generation` and `mtime_ns` of the file; of the lost state if only the PFS had one."""
         missed = self.active_salvage if self.pfs_generation is not None else None
         return missed or {name: self.value.get(name) for name in ("content", "generation", "mtime_ns")}
 
 
 def load_files(store: Store, inodes: Sequence[int]) -> dict[int, SharedFile]:
-    """These files as the store has them. Files that are gone are left out."""
+    """Load these files from the store; files that are gone are left out."""
     results = store.read([Get(build_inode_key(inode)) for inode in inodes]).results if inodes else ()
     found: dict[int, SharedFile] = {}
     for inode, items in zip(inodes, results, strict=True):
@@ -147,9 +146,11 @@ def load_files(store: Store, inodes: Sequence[int]) -> dict[int, SharedFile]:
 
 @dataclass(frozen=True, slots=True)
 class SharedPfsState:
-    """What the PFS shows of a file, as the store says. Not `complete`: what was fsynced of a file that was open. `in_hand`: a node is
-    about to change that. `replaces`: it is what the PFS shows of that file, which is gone, under the name that this one has now, and older
-    than all that this one held; `rests_on` is what else the store says of that.
+    """What the PFS shows of a file, according to the store.
+
+    `is_complete` is False for an fsynced state of an open file. `in_hand`: a node is about to change it. `replaces`: it is the state of
+    that deleted file, which had the name before and is older than this file's contents; `rests_on` are the other rows that this depends
+    on.
     """
 
     generation: int
@@ -163,7 +164,7 @@ class SharedPfsState:
     rests_on: tuple[Item, ...] = ()
 
     def build_puts(self, inode: int, *, complete: bool) -> list[tuple[bytes, dict[str, Any] | None]]:
-        """What to tell the store, so that it is what the PFS shows of `inode`."""
+        """Return the rows that make this the state of `inode`."""
         published = self.value["published"]
         value = {**self.value, "published": [self.generation, int(complete), *published[2:]]}
         if not self.replaces:
@@ -172,7 +173,7 @@ class SharedPfsState:
 
 
 def load_pfs_state(store: Store, inode: int) -> SharedPfsState | None:
-    """What the PFS shows of a file; None: nothing that is known."""
+    """Load what the PFS shows of a file; None if unknown."""
     (items,) = store.read([Get(build_pfs_state_key(inode))]).results
     with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
         return _parse_pfs_state(items[0])
@@ -186,8 +187,9 @@ def _parse_pfs_state(item: Item) -> SharedPfsState:
 
 
 def find_replaced_pfs_state(store: Store, inode: int, file: SharedFile) -> SharedPfsState | None:
-    """What the PFS shows under the name of a file of which it shows nothing: of the file that had that name before, and no other one. None:
-    there is no such thing.
+    """Find what the PFS shows under the name of a file that it does not show.
+
+    It must belong to the deleted file that had exactly this name before. Returns None without one.
     """
     for parent, name in file.value.get("names", ()):
         (places,) = store.read([Get(keys.encode_key(SharedKey(PFS_NAME, parent, name.encode("latin-1"))))]).results
@@ -205,7 +207,7 @@ def find_replaced_pfs_state(store: Store, inode: int, file: SharedFile) -> Share
 
 
 def refresh(db: Database, store: Store, contents: Sequence[int], own_number: int) -> dict[int, ContentLocations]:
-    """The same, and the catalog learns of it."""
+    """Load the locations of these contents and record them in the catalog."""
     found = load(store, contents)
     with db.transaction():
         for number, one in found.items():
@@ -214,12 +216,12 @@ def refresh(db: Database, store: Store, contents: Sequence[int], own_number: int
 
 
 def record(db: Database, number: int, shared: ContentLocations, own_number: int) -> None:
-    """The catalog learns what the store says of a content. Joins the caller's transaction."""
+    """Record the locations of a content in the catalog. Joins the caller's transaction."""
     if shared.state is None:
         return
     copies = [copy for copy in shared.copies if copy.node != own_number]
     if shared.writer == own_number:
-        # What peers said they have verified they may not have told the store yet.
+        # Peers may have confirmed copies that they have not announced yet.
         for copy in copies:
             peer_copies.insert_peer_copy(db, copy)
         return
@@ -231,43 +233,48 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
     peer_copies.replace_peer_copies(db, number, copies)
 
 
-def announce(store: Store, node: int, news: Iterable[tuple[Content, bool]], *, is_own_away: bool = False) -> None:
-    """This node has copies of these contents (True), or no longer has. `own_are_away`: it lacks those that it wrote (True), or has them."""
+def announce(store: Store, node: int, contents: Iterable[tuple[Content, bool]], *, is_own_away: bool = False) -> None:
+    """Announce for each content that this node has a copy (True) or has none (False).
+
+    `is_own_away`: it lacks the contents that it wrote (True), or has them.
+    """
     changes: list[Operation] = []
-    for content, here in news:
+    for content, is_present in contents:
         key = build_copy_key(content.id, node)
-        changes.append(Put(key, _encode_copy(content, away=is_own_away and not content.is_remote)) if here else Delete(key))
+        changes.append(Put(key, _encode_copy(content, away=is_own_away and not content.is_remote)) if is_present else Delete(key))
     for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX):
         store.commit([], changes[start : start + limits.ETCD_OPERATIONS_MAX])
 
 
 def withdraw_copy(store: Store, node: int, content: int, relied_on: Sequence[Item]) -> bool:
-    """Take back the word that this node has a copy, if the keys of the others are still what they were: they rest on one another."""
+    """Withdraw a copy if the rows `relied_on` are unchanged. Return False if they are not."""
     compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in relied_on]
     return store.commit(compares, [Delete(build_copy_key(content, node))]).succeeded
 
 
 def delete_content(store: Store, content: int, shared: ContentLocations) -> None:
-    """The file of a content is gone, and so is the node that wrote it: its last word goes too, unless somebody has spoken since."""
+    """Delete the row of a dead writer whose file is gone, unless it was changed since."""
     written = [item for item in shared.items if item.key == build_content_key(content)]
     if written:
         store.commit([Compare(written[0].key, CompareTarget.MOD, "=", written[0].mod_revision)], [Delete(written[0].key)])
 
 
 def delete_copies(store: Store, contents: Sequence[int]) -> set[tuple[int, int]]:
-    """These contents, at most LOOKED_AT_MAX, are gone here: so is every copy of those that nobody else has either. (content, node) of
-    all that said that they have one: whoever fetched it to read it is known by that alone.
+    """Delete the announced copies of these deleted contents that have no writer's row.
+
+    At most LOAD_CONTENTS_MAX contents. Returns (content, node) of all announced copies: a node that only read a content is known by that
+    alone.
     """
-    told = load(store, contents)
-    gone = [number for number in contents if all(item.key != build_content_key(number) for item in told[number].items)]
+    locations = load(store, contents)
+    gone = [number for number in contents if all(item.key != build_content_key(number) for item in locations[number].items)]
     if gone:
         compares = [Compare(build_content_key(number), CompareTarget.VERSION, "=", 0) for number in gone]
         store.commit(compares, [Delete(build_copies_prefix(number), prefix_end(build_copies_prefix(number))) for number in gone])
-    return {(number, copy.node) for number in gone for copy in told[number].copies}
+    return {(number, copy.node) for number in gone for copy in locations[number].copies}
 
 
 def build_gets(number: int) -> tuple[Get, Get]:
-    """What to ask of the store about a content."""
+    """Return the reads for one content."""
     return Get(build_content_key(number)), Get(build_copies_prefix(number), prefix_end(build_copies_prefix(number)))
 
 
@@ -277,27 +284,28 @@ def _encode_copy(content: Content, *, away: bool) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def parse(number: int, written: Sequence[Item], told: Sequence[Item]) -> ContentLocations:
-    """The answers to `gets`."""
-    copies = tuple(copy for item in told if (copy := _parse_copy(number, item)) is not None)
-    items = (*written, *told)
+def parse(number: int, written: Sequence[Item], announced: Sequence[Item]) -> ContentLocations:
+    """Parse the results of `build_gets`."""
+    copies = tuple(copy for item in announced if (copy := _parse_copy(number, item)) is not None)
+    items = (*written, *announced)
     if not written:
         return ContentLocations(None, None, copies, items)
     try:
         value = json.loads(written[0].value)
         digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
         is_open = value["state"] == ContentState.OPEN
-        heard = RemoteState(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest, is_open=is_open)
+        state = RemoteState(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest, is_open=is_open)
         before = (int(value["before"][0]), int(value["before"][1])) if "before" in value else None
         writer = int(value["node"])
-        away = any(_is_away(item, heard) for item in told if item.key == build_copy_key(number, writer))
-        return ContentLocations(writer, heard, copies, items, value.get("former_ns"), value["state"] == ContentState.LOST, before, away)
+        is_away = any(_is_away(item, state) for item in announced if item.key == build_copy_key(number, writer))
+        is_lost = value["state"] == ContentState.LOST
+        return ContentLocations(writer, state, copies, items, value.get("former_ns"), is_lost, before, is_away)
     except (ValueError, KeyError, TypeError):
         return ContentLocations(None, None, copies, items)
 
 
 def _parse_copy(number: int, item: Item) -> PeerCopy | None:
-    """A copy that the store tells of; None for what is no such value."""
+    """Parse an announced copy; None for other values."""
     try:
         value = json.loads(item.value)
         if "away" in value:
@@ -307,9 +315,9 @@ def _parse_copy(number: int, item: Item) -> PeerCopy | None:
         return None
 
 
-def _is_away(item: Item, heard: RemoteState) -> bool:
-    """Whether its writer says that it has not what was heard of."""
+def _is_away(item: Item, state: RemoteState) -> bool:
+    """Return True if the writer announced that it lacks its last written state."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         value = json.loads(item.value)
-        return "away" in value and (int(value["generation"]), bytes.fromhex(value["digest"])) == (heard.generation, heard.digest)
+        return "away" in value and (int(value["generation"]), bytes.fromhex(value["digest"])) == (state.generation, state.digest)
     return False

@@ -1,28 +1,15 @@
-"""Who belongs to the cluster: `Node`, `World`, and the records `n/<number>` by which living nodes know one another.
+"""Membership of the cluster: node numbers, leases, records of live nodes, and this node's view of them.
 
-A record is under its node's lease, which is what being alive means to the others. Nothing here changes anything.
-If we die here: nothing was changed.
+- A node has one number for life. The number is in the upper bits of every id that the node makes, so it belongs to one catalog: a node that
+  lost its catalog gets a new one. `number/<name>` binds a name to a number and a catalog; `taken/<number>` marks numbers in use. Random
+  numbers from a range that doubles spare ten thousand joining nodes a common counter.
+- A live node has a record `n/<number>` under its lease. `NodeLease.renew` renews the lease every few seconds, or takes a new one and puts
+  the record again. The record is put only while the name is bound to this catalog, so at most one of two daemons with one name is alive.
+- `MemberTable` keeps the last known nodes. Leases also expire while their nodes cannot reach the store, so a missing record means a death
+  only while this node is connected; after an outage the nodes have `limits.NODE_RETURN_S` to return.
 
-How a catalog becomes a node of a cluster: it is given a number, once and for ever, under the node's name.
-
-A number belongs to one catalog, because it is in the upper bits of every id that the node makes: a node whose catalog was lost gets another
-one, lest it makes the ids of its former life again. `number/<name>` says which catalog has the name, `taken/<number>` that the number is
-used. A name whose catalog lives cannot be taken by another one; of one that died a moment ago, the lease is waited for.
-Numbers are guessed in a range that doubles, so that ten thousand nodes that join at once do not wait in line for one counter.
-If we die here: the number is bound to the catalog in the store, and the next start finds it there.
-
-Owns this node's lease and the record under it, which is what being alive means to the others.
-
-`beat` is called every few seconds: it keeps the lease, or takes a new one and puts the record anew when that is gone. The record is put
-only while the node's name is still bound to this catalog, so of two daemons with one name at most one lives.
-`until_s` is when the lease may have run out at the latest, by our own clock: what only a living node may do ends then (see `claims`).
-If we die here: the lease runs out, and the others see us die.
-
-Who lives, as far as this node knows: from what the store shows and tells, in doubt the last that was known.
-
-Leases run out while the store cannot be reached by those who hold them. So a record that is missing means a death only as long as we are in
-touch ourselves: what goes while we are not, or just after, counts for a while longer, in which its node can come back.
-Pure but for its own state; one thread at a time. If we die here: the next one begins with the last World that was kept, in doubt.
+Crash safety: a number stays bound in the store, and the next start finds it there. The lease expires. The next process starts with the
+view that was saved last.
 """
 
 import contextlib
@@ -43,10 +30,24 @@ from ckptfs.errors import InvalidArgument, StoreUnreachable
 from ckptfs.store import etcd
 from ckptfs.store.kv import Compare, CompareTarget, Get, Item, Operation, Put, Store, prefix_end
 
+log = logging.getLogger(__name__)
+NODES_PREFIX = b"n/"
+NODES_END = prefix_end(NODES_PREFIX)
+NAMES_PREFIX = b"number/"
+TAKEN_PREFIX = b"taken/"
+NAME_POLL_S = 0.5
+GUESSES_MAX = 1000
+FIRST_NUMBER_RANGE = 1024
+"""The first range of random numbers. It makes a number improbable that a store without data gave to another node before."""
+FOREVER = float("inf")
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node, as it describes itself. `domain` fails together; `incarnation` is "<its catalog>.<which start>"."""
+    """One node as it describes itself.
+
+    Nodes of one `domain` fail together. `incarnation` is "<catalog>.<number of the start>".
+    """
 
     number: int
     name: str
@@ -58,13 +59,12 @@ class Node:
 
     @property
     def sort_key(self) -> tuple[int, str]:
-        """Its place among all nodes."""
         return self.rank, self.name
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The nodes that live, in the order of their ranks, then names: a snapshot. `memo` is for placement, which is asked the same often."""
+    """A snapshot of the live nodes, ordered by rank and name. `placement_cache` serves repeated placement."""
 
     nodes: tuple[Node, ...] = ()
     by_number: Mapping[int, Node] = field(init=False, compare=False, repr=False)
@@ -75,7 +75,7 @@ class ClusterView:
         object.__setattr__(self, "by_number", {node.number: node for node in self.nodes})
 
     def __contains__(self, number: object) -> bool:
-        """Whether the node of this number lives."""
+        """Return True if the node of this number is alive."""
         return number in self.by_number
 
     def __len__(self) -> int:
@@ -83,13 +83,12 @@ class ClusterView:
 
 
 def build_view(nodes: Iterable[Node]) -> ClusterView:
-    """The World of these nodes."""
     return ClusterView(tuple(nodes))
 
 
 @dataclass(frozen=True, slots=True)
 class ViewChange:
-    """One World followed by another. `returned`: nodes that live in both, and were started anew meanwhile."""
+    """The change from one view to the next. `restarted_nodes` are in both but have a new incarnation."""
 
     before: ClusterView
     after: ClusterView
@@ -108,17 +107,13 @@ class ViewChange:
         return tuple(node for node in both if node.incarnation != self.before.by_number[node.number].incarnation)
 
 
-NODES_PREFIX = b"n/"
-NODES_END = prefix_end(NODES_PREFIX)
-
-
 def node_key(number: int) -> bytes:
-    """Where the record of a living node is."""
+    """Return the key of the record of a live node."""
     return NODES_PREFIX + b"%08x" % number
 
 
 def load_nodes(store: Store) -> tuple[list[Node], int]:
-    """(everybody who has a record, the revision at which that was so). Raises Compacted: begin again."""
+    """Return (nodes with a record, revision of the read). Raises Compacted: start again."""
     nodes: list[Node] = []
     revision, key = 0, NODES_PREFIX
     while True:
@@ -132,18 +127,18 @@ def load_nodes(store: Store) -> tuple[list[Node], int]:
 
 
 def list_live(store: Store, numbers: Sequence[int]) -> set[int]:
-    """Those of these nodes that hold their leases, as the store says now."""
+    """Return the numbers of those nodes that hold their leases now."""
     results = store.read([Get(node_key(number)) for number in numbers]).results if numbers else ()
     return {number for number, items in zip(numbers, results, strict=True) if items}
 
 
 def encode_node(node: Node) -> bytes:
-    """A record, as it is stored. Every node reads every record, so it is short: fields have no names."""
+    """Encode a record. Every node reads all records, so fields have no names."""
     return json.dumps(astuple(node), separators=(",", ":")).encode()
 
 
 def decode_node(value: bytes) -> Node | None:
-    """The node of a record; None for what is none, which a newer or broken node may have written."""
+    """Decode a record; None if it is invalid. A newer or broken node may have written it."""
     try:
         number, name, address, rank, domain, capacity_bytes, incarnation, *_ = json.loads(value)
         node = Node(int(number), str(name), str(address), int(rank), str(domain), int(capacity_bytes), str(incarnation))
@@ -152,22 +147,13 @@ def decode_node(value: bytes) -> Node | None:
     return node if 0 < node.number <= limits.NODE_NUMBER_MAX else None
 
 
-NAMES_PREFIX = b"number/"
-TAKEN_PREFIX = b"taken/"
-NAME_POLL_S = 0.5
-GUESSES_MAX = 1000
-
-FIRST_NUMBER_RANGE = 1024
-"""Where numbers begin to be guessed: far from those of nodes that a store which lost its data does not know yet."""
-
-
 class NameTaken(InvalidArgument):
-    """Another daemon that lives has this node's name."""
+    """Another live daemon has the name of this node."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeBinding:
-    """What a name stands for: this number, and the catalog (its uuid) that has it."""
+    """The number and the catalog (a uuid) that a name is bound to."""
 
     number: int
     catalog: str
@@ -177,13 +163,38 @@ class NodeBinding:
 
 
 def name_key(name: str) -> bytes:
-    """Where it stands whose a name is."""
+    """Return the key of the binding of a name."""
     return NAMES_PREFIX + name.encode()
 
 
 def taken_key(number: int) -> bytes:
-    """Exists for every number that was ever given."""
+    """Return the key that exists for every number ever given."""
     return TAKEN_PREFIX + b"%08x" % number
+
+
+def ensure_registered(config: Config, db: Database) -> None:
+    """Register this node, if it has no number yet or the store answers.
+
+    Raises InvalidArgument if another daemon has its name, or if it has no number yet and etcd does not answer.
+    """
+    assert config.cluster is not None
+    known = identity.get_node_number(db)
+    store = EpochCheckedStore(etcd.open_store(config), db)
+    try:
+        number = register(store, config.node, identity.get_catalog_id(db), known)
+    except StoreUnreachable as failure:
+        if not known:
+            raise InvalidArgument(
+                f"node {config.node} has never been in the cluster {config.cluster}, and needs its etcd to join: {failure}",
+                remedy=f"check that etcd runs and can be reached at {' or '.join(config.etcd)}; later starts do not need it",
+            ) from failure
+        log.warning("node %s: %s; it starts with its catalog and registers later", config.node, failure)
+        return
+    finally:
+        store.close()
+    with db.transaction():
+        identity.set_cluster(db, config.cluster)
+        identity.set_node_number(db, number)
 
 
 def register(
@@ -196,9 +207,9 @@ def register(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """The number of `catalog` (a uuid), which has the name `name` from now on; `known` is the one it has already, 0 for none.
+    """Bind `name` to `catalog` (a uuid) and return its number; `known_number` 0 means none yet.
 
-    Raises NameTaken while another catalog lives under that name, and Unreachable.
+    Raises NameTaken while a node with another catalog is alive under that name, and StoreUnreachable.
     """
     rng = rng or random.Random()
     deadline_s = clock() + limits.NAME_WAIT_S
@@ -215,7 +226,7 @@ def register(
         number = known_number or rng.randint(1, min(FIRST_NUMBER_RANGE << attempt, limits.NODE_NUMBER_MAX))
         if _bind_name(store, name, item, NodeBinding(number, catalog), known_number):
             return number
-    raise InvalidArgument(f"no number could be found for the node {name}", remedy="start it again")
+    raise InvalidArgument(f"no free number was found for node {name}", remedy="start it again")
 
 
 def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | None]:
@@ -227,31 +238,31 @@ def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | N
 
 
 def build_reregistration(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
-    """What is put into a store that has lost its data, in transactions: who has this number, and that others are `taken`, as far as it
-    does not say so.
+    """Return transactions that restore registrations in a store that lost its data.
+
+    They bind this node's name and mark numbers of other nodes, unless the keys `taken` have them already.
     """
-    there = {item.key for item in taken}
-    lacking = [Put(taken_key(other), b"") for other in sorted({*others} - {number}) if taken_key(other) not in there]
+    present = {item.key for item in taken}
+    missing = [Put(taken_key(other), b"") for other in sorted({*others} - {number}) if taken_key(other) not in present]
     own = [Put(name_key(name), NodeBinding(number, catalog).encode()), Put(taken_key(number), name.encode())]
-    changes = [*own, *lacking]
+    changes = [*own, *missing]
     return [list(changes[start : start + limits.ETCD_OPERATIONS_MAX]) for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX)]
 
 
 def _find_other_owner(store: Store, number: int, catalog: str) -> str:
-    """The name of a node with another catalog that has this number, too."""
+    """Return the name of a node with another catalog that has this number; empty without one."""
     (taken,) = store.read([Get(taken_key(number))]).results
     _, bound = _find_binding(store, taken[0].value.decode()) if taken and taken[0].value else (None, None)
     return taken[0].value.decode() if bound is not None and (bound.number == number and bound.catalog != catalog) else ""
 
 
 def _find_live_node(store: Store, bound: NodeBinding) -> Node | None:
-    """Who lives under this number."""
     found = store.read([Get(node_key(bound.number))]).results[0]
     return decode_node(found[0].value) if found else None
 
 
 def _bind_name(store: Store, name: str, previous: Item | None, bound: NodeBinding, known_number: int) -> bool:
-    """Give the name and the number to the catalog, if nobody was faster."""
+    """Bind the name and the number. Return False if another node was faster."""
     compares = [Compare(name_key(name), CompareTarget.MOD, "=", previous.mod_revision if previous is not None else 0)]
     if not known_number:
         compares.append(Compare(taken_key(bound.number), CompareTarget.VERSION, "=", 0))
@@ -260,7 +271,7 @@ def _bind_name(store: Store, name: str, previous: Item | None, bound: NodeBindin
 
 def _build_duplicate_error(name: str, number: int, other: str) -> InvalidArgument:
     return InvalidArgument(
-        f"the number {number} of the node {name} was given to the node {other}, which joined while etcd had lost its data",
+        f"the number {number} of node {name} was given to node {other}, which joined after etcd had lost its data",
         remedy=f"stop {other}, give it an empty state directory, and start {name} first",
     )
 
@@ -273,12 +284,12 @@ def _build_taken_error(name: str, living: Node) -> NameTaken:
 
 
 def get_boot_clock_s() -> float:
-    """A clock that goes on while the machine sleeps, as the store's does."""
+    """Return a clock that continues while the machine is suspended, as the store's does."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class NodeLease:
-    """One node's. One thread calls `beat`; any thread may look."""
+    """The lease of this node and its record. One thread calls `renew`; any thread may read."""
 
     def __init__(self, store: Store, node: Node, catalog: str, clock: Callable[[], float] = get_boot_clock_s) -> None:
         self.node = node
@@ -291,21 +302,23 @@ class NodeLease:
 
     @property
     def lease_id(self) -> int:
-        """The lease, while it surely holds; 0 otherwise."""
+        """The lease while it certainly holds, else 0."""
         lease, until_s = self._lease
         return lease if self._clock() < until_s else 0
 
     @property
     def valid_until_s(self) -> float:
-        """Until when it surely holds."""
         return self._lease[1]
 
     def renew(self) -> bool:
-        """Live on; whether that needed a new lease. Raises NameTaken when another catalog has the name now, and what the store raises."""
+        """Renew the lease. Return True if a new one was needed.
+
+        Raises NameTaken if another catalog has the name, and errors of the store.
+        """
         if self._is_displaced:
             raise NameTaken(
                 f"another daemon runs with a copy of the catalog of node {self.node.name}",
-                remedy="stop one of them for good, and give it an empty state directory; both make the same ids",
+                remedy="stop one of them and give it an empty state directory; both make the same ids",
             )
         lease = self._lease[0]
         if lease and self._keep_alive(lease):
@@ -323,13 +336,16 @@ class NodeLease:
         return True
 
     def record_seen_node(self, node: Node, revision: int) -> None:
-        """A record was put in that revision. Another one under our number, after ours, is that of a second daemon with our catalog."""
+        """Note that a record was put in `revision`.
+
+        A later record with this number and another incarnation belongs to a second daemon with a copy of this catalog.
+        """
         if node.number == self.node.number and node.incarnation != self.node.incarnation and 0 < self._revision < revision:
             self._is_displaced = True
             self._lease = (0, 0.0)
 
     def _keep_alive(self, lease: int) -> bool:
-        # Counted from before we asked: the store begins the time later than that, never earlier.
+        # Measured before the request: the store starts the lease later, never earlier.
         began_s = self._clock()
         left_s = self._store.keep_alive(lease)
         if left_s > 0:
@@ -348,14 +364,11 @@ class NodeLease:
         self._revision = outcome.revision
 
 
-FOREVER = float("inf")
-
-
 class MemberTable:
-    """`now_s` is any clock that does not jump."""
+    """The nodes that count as alive. `now_s` is any clock that does not jump."""
 
     def __init__(self, own_node: Node, last_nodes: Iterable[Node] = ()) -> None:
-        """`last` lived when a former process last looked."""
+        """`last_nodes` were alive in the last view of the previous process."""
         self._own_node = own_node
         self._present = {node.number: node for node in last_nodes if node.number != own_node.number}
         self._absent: dict[int, tuple[Node, float]] = {}
@@ -367,30 +380,28 @@ class MemberTable:
         return self._is_connected
 
     def mark_disconnected(self) -> None:
-        """The store does not answer."""
         self._is_connected = False
 
     def mark_connected(self, now_s: float) -> None:
-        """The store answers. The others may need a moment to notice it as well."""
+        """Note that the store answers again. Other nodes may notice this a moment later."""
         if not self._is_connected:
             self._is_connected = True
             self._doubt_until_s = now_s + limits.NODE_RETURN_S
             self._absent = {number: (node, min(until_s, self._doubt_until_s)) for number, (node, until_s) in self._absent.items()}
 
     def mark_alive(self, node: Node) -> None:
-        """Its record is there."""
         if node.number != self._own_node.number:
             self._present[node.number] = node
             self._absent.pop(node.number, None)
 
     def mark_gone(self, number: int, now_s: float) -> None:
-        """Its record is not there any more."""
+        """Note that the record of a node is gone. In doubt, the node counts for a while longer."""
         node = self._present.pop(number, None)
         if node is not None and self._is_in_doubt(now_s):
             self._absent[number] = (node, self._doubt_until_s if self._is_connected else FOREVER)
 
     def replace_nodes(self, nodes: Iterable[Node], now_s: float) -> None:
-        """These are all records that there are."""
+        """Replace all records."""
         found = {node.number: node for node in nodes}
         for number in [number for number in self._present if number not in found]:
             self.mark_gone(number, now_s)
@@ -398,42 +409,17 @@ class MemberTable:
             self.mark_alive(node)
 
     def delete_expired(self, now_s: float) -> None:
-        """Those who did not come back in time are dead."""
+        """Drop nodes that did not return in time."""
         self._absent = {number: (node, until_s) for number, (node, until_s) in self._absent.items() if until_s > now_s}
 
     def next_due_s(self) -> float | None:
-        """When `settle` has something to do."""
+        """Return when `delete_expired` is due; None if it is not."""
         due_s = min((until_s for _, until_s in self._absent.values()), default=FOREVER)
         return None if due_s == FOREVER else due_s
 
     def build_view(self) -> ClusterView:
-        """Who lives, this node in any case."""
+        """Return the live nodes, always including this one."""
         return build_view([self._own_node, *self._present.values(), *(node for node, _ in self._absent.values())])
 
     def _is_in_doubt(self, now_s: float) -> bool:
         return not self._is_connected or now_s < self._doubt_until_s
-
-
-log = logging.getLogger(__name__)
-
-
-def ensure_registered(config: Config, db: Database) -> None:
-    """See that this node has its number. Raises Refused: another daemon has its name, or it has none yet and etcd does not answer."""
-    assert config.cluster is not None
-    known = identity.get_node_number(db)
-    store = EpochCheckedStore(etcd.open_store(config), db)
-    try:
-        number = register(store, config.node, identity.get_catalog_id(db), known)
-    except StoreUnreachable as failure:
-        if not known:
-            raise InvalidArgument(
-                f"node {config.node} has never been in the cluster {config.cluster}, and needs its etcd to join: {failure}",
-                remedy=f"see that etcd runs and can be reached at {' or '.join(config.etcd)}; later starts do without it",
-            ) from failure
-        log.warning("%s; this node starts with what it knows, and tells the cluster later", failure)
-        return
-    finally:
-        store.close()
-    with db.transaction():
-        identity.set_cluster(db, config.cluster)
-        identity.set_node_number(db, number)

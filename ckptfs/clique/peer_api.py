@@ -1,15 +1,14 @@
-"""What this node may ask of its peers: values and a Protocol, so that the flows need no gRPC. All calls block; use worker threads.
+"""The interfaces between nodes: `PeerApi`, what a node asks of its peers, and `ContentHost`, what it does for them.
 
-Each call is bounded by progress, not by total time: a peer that moves nothing for `limits.PEER_STALL_S` has failed, a slow one has not.
-Descriptors stay the caller's and are only used until the call has returned. Raises `PeerFailed` and its kinds.
-If we die here: nothing is kept here but what was measured.
+Values and Protocols only, so that flows need no gRPC. Peers name contents by id, never by path. Calls block; use worker threads. A call is
+bounded by progress, not by total time: a peer that moves nothing for `limits.PEER_STALL_S` has failed, a slow one has not. Descriptors
+belong to the caller and are used only until the call returns.
 
-What a peer may do on this node: contents by id only, never a name or a path. Values and a Protocol, no effects of its own.
+The peer server checks all input against `limits` before it calls the host. It writes into the descriptor of `begin_reception` and verifies
+the digest of each block that arrives; the host decides which contents are accepted, opened and counted. Its methods are called from several
+threads of the server. Digests are those of `ckptfs.digest`.
 
-The peer server checks everything from the wire against `limits` before it calls the shelf, writes into the descriptor that `receive` gave
-and compares the digest of every block that arrives; the shelf decides what is taken, lent and counted. All calls come from the server's
-worker threads, several at once. Digests are those of `ckptfs.digest`: xxh3-128 of each block, joined, and one over all.
-If we die here: a reception that never came to `received` is a file that nobody believes; the shelf finds it at the next start.
+Crash safety: a reception that did not reach `finish_reception` is a file that does not count; the next start finds it.
 """
 
 import errno
@@ -22,28 +21,28 @@ from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.errors import CkptfsError
 
 UNKNOWN_BLOCK = bytes(BLOCK_DIGEST_BYTES)
-"""In an early offer: a block that may still change, and is not offered yet."""
+"""In an early offer: a block that may still change and is not offered."""
 
 
 class CopyNotFound(CkptfsError):
-    """This node has no verified copy of that content (or not with that digest)."""
+    """This node has no verified copy of that content, or not with that digest."""
 
     errno = errno.ENOENT
 
 
 class CopyUnavailable(CopyNotFound):
-    """This node cannot lend that content now. But it is its own, and a copy that another node has of it may be the last one."""
+    """This node cannot open its own content now. A copy on another node may be the last one."""
 
     errno = errno.EBUSY
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A content that a node would like another one to hold. `digest` is None while it is still being written (an *early* offer).
+    """A content that one node asks another to hold. `digest` is None while it is still being written (an *early* offer).
 
-    `blocks` are the digests of all `size` bytes, 16 bytes for each 4 MiB begun; in an early offer a block that may still change is
-    `UNKNOWN_BLOCK`. A later offer of the same content, early or not, begins where the earlier ones ended: equal blocks are not lacking.
-    `sender`: the name of the node that offers, as it is known to be; who makes an offer leaves it empty.
+    `blocks` are the digests of all `size` bytes, 16 bytes for each 4 MiB begun; in an early offer, a block that may still change is
+    `UNKNOWN_BLOCK`. A later offer of the same content continues the earlier ones: equal blocks are not sent again. The receiver sets
+    `sender` to the authenticated name of the node.
     """
 
     content: int
@@ -61,10 +60,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Reception:
-    """An offer that was taken. `fd` is open for both ways, as long as the offer says and prepared with fallocate; it is the shelf's.
+    """An accepted offer. `fd` belongs to the host; it is open for reading and writing, and has its final size, allocated.
 
-    Whatever blocks of the offer this node had, of an older generation or elsewhere, are in place already. `lacking` are the others'
-    numbers, ascending; none of them is `UNKNOWN_BLOCK`. `fd` stays open until `received` or `abandon` has returned.
+    Blocks that this node already had, in an older generation or elsewhere, are in place. `missing_blocks` are the numbers of the others,
+    ascending, without `UNKNOWN_BLOCK`. `fd` stays open until `finish_reception` or `abort_reception` returns.
     """
 
     token: int
@@ -74,7 +73,7 @@ class Reception:
 
 @dataclass(frozen=True, slots=True)
 class OpenCopy:
-    """A sealed, verified copy to read from. `fd` belongs to whoever borrowed it, who closes it; the file's removal does not disturb it."""
+    """A sealed, verified copy to read. The caller closes `fd`; the removal of the file does not affect it."""
 
     content: int
     inode: int
@@ -86,47 +85,49 @@ class OpenCopy:
 
 
 class ContentHost(Protocol):
-    """Whatever raises may raise `ckptfs.errors`: Refused, NoRoom, Busy, NotHere..., or OSError; the caller is told which."""
+    """Contents of this node for its peers. Errors of `ckptfs.errors` and OSError are reported to the peer."""
 
     def begin_reception(self, offer: Offer) -> Reception:
-        """Prepare for the blocks of `offer`. Raises NoRoom when the peers' share is full, Refused, Busy when it is arriving already.
+        """Prepare for the blocks of `offer`.
 
-        An older generation of the content goes; a newer one, or the same with another digest, is refused.
+        Raises NoSpace if the share of peers is full, Busy if the content is already arriving, and a refusal for an older generation or
+        another digest of the same one. An older generation on this node is dropped.
         """
 
     def finish_reception(self, token: int) -> bool:
-        """Every lacking block was written, and its digest was right as it arrived.
+        """Verify the content after all missing blocks arrived and were verified; make the copy count.
 
-        Checks what else there is to check (the blocks that were in place, the digest over all) and makes the copy count: True.
-        False: something is wrong, and was thrown away. An early reception is kept for the next offer: True, but it does not count.
+        Returns False if blocks in place or the digest of the content are wrong; those are dropped. An early reception is kept for the next
+        offer: True, but it does not count.
         """
 
     def abort_reception(self, token: int, *, keep_blocks: bool = True) -> None:
-        """The transfer ended early. Whole blocks may be kept for the next offer: their digests are checked again then. Not `keep`: no block
-        has come, so that its room is given back at once unless it has some of an earlier offer.
+        """End a transfer early. Complete blocks may be kept for the next offer, which verifies them again.
+
+        `keep_blocks=False`: no block arrived, so the space is freed unless an earlier offer left blocks.
         """
 
     def open_copy(self, content: int, digest: bytes | None) -> OpenCopy:
-        """A copy to read from, the one with `digest` where that is given; raises NotHere."""
+        """Open a copy, the one with `digest` if given. Raises CopyNotFound."""
 
     def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
-        """Seal a content that is closed here, and lend it; None when it was not sealed in time. Raises NotHere."""
+        """Seal a closed content and open it; None if that took too long. Raises CopyNotFound."""
 
     def release_copies(self, contents: Sequence[int]) -> None:
-        """The asking node no longer wants these held for it. What is this node's own is never touched."""
+        """Note that a peer no longer needs these copies. Contents of this node are not affected."""
 
     def get_free_bytes(self) -> int:
-        """How many more bytes this node would hold for its peers."""
+        """Return how many more bytes this node would hold for its peers."""
 
 
 class PeerFailed(CkptfsError):
-    """A peer did not do what it was asked: it is gone, too slow, or broke off. Another one, or a later time, may be better."""
+    """A peer is down, too slow, or broke off. Another peer, or a later try, may succeed."""
 
     errno = errno.EHOSTUNREACH
 
 
 class PeerRefused(PeerFailed):
-    """A peer answered no: `code` is the errno of its reason (ENOSPC, ENOENT, EBUSY, EINVAL, EACCES)."""
+    """A peer refused: `code` is the errno (ENOSPC, ENOENT, EBUSY, EINVAL, EACCES)."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -134,11 +135,11 @@ class PeerRefused(PeerFailed):
 
 
 class PeerCorrupt(PeerFailed):
-    """A peer sent bytes that do not have the digest they should have; nothing of them was kept."""
+    """A peer sent bytes with another digest than expected; none were kept."""
 
 
 class PeerAddress(Protocol):
-    """What is needed of a node to reach it."""
+    """The name and address of a node."""
 
     @property
     def name(self) -> str: ...
@@ -148,7 +149,7 @@ class PeerAddress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """How a content came to a peer. `verified`: its copy counts there (never for an early offer)."""
+    """The result of a send. `is_verified`: the copy counts there (never for an early offer)."""
 
     blocks_missing: int
     bytes_moved: int
@@ -157,7 +158,7 @@ class SendResult:
 
 @dataclass(frozen=True, slots=True)
 class ContentManifest:
-    """What a peer says about a content that it has sealed; `blocks` was checked against `digest`."""
+    """A peer's description of a sealed content; `blocks` was verified against `digest`."""
 
     content: int
     inode: int
@@ -169,35 +170,37 @@ class ContentManifest:
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """What was measured of a peer, exponentially averaged; None: not yet."""
+    """Exponential averages of one peer; None if not measured yet."""
 
     rtt_s: float | None
     bytes_per_s: float | None
     free_bytes: int | None
     clock_offset_s: float | None = None
-    """How far its clock is before ours, as far as the round trip lets one say."""
+    """How far its clock is ahead of ours, within the round trip."""
 
 
 OnBlock = Callable[[int], None]
-"""Told in a worker thread: this block was written into the target and is right."""
+"""Called in a worker thread after a block is written to the target and verified."""
 
 UrgentBlocks = Callable[[], Sequence[int]]
-"""Which blocks somebody waits for just now; asked often, by any thread."""
+"""Returns the blocks that readers wait for now; called often, from any thread."""
 
 
 class PeerApi(Protocol):
-    """The other nodes, as far as bytes are concerned."""
+    """The other nodes. Methods raise PeerFailed and its subclasses."""
 
     def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
-        """Offer a content and send what the peer lacks of it. `wanted` is asked now and then; False ends the call with PeerFailed.
+        """Offer a content and send the blocks that the peer lacks.
 
-        A source that no longer has the offered digests (it is written again) makes the peer refuse: PeerLied.
+        `wanted` is polled; False ends the call with PeerFailed. If the source has changed since the offer, the peer rejects it:
+        PeerCorrupt.
         """
 
     def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list["SendResult | PeerFailed"]:
-        """Small sealed contents in one message, each with a descriptor to read it from; what became of each, in order.
+        """Send small sealed contents in one message, each from a descriptor; return their results in order.
 
-        At most `limits.PEER_BATCH_MAX`, together `limits.PEER_BATCH_BYTES_MAX`, each `limits.PEER_INLINE_BYTES_MAX`. Raises what ends all.
+        At most `limits.PEER_BATCH_MAX` contents of `limits.PEER_INLINE_BYTES_MAX`, together `limits.PEER_BATCH_BYTES_MAX`. Raises
+        PeerFailed if all failed.
         """
 
     def fetch(
@@ -209,35 +212,35 @@ class PeerApi(Protocol):
         on_block: OnBlock = lambda number: None,
         urgent_blocks: UrgentBlocks = tuple,
     ) -> int:
-        """Write the blocks `wanted` of a content into `target_fd`, from several sources at once; how many bytes came. Those that are
-        `asked` come before all others, then what follows them.
+        """Write `blocks` of a content into `target_fd`, from several sources. Return the number of bytes.
 
-        Every block is compared with its digest before `on_block` hears of it. A source that stalls, lies or ends is left and its blocks
-        are asked of the others; raises the last failure when none is left. `sources` in order of preference.
+        `sources` are in order of preference. `urgent_blocks`, and those that follow them, come first. Each block is verified before
+        `on_block` is called. If a source stalls, fails or sends wrong data, the others take over its blocks; raises the last failure if
+        none is left.
         """
 
     def get_manifest(
         self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S
     ) -> ContentManifest:
-        """Size, generation and blocks' digests of a content that the peer has; PeerRefused with ENOENT when it has none."""
+        """Return the manifest of a content of the peer. Raises PeerRefused with ENOENT if it has none."""
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
-        """Ask the node that wrote a content to seal it; None when it could not in time (it has writers)."""
+        """Ask the writer of a content to seal it. Return None if it could not in time (it has writers)."""
 
     def release_copies(self, node: PeerAddress, contents: Sequence[int]) -> None:
-        """These contents need not be held there any more."""
+        """Tell the peer that it need not hold these contents any more."""
 
     def ping(self, node: PeerAddress) -> PeerStats:
-        """Measure the round trip and the room."""
+        """Measure the round trip and the free space."""
 
     def get_stats(self, node: PeerAddress) -> PeerStats:
-        """What is known, without asking."""
+        """Return the last measurements, without a call."""
 
     def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
-        """The fastest first; unknown ones before those that failed lately."""
+        """Sort nodes by speed, fastest first; unknown ones precede those that failed lately."""
 
     def close_except(self, names: Sequence[str]) -> None:
-        """Connections to all other nodes are closed: they have left."""
+        """Close connections to all other nodes: they have left the cluster."""
 
     def close(self) -> None:
-        """End every call and connection."""
+        """End all calls and connections."""

@@ -1,11 +1,12 @@
-"""Decides which nodes hold whose contents: pure, the same on every node that sees the same World.
+"""Placement: which nodes hold copies of which node's contents. Pure, and equal on every node with the same view.
 
-N1: cliques by `factor` and `jump` over the order of ranks, as NVIDIA's CliqueReplicationStrategy names them, for any number of nodes. All
-nodes stand in one ring, and a node's peers are the next ones in it: so each node holds the contents of as many others as hold its own, and
-when a node leaves, only those who counted on it look for another. In the ring rank r is followed by rank r + jump, as long as there is
-one. Where neighbours in that ring would fail together, the jump is doubled until they do not, which suits racks that are numbered one
-after the other. Where no jump does, because labels do not follow ranks, each failure domain's nodes are spread evenly over the ring.
-What is still in the way is stepped over. If we die here: nothing was changed.
+N1: cliques by `factor` and `jump` over the order of ranks, as in NVIDIA's CliqueReplicationStrategy, for any number of nodes. All nodes
+form one ring; the peers of a node are the next ones in it. So each node holds contents of as many nodes as hold its own, and when a node
+leaves, only nodes that relied on it choose another peer.
+
+In the ring rank r is followed by rank r + jump, if it exists. If adjacent nodes would share a failure domain, the jump is doubled until
+they do not; this suits racks that are numbered consecutively. If no jump helps, because domains do not follow ranks, the nodes of each
+domain are spread evenly over the ring. Remaining conflicts are skipped.
 """
 
 from collections import Counter
@@ -17,12 +18,12 @@ from ckptfs import limits
 from ckptfs.clique.membership import ClusterView, Node
 
 FEW_RATIO = 16
-"""A ring in which one of so many nodes has to step over somebody is good enough: keeping it keeps everybody's peers when a node leaves."""
+"""One conflict in so many nodes is accepted: the ring, and with it the peers of all nodes, is kept when a node leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The order in which copies go from node to node. `jump` 0: domains are spread evenly."""
+    """The order in which copies go from node to node. `jump` 0 means that domains are spread evenly."""
 
     nodes: tuple[Node, ...]
     positions: dict[int, int]
@@ -30,38 +31,36 @@ class Ring:
     domain_count: int
 
     def walk(self, number: int) -> Iterator[Node]:
-        """All nodes, beginning with the node `number`; one that does not live stands somewhere."""
+        """Yield all nodes from the node `number` on; a dead node has a position too."""
         start = self.positions.get(number, number % max(1, len(self.nodes)))
         for place in range(start, start + len(self.nodes)):
             yield self.nodes[place - len(self.nodes) if place >= len(self.nodes) else place]
 
 
 def choose_peers(view: ClusterView, number: int, factor: int, jump: int) -> tuple[Node, ...]:
-    """Who holds copies for the node `number`, best first: `factor - 1` nodes, or as many as there are.
+    """Return the nodes that hold copies for the node `number`, best first: at most `factor - 1`.
 
-    No two of them, nor one of them and the node itself, fail together, as long as there are domains enough.
+    They and the node itself are in different failure domains as long as there are enough.
     """
     key = ("peers", number, factor, jump)
     found: tuple[Node, ...] | None = view.placement_cache.get(key)
     if found is None:
-        here = view.by_number.get(number)
-        found = view.placement_cache[key] = _choose_next(
-            get_ring(view, factor, jump), number, [here] if here is not None else [], factor - 1
-        )
+        own = view.by_number.get(number)
+        found = view.placement_cache[key] = _choose_next(get_ring(view, factor, jump), number, [own] if own is not None else [], factor - 1)
     return found
 
 
 def choose_new_holders(view: ClusterView, holders: Collection[int], home: int, factor: int, jump: int) -> tuple[Node, ...]:
-    """Who should get a copy of a content of the node `home` that the nodes `holders` have, best first; nobody when there are enough.
+    """Return the nodes that need a copy of a content of the node `home`, best first.
 
-    Holders that do not live do not count. Copies that all fail together are too few, however many they are, while there is another domain.
+    `holders` have one already; dead ones do not count. Copies in one failure domain are too few while there is another domain.
     """
     start, kept, _ = _choose_counted(view, holders, home, factor, jump)
     return _choose_next(get_ring(view, factor, jump), start, kept, factor - len(kept))
 
 
 def choose_superfluous(view: ClusterView, holders: Collection[int], home: int, factor: int, jump: int) -> tuple[Node, ...]:
-    """Which holders may drop their copy of a content of `home`, because others that live are enough; nobody while copies are wanted."""
+    """Return holders that may drop their copy of a content of `home`; none while copies are missing."""
     _, kept, living = _choose_counted(view, holders, home, factor, jump)
     if choose_new_holders(view, holders, home, factor, jump):
         return ()
@@ -69,41 +68,38 @@ def choose_superfluous(view: ClusterView, holders: Collection[int], home: int, f
 
 
 def list_sources(view: ClusterView, number: int, factor: int, jump: int) -> tuple[Node, ...]:
-    """For whom the node `number` holds copies. Looks at every node: for status, not for the path of a file."""
+    """Return the nodes that this node holds copies for. Visits every node: for status only."""
     return tuple(node for node in view.nodes if any(peer.number == number for peer in choose_peers(view, node.number, factor, jump)))
 
 
 def _choose_counted(view: ClusterView, holders: Collection[int], home: int, factor: int, jump: int) -> tuple[int, list[Node], list[Node]]:
-    """(where on the ring to look for more, the holders that count, all that live): the home and whoever follows it, in different domains.
+    """Return (start on the ring, holders that count, all live holders).
 
-    A home that does not live has no place in the ring: its first holder stands for it.
+    The home and its followers in different domains count first. If the home is dead, its first holder takes its position.
     """
-    order = get_ring(view, factor, jump)
+    ring = get_ring(view, factor, jump)
     numbers = {holder for holder in holders if holder in view}
     start = home if home in view or not numbers else min(numbers)
-    living = [node for node in order.walk(start) if node.number in numbers] if numbers else []
+    living = [node for node in ring.walk(start) if node.number in numbers] if numbers else []
     kept = _choose_apart(living, [], factor)
-    lacking = min(factor, order.domain_count) - len(kept)
-    more = max(0, factor - len(kept) - max(0, lacking))
+    missing = min(factor, ring.domain_count) - len(kept)
+    more = max(0, factor - len(kept) - max(0, missing))
     return start, kept + [node for node in living if node not in kept][:more], living
 
 
-# --- choosing --------------------------------------------------------------------------------------------------------
-
-
-def _choose_next(order: Ring, number: int, holders: Sequence[Node], count: int) -> tuple[Node, ...]:
-    """The next `count` nodes after `number` that share no domain with `holders` or one another; then, of the rest, the next."""
+def _choose_next(ring: Ring, number: int, holders: Sequence[Node], count: int) -> tuple[Node, ...]:
+    """Return `count` nodes after `number`, first those in new domains, then the next ones."""
     if count <= 0:
         return ()
-    apart = _choose_apart(order.walk(number), holders, count, order.domain_count)
+    apart = _choose_apart(ring.walk(number), holders, count, ring.domain_count)
     if len(apart) < count:
         taken = {node.number for node in (*holders, *apart)}
-        apart += islice((node for node in order.walk(number) if node.number not in taken), count - len(apart))
+        apart += islice((node for node in ring.walk(number) if node.number not in taken), count - len(apart))
     return tuple(apart)
 
 
 def _choose_apart(nodes: Iterable[Node], holders: Sequence[Node], count: int, domains: int = limits.NODE_NUMBER_MAX) -> list[Node]:
-    """The first `count` of `nodes` of whose domains there is none yet; ends early once all `domains` there are have been used."""
+    """Return the first `count` nodes in different domains; end early once all `domains` are used."""
     used = {node.domain for node in holders}
     found: list[Node] = []
     for node in nodes:
@@ -115,11 +111,8 @@ def _choose_apart(nodes: Iterable[Node], holders: Sequence[Node], count: int, do
     return found
 
 
-# --- the ring --------------------------------------------------------------------------------------------------------
-
-
 def get_ring(view: ClusterView, factor: int, jump: int) -> Ring:
-    """The ring of this World; it is computed once."""
+    """Return the ring of this view; it is computed once."""
     key = ("ring", factor, jump)
     found: Ring | None = view.placement_cache.get(key)
     if found is None:
@@ -130,7 +123,7 @@ def get_ring(view: ClusterView, factor: int, jump: int) -> Ring:
 
 
 def _arrange_nodes(view: ClusterView, factor: int, jump: int) -> tuple[list[Node], int]:
-    """(the nodes in the ring's order, the jump that is used, 0 for none)."""
+    """Return (nodes in ring order, the jump used, 0 for none)."""
     largest = max(Counter(node.domain for node in view.nodes).values(), default=0)
     if largest <= 1:
         return _order_by_jump(view, jump), jump
@@ -153,12 +146,12 @@ def _order_by_jump(view: ClusterView, jump: int) -> list[Node]:
 
 
 def _get_rank_spacing(view: ClusterView) -> int:
-    """How far apart ranks are on the whole: 1 where all are taken."""
+    """Return the average distance of ranks: 1 if there are no gaps."""
     return 1 + (view.nodes[-1].rank - view.nodes[0].rank) // len(view) if view.nodes else 1
 
 
 def _count_conflicts(nodes: Sequence[Node], factor: int) -> int:
-    """How many nodes would have to step over somebody."""
+    """Return how many nodes have to skip another one."""
     count = len(nodes)
     reach = min(factor, count)
     domains = [node.domain for node in nodes] + [node.domain for node in nodes[: reach - 1]]
@@ -166,7 +159,7 @@ def _count_conflicts(nodes: Sequence[Node], factor: int) -> int:
 
 
 def _list_by_domain(view: ClusterView, jump: int) -> list[list[Node]]:
-    """The nodes of each domain, in the ring's order otherwise."""
+    """Return the nodes of each domain, in the order of the jump."""
     members: dict[str, list[Node]] = {}
     for node in _order_by_jump(view, jump):
         members.setdefault(node.domain, []).append(node)
@@ -174,7 +167,7 @@ def _list_by_domain(view: ClusterView, jump: int) -> list[list[Node]]:
 
 
 def _spread_evenly(view: ClusterView, jump: int) -> list[Node]:
-    """Each domain's nodes at even distances around the ring, the domains side by side."""
+    """Spread the nodes of each domain evenly around the ring."""
     members = _list_by_domain(view, jump)
     placed = []
     for ordinal, nodes in enumerate(members):
@@ -184,9 +177,9 @@ def _spread_evenly(view: ClusterView, jump: int) -> list[Node]:
 
 
 def _deal_columns(view: ClusterView, factor: int, jump: int) -> list[Node]:
-    """One domain after the other, the largest first, cut into `factor` columns that are read row by row.
+    """Line up the domains, the largest first, deal them into `factor` columns and read row by row.
 
-    No two in `factor` neighbours fail together, if that is possible at all. But one node's leaving moves everybody.
+    `factor` adjacent nodes are in different domains if that is possible. But a node that leaves moves all others.
     """
     line = [node for nodes in sorted(_list_by_domain(view, jump), key=len, reverse=True) for node in nodes]
     rows = len(line) // factor
@@ -197,5 +190,5 @@ def _deal_columns(view: ClusterView, factor: int, jump: int) -> list[Node]:
 
 
 def _is_domain_near(nodes: Sequence[Node], place: int, domain: str, reach: int) -> bool:
-    """Whether somebody of this domain is among the `reach` nodes before `place`, or from it on."""
+    """Return True if a node of this domain is within `reach` of `place`."""
     return any(nodes[near % len(nodes)].domain == domain for near in range(place - reach, place + reach))

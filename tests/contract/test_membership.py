@@ -80,7 +80,7 @@ def test_a_store_that_lost_its_data_gives_no_number_twice(store: Store) -> None:
     )
     other = joined(store, "stranger", "catalog of a stranger")
     assert other not in (5, 7, 9)
-    with pytest.raises(InvalidArgument, match=f"the number {other} of the node b was given to the node stranger"):
+    with pytest.raises(InvalidArgument, match=f"the number {other} of node b was given to node stranger"):
         joined(store, "b", "catalog of b", known=other)
 
 

@@ -102,7 +102,7 @@ def test_odd_names_are_refused(authority: Path, name: str) -> None:
 
 
 def test_an_odd_address_is_refused_before_anything_is_written(authority: Path) -> None:
-    with pytest.raises(InvalidArgument, match="no host name"):
+    with pytest.raises(InvalidArgument, match="neither a host name"):
         certificates.issue(authority, "node1", ["a b"])
     assert not (authority / "node1").exists()
 
