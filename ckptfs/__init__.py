@@ -1,3 +1,3 @@
-"""ckptfs: what a checkpoint file is and what happens to it. No FUSE, no gRPC and no command line in here."""
+"""ckptfs: checkpoint files and what happens to them. No FUSE and no command line in this package."""
 
 __version__ = "0.2.0"

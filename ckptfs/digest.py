@@ -1,7 +1,7 @@
-"""Digests: xxh3-128 of every 4 MiB block, and one over all of the blocks' digests in order and the size.
+"""Digests: xxh3-128 of each 4 MiB block, and one of a content: all block digests in order and the size.
 
-A file is as long as somebody says: `truncate -s 1P` makes 250 million blocks of nothing. Runs of zeros cost next to nothing here, and the
-blocks' digests of a file of more than `limits.BLOCK_DIGESTS_MAX` blocks are not kept, only the one over all.
+A file may be sparse and huge: `truncate -s 1P` makes 250 million empty blocks. Runs of zeros cost almost nothing, and block digests of a
+file with more than `limits.BLOCK_DIGESTS_MAX` blocks are not kept.
 """
 
 import xxhash
@@ -16,22 +16,22 @@ ZERO_RUN = ZERO_BLOCK * ZERO_RUN_BLOCKS
 
 
 def hash_block(data: bytes | memoryview) -> bytes:
-    """The digest of one block: 16 bytes."""
+    """Return the digest of one block: 16 bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
 def hash_content(block_digests: bytes, size: int) -> bytes:
-    """The digest of a content of `size` bytes whose blocks' digests, joined, are `blocks`: 16 bytes."""
+    """Return the digest of a content of `size` bytes from the joined digests of its blocks: 16 bytes."""
     return xxhash.xxh3_128_digest(block_digests + size.to_bytes(8, "little"))
 
 
 def split_digests(block_digests: bytes) -> list[bytes]:
-    """The digests that are joined in `blocks`."""
+    """Split joined block digests."""
     return [block_digests[start : start + BLOCK_DIGEST_BYTES] for start in range(0, len(block_digests), BLOCK_DIGEST_BYTES)]
 
 
 class RunningDigest:
-    """Digests of bytes that pass by in order, in pieces of any length."""
+    """The digests of a stream, in pieces of any length."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -41,7 +41,7 @@ class RunningDigest:
         self._filled_bytes = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next piece."""
+        """Digest the next piece."""
         view = memoryview(data)
         self.size += len(view)
         while view:
@@ -53,7 +53,7 @@ class RunningDigest:
                 self._finish_block()
 
     def update_zeros(self, count: int) -> None:
-        """Take `count` zero bytes: a hole. Whole blocks of it cost nothing but their known digest."""
+        """Digest `count` zero bytes: a hole. Whole blocks only cost their known digest."""
         while count:
             if not self._filled_bytes and count >= limits.BLOCK_BYTES:
                 whole_blocks = min(count // limits.BLOCK_BYTES, ZERO_RUN_BLOCKS)
@@ -71,13 +71,12 @@ class RunningDigest:
         self._filled_bytes = 0
 
     def _append_digests(self, digests: bytes) -> None:
-        """The next blocks' digests."""
         self._total.update(digests)
         if len(self._block_digests) <= limits.BLOCK_DIGESTS_MAX * BLOCK_DIGEST_BYTES:
             self._block_digests += digests
 
     def finish(self) -> tuple[bytes, bytes]:
-        """(digest over all, the blocks' digests joined: empty where there are too many)."""
+        """Return (digest of the content, joined block digests: empty if there are too many)."""
         if self._filled_bytes:
             self._finish_block()
         self._total.update(self.size.to_bytes(8, "little"))

@@ -1,10 +1,9 @@
-"""Labelled disk operations: each takes a label first, so that a test can break exactly one, and loop over all of them.
+"""Labelled disk operations: a test can make one of them fail, or loop over all of them.
 
-`CKPTFS_FAULT` holds comma-separated `LABEL=ACTION[@N]`: at the N-th call with that label (default 1; `*` for every call) the action
-happens instead: an errno name (`ENOSPC`), `kill` (SIGKILL to this process before the call), `kill-after` (after it) or `hang` (before it,
-until the file says otherwise). The variable may also name a file (`@/path`), read at each call, so that a test can change its mind
-while the process runs.
-Labels are `step:act`, listed in `LABELS` by the modules that use them.
+`CKPTFS_FAULT` holds comma-separated `LABEL=ACTION[@N]`. At the N-th call with that label (default 1; `*`: every call) the action
+replaces the call: an errno name (`ENOSPC`), `kill` (SIGKILL to this process before the call), `kill-after` (after it) or `hang` (before
+it, until the specification changes). `@/path` names a file with the specification; it is read at each call. Labels are `step:act`;
+modules declare theirs in `LABELS`.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ _fault = os.environ.get("CKPTFS_FAULT", "")
 
 
 def declare_labels(*names: str) -> None:
-    """Declare the labels a module uses; a call with an undeclared label is an error."""
+    """Declare the labels of a module; a call with an undeclared label is an error."""
     LABELS.update(names)
 
 
 def act(label: str, call: Callable[..., Result], *values: Any, **named: Any) -> Result:
-    """Run `call(*values, **named)` under `label`, or the fault that a test asked for."""
+    """Run `call(*values, **named)` under `label`, or the fault that a test requested."""
     if not _fault:
         return call(*values, **named)
     action = _count_call(label)
@@ -49,7 +48,7 @@ def act(label: str, call: Callable[..., Result], *values: Any, **named: Any) -> 
 
 @contextlib.contextmanager
 def closing(fd: int) -> Iterator[int]:
-    """Close a descriptor in the end."""
+    """Close a descriptor at the end of the block."""
     try:
         yield fd
     finally:
@@ -57,7 +56,7 @@ def closing(fd: int) -> Iterator[int]:
 
 
 def _count_call(label: str) -> str:
-    """The action that the fault specification asks for at this call of `label`; empty for none."""
+    """Count a call of `label` and return its action; empty for none."""
     assert label in LABELS, f"undeclared disk label {label}"
     _calls[label] += 1
     return _get_action(label)
@@ -80,12 +79,12 @@ def _get_action(label: str) -> str:
 
 
 def open_file(label: str, path: str | bytes, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """openat(2), always with O_CLOEXEC; the descriptor."""
+    """openat(2) with O_CLOEXEC."""
     return act(label, os.open, path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
 
 
 def rename(label: str, old: str | bytes, new: str | bytes, *, old_fd: int | None = None, new_fd: int | None = None) -> None:
-    """renameat(2): atomic, replaces what is there."""
+    """renameat2(2): atomic; replaces an existing target."""
     act(label, os.rename, old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
 
 

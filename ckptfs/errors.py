@@ -1,7 +1,7 @@
-"""Every error that ckptfs raises on purpose, each with the errno an application sees.
+"""Errors that ckptfs raises, each with the errno that an application sees.
 
-Translated once, at the edge: to an errno by the mount, to a status by the control server, to an exit code and a sentence
-by the command. `remedy` says what a person can do; it may be empty.
+They are translated once, at the edge: to an errno by the mount, to a status by the control server, to an exit code and a sentence by the
+commands. `remedy` says what the user can do; it may be empty.
 """
 
 import errno
@@ -9,7 +9,7 @@ import os
 
 
 class CkptfsError(Exception):
-    """The base: `errno` is what a system call returns."""
+    """The base class. `errno` is the result of a system call."""
 
     errno: int = errno.EIO
 
@@ -19,25 +19,25 @@ class CkptfsError(Exception):
 
 
 class InvalidArgument(CkptfsError):
-    """Bad input: names what was wrong and what is accepted (P11)."""
+    """Bad input: the message names what was wrong and what is accepted (P11)."""
 
     errno = errno.EINVAL
 
 
 class ConfigError(InvalidArgument):
-    """A configuration key, value or option that cannot be used."""
+    """An option, key or value of a configuration that cannot be used."""
 
 
 class CatalogDamaged(CkptfsError):
-    """The catalog cannot be read as what it should be; nothing was changed."""
+    """The catalog is not readable as a catalog; it was not changed."""
 
 
 class CatalogTooNew(CkptfsError):
-    """The catalog was written by a newer ckptfs; nothing was changed."""
+    """The catalog was written by a newer ckptfs; it was not changed."""
 
 
 class ContentLost(CkptfsError):
-    """No place holds this content any more. The file fails with EIO; it is never shown as empty."""
+    """No copy of a content is left. Reads fail with EIO; the file is never shown as empty."""
 
 
 class DigestMismatch(CkptfsError):
@@ -45,7 +45,7 @@ class DigestMismatch(CkptfsError):
 
 
 class Busy(CkptfsError):
-    """Somebody still uses what this act needs for itself; the act is tried again later."""
+    """The file is in use; the operation is retried later."""
 
     errno = errno.EBUSY
 
@@ -57,35 +57,35 @@ class NoSpace(CkptfsError):
 
 
 class TimedOut(CkptfsError):
-    """A bounded wait came to its end."""
+    """A bounded wait has ended."""
 
     errno = errno.ETIMEDOUT
 
 
 class TierUnavailable(CkptfsError):
-    """A tier does not answer, or answers with an error. The act is retried with backoff."""
+    """A tier does not answer or fails. The operation is retried with backoff."""
 
 
 class StoreUnreachable(CkptfsError):
-    """The store that the cluster shares does not answer, or takes no changes now. The act is tried again later."""
+    """The shared store does not answer or accepts no changes. The operation is retried later."""
 
 
 class StoreLost(StoreUnreachable):
-    """The store that answers is not the one that this node knows: it has lost data, or was set back. It counts as not answering."""
+    """The store lost its data or was set back: it is not the one that this catalog knows. It counts as not answering."""
 
 
 class StoreRefused(CkptfsError):
-    """The shared store will not do this, however often it is asked."""
+    """The shared store rejects an operation; retries do not help."""
 
 
 class LeaseGone(StoreRefused):
-    """The lease has run out or was revoked."""
+    """The lease expired or was revoked."""
 
 
 class Compacted(StoreRefused):
-    """The shared store no longer has the revision asked for: read again what is there now."""
+    """The store no longer has the requested revision: read again at the newest one."""
 
 
 def posix_error(code: int, message: str = "") -> OSError:
-    """The OSError for `code`: how a POSIX refusal (ENOENT, EEXIST, ...) travels inside the catalog and the mount."""
+    """Return the OSError for `code`, the form of POSIX errors inside the catalog and the mount."""
     return OSError(code, message or os.strerror(code))

@@ -1,16 +1,19 @@
-"""What a file survives, and when a copy may go: pure functions over a record of frozen values. Owns the meaning of P3 and P5.
+"""Durability of a file: the level that it has reached, and whether a copy may be dropped. Defines P3 and P5.
 
-Nothing here is stored and nothing acts: the catalog supplies the record, the flows ask before they act.
+Pure functions over a frozen record. The catalog builds the record; flows ask before they act.
 """
 
 from dataclasses import dataclass
 
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
 
+# Resolutions of timestamps on filesystems in ns: NTFS, microseconds, milliseconds, seconds.
+_TIME_STEPS = (100, 1_000, 1_000_000, 1_000_000_000)
+
 
 @dataclass(frozen=True, slots=True)
 class PublishedState:
-    """What the PFS shows for a file: `complete` says that it is exactly the sealed generation `generation`."""
+    """What the PFS shows of a file. `is_complete`: it is exactly the sealed generation `generation`."""
 
     generation: int
     is_complete: bool
@@ -19,10 +22,10 @@ class PublishedState:
 
 @dataclass(frozen=True, slots=True)
 class CliqueCopies:
-    """Where other nodes that are alive have a verified copy of exactly this generation: failure domains, by the nodes' names.
+    """Verified copies of exactly this generation on other live nodes: (node, failure domain).
 
-    `here` is this node's own domain, `demand` in how many domains a copy must lie for the level: never less than two. `told`: the others
-    know the file by its name, and that it holds this; what an island made is lost with it, wherever the bytes lie.
+    `required_domains` is the number of domains for the level clique, at least two. `is_committed`: the other nodes know the name and
+    state of the file; what a disconnected node made is lost with it, wherever its copies are.
     """
 
     own_domain: str
@@ -32,21 +35,12 @@ class CliqueCopies:
 
     @property
     def holder_domains(self) -> frozenset[str]:
-        """Those of the other nodes' copies."""
         return frozenset(domain for _, domain in self.holders)
-
-
-def count_required_domains(factor: int, domains_alive: int) -> int:
-    """In how many failure domains a copy must lie: as many as were asked for, as far as so many are alive; one is never enough."""
-    return max(2, min(factor, domains_alive))
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """All that is known of one regular file: `content` is None when nothing was written here, `handles` counts open files.
-
-    `clique` is None on a node that has none.
-    """
+    """All facts about one regular file. `content` None: this node has no content of it. `clique` None: no cluster."""
 
     content: Content | None
     copies: tuple[Copy, ...] = ()
@@ -56,17 +50,16 @@ class FileRecord:
 
 
 def is_good(copy: Copy) -> bool:
-    """Whether this copy holds the content as far as anybody knows."""
     return copy.state is CopyState.GOOD
 
 
 def is_verified(copy: Copy) -> bool:
-    """Whether this copy's digest was checked where it lies (P4)."""
+    """Return True if the digest of this copy was verified in its place (P4)."""
     return is_good(copy) and copy.verified_ns > 0
 
 
 def is_on_pfs(record: FileRecord) -> bool:
-    """Whether the PFS shows exactly this sealed content under its ordinary name."""
+    """Return True if the PFS shows exactly this sealed content under its name."""
     content, published = record.content, record.published
     if published is None:
         return False
@@ -82,7 +75,7 @@ def is_on_pfs(record: FileRecord) -> bool:
 
 
 def is_on_clique(record: FileRecord) -> bool:
-    """Whether verified copies of this sealed content lie in as many failure domains as it takes (P9)."""
+    """Return True if verified copies of this sealed content are in enough failure domains (P9)."""
     content, clique = record.content, record.clique
     if content is None or clique is None or not clique.is_committed or content.state is not ContentState.SEALED:
         return False
@@ -91,12 +84,12 @@ def is_on_clique(record: FileRecord) -> bool:
 
 
 def level(record: FileRecord) -> Level:
-    """What the file survives now. An open file that lies in a tier survives our processes, and no more than that."""
+    """Return the level of a file. An open file in a tier survives our processes only."""
     if is_on_pfs(record):
         return Level.PFS
     content = record.content
     if content is None:
-        # Empty, and its row in the catalog is all of it.
+        # An empty file has no copies, only its row.
         return Level.CLIQUE if record.clique is not None and record.clique.is_committed else Level.LOCAL
     if is_on_clique(record):
         return Level.CLIQUE
@@ -107,9 +100,9 @@ def level(record: FileRecord) -> Level:
 
 
 def can_drop(record: FileRecord, tier: Tier) -> bool:
-    """Whether the copy in `tier` may go without any promise resting on it (P5): sealed, not open, and whole elsewhere.
+    """Return True if no promise depends on the copy in `tier` (P5): sealed, closed and safe elsewhere.
 
-    A quarantined copy counts for nothing, but while it is the last one a person may still want what is left in it.
+    A quarantined copy never counts; but the last one is kept, since the user may want to save parts of it.
     """
     content = record.content
     if content is None or record.open_handles or not any(copy.tier is tier for copy in record.copies):
@@ -122,22 +115,24 @@ def can_drop(record: FileRecord, tier: Tier) -> bool:
 
 
 def _outlasts(other: Tier, tier: Tier) -> bool:
-    """Whether `other` survives all that `tier` survives, and more: a copy in RAM is no reason to drop one on NVMe."""
+    """Return True if `other` survives more than `tier`: a copy in RAM does not replace one on NVMe."""
     order = list(Tier)
     return order.index(other) > order.index(tier)
 
 
-# What filesystems keep of a time that they were given, in ns: all of it, the steps of NTFS, microseconds, milliseconds, seconds.
-_TIME_STEPS = (100, 1_000, 1_000_000, 1_000_000_000)
-
-
 def is_same_time(known_ns: int, observed_ns: int) -> bool:
-    """Whether a file's time that is seen now may be the one that is known: some filesystems show the whole time until they forget
-    what is behind the point.
+    """Return True if an observed mtime may be the known one.
+
+    Some filesystems return the full resolution until the inode leaves their cache.
     """
     return known_ns == observed_ns or any(known_ns - known_ns % step == observed_ns for step in _TIME_STEPS)
 
 
 def is_same_file(known: tuple[int, int, int], observed: tuple[int, int, int]) -> bool:
-    """Whether (size, mtime in ns, st_ino) that are seen on the PFS are those of the state that is known."""
+    """Return True if (size, mtime in ns, st_ino) on the PFS match the known state."""
     return known[0] == observed[0] and known[2] == observed[2] and is_same_time(known[1], observed[1])
+
+
+def count_required_domains(factor: int, domains_alive: int) -> int:
+    """Return how many failure domains must have a copy: `factor`, or all live ones, but at least two."""
+    return max(2, min(factor, domains_alive))

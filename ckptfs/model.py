@@ -1,4 +1,4 @@
-"""The frozen values that the parts of ckptfs pass to one another. Snapshots, never live views; no behaviour beyond reading itself."""
+"""Frozen values that the parts of ckptfs exchange: snapshots, never live views."""
 
 import stat
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from enum import IntEnum, StrEnum
 from typing import Protocol
 
 ROOT = 1
-"""The inode id of the mount's root directory; FUSE demands it."""
+"""The inode of the root directory, fixed by FUSE."""
 
 
 class Level(StrEnum):
-    """How much a file survives (P3). Derived from verified copies, never stored."""
+    """What a file survives (P3). Derived from verified copies, never stored."""
 
     NONE = "none"
     LOCAL = "local"
@@ -19,7 +19,7 @@ class Level(StrEnum):
 
 
 class DataPath(StrEnum):
-    """How bytes travel between an application and a tier."""
+    """How data moves between an application and a tier."""
 
     AUTO = "auto"
     PASSTHROUGH = "passthrough"
@@ -34,7 +34,7 @@ class Bulk(StrEnum):
 
 
 class CliqueLost(StrEnum):
-    """What fsync=clique does when no peer is left that could hold a copy: fail, or be content with this node."""
+    """The result of fsync=clique if no peer is left: an error, or success at the level local."""
 
     ERROR = "error"
     LOCAL = "local"
@@ -49,7 +49,7 @@ class Tier(StrEnum):
 
 
 class ContentState(IntEnum):
-    """OPEN has writers, CLOSED awaits its seal, SEALED never changes, DOOMED awaits its deletion, LOST has no good copy left."""
+    """OPEN has writers, CLOSED awaits its seal, SEALED never changes, DOOMED awaits deletion, LOST has no good copy."""
 
     OPEN = 0
     CLOSED = 1
@@ -61,7 +61,7 @@ class ContentState(IntEnum):
 class CopyState(IntEnum):
     """FILLING is being written by the mover, GOOD counts, QUARANTINED failed its digest and never counts.
 
-    OLDER is of a former generation of a content that another node has written since: never counted nor read, but blocks of it may serve.
+    STALE is a previous generation of a content that another node has rewritten: never counted or read, but a source of blocks.
     """
 
     FILLING = 0
@@ -72,7 +72,7 @@ class CopyState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Inode:
-    """One row of the catalog's `inode` table; times in ns since the epoch, sizes in bytes."""
+    """A row of the table `inode`. Times in ns since the epoch, sizes in bytes."""
 
     id: int
     mode: int
@@ -90,7 +90,7 @@ class Inode:
     parent: int
     is_imported: bool
     allocated_blocks: int | None = None
-    """Files: 512-byte units allocated (st_blocks), where a backing file told; None: as many as the size needs."""
+    """Allocated 512-byte units (st_blocks) of the backing file; None: derived from the size."""
 
     @property
     def is_directory(self) -> bool:
@@ -103,7 +103,7 @@ class Inode:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A name in a directory. `cookie` orders a directory's entries for ever, so that readdir is stable."""
+    """A name in a directory. `cookie` orders the entries permanently, so that readdir is stable."""
 
     cookie: int
     parent: int
@@ -113,7 +113,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The bytes of one generation of a file; `blocks` is the xxh3-128 of each 4 MiB block, joined (16 bytes each)."""
+    """The bytes of one generation of a file; `block_digests` are joined, 16 bytes for each 4 MiB block."""
 
     id: int
     inode: int
@@ -140,7 +140,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """An open file as the kernel knows it; survives the mount process. `backing` is the kernel's backing id, 0 for none."""
+    """An open file of the kernel; it survives the mount process. `backing_id` 0 means none."""
 
     id: int
     inode: int
@@ -152,9 +152,9 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class PfsEntryStat:
-    """What a listing of a PFS directory shows under one name: lstat, a symlink's target and the user's xattrs.
+    """An entry of a PFS directory: lstat, target of a symlink, xattrs of the namespace `user`.
 
-    `target` and `xattrs` are filled in only where they are needed: for what the catalog does not know yet.
+    `target` and `xattrs` are loaded only for entries that the catalog does not know.
     """
 
     name: bytes
@@ -181,16 +181,16 @@ class PfsEntryStat:
 
 
 class Notifier(Protocol):
-    """What a step of the mover tells the others, after its change is committed. Each is a hint that may be lost; none waits."""
+    """Notifications of a flow to other lanes and processes, after its commit. They are hints: they may be lost and never wait."""
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """The mount's kernel must forget what it knows of this name, also that it is absent."""
+        """Invalidate a name in the kernel's dentry cache, also a negative one."""
 
     def invalidate_inode(self, inode: int) -> None:
-        """The mount's kernel must forget this inode's attributes and pages."""
+        """Invalidate the kernel's attributes and pages of an inode."""
 
     def notify_replies(self) -> None:
-        """Some wants were answered."""
+        """Announce answered mover requests."""
 
     def wake_lanes(self, urgent_lane: str = "") -> None:
-        """The other lanes may have something to do; the one named `at_once` shall not wait for company."""
+        """Wake the other lanes; `urgent_lane` runs without gathering."""

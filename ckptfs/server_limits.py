@@ -1,11 +1,6 @@
-"""Owns which calls of others wait for something to come, and since when: a call in which nothing moves for too long is cancelled.
+"""Bounds of our gRPC servers: calls in which nothing moves are cancelled, and callers do not exhaust descriptors.
 
-gRPC hands a call to a thread as soon as its headers are here. Whoever sends no more than those would hold that thread for ever.
-If we die here: every call ends with us.
-
-Owns how many files a process of ours may have open: as many as we are given, and no more of them for strangers than leave us enough.
-
-If we die here: nothing was changed but for this process.
+gRPC assigns a thread to a call when its headers arrive. A client that sends nothing more would hold that thread forever.
 """
 
 import contextlib
@@ -13,7 +8,6 @@ import errno
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from ckptfs.errors import CkptfsError, TimedOut
 
+CONNECTIONS_SHARE = 0.25
 Call = Any
 """A `grpc.ServicerContext`."""
 
@@ -40,16 +35,17 @@ def parse_message(kind: Any, data: bytes) -> Any:
 
 
 class CallWatchdog:
-    """Calls, and until when something must have moved in each. `sweep` is to be called now and then; any thread may call."""
+    """Deadlines of running calls. `cancel_late_calls` must run regularly. Safe for several threads."""
 
     def __init__(self) -> None:
         self._deadlines: dict[Call, float] = {}
         self._cancelled: set[Call] = set()
 
-    @contextmanager
+    @contextlib.contextmanager
     def watch_call(self, context: Call, patience_s: float, on_abandoned: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Watch a call for the time of the block. Raises TimedOut when it was cancelled; where nothing can be raised any more, in a
-        generator that gRPC has left, `left` is told.
+        """Watch a call during the block. Raises TimedOut if it was cancelled.
+
+        In a generator that gRPC has left nothing can be raised; `on_abandoned` is called instead.
         """
         self.extend_deadline(context, patience_s)
         try:
@@ -60,7 +56,7 @@ class CallWatchdog:
             raise
         except Exception as failure:
             if context in self._cancelled:
-                raise TimedOut("nothing came for too long") from failure
+                raise TimedOut("no progress for too long") from failure
             raise
         finally:
             del self._deadlines[context]
@@ -74,25 +70,24 @@ class CallWatchdog:
             raise MalformedCall("a call has a message")
 
     def extend_deadline(self, context: Call, patience_s: float) -> None:
-        """Something came; the next has so long."""
+        """Note progress of a call and give it `patience_s` more."""
         self._deadlines[context] = time.monotonic() + patience_s
 
     def cancel_late_calls(self) -> None:
-        """Cancel the calls whose time is over."""
         now = time.monotonic()
         for context, until in list(self._deadlines.items()):
             if now > until:
                 self._cancelled.add(context)
                 context.cancel()
                 if context not in self._deadlines:
-                    self._cancelled.discard(context)  # It ended just now.
-
-
-CONNECTIONS_SHARE = 0.25
+                    self._cancelled.discard(context)  # The call has just ended.
 
 
 def raise_descriptor_limit() -> None:
-    """Every file that is open, moved or sent costs a descriptor: take as many as we may, as root as many as there are."""
+    """Raise the limit of open files: as root to the system's maximum, else to the hard limit.
+
+    Every file that is open or being transferred needs a descriptor.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = int(Path("/proc/sys/fs/nr_open").read_text())
     for limit in (most, hard):
@@ -102,5 +97,5 @@ def raise_descriptor_limit() -> None:
 
 
 def get_connections_max(at_most: int) -> int:
-    """How many connections of whoever calls may be open at once."""
+    """Return how many connections of callers may be open: at most `at_most`."""
     return min(at_most, int(CONNECTIONS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
