@@ -18,11 +18,12 @@ If we die here: SQLite undoes the unfinished change; recovery puts back what is 
 """
 
 import json
+import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ckptfs.catalog import identity, remote_contents
+from ckptfs.catalog import identity, inodes, peer_copies, pfs_state, remote_contents
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content, get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
@@ -205,12 +206,24 @@ class PublishedFile:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """A file as a fetch begins: its content if it has one, whether that has a good copy here, and what the PFS shows."""
+    """A file as a fetch begins. Two states are equal if nothing changed on which the result of a fetch depends."""
 
     inode: int
     content: Content | None
     has_local_copy: bool
     published: PublishedFile | None
+    content_id: int | None = field(compare=False)
+    """Set even if the catalog knows no more about the content."""
+    has_name: bool = field(compare=False)
+    is_open: bool = field(compare=False)
+    path: str = field(compare=False)
+    """For messages."""
+    copies: tuple[Copy, ...] = field(compare=False)
+    holders: tuple[int, ...] = field(compare=False)
+    """The nodes, alive or not, that have a verified copy of exactly this generation."""
+    pfs_names: tuple[bytes, ...] | None = field(compare=False)
+    pfs_parent: int = field(compare=False)
+    pfs_uuid: str | None = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +238,29 @@ class FetchedContent:
 
 
 def load_fetch_state(db: Database, inode: int) -> FetchState | None:
-    """The file as one snapshot; None when it has no name any more."""
+    """Return the file as one snapshot. Returns None if it has neither a name nor a handle."""
     with db.read_transaction():
-        alive = "(nlink > 0 OR EXISTS (SELECT 1 FROM handle WHERE handle.inode = inode.id))"
-        row = db.row(f"SELECT content FROM inode WHERE id = ? AND {alive}", inode)
-        if row is None:
+        is_open = "EXISTS (SELECT 1 FROM handle WHERE handle.inode = inode.id)"
+        row = db.row(f"SELECT content, nlink > 0, {is_open} FROM inode WHERE id = ?", inode)
+        if row is None or not (row[1] or row[2]):
             return None
         content = None if row[0] is None else get_content(db, row[0])
-        has_local_copy = row[0] is not None and db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", row[0]) is not None
-        return FetchState(inode, content, has_local_copy, _get_published_file(db, inode))
+        local = () if row[0] is None else list_copies(db, row[0])
+        return FetchState(
+            inode,
+            content,
+            any(copy.state is CopyState.GOOD for copy in local),
+            _get_published_file(db, inode),
+            content_id=row[0],
+            has_name=bool(row[1]),
+            is_open=bool(row[2]),
+            path=os.fsdecode(inodes.get_path(db, inode)),
+            copies=local,
+            holders=() if content is None else tuple(peer_copies.list_holders(db, content)),
+            pfs_names=pfs_state.find_path(db, inode),
+            pfs_parent=pfs_state.get_parent(db, inode),
+            pfs_uuid=get_tier_uuid(db, Tier.PFS),
+        )
 
 
 def get_content_id(db: Database, inode: int) -> int | None:

@@ -16,7 +16,7 @@ from ckptfs import limits
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.errors import posix_error
-from ckptfs.model import Inode
+from ckptfs.model import ROOT, Inode
 
 _COLUMN_NAMES = (
     "id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent",
@@ -122,3 +122,17 @@ def remove_xattr(db: Database, inode: int, name: bytes) -> None:
 def _record_attribute_change(db: Database, inode: int) -> None:
     db.run("UPDATE inode SET ctime_ns=? WHERE id=?", time.time_ns(), inode)
     journal.append(db, "attributes", inode)
+
+
+def get_path(db: Database, inode: int) -> bytes:
+    """Return a path of `inode` below the mount, for messages: of several names the oldest; b"?" without a name."""
+    names: list[bytes] = []
+    length = 0
+    while inode != ROOT:
+        row = db.row("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie LIMIT 1", inode)
+        if row is None or length > limits.PATH_BYTES_MAX:
+            return b"?"
+        inode = row[0]
+        names.append(row[1])
+        length += len(row[1]) + 1
+    return b"/".join(reversed(names))

@@ -31,6 +31,7 @@ from ckptfs import limits
 from ckptfs.catalog import contents, identity, inodes, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode, get
+from ckptfs.catalog.inodes import get_path as get_path
 from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import ROOT, ContentState, Entry, Inode
 
@@ -374,20 +375,6 @@ def _record_parent_changes(db: Database, now: int, parent: int, links: int, new_
 def _set_parent(db: Database, now: int, inode: Inode, directory: int) -> None:
     """What was renamed lies in `directory` now."""
     db.run("UPDATE inode SET ctime_ns=?, parent=? WHERE id=?", now, directory if inode.is_directory else 0, inode.id)
-
-
-def get_path(db: Database, inode: int) -> bytes:
-    """A path of `inode` below the mount, for messages: of several names the oldest; b"?" while it has none."""
-    names: list[bytes] = []
-    length = 0
-    while inode != ROOT:
-        row = db.row("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie LIMIT 1", inode)
-        if row is None or length > limits.PATH_BYTES_MAX:
-            return b"?"
-        inode = row[0]
-        names.append(row[1])
-        length += len(row[1]) + 1
-    return b"/".join(reversed(names))
 
 
 def list_inodes_below(db: Database, inode: int) -> set[int]:

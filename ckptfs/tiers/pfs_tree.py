@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptfs import disk, limits
-from ckptfs.catalog import copies, pfs_state
-from ckptfs.catalog.copies import PublishedFile
+from ckptfs.catalog import copies
+from ckptfs.catalog.copies import FetchState, PublishedFile
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TierUnavailable, posix_error
 from ckptfs.lifecycle import is_same_file
-from ckptfs.model import PfsEntryStat, Tier
+from ckptfs.model import PfsEntryStat
 from ckptfs.tiers import pfs_ownership
 
 disk.declare_labels("scan:root", "scan:walk", "scan:list", "scan:stat", "scan:readlink", "scan:xattrs")
@@ -338,7 +338,7 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     known = copies.load_fetch_state(db, inode)
     if known is None or known.published is None:
         raise posix_error(errno.ESTALE)
-    fd = open_unchecked(db, pfs, inode, flags)
+    fd = open_unchecked(pfs, known, flags)
     try:
         if not matches_catalog(fd, known.published):
             raise posix_error(errno.ESTALE, "the file on the PFS was changed externally")
@@ -348,18 +348,17 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     return fd
 
 
-def open_unchecked(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
-    """Open what the PFS shows at the last known path of `inode`. Raises OSError and TierUnavailable."""
-    names = pfs_state.find_path(db, inode)
-    if not names:
+def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of the file that the PFS shows under the known path. Raises OSError and TierUnavailable."""
+    if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
-    root_fd = open_root(pfs, copies.get_tier_uuid(db, Tier.PFS))
+    root_fd = open_root(pfs, known.pfs_uuid)
     try:
-        directory_fd = open_directory(root_fd, names[:-1])
+        directory_fd = open_directory(root_fd, known.pfs_names[:-1])
     finally:
         os.close(root_fd)
     try:
-        return _open_file(directory_fd, names[-1], flags)
+        return _open_file(directory_fd, known.pfs_names[-1], flags)
     finally:
         os.close(directory_fd)
 

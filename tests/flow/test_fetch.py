@@ -11,8 +11,8 @@ from pfs_world import World, bytes_here, corrupt, lose_copies
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, mover_requests
-from ckptfs.flow import fetch
 from ckptfs.model import ContentState, Tier
+from ckptfs.tiers import transfer
 
 MIB = limits.MIB
 
@@ -115,7 +115,7 @@ def test_a_file_that_a_stranger_removed(world: World) -> None:
 
 
 def test_a_file_that_is_rewritten_while_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fetch.transfer.copy
+    real = transfer.copy
     times = 0
 
     def disturbed(source: int, target: int, **named: object) -> object:
@@ -126,7 +126,7 @@ def test_a_file_that_is_rewritten_while_it_is_read(world: World, monkeypatch: py
             (world.pfs / "d" / "file").write_bytes(b"newer")
         return result
 
-    monkeypatch.setattr(fetch.transfer, "copy", disturbed)
+    monkeypatch.setattr(transfer, "copy", disturbed)
     assert world.bring("d/file").result == mover_requests.FETCHED
     assert bytes_here(world, "d/file")[1] == b"newer"
     world.check()
@@ -135,7 +135,7 @@ def test_a_file_that_is_rewritten_while_it_is_read(world: World, monkeypatch: py
 def test_a_file_that_is_written_here_while_it_is_fetched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new content wins, and what was fetched goes."""
     inode = world.inode("d/file")
-    real = fetch.transfer.copy
+    real = transfer.copy
 
     def disturbed(source: int, target: int, **named: object) -> object:
         result = real(source, target, **named)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_a_file_that_is_written_here_while_it_is_fetched(world: World, monkeypat
             world.db.run("UPDATE inode SET content = ?, generation = 1 WHERE id = ?", mine, inode)
         return result
 
-    monkeypatch.setattr(fetch.transfer, "copy", disturbed)
+    monkeypatch.setattr(transfer, "copy", disturbed)
     assert world.bring("d/file").result == mover_requests.FETCHED
     assert world.db.value("SELECT state FROM content WHERE id = ?", world.column("d/file", "content")) == 0
     assert list(world.tiers[Tier.RAM].contents()) == []

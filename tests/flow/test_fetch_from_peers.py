@@ -12,6 +12,7 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, mover_requests, remote_contents
 from ckptfs.clique import locations
 from ckptfs.clique.cluster import ClusterLock
+from ckptfs.coherence import pfs_coordination
 from ckptfs.errors import Busy
 from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.evict import Evict
@@ -23,6 +24,13 @@ from ckptfs.flow.verify import verify
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
 BLOCK = limits.BLOCK_BYTES
+
+
+def refresh(node: Node, inode: int) -> None:
+    """Ask the store and the writer for the state of a file."""
+    state = copies.load_fetch_state(node.db, inode)
+    assert state is not None
+    PeerFetcher(node.db, node.tiers, cluster_of(node)).refresh(state, lambda: None)
 
 
 def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
@@ -210,7 +218,7 @@ def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path)
     assert two.copies(content) == {Tier.RAM: CopyState.STALE}
     cluster.cut.add("n1")
     with pytest.raises(Busy):
-        PeerFetcher(two.db, two.tiers, cluster_of(two)).refresh_file(inode, lambda: None)
+        refresh(two, inode)
     cluster.cut.clear()
     assert bring(two, inode).result == mover_requests.FETCHED
     assert two.data(content) == data + b"more"
@@ -286,7 +294,7 @@ def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: 
     one.publish_shared(content)
     cluster.cut.add("n1")
     with pytest.raises(Busy):
-        PeerFetcher(two.db, two.tiers, cluster_of(two)).refresh_file(one.inode(content), lambda: None)
+        refresh(two, one.inode(content))
     one.kill()
     assert two.copies(content) == {Tier.RAM: CopyState.STALE}
     Evict(two.db, two.tiers, two.config, two.told)._drop_stale(two.tiers[Tier.RAM])
@@ -331,7 +339,7 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
     def fetching(node: Node) -> Fetch:
         flow = Fetch(node.db, node.tiers, node.config, node.told, replace(cluster_of(node), claims=claims.of(node.number)))
 
-        def from_pfs(want: object, found: object) -> str:
+        def from_pfs(*_: object, **__: object) -> str:
             read.append(node.number)
             known = node.row(content)
             assert copies.insert_filling_copy(node.db, known, Tier.RAM)
@@ -340,7 +348,8 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
             assert remote_contents.record_fetched_copy(node.db, known, Tier.RAM, digest.hash_block(data))
             return mover_requests.FETCHED
 
-        monkeypatch.setattr(flow, "_from_pfs", from_pfs)
+        monkeypatch.setattr(flow._pfs, "_fetch_locked", from_pfs)
+        monkeypatch.setattr(pfs_coordination, "load_inodes", lambda *_: None)
         return flow
 
     for node in (two, three):

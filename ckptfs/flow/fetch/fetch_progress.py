@@ -1,6 +1,6 @@
-"""Owns what those who wait for a file hear while it is fetched: that it goes on, and which blocks of it they may read already.
+"""Progress of a fetch: it keeps the request alive and publishes which blocks may be read already.
 
-If we die here: the want is still open; what was published of the arrival is removed by the next mover.
+If we die here: the request is still open. The next mover removes the published fetch map.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class FetchProgress:
-    """Of one want. Called before or after each block, by any thread: now and then tells the askers that their file is on its way."""
+    """The progress of one request. Called before or after each block, by any thread; extends the wait of the applications."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, request: mover_requests.MoverRequest) -> None:
         self._db = db
@@ -41,7 +41,7 @@ class FetchProgress:
 
     @contextmanager
     def publish_map(self, content: Content, tier: Tier, target_fd: int, missing_blocks: Collection[int]) -> Iterator["BlockProgress"]:
-        """While blocks come into `target_fd`, which lies under the content's name, the application may read those that are there."""
+        """Let applications read the blocks of `target_fd`, a file under the content's name, as they arrive."""
         blocks = BlockProgress(self, self._notify, self._publish(content, tier, target_fd, missing_blocks))
         try:
             if blocks.fetch_map is not None:
@@ -53,18 +53,18 @@ class FetchProgress:
                 blocks.fetch_map.close()
 
     def _publish(self, content: Content, tier: Tier, target_fd: int, missing_blocks: Collection[int]) -> FetchMap | None:
-        # The PFS may hang, and small files are here sooner than anybody could begin to read.
+        # The PFS may hang. Small files arrive before an application could begin to read.
         if tier is Tier.PFS or content.size <= limits.BLOCK_BYTES:
             return None
         try:
             return FetchMap.publish(self._tiers[Tier.RAM].root, content, tier, target_fd, missing_blocks)
         except OSError as failure:
-            log.info("content %d is read only when all of it is here: %s", content.id, failure)
+            log.info("content %d: not readable before it is complete: %s", content.id, failure)
             return None
 
 
 class BlockProgress:
-    """What is told of each block."""
+    """The progress of each block."""
 
     def __init__(self, progress: FetchProgress, notify: Notifier, fetch_map: FetchMap | None) -> None:
         self.fetch_map = fetch_map
@@ -72,11 +72,11 @@ class BlockProgress:
         self._notify = notify
 
     def mark_present(self, number: int) -> None:
-        """This block is in the target, and right. Called by several threads."""
+        """Note that a verified block is in the target. Called by several threads."""
         if self.fetch_map is not None and self.fetch_map.mark_present(number):
             self._notify.notify_replies()
         self._progress()
 
     def list_awaited(self) -> list[int]:
-        """The blocks that somebody waits for."""
+        """Return the blocks that applications wait for."""
         return [] if self.fetch_map is None else self.fetch_map.list_awaited()

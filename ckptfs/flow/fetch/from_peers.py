@@ -1,13 +1,17 @@
-"""Owns how a content comes here from other nodes: who has it, what its blocks are, and every block found right before the copy counts.
+"""Reads of other nodes for fetches: which nodes have a content, the digests of its blocks, and the copy itself.
 
-The copy is FILLING under the content's own id from before its file exists. Sources that fail, lie or stall are left by `Peers.fetch` in the
-middle of the file; when nobody is left the file may still be on the PFS, which is the caller's to try.
-If we die here: a FILLING copy and its file, which recovery removes; the want is still open.
+The FILLING row is inserted under the content's own id before the file exists. `PeerApi.fetch` leaves sources that fail, stall or send
+wrong data in the middle of a file. If no source is left, the caller may still read the PFS.
+
+Invariants:
+- Every block is verified before the copy counts.
+
+If we die here: a FILLING copy and its file, which recovery removes. The request is still open.
 """
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -33,65 +37,64 @@ log = logging.getLogger(__name__)
 transfer.declare_labels("fetch:peer:check")
 disk.declare_labels("fetch:peer:reserved", "fetch:peer:write", "fetch:peer:fsync", "fetch:peer:directory", "fetch:peer:arrived")
 
-OnProgress = Callable[[], None]
-
 
 class NoCopyLeft(DigestMismatch):
-    """No node that lives has the file, and the PFS does not show it."""
+    """No live node has the file, and the PFS does not show it."""
 
 
 class PeerFetcher:
-    """Brings contents from other nodes. Several threads may do so at once, of different files."""
+    """Fetches contents from other nodes. Several threads may do so at once, each for another file."""
 
     def __init__(self, db: Database, tiers: Tiers, cluster: Cluster) -> None:
         self._db = db
         self._tiers = tiers
         self._cluster = cluster
 
-    def refresh_file(self, inode: int, progress: OnProgress) -> FetchState | None:
-        """The file as it is known now that the store and its writer were asked. Raises Busy while its writer has not sealed it."""
-        number = copies.get_content_id(self._db, inode)
-        if number is None:
-            return copies.load_fetch_state(self._db, inode)
-        shared = self._refresh_locations(number)
-        contents.mark_found(self._db, number)
-        found = copies.load_fetch_state(self._db, inode)
-        if (
-            found is None
-            or found.has_local_copy
-            or found.content is None
-            or not found.content.is_remote
-            or found.content.state is not ContentState.CLOSED
-        ):
-            return found
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def refresh(self, state: FetchState, progress: Callable[[], None]) -> FetchState | None:
+        """Return a file as the store and its writer know it. Raises Busy or NoCopyLeft if its last state is not sealed and cannot be."""
+        if state.content_id is None:
+            return state
+        shared = self._refresh_locations(state.content_id)
+        contents.mark_found(self._db, state.content_id)
+        fresh = copies.load_fetch_state(self._db, state.inode)
+        if fresh is None or fresh.has_local_copy:
+            return fresh
+        if fresh.content is None or not fresh.content.is_remote or fresh.content.state is not ContentState.CLOSED:
+            return fresh
         progress()
+        self._record_sealed(fresh.content, shared)
+        return copies.load_fetch_state(self._db, state.inode)
+
+    def _record_sealed(self, content: Content, shared: ContentLocations | None) -> None:
+        """Learn the sealed state of a content from its writer, or the last one that was fsynced. Raises Busy or NoCopyLeft without one."""
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
         writer = None if shared.is_lost else self._cluster.view().by_number.get(shared.writer)
-        # While its writer lives a file is what was closed there, and nothing older. Who writes in place may be half way through.
+        # While the writer lives, the file is what was closed there, and nothing older. A file that is open may be half overwritten.
         remote_state = shared.state
         is_open = remote_state is not None and remote_state.is_open
         generation_min = 0 if writer is None or remote_state is None else remote_state.generation - is_open
-        if is_open and self._record_fsynced(found.content, shared, generation_min):
-            return copies.load_fetch_state(self._db, inode)
-        if writer is not None and self._request_seal(found.content, writer):
-            return copies.load_fetch_state(self._db, inode)
-        if is_open or not self._record_fsynced(found.content, shared, generation_min):
+        if is_open and self._record_fsynced(content, shared, generation_min):
+            return
+        if writer is not None and self._request_seal(content, writer):
+            return
+        if is_open or not self._record_fsynced(content, shared, generation_min):
             if shared.is_lost:
                 raise NoCopyLeft("the node that wrote the file has lost it, and no other one has a copy")
             raise Busy("the node that wrote the file cannot be reached, and it was not sealed")
-        return copies.load_fetch_state(self._db, inode)
 
     def _refresh_locations(self, number: int) -> ContentLocations | None:
-        """Ask the store who has it. An island goes by what it knows."""
+        """Ask the store which nodes have a content. Returns None on an island, which uses what it knows."""
         try:
             return locations.refresh(self._db, self._cluster.store, [number], self._cluster.node_number)[number]
         except (StoreUnreachable, StoreRefused) as failure:
-            log.debug("the holders of content %d cannot be asked for: %s", number, failure)
+            log.debug("content %d: its holders cannot be read from the store: %s", number, failure)
             return None
 
     def is_gone(self, inode: int) -> bool:
-        """Whether other nodes have taken its last name away since this one asked the store."""
+        """Return whether other nodes have removed the last name of a file since this node asked the store."""
         if not remote_contents.was_in_store(self._db, inode):
             return False
         try:
@@ -101,19 +104,20 @@ class PeerFetcher:
         return file is None or not file.value.get("nlink", 1)
 
     def _request_seal(self, content: Content, writer: Node) -> bool:
-        """Have the writer seal what is closed there, or tell what an open file holds now. False: it does not answer."""
+        """Have the writer seal the content, or describe what an open file holds now. Return False if it does not answer."""
         try:
             manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_REQUEST_S)
         except PeerFailed as failure:
-            log.debug("%s wrote content %d and has not sealed it: %s", writer.name, content.id, failure)
+            log.debug("content %d: not sealed by its writer %s: %s", content.id, writer.name, failure)
             return False
         if manifest is None or manifest.generation - content.generation > limits.GENERATIONS_AHEAD_MAX:
             return False
         return self._record_manifest(manifest, writer)
 
     def _record_fsynced(self, content: Content, shared: ContentLocations, generation_min: int) -> bool:
-        """The last state of a file that was verified before its writer died, here or on a node that lives, from the generation `since`
-        on. False: there is none.
+        """Restore the last state that was verified before the writer died, on this node or on a live one. Return False without one.
+
+        Generations below `generation_min` do not count.
         """
         for copy in sorted((one for one in shared.copies if one.generation >= generation_min), key=lambda one: -one.generation):
             if copy.node == self._cluster.node_number and self._record_local_stale(content, copy):
@@ -122,7 +126,7 @@ class PeerFetcher:
                 try:
                     manifest = self._cluster.peers.get_manifest(node, content.id, copy.digest)
                 except PeerFailed as failure:
-                    log.debug("%s does not tell of content %d: %s", node.name, content.id, failure)
+                    log.debug("content %d: no manifest from %s: %s", content.id, node.name, failure)
                     continue
                 with self._db.transaction():
                     peer_copies.insert_peer_copy(self._db, copy)
@@ -132,7 +136,7 @@ class PeerFetcher:
         return False
 
     def _record_local_stale(self, content: Content, copy: PeerCopy) -> bool:
-        """The same, from what lies here."""
+        """Restore that state from a stale copy on this node."""
         found = local_copies.find_stale(self._db, self._tiers, content.id, copy.digest)
         if found is None:
             return False
@@ -146,20 +150,21 @@ class PeerFetcher:
             peer_copies.insert_peer_copy(self._db, copy)
             return remote_contents.record_remote(self._db, _build_remote_state(manifest))
 
-    # --- bringing it here --------------------------------------------------------------------------------------------
+    # --- copying -----------------------------------------------------------------------------------------------------
 
-    def list_sources(self, content: Content) -> list[Node]:
-        """The living nodes that are known to have exactly this generation, the fastest first."""
-        nodes = self._cluster.list_live(peer_copies.list_holders(self._db, content))
+    def list_sources(self, state: FetchState) -> list[Node]:
+        """Return the live nodes that are known to have exactly this generation, the fastest first."""
+        nodes = self._cluster.list_live(list(state.holders))
         by_name = {node.name: node for node in nodes}
         return [by_name[node.name] for node in self._cluster.peers.rank(nodes)]
 
-    def fetch(self, content: Content, sources: list[Node], tier: Tier, progress: FetchProgress) -> None:
-        """Make a good copy in `tier`. Raises PeerFailed when no source gave it, Busy when it has moved on, OSError from the tier."""
+    def fetch(self, state: FetchState, sources: Sequence[Node], tier: Tier, progress: FetchProgress) -> None:
+        """Make a good copy in `tier`. Raises PeerFailed if no source delivers, Busy if the content changed, OSError from the tier."""
+        content, storage = state.content, self._tiers[tier]
+        assert content is not None
         manifest = self._load_manifest(content, sources)
-        stale_fd = self._open_stale(content, tier)
+        stale_fd = _open_stale(state, storage)
         try:
-            storage = self._tiers[tier]
             stash_id = self._insert_copy(content, storage)
             try:
                 disk.act("fetch:peer:reserved", lambda: None)
@@ -167,7 +172,7 @@ class PeerFetcher:
                 if not disk.act("fetch:peer:arrived", remote_contents.record_fetched_copy, self._db, content, tier, manifest.blocks):
                     raise Busy("the file changed while it was fetched")
             except BaseException:
-                # A peer may have sent the same content meanwhile: then the row and the file are those of its copy, and stay.
+                # A peer may have sent the same content meanwhile. The row and the file are then those of its copy, and stay.
                 copies.delete_filling_copy(self._db, content.id, tier)
                 with suppress(OSError, CkptfsError):
                     local_copies.restore_stashed(self._db, storage, stash_id)
@@ -181,8 +186,9 @@ class PeerFetcher:
             self._db.persist()
 
     def _insert_copy(self, content: Content, storage: TierStorage) -> int | None:
-        """Announce the copy, and take away the file of a former one: in one transaction, since a peer may send the same content. What may
-        be all that is left of the file is put aside, under the id that is given.
+        """Insert the FILLING row and unlink the file of an older copy. One transaction, since a peer may send the same content.
+
+        A stale copy that may be all that is left of the file is stashed. Return its id.
         """
         with self._db.transaction():
             stash_id = local_copies.stash(self._db, storage, content.id)
@@ -193,13 +199,13 @@ class PeerFetcher:
             os.close(old_fd)
         return stash_id
 
-    def _load_manifest(self, content: Content, sources: list[Node]) -> ContentManifest:
-        """The blocks' digests: from here, or from the first source that gives those of which the content's is made."""
+    def _load_manifest(self, content: Content, sources: Sequence[Node]) -> ContentManifest:
+        """Return the block digests: from the catalog, or from the first source whose digests match that of the content."""
         assert content.digest is not None
         if content.block_digests is not None and digest.hash_content(content.block_digests, content.size) == content.digest:
             return ContentManifest(content.id, content.inode, content.generation, content.size, content.digest, content.block_digests)
         failure = PeerFailed("no node that has the file can be reached")
-        # One that does not answer is left soon while there are others.
+        # A node that does not answer is given up soon while there are others.
         quick_attempts = [(node, limits.PEER_PATIENCE_S) for node in sources if len(sources) > 1]
         for node, timeout_s in [*quick_attempts, *((node, limits.PEER_STALL_S) for node in sources)]:
             try:
@@ -209,19 +215,17 @@ class PeerFetcher:
                 continue
             if manifest.size == content.size and digest.hash_content(manifest.blocks, manifest.size) == content.digest:
                 return manifest
-            failure = PeerFailed(f"{node.name} tells of other blocks than those of this content")
+            failure = PeerFailed(f"{node.name} sent the digests of other blocks than those of this content")
         raise failure
 
-    def _open_stale(self, content: Content, tier: Tier) -> int:
-        """A descriptor of a former generation that lies in `tier`, or of a bad copy, whose good blocks may serve; -1 without one."""
-        states = {copy.tier: copy.state for copy in copies.list_copies(self._db, content.id)}
-        if states.get(tier) in (CopyState.STALE, CopyState.QUARANTINED):
-            with suppress(FileNotFoundError):
-                return self._tiers[tier].open(content.id)
-        return -1
-
     def _fill(
-        self, content: Content, manifest: ContentManifest, sources: list[Node], storage: TierStorage, stale_fd: int, progress: FetchProgress
+        self,
+        content: Content,
+        manifest: ContentManifest,
+        sources: Sequence[Node],
+        storage: TierStorage,
+        stale_fd: int,
+        progress: FetchProgress,
     ) -> None:
         with disk.closing(_create_file(storage, manifest.content)) as target:
             os.ftruncate(target, manifest.size)
@@ -240,15 +244,24 @@ class PeerFetcher:
                     raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
 
 
+def _open_stale(state: FetchState, storage: TierStorage) -> int:
+    """Return a descriptor of a stale or bad copy, whose good blocks can be reused; -1 without one."""
+    if any(copy.tier is storage.tier and copy.state in (CopyState.STALE, CopyState.QUARANTINED) for copy in state.copies):
+        assert state.content is not None
+        with suppress(FileNotFoundError):
+            return storage.open(state.content.id)
+    return -1
+
+
 class _MissingBlocks:
-    """The blocks that are not in the file yet. Holes need not come."""
+    """The blocks that the file still lacks. Holes are not fetched."""
 
     def __init__(self, manifest: ContentManifest) -> None:
         self._digests = digest.split_digests(manifest.blocks)
         self.numbers = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
     def copy_from(self, source: int, target: int) -> None:
-        """Copy the blocks that are the same in a former generation."""
+        """Copy the blocks that an older generation has in common with this one."""
         blocks = transfer.read(source, label="fetch:peer:older")[2]
         stale_digests = digest.split_digests(blocks)
         remaining = []
@@ -275,4 +288,4 @@ def _create_file(storage: TierStorage, content: int) -> int:
     try:
         return storage.create(content)
     except FileExistsError as failure:
-        raise Busy("a peer sends the file just now") from failure
+        raise Busy("a peer is sending the file just now") from failure

@@ -1,37 +1,198 @@
-"""Owns how a file whose blocks' digests are known comes from the PFS: block by block, each found right before it is written, so that the
-application reads it as it comes. What somebody waits for is read first, then what follows it.
+"""Reads of the PFS for fetches.
 
-If we die here: the target has some of the blocks, and no copy counts yet.
+If each block's digest is known, the file is copied block by block, and each block is verified before it is written. The application
+reads blocks as they arrive; blocks that it waits for are copied first.
 
-Owns that one reading of the PFS serves many nodes (G4): who reads a file there claims it first, the others wait and take it from there.
+One node reads a file for all (G4): it holds a cluster lock, and the other nodes wait and take the file from there. The lock ends with
+the lease of its node. A node that has waited too long reads the file itself, and so does a node that cannot reach the store.
 
-A claim ends with the lease of its node, so nobody waits for the dead; whom a slow one keeps waiting for too long reads for itself. Without
-the store nobody can say, and each does for itself.
-If we die here: the claim runs out, and what was read and not told of is found by nobody but this node.
+If we die here: a FILLING copy and its file, which recovery removes. The lock expires.
 """
 
+import errno
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, copies, peer_copies, remote_contents
-from ckptfs.catalog.copies import FetchState
+from ckptfs.catalog import copies, mover_requests, remote_contents
+from ckptfs.catalog.copies import FetchedContent, FetchState
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import pfs_coordination
-from ckptfs.errors import Busy, CkptfsError, StoreRefused, StoreUnreachable
-from ckptfs.flow.fetch.fetch_progress import BlockProgress
-from ckptfs.model import Content, CopyState
+from ckptfs.config import Config
+from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
+from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress
+from ckptfs.model import Content, ContentState, Notifier, Tier
+from ckptfs.tiers import pfs_tree, transfer
+from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs.tiers.transfer import WriteBehind
+
+log = logging.getLogger(__name__)
+transfer.declare_labels("fetch")
+disk.declare_labels("fetch:check:read", "fetch:reserved", "fetch:fsync", "fetch:directory", "fetch:arrived")
+
+_CHANGED_ERRNOS = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
+"""Errors of an open if the PFS shows something else than the catalog knows."""
+
+
+class FetchedElsewhere(Busy):
+    """Another node reads the file from the PFS, or has read it: look again soon."""
+
+
+class PfsFetcher:
+    """Copies files from the PFS. Several threads may do so at once, each for another file."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None) -> None:
+        self._single_flight = None if cluster is None else PfsSingleFlight(db, cluster)
+        self._db = db
+        self._tiers = tiers
+        self._root = config.pfs
+        self._notify = notify
+
+    def fetch(self, state: FetchState, tier: Tier | None, progress: FetchProgress, *, is_required: bool) -> str:
+        """Copy a file into `tier`, or verify it in place; return the result of its request.
+
+        A required file for which `tier` has no room any more goes to the PFS's own tier. Raises FetchedElsewhere if another node reads
+        the file, and Busy if it changed.
+        """
+        with nullcontext(state) if self._single_flight is None else self._single_flight.hold_lock(state) as locked:
+            result = self._fetch_locked(locked, tier, progress, is_required=is_required)
+            if self._single_flight is not None and result == mover_requests.FETCHED:
+                self._single_flight.announce(locked)
+        return result
+
+    def _fetch_locked(self, state: FetchState, tier: Tier | None, progress: FetchProgress, *, is_required: bool) -> str:
+        with disk.closing(self._open(state)) as source:
+            if tier is not None and self._try_copy(state, tier, source, progress):
+                return mover_requests.FETCHED
+            if is_required:
+                self._copy(state, self._tiers[Tier.PFS], source, progress)
+                return mover_requests.FETCHED
+            self._verify_in_place(state, source, progress)
+        return mover_requests.DIRECT
+
+    def _open(self, state: FetchState) -> int:
+        """Return a descriptor of the file in the state that the catalog knows. Otherwise request a scan and raise Busy."""
+        assert self._root is not None and state.published is not None
+        try:
+            fd = pfs_tree.open_unchecked(self._root, state)
+        except OSError as failure:
+            if failure.errno in _CHANGED_ERRNOS:
+                raise self._request_scan(state) from failure
+            raise
+        try:
+            if not pfs_tree.matches_catalog(fd, state.published):
+                raise self._request_scan(state)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _request_scan(self, state: FetchState) -> Busy:
+        mover_requests.insert_request(self._db, mover_requests.SCAN, state.pfs_parent, mover_requests.COMPARE_AGAIN)
+        self._notify.wake_lanes()
+        return Busy("the PFS shows another file than the one that is known")
+
+    def _try_copy(self, state: FetchState, tier: Tier, source: int, progress: FetchProgress) -> bool:
+        """Copy a file into `tier`. Return False if the tier has filled up meanwhile."""
+        try:
+            self._copy(state, self._tiers[tier], source, progress)
+        except OSError as failure:
+            if failure.errno != errno.ENOSPC or tier is Tier.PFS:
+                raise
+            log.info("%s: no room is left in %s", state.path, tier)
+            self._notify.wake_lanes()
+            return False
+        return True
+
+    def _copy(self, state: FetchState, storage: TierStorage, source: int, progress: FetchProgress) -> None:
+        if state.content is None:
+            number = copies.insert_reserved_copy(self._db, storage.tier)
+        elif copies.insert_filling_copy(self._db, state.content, storage.tier):
+            number = state.content.id
+        else:
+            raise Busy("the file changed while it was fetched")
+        try:
+            disk.act("fetch:reserved", lambda: None)
+            storage.remove(number)
+            fetched = _copy_to_storage(state, storage, number, source, progress)
+            self._verify(state, fetched.size, fetched.digest, source)
+            if not disk.act("fetch:arrived", copies.record_fetched, self._db, state, fetched):
+                raise Busy("the file changed while it was fetched")
+        except BaseException:
+            with suppress(OSError, CkptfsError):
+                storage.remove(number)
+            copies.delete_filling_copy(self._db, number, storage.tier)
+            raise
+
+    def _verify(self, state: FetchState, size: int, found: bytes, source: int) -> None:
+        """Raise DigestMismatch if other bytes were read than the catalog knows, and Busy if the file changed meanwhile."""
+        assert state.published is not None
+        if not pfs_tree.matches_catalog(source, state.published):
+            raise self._request_scan(state)
+        known = state.content.digest if state.content is not None else state.published.digest
+        if size != state.published.size or (known is not None and found != known):
+            raise DigestMismatch("the file on the PFS does not have the digest that it was sealed with, and no other copy is left")
+
+    def _verify_in_place(self, state: FetchState, source: int, progress: FetchProgress) -> None:
+        """Verify a file on the PFS once if its digest is known: applications will read it there."""
+        assert state.published is not None
+        if state.published.digest is None or state.published.is_verified:
+            return
+        size, found, blocks = transfer.read(source, label="fetch:check", before_block=progress)
+        self._verify(state, size, found, source)
+        if not copies.record_pfs_verified(self._db, state, found, blocks):
+            raise Busy("the file changed while it was read")
+
+
+def is_shown_by_pfs(state: FetchState) -> bool:
+    """Return whether the PFS shows exactly what the file must hold."""
+    if state.published is None or not state.published.is_complete:
+        return False
+    content = state.content
+    return content is None or (content.state is ContentState.SEALED and state.published.generation == content.generation)
+
+
+def _copy_to_storage(state: FetchState, storage: TierStorage, number: int, source: int, progress: FetchProgress) -> FetchedContent:
+    with disk.closing(storage.create(number)) as target:
+        found = _copy_bytes(state.content, storage.tier, source, target, progress)
+        if storage.tier is not Tier.RAM:
+            disk.act("fetch:fsync", os.fsync, target)
+            disk.act("fetch:directory", storage.fsync_directory)
+            os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
+            if transfer.read(target, label="fetch:check", before_block=progress) != found:
+                raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
+    return FetchedContent(number, storage.tier, *found)
+
+
+def _copy_bytes(content: Content | None, tier: Tier, source: int, target: int, progress: FetchProgress) -> transfer.ContentDigests:
+    """Copy a file; return what was copied. If the digests of its blocks are known, blocks are readable as they arrive."""
+    if content is None or not _has_block_digests(content):
+        return transfer.copy(source, target, label="fetch", before_block=progress)
+    assert content.digest is not None and content.block_digests is not None
+    disk.act("fetch:truncate", os.ftruncate, target, content.size)
+    blockwise = BlockwiseCopy(content.size, content.block_digests)
+    with progress.publish_map(content, tier, target, blockwise.missing_blocks) as blocks:
+        if os.fstat(source).st_size != content.size or not blockwise.copy(source, target, blocks):
+            return 0, b"", b""
+    return content.size, content.digest, content.block_digests
+
+
+def _has_block_digests(content: Content) -> bool:
+    """Return whether each block can be verified by itself. Small files arrive at once anyway."""
+    if content.size <= limits.BLOCK_BYTES or not content.block_digests or content.digest is None:
+        return False
+    return digest.hash_content(content.block_digests, content.size) == content.digest
 
 
 class BlockwiseCopy:
-    """One file: `blocks` are its blocks' digests, joined. The target is as long as the file, and empty."""
+    """One file with known block digests (`blocks`, joined). The target is as long as the file, and empty."""
 
     def __init__(self, size: int, blocks: bytes) -> None:
         self.size = size
@@ -39,11 +200,13 @@ class BlockwiseCopy:
         self.missing_blocks = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
     def copy(self, source: int, target: int, progress: BlockProgress) -> bool:
-        """Copy what is lacking. False when a block on the PFS is not what it should be; nothing of it was written."""
+        """Copy the missing blocks. Return False if a block on the PFS has the wrong digest; it is not written then."""
         remaining = deque(self.missing_blocks)
         write_behind, expected = WriteBehind(target), 0
         while remaining:
-            self._prioritize_awaited(remaining, progress)
+            awaited = next((number for number in progress.list_awaited() if number in remaining), None)
+            if awaited is not None:
+                remaining.rotate(-remaining.index(awaited))
             number = remaining.popleft()
             data = self._read_block(source, number)
             if digest.hash_block(data) != self._digests[number]:
@@ -56,13 +219,8 @@ class BlockwiseCopy:
             progress.mark_present(number)
         return True
 
-    def _prioritize_awaited(self, remaining: deque[int], progress: BlockProgress) -> None:
-        awaited = next((number for number in progress.list_awaited() if number in remaining), None)
-        if awaited is not None:
-            remaining.rotate(-remaining.index(awaited))
-
     def _read_block(self, source: int, number: int) -> bytes:
-        """A whole block; less where the file is shorter."""
+        """Return a whole block, or less at the end of the file."""
         start, pieces = number * limits.BLOCK_BYTES, list[bytes]()
         end = min(start + limits.BLOCK_BYTES, self.size)
         while start < end and (piece := disk.act("fetch:read", os.pread, source, end - start, start)):
@@ -71,12 +229,8 @@ class BlockwiseCopy:
         return b"".join(pieces)
 
 
-class FetchedElsewhere(Busy):
-    """Another node reads it, or has read it: look again soon."""
-
-
 class PfsSingleFlight:
-    """Which of the nodes reads what. Several threads may ask at once."""
+    """The cluster locks under which one node reads a file from the PFS for all. Several threads may ask at once."""
 
     def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
@@ -86,70 +240,64 @@ class PfsSingleFlight:
         self._pause = threading.Event()
 
     @contextmanager
-    def hold_lock(self, found: FetchState) -> Iterator[None]:
-        """While this node reads a file on the PFS. Raises Elsewhere when it had better wait for another one."""
-        assert found.published is not None
-        locks, claim = self._cluster.claims, None
-        if locks is None or found.published.size < limits.FETCH_SHARED_BYTES_MIN:
-            yield
-            return
+    def hold_lock(self, state: FetchState) -> Iterator[FetchState]:
+        """Hold the lock of a file; yield its state under the lock, with the path on the PFS that the store knows.
+
+        Raises FetchedElsewhere if this node should wait for another one, and Busy if the file changed.
+        """
+        assert state.published is not None
+        locks, lock = self._cluster.claims, None
         try:
-            with suppress(StoreUnreachable, StoreRefused):
-                claim = locks.try_acquire(_get_lock_name(found))
-                if claim is None and self._should_wait(found):
-                    raise FetchedElsewhere("another node reads it from the PFS just now")
-                if claim is not None and self._has_copy_elsewhere(found):
-                    raise FetchedElsewhere("another node has read it from the PFS")
-            self._stop_waiting(found)
-            yield
-            self._announce(found)
+            if locks is not None and state.published.size >= limits.FETCH_SHARED_BYTES_MIN:
+                with suppress(StoreUnreachable, StoreRefused):
+                    lock = locks.try_acquire(_get_lock_name(state))
+                    if lock is None and self._should_wait(state.inode, state.published.size):
+                        raise FetchedElsewhere("another node reads it from the PFS just now")
+            locked = self._load(state, is_locked=lock is not None)
+            if lock is not None and self._is_fetched_elsewhere(state, locked):
+                raise FetchedElsewhere("another node has read it from the PFS")
+            if locked is None or locked.has_local_copy or locked.content != state.content or not is_shown_by_pfs(locked):
+                raise Busy("the file changed before it was fetched")
+            with self._lock:
+                self._waiting_since_s.pop(state.inode, None)
+            yield locked
         finally:
-            if claim is not None:
+            if locks is not None and lock is not None:
                 with suppress(CkptfsError):
-                    locks.release(claim)
+                    locks.release(lock)
 
-    def _should_wait(self, found: FetchState) -> bool:
-        """Whether to go on waiting for the other one."""
-        assert found.published is not None
-        with self._lock:
-            waiting_since_s = self._waiting_since_s.setdefault(found.inode, time.monotonic())
-        return time.monotonic() - waiting_since_s < limits.FETCH_SHARED_WAIT_S + found.published.size / limits.FETCH_SHARED_BYTES_PER_S
+    def announce(self, state: FetchState) -> None:
+        """Make a new copy known to the other nodes before they may read the PFS themselves.
 
-    def _stop_waiting(self, found: FetchState) -> None:
-        with self._lock:
-            self._waiting_since_s.pop(found.inode, None)
-
-    def _has_copy_elsewhere(self, found: FetchState) -> bool:
-        """Whether somebody has it of whom was nothing known when we set out for the PFS."""
-        if found.content is None:
-            pfs_coordination.load_inodes(self._db, self._cluster.store, found.inode)
-            return copies.get_content_id(self._db, found.inode) is not None
-        known_holders = set(peer_copies.list_holders(self._db, found.content))
-        locations.refresh(self._db, self._cluster.store, [found.content.id], self._cluster.node_number)
-        content = contents.get_content(self._db, found.content.id) or found.content
-        return bool(self._cluster.list_live([node for node in peer_copies.list_holders(self._db, content) if node not in known_holders]))
-
-    def _announce(self, found: FetchState) -> None:
-        """The others shall know of the copy before they may read the PFS themselves."""
-        number = copies.get_content_id(self._db, found.inode)
-        content = None if number is None else contents.get_content(self._db, number)
-        if content is None or not self._has_local_copy(content):
+        A file that had no content before is published like every change of a file; this waits for that.
+        """
+        if state.content is not None:
+            with suppress(StoreUnreachable, StoreRefused):
+                locations.announce(self._cluster.store, self._cluster.node_number, [(state.content, True)])
             return
-        if found.content is None:
-            self._wait_published(found.inode)
-            return
-        with suppress(StoreUnreachable, StoreRefused):
-            locations.announce(self._cluster.store, self._cluster.node_number, [(content, True)])
-
-    def _has_local_copy(self, content: Content) -> bool:
-        return any(copy.state is CopyState.GOOD for copy in copies.list_copies(self._db, content.id))
-
-    def _wait_published(self, inode: int) -> None:
-        """A file that had no content before: that it has one now is told like every change of a file, in a moment."""
         end_s = time.monotonic() + limits.PUBLISHED_WAIT_S
-        while not remote_contents.was_in_store(self._db, inode) and time.monotonic() < end_s:
+        while not remote_contents.was_in_store(self._db, state.inode) and time.monotonic() < end_s:
             self._pause.wait(limits.STORE_PUBLISHED_POLL_S)
 
+    def _should_wait(self, inode: int, size: int) -> bool:
+        with self._lock:
+            since_s = self._waiting_since_s.setdefault(inode, time.monotonic())
+        return time.monotonic() - since_s < limits.FETCH_SHARED_WAIT_S + size / limits.FETCH_SHARED_BYTES_PER_S
 
-def _get_lock_name(found: FetchState) -> str:
-    return f"fetch/file/{found.inode:016x}" if found.content is None else f"fetch/{found.content.id:016x}"
+    def _load(self, state: FetchState, *, is_locked: bool) -> FetchState | None:
+        """Load the file again, with what the store knows: other nodes may have moved it on the PFS, or fetched it."""
+        with suppress(CkptfsError):
+            pfs_coordination.load_inodes(self._db, self._cluster.store, state.inode)
+        if is_locked and state.content is not None:
+            with suppress(StoreUnreachable, StoreRefused):
+                locations.refresh(self._db, self._cluster.store, [state.content.id], self._cluster.node_number)
+        return copies.load_fetch_state(self._db, state.inode)
+
+    def _is_fetched_elsewhere(self, state: FetchState, locked: FetchState | None) -> bool:
+        if locked is None or state.content is None:
+            return locked is not None and locked.content_id is not None
+        return bool(self._cluster.list_live([node for node in locked.holders if node not in state.holders]))
+
+
+def _get_lock_name(state: FetchState) -> str:
+    return f"fetch/file/{state.inode:016x}" if state.content is None else f"fetch/{state.content.id:016x}"
