@@ -1,13 +1,13 @@
-"""Takes: what nodes that are gone have said in the cluster's store of contents of which nobody who lives has anything.
-Leaves: no such word of a content whose file is gone, or holds another one by now that survives its writer.
-If we die here: each word goes in one transaction that compares all it rests on; whoever claims this next begins anew.
+"""The records of copies in the store: announcements of this node's copies, and removal of records that no live node maintains.
 
-Who lives sees to its own words (flow/reconcile.py), and whoever holds a copy buries its writer's. This is for those of which nobody is left
-who would look. One node does it for all, and only while nodes are gone that were known.
+Takes: copies that arrived or were dropped since the last announcement; records of dead writers whose contents no live node has.
+Leaves: keys `p/<content>/<this node>` that match the catalog, and no record of a content whose file is gone or
+holds a replicated successor.
+If we die here: an announcement that was not marked is repeated, which changes nothing. Each removal is one transaction that compares all
+keys on which it depends.
 
-Takes: copies of other nodes' contents that came here, or went, since the cluster's store was told; of this node's own, that it lost.
-Leaves: keys `p/<content>/<this node>` that say so.
-If we die here: what was not marked as told is told again, which changes nothing.
+A live node maintains its own records (`ckptfs.flow.reconcile`), and a holder removes those of a dead writer. One node removes the
+rest for all, and only while known nodes are absent.
 """
 
 import json

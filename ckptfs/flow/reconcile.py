@@ -1,10 +1,12 @@
-"""Takes: what lies here and what the cluster's store says of it: contents of other nodes, contents that this node took for its own.
-Leaves: nothing here that another node has written anew, deleted or replaced, and no copy that is one too many.
-If we die here: each decision is one transaction, taken from what the store says then; the next sweep begins anew.
+"""The reconcile step: hosted and own contents compared with the store.
 
-A node that comes back with old data looks through all of it at once, and what somebody opens is asked for in the store anyhow, so what
-is old is never served as new. Nothing goes while the store does not answer, nor at the word of a peer alone (P5). What came a moment ago is
-left alone: its writer may not have told of it yet.
+Takes: contents on this node, and what the store says about them.
+Leaves: no copy of a content that was written again, deleted or replaced on another node, and no copy in excess.
+If we die here: each decision is one transaction on the state of the store; the next sweep begins anew.
+
+A node that returns with old data checks all of it at once. Opens ask the store anyway, so old data is never served as new. Nothing is
+dropped while the store does not answer, nor because a peer alone says so (P5). Recent copies are skipped: their writer may not have
+published them yet.
 """
 
 import errno

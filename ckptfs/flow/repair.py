@@ -1,10 +1,12 @@
-"""Takes: a world of nodes that has changed: some died, some joined, some live again and may have lost what they had.
-Leaves: `content.lacking` for every content that has fewer copies now than are wanted, which the replicate flow makes again.
-If we die here: the world that was compared with is the one in the catalog, and the comparison is made again.
+"""The repair step: copies that are missing after nodes died, joined or restarted.
 
-For a content whose writer lives that one sees to it. For one whose writer is dead the first of the living holders does, who stands for
-it in placement too: all of them ask the same store and see the same world, and two that do not only make a copy too many.
-What this node wrote and has lost with a tier comes back from the others, a few files at a time, so that whoever waits for one comes first.
+Takes: a changed view of the live nodes.
+Leaves: `content.lacking` for every content that has too few copies; the replicate step makes them.
+If we die here: the catalog still has the previous view, and the comparison is repeated.
+
+A live writer repairs its own contents. If the writer is dead, the live holder with the lowest number does: all holders ask the same store
+and see the same view, and two that do not only make one copy too many. Contents that this node wrote and lost with a tier are fetched from
+peers, a few files at a time, so that files for which an application waits come first.
 """
 
 import errno
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Repair:
-    """Follows the world, and after a death looks through what is held here, one batch a step."""
+    """Follows the view, and checks the hosted contents after a node died, one batch a step."""
 
     def __init__(self, db: Database, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -39,7 +41,7 @@ class Repair:
         self._next_refetch_s = time.monotonic()
 
     def step(self) -> bool:
-        """True: there is more to look through."""
+        """Apply a new view and check one batch. Return True if there is more to check."""
         view = self._cluster.view()
         if view is not self._last_view:
             self._apply_view(view)
@@ -49,13 +51,13 @@ class Repair:
         return self._after is not None and self._check_hosted(view, self._after)
 
     def next_due_s(self) -> float | None:
-        """When the world changes; and until what was lost here is looked for again."""
+        """Return the seconds until lost contents are looked for again."""
         return limits.REQUEST_POLL_S if self._open_requests else max(0.0, self._next_refetch_s - time.monotonic())
 
-    # --- the world ---------------------------------------------------------------------------------------------------
+    # --- the view ----------------------------------------------------------------------------------------------------
 
     def _apply_view(self, view: ClusterView) -> None:
-        """Take the new world into the catalog, together with what it means for this node's own contents."""
+        """Record the new view, and its consequences for this node's own contents."""
         current = {node.number: KnownNode(node.number, node.name, node.domain, node.incarnation) for node in view.nodes}
         factor = self._cluster.factor
         with self._db.transaction():
@@ -71,25 +73,25 @@ class Repair:
         if died:
             self._after = 0
         if under_replicated:
-            log.info("the nodes have changed: %d contents of this one may want copies elsewhere", under_replicated)
+            log.info("cluster: nodes changed; %d contents of this node may need copies", under_replicated)
         self._notify.wake_lanes()
 
     def _list_restarted(self, current: dict[int, KnownNode]) -> list[int]:
-        """Nodes that live another life than the one in which they were last seen."""
+        """Return the nodes that have restarted since they were last seen."""
         known = {number: peer_copies.find_incarnation(self._db, number) for number in current if number != self._cluster.node_number}
         return [number for number, incarnation in known.items() if incarnation not in (None, current[number].incarnation)]
 
-    # --- what was lost here ------------------------------------------------------------------------------------------
+    # --- contents that this node lost --------------------------------------------------------------------------------
 
     def _refetch_lost(self) -> None:
-        """Have the next of this node's own contents fetched that only others have."""
+        """Request fetches of this node's own contents that only other nodes have."""
         if time.monotonic() >= self._next_refetch_s:
             self._next_refetch_s = time.monotonic() + limits.RECONCILE_INTERVAL_S
             self._refetch_after = 0
-        answers = [mover_requests.get(self._db, want) for want in self._open_requests if not mover_requests.is_open(self._db, want)]
+        answers = [mover_requests.get(self._db, number) for number in self._open_requests if not mover_requests.is_open(self._db, number)]
         if any(answer is not None and answer.error == errno.ENOSPC for answer in answers):
             self._refetch_after = None  # The next one would not fit either.
-        self._open_requests = [want for want in self._open_requests if mover_requests.is_open(self._db, want)]
+        self._open_requests = [number for number in self._open_requests if mover_requests.is_open(self._db, number)]
         while self._refetch_after is not None and len(self._open_requests) < limits.REFETCHES_MAX:
             content = peer_copies.find_rebuildable(self._db, self._refetch_after)
             self._refetch_after = None if content is None else content.id
@@ -99,10 +101,10 @@ class Repair:
                 )
                 self._notify.wake_lanes()
 
-    # --- what is held here -------------------------------------------------------------------------------------------
+    # --- hosted contents ---------------------------------------------------------------------------------------------
 
     def _check_hosted(self, view: ClusterView, after: int) -> bool:
-        """Which contents of dead nodes are this one's to copy. Raises Unreachable; then the same batch comes again."""
+        """Mark the contents of dead nodes that this node must copy. Raises StoreUnreachable; the batch is then repeated."""
         batch = remote_contents.list_hosted(self._db, after, locations.LOAD_CONTENTS_MAX)
         content_locations = locations.refresh(self._db, self._cluster.store, [content.id for content in batch], self._cluster.node_number)
         to_copy = [content.id for content in batch if self._is_ours_to_copy(content, content_locations[content.id], view)]
@@ -111,16 +113,16 @@ class Repair:
             self._notify.wake_lanes()
         self._after = batch[-1].id if batch else None
         if not batch and self._marked_count:
-            log.info("%d contents of nodes that died are copied from here, to have as many copies as before", self._marked_count)
+            log.info("cluster: this node copies %d contents of dead nodes", self._marked_count)
             self._marked_count = 0
         return bool(batch)
 
     def _is_ours_to_copy(self, content: Content, shared: ContentLocations, view: ClusterView) -> bool:
-        """Whether this node is the one to copy a content that it holds."""
+        """Return whether this node must copy a hosted content."""
         cluster, remote_state = self._cluster, shared.state
         if remote_state is None or shared.writer is None or shared.writer in view:
             return False
-        # What was still open when its writer died is what was fsynced of it last: nobody can say more of it now.
+        # For a file that was open when its writer died, the last fsynced state counts.
         written = (remote_state.generation, remote_state.digest) if remote_state.digest is not None else shared.get_newest(view)
         if written != (content.generation, content.digest):
             return False
@@ -131,7 +133,7 @@ class Repair:
 
 
 def _can_place_more(previous: dict[int, KnownNode], current: dict[int, KnownNode], factor: int) -> bool:
-    """Whether contents that could not have all their copies may have them now: there were too few nodes, or too few failure domains."""
+    """Return whether a node joined while there were too few nodes or failure domains for all copies."""
     nodes, domains = len(previous), len({node.domain for node in previous.values()})
     joined = current.keys() - previous.keys()
     return bool(joined) and (nodes < factor or domains < factor)

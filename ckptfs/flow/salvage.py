@@ -1,13 +1,13 @@
-"""Takes: files whose content was on a node that died, and on no other, and of which a former one lies here: what the file held before it
-was written anew (catalog/former.py), or the same content before it was changed in place (an OLDER copy, catalog/holding.py). Wants of the
-kind 'left': somebody opens such a file, and no node that lives has any of it. What the PFS has may be of the file that was there before.
-Leaves: the former content as what the file holds, or what the PFS shows where that is newer or all that is left; and in `inode.missed` what
-it should hold; that again when its writer returns with it.
-If we die here: the store was told all of it or nothing; the next mover looks through everything once.
+"""The salvage step: previous states of files whose content only dead nodes had.
 
-A generation of a content that was changed in place becomes a content of its own, so that its writer may return with the newer one. Each
-decision is one transaction of the store that compares all it rests on, so of several holders one decides, and whoever writes the file
-meanwhile wins. What was written since then stays, and what was missed is put beside it by its writer, which alone has it.
+Takes: previous or STALE contents on this node whose successor was only on a dead node, and requests for a file that no live node has.
+Leaves: the previous content as that of the file, or the state that the PFS shows if that is newer or all that is left. `inode.missed`
+records what the file should hold; if its writer returns with it, the file holds that again.
+If we die here: the store has all of a decision or nothing. The next mover checks everything once.
+
+A previous generation of a content becomes a content of its own, so that the writer may return with the newer one. Each decision is one
+store transaction that compares all keys on which it depends: of several holders one decides, and a node that writes meanwhile wins.
+What was written since then stays, and the returning writer puts the missed content beside it under another name.
 """
 
 import errno

@@ -1,9 +1,11 @@
-"""Takes: what dead nodes still had to tell the PFS: the rows of their journals, in the store.
-Leaves: the same rows, in their order, at the end of this node's journal, and no more under the dead node's name (P6).
-If we die here: rows may be in both journals; each says what the shared tree bears out or nothing, so writing back twice changes nothing.
+"""The take-over of the pending write-back of dead nodes.
 
-One node does this for a dead one, by a claim. Files' bytes come from the nodes that hold copies. A node that comes back writes back only
-what nobody took. What a former catalog of this node left is taken in the same way.
+Takes: the journal rows of dead nodes, in the store.
+Leaves: the same rows, in order, at the end of this node's journal, and none under the dead node's name (P6).
+If we die here: rows may be in both journals. Each is checked against the shared tree, so a second write-back changes nothing.
+
+A cluster lock lets one node take over a dead one. File contents come from the nodes that hold copies. A node that returns writes back only
+rows that no other node took. Rows of a previous catalog of this node are taken over in the same way.
 """
 
 import logging

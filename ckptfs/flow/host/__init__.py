@@ -1,14 +1,14 @@
-"""Takes: offers of peers, block by block, and their questions for what lies here; by content id only.
-Leaves: verified copies that count (`content.peer = 1`), in the share of the tiers that is set aside for peers.
-If we die here: a reception is a FILLING copy without a content, which recovery removes with its file; the peer offers again.
+"""The host of peer copies: offers, blocks and questions of peers about contents, by content id.
 
-What arrives lies under an id of its own until every digest was right, and takes the content's name then: whoever reads an older
-generation keeps the file that he has open, and a part is never taken for the whole (P4, P7). Called by the peer server's threads.
+Takes: offers of peers, block by block, and requests for contents of this node. Called by the threads of the peer server.
+Leaves: verified copies (`content.peer = 1`) within the peers' share of the tiers.
+If we die here: an incoming copy is a FILLING row without a content, which recovery removes with its file. The peer offers again.
 
-Owns what files that are still being written held when another node asked for them: digests, as generations of their own.
+An incoming copy has an id of its own until every digest is verified; then it takes the name of the content. A reader of an older generation
+keeps its open file, and a part is never taken for the whole (P4, P7).
 
-A reader on another node sees what was written so far, as on this one. The blocks come from the open file itself; those that have changed
-since no longer have their digests, and the reader asks anew. If we die here: readers ask anew.
+For a file that is still written, `OpenFileSnapshots` records digests as a generation of its own. The blocks come from the open file; if one
+has changed since, its digest differs and the reader asks again.
 """
 
 import itertools

@@ -1,18 +1,14 @@
-"""Owns one content on its way here: its file under a reserved id, and which of its blocks are in place.
+"""Incoming copies: the file of a content that a peer sends, the validation of its offer, and the quota of peers.
 
-Invariant: `present` names only blocks whose digest was found right in the file, by us or by the server as they came.
-If we die here: the FILLING copy and its file are removed by recovery.
+An offer is accepted from the node that made the content, from its last writer as the store says, and from a node that offers what the store
+says. Other offers are deferred, since the store may not have the writer's news yet. An island accepts the offers of its peers.
 
-Owns whose offer is believed: nobody makes another node hold, and show, bytes that its file never had.
+Invariants:
+- `_present` names only blocks whose digest was verified, by this module or by the server as they arrived.
+- No peer can make this node hold and show bytes that a file never had.
+- Hosted copies never exceed their share of a tier, and leave RAM below its watermark.
 
-A content's id says which node made it, and that one is believed; so is its last writer, as the store says, and whoever offers what the
-store says that it is. Anybody else is told to come again: the store may not have heard yet. An island believes its peers.
-If we die here: nothing is kept.
-
-Owns how much of this node's tiers may be filled for its peers, and in which tier the next of their contents goes.
-
-Invariant: what is held for others never takes more than its share of a tier, and leaves RAM below its watermark: it can never push out
-what this node writes. If we die here: nothing is remembered.
+If we die here: recovery removes the FILLING copy and its file.
 """
 
 import contextlib

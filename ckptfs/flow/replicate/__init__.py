@@ -1,9 +1,11 @@
-"""Takes: sealed contents that more nodes shall hold (`content.lacking`): this node's own, and those of dead nodes that it repairs.
-Leaves: verified copies on as many peers as are wanted, in other failure domains, and their `peer_copy` rows.
-If we die here: what a peer has not said it has verified does not count; the content is still lacking, and is offered again.
+"""The replicate step: copies of sealed contents on other nodes.
 
-Each peer has a queue and threads of its own: a slow or dead one delays nobody else, and what it does not take goes to the next in the
-order of placement. A content that is written again meanwhile is left alone: its next generation is another matter.
+Takes: sealed contents with too few copies (`content.lacking`): this node's own, and those of dead nodes that it repairs.
+Leaves: verified copies on enough peers in different failure domains, and their `peer_copy` rows.
+If we die here: only copies that a peer has reported as verified count. The content is still under-replicated and is offered again.
+
+Each peer has its own queue and threads, so a slow or dead peer delays no other. Contents that a peer does not take go to the next node in
+placement order. A content that is written again meanwhile is skipped: its next generation is replicated separately.
 """
 
 import contextlib
@@ -37,7 +39,7 @@ FORGET_BATCH = locations.LOAD_CONTENTS_MAX
 
 
 class Replicate:
-    """Plans in its lane; sends in the peers' threads."""
+    """Plans in its lane; sends in the threads of the peers."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -54,32 +56,32 @@ class Replicate:
         self._reduced_view: tuple[ClusterView | None, frozenset[int], ClusterView] = (None, frozenset(), ClusterView())
 
     def step(self) -> bool:
-        """Hand one batch of what is lacking to the peers' queues. True: there may be more at once."""
+        """Queue one batch of under-replicated contents. Return True if there may be more at once."""
         with self._planning_lock:
             more = self._plan_batch()
         if not more:
-            # Last: it asks the store, and copies are made while that does not answer, too.
+            # Last, since it asks the store: copies are also made while the store does not answer.
             more = self._release_unneeded(self._cluster.view())
         return more
 
     def next_due_s(self) -> float | None:
-        """Until the first peer, or content, that is being avoided is tried again."""
+        """Return the seconds until an avoided peer or content is tried again."""
         return self._backoff.next_due_s()
 
     def retry_now(self) -> None:
-        """Nobody is avoided any more."""
+        """Forget all backoffs."""
         self._backoff.clear()
 
     def close(self) -> None:
-        """End the peers' threads; what they are sending is given up."""
+        """End the threads of the peers and abandon their transfers."""
         self._queues.close()
 
     def in_flight(self) -> tuple[int, int]:
-        """(contents, bytes) that are queued or on their way."""
+        """Return (contents, bytes) that are queued or being sent."""
         return self._queues.count_in_flight()
 
     def list_loads(self) -> list[PeerLoad]:
-        """The same for each peer."""
+        """Return the same for each peer."""
         return self._queues.list_loads()
 
     # --- planning ----------------------------------------------------------------------------------------------------
@@ -88,11 +90,11 @@ class Replicate:
         view = self._cluster.view()
         if len(view) < 2 or self._cluster.factor < 2:
             return False
-        # A step that fails leaves the next one to begin with the first content.
+        # If this step fails, the next one begins with the first content.
         after, self._after = self._after, 0
         batch = peer_copies.list_under_replicated(self._db, after, BATCH_CONTENTS)
         for content, tier in batch:
-            if tier in self._tiers:  # Else it waits until its tier is there again.
+            if tier in self._tiers:  # Else it waits until its tier returns.
                 self._plan(content, tier, view)
         more = len(batch) == BATCH_CONTENTS
         if more:
@@ -100,7 +102,7 @@ class Replicate:
         return more
 
     def _plan(self, content: Content, tier: Tier, view: ClusterView) -> None:
-        """Queue a content for those who shall get it; nobody left to ask: it has what copies it can get."""
+        """Queue a content for its new holders. If no candidate is left, it has all copies that it can get."""
         cluster = self._cluster
         if content.digest is None or (content.size and not content.block_digests):
             peer_copies.mark_replicated(self._db, content)  # More blocks than can be offered.
@@ -125,7 +127,7 @@ class Replicate:
                 self._queues.put(node, content, tier)
 
     def _build_view_without(self, view: ClusterView, avoided: frozenset[int]) -> ClusterView:
-        """The world as it would be if these had left. Kept, because placement remembers what it found in a World."""
+        """Return the view without the avoided nodes. It is kept because placement caches its results per view."""
         base, excluded, reduced = self._reduced_view
         if base is not view or excluded != avoided:
             reduced = ClusterView(tuple(node for node in view.nodes if node.number not in avoided))
@@ -135,17 +137,17 @@ class Replicate:
     # --- sending, in the peers' threads ------------------------------------------------------------------------------
 
     def _send(self, node: Node, jobs: Sequence[Job]) -> bool:
-        """Send contents to one peer, several small ones at once; whether it has them all now. Raises nothing that can be foreseen."""
+        """Send contents to one peer, small ones together. Return whether it has them all. Expected failures are not raised."""
         try:
             return self._try_send(node, jobs)
         except BaseException:
             for content, _ in jobs:
-                self._backoff.record_refusal(node.number, content.id, 0)  # Else it would be tried again at once, for ever.
+                self._backoff.record_refusal(node.number, content.id, 0)  # Else it would be tried again at once, forever.
             raise
 
     def _try_send(self, node: Node, jobs: Sequence[Job]) -> bool:
         outcomes = self._offer_batch(node, jobs)
-        # What ended all of them is one failure of the node.
+        # A failure that ended all jobs counts once.
         ends = {id(outcome): outcome for outcome in outcomes}
         verified = []
         for (content, tier), outcome in zip(jobs, outcomes, strict=True):
@@ -159,26 +161,26 @@ class Replicate:
     def _handle_failure(self, node: Node, content: Content, tier: Tier, failure: PeerFailed | OSError) -> None:
         if isinstance(failure, PeerRefused):
             self._backoff.record_refusal(node.number, content.id, failure.code)
-            log.debug("%s does not take content %d: %s", node.name, content.id, failure)
+            log.debug("content %d: refused by %s: %s", content.id, node.name, failure)
         elif isinstance(failure, PeerCorrupt):
             self._verify_own_copy(node, content, tier, failure)
         elif isinstance(failure, PeerFailed):
             if is_unchanged(self._db, content) and self._backoff.record_failure(node.number):
-                log.info("%s cannot be reached for copies: %s", node.name, failure)
+                log.info("node %s: cannot be reached for copies: %s", node.name, failure)
         else:
-            # The tier gave it up: it was deleted, moved, or the disk fails. The next plan sees which.
+            # The content was deleted or moved, or the disk fails. The next plan finds out.
             self._backoff.record_refusal(node.number, content.id, failure.errno or 0)
-            log.debug("content %d cannot be sent from %s: %s", content.id, tier, failure)
+            log.debug("content %d: cannot be sent from %s: %s", content.id, tier, failure)
 
     def _handle_batch_end(self, node: Node, is_ok: bool) -> None:
-        """What failed goes to somebody else at once; an empty queue is filled."""
+        """Plan failed contents again at once, and refill an empty queue."""
         if not is_ok or self._queues.take_refill_request(node):
             self._notify.wake_lanes()
             with self._planning_lock:
                 self._plan_batch()
 
     def _offer_batch(self, node: Node, jobs: Sequence[Job]) -> list[SendResult | PeerFailed | OSError]:
-        """Offer contents to a peer; what became of each."""
+        """Offer contents to a peer. Return the outcome of each."""
         found: dict[int, SendResult | PeerFailed | OSError] = {}
         offers: dict[int, tuple[Offer, int]] = {}
         with contextlib.ExitStack() as opened:
@@ -201,14 +203,13 @@ class Replicate:
         return sender.send_many(node, offers) if offers else ()
 
     def _record_outcome(self, node: Node, content: Content, sent: SendResult) -> bool:
-        log.debug("%s has content %d, %d of %d bytes went there", node.name, content.id, sent.bytes_moved, content.size)
+        log.debug("content %d: on %s, %d of %d bytes were sent", content.id, node.name, sent.bytes_moved, content.size)
         self._backoff.record_success(node.number)
         if not sent.is_verified:
             self._backoff.record_refusal(node.number, content.id, 0)
         return sent.is_verified
 
     def _record_verified(self, node: Node, contents: list[Content]) -> None:
-        """A peer has verified these."""
         if not contents:
             return
         with self._lock:
@@ -220,7 +221,7 @@ class Replicate:
             self._notify.wake_lanes()
 
     def _commit_verified(self) -> None:
-        """Record what peers have verified: what came in while another thread committed goes together."""
+        """Record verified copies. Those that arrive during the commit of another thread share the next one."""
         with self._commit_lock:
             with self._lock:
                 done, self._verified = self._verified, []
@@ -231,7 +232,7 @@ class Replicate:
                 disk.act("replicate:counted", lambda: None)
 
     def _finish_content(self, content: Content) -> bool:
-        """Whether that was the last copy that was wanted: then who waits for it shall look."""
+        """Mark a content replicated if it has all its copies. Return whether it has."""
         cluster = self._cluster
         holding_nodes = {cluster.node_number, *peer_copies.list_holders(self._db, content)}
         if placement.choose_new_holders(cluster.view(), holding_nodes, cluster.node_number, cluster.factor, cluster.jump):
@@ -241,7 +242,7 @@ class Replicate:
         return True
 
     def _verify_own_copy(self, node: Node, content: Content, tier: Tier, failure: PeerCorrupt) -> None:
-        """What was sent is not what was sealed: somebody writes it, or the copy here is bad (P4)."""
+        """Check the copy of which a peer received wrong data: the file is being written, or this copy is bad (P4)."""
         self._backoff.record_refusal(node.number, content.id, 0)
         if not is_unchanged(self._db, content):
             return
@@ -252,23 +253,24 @@ class Replicate:
         try:
             found = transfer.read(fd, label="replicate:check")[:2]
         except OSError as trouble:
-            log.warning("content %d cannot be read in %s: %s", content.id, tier, trouble)
+            log.warning("content %d: cannot be read in %s: %s", content.id, tier, trouble)
             return
         finally:
             os.close(fd)
         if found != (content.size, content.digest) and is_unchanged(self._db, content):
             set_copy_state(self._db, content.id, tier, CopyState.QUARANTINED)
             name = os.fsdecode(namespace.get_path(self._db, content.inode))
-            log.error("the copy of %s in %s is bad and does not count any more: %s", name, tier, failure)
+            log.error("%s: the copy in %s is quarantined: %s", name, tier, failure)
             if mark_lost(self._db, content):
-                log.error("%s is lost: no copy is what was sealed; it gives EIO", name)
+                log.error("%s: lost: no copy has the sealed digest; reads fail with EIO", name)
 
-    # --- what need not be held any more --------------------------------------------------------------------------------
+    # --- copies that are not needed any more --------------------------------------------------------------------------
 
     def _release_unneeded(self, view: ClusterView) -> bool:
-        """Contents that are gone here, and of which the store knows no more: nobody need hold them, and the peers are told. What another
-        node has made of one is held for that. Who lives and cannot be told now is told later; who was dead looks for itself. True: there
-        may be more of them.
+        """Tell peers which copies of deleted contents they may drop. Return True if there may be more.
+
+        A content that another node has written since is kept. Live peers that cannot be reached now are told later. A peer that was dead
+        finds out by itself.
         """
         avoided = [number for number in self._backoff.list_avoided() if number in view]
         gone = peer_copies.list_unneeded(self._db, FORGET_BATCH, avoided)
@@ -277,7 +279,7 @@ class Replicate:
         try:
             copies = locations.delete_copies(self._cluster.store, sorted({copy.content for copy in gone}))
         except StoreUnreachable as failure:
-            log.debug("what need not be held any more cannot be told yet: %s", failure)
+            log.debug("copies not needed any more: not released yet: %s", failure)
             return False
         copies |= {(copy.content, copy.node) for copy in gone}
         unreachable = set(avoided)
@@ -289,7 +291,7 @@ class Replicate:
                 except PeerFailed as failure:
                     self._backoff.record_failure(number)
                     unreachable.add(number)
-                    log.debug("%s cannot be told yet what it may forget: %s", node.name, failure)
+                    log.debug("node %s: its unneeded copies are not released yet: %s", node.name, failure)
         with self._db.transaction():
             for copy in gone:
                 if copy.node not in unreachable:

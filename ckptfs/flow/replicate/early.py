@@ -1,10 +1,12 @@
-"""Takes: large files that are being written just now.
-Leaves: on the peers that will hold them, the blocks that are complete: with the seal only what is left has to go (X7).
-If we die here: peers keep what came for a while; the next mover offers it again, and what is there does not travel twice.
+"""Early replication: blocks of large files that are still being written.
 
-Nothing that is sent here counts for anything: the offer after the seal names every block's digest, and the peer asks for what it lacks.
-A block is taken for complete when the file has grown beyond it since the last look; each is read once. While somebody writes little is
-read at once, so that the writer keeps the processor.
+Takes: large files that are open for writing.
+Leaves: their complete blocks on the future holders, so that only the rest is sent after the seal (X7).
+If we die here: peers keep the blocks for a while. The next mover offers them again; blocks that arrived are not sent twice.
+
+Early blocks do not count as copies. The offer after the seal names the digest of every block, and the peer asks for those that it lacks.
+A block counts as complete if the file has grown beyond it since the last look. Each block is read once. Reads are small while the file is
+written, so that the writer keeps the processor.
 """
 
 import contextlib
@@ -34,7 +36,7 @@ NICE = 15
 
 @contextlib.contextmanager
 def _low_priority() -> Iterator[None]:
-    """This thread has less claim to a processor than the rest of the mover. Only root can take that back; others go on as they are."""
+    """Lower the priority of this thread. Does nothing without root, which alone could raise it again."""
     thread = threading.get_native_id()
     before = os.getpriority(os.PRIO_PROCESS, thread)
     if os.geteuid() != 0:
@@ -49,7 +51,7 @@ def _low_priority() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _GrowingFile:
-    """A file that is being written: the digests of its first blocks, and how long it was at the last look."""
+    """A file that is being written: the digests of its first blocks, and its size at the last look."""
 
     content: Content
     blocks: list[bytes] = field(default_factory=list)
@@ -58,7 +60,7 @@ class _GrowingFile:
 
 
 class EarlyReplication:
-    """Looks at what is being written, a piece at a time."""
+    """Sends the blocks of growing files, a piece at a time."""
 
     def __init__(self, db: Database, tiers: Tiers, cluster: Cluster) -> None:
         self._db = db
@@ -68,7 +70,7 @@ class EarlyReplication:
         self._block = memoryview(bytearray(BLOCK))
 
     def step(self) -> bool:
-        """Send what has become complete of each file. True: there is more that is complete."""
+        """Send new complete blocks of each file. Return True if there are more."""
         with _low_priority():
             return self._step()
 
@@ -85,21 +87,21 @@ class EarlyReplication:
             try:
                 more |= self._send_complete(self._growing_files[content.id], content, tier)
             except OSError as failure:
-                log.debug("content %d cannot be read while it is written: %s", content.id, failure)
+                log.debug("content %d: cannot be read while it is written: %s", content.id, failure)
         return more
 
     def next_due_s(self) -> float | None:
-        """Soon while somebody writes; now and then else: that a file was opened is a hint, which may be lost."""
+        """Return a short interval while files are written, else a long one: the wake-up after an open may be lost."""
         return limits.EARLY_POLL_S if self._growing_files else limits.EARLY_IDLE_S
 
     def _send_complete(self, growing: _GrowingFile, content: Content, tier: Tier) -> bool:
-        """Send the next blocks of one file; whether more of it are complete."""
+        """Send the next blocks of one file. Return whether more are complete."""
         if growing.content.generation != content.generation:
             growing.content, growing.blocks, growing.last_size, growing.sent_count = content, [], 0, 0
         found = self._tiers[tier].stat(content.id)
         if found is None or found.st_size < limits.EARLY_BYTES_MIN:
             return False
-        # The block that the file ended in when it was looked at last, and those after it, may still change.
+        # The last block at the time of the last look, and those after it, may still change.
         complete, growing.last_size = min(growing.last_size, found.st_size) // BLOCK, found.st_size
         with disk.closing(self._tiers[tier].open(content.id)) as fd:
             self._digest_complete(growing, fd, complete)
@@ -107,7 +109,7 @@ class EarlyReplication:
         return is_sent and growing.sent_count < complete
 
     def _digest_complete(self, growing: _GrowingFile, fd: int, complete: int) -> None:
-        """The digests of what is complete and was not read yet, a bounded number of blocks."""
+        """Return the digests of a bounded number of complete blocks that were not read yet."""
         del growing.blocks[complete:]
         growing.sent_count = min(growing.sent_count, complete)
         for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.EARLY_BLOCKS_MAX)):
@@ -116,11 +118,11 @@ class EarlyReplication:
             growing.blocks.append(digest.hash_block(self._block))
 
     def _send_new(self, growing: _GrowingFile, fd: int) -> bool:
-        """Send what was read and not sent yet; whether everybody took it."""
+        """Send the blocks that were read. Return whether all targets took them."""
         content, cluster = growing.content, self._cluster
         count = -(-growing.last_size // BLOCK)
         stable = growing.blocks[:count]
-        # What reads as zeros may not have been written yet.
+        # A block of zeros may not have been written yet.
         digests = [UNKNOWN_BLOCK if one == digest.ZERO_BLOCK else one for one in stable]
         blocks = b"".join(digests) + UNKNOWN_BLOCK * (count - len(digests))
         offer = Offer(content.id, content.inode, content.generation, growing.last_size, None, blocks)
@@ -132,10 +134,10 @@ class EarlyReplication:
     def _send_to(self, node: Node, offer: Offer, growing: _GrowingFile, fd: int) -> bool:
         try:
             sent = self._cluster.peers.send(node, offer, fd)
-            log.debug("%d bytes of content %d went ahead to %s", sent.bytes_moved, offer.content, node.name)
+            log.debug("content %d: %d bytes sent early to %s", offer.content, sent.bytes_moved, node.name)
             return True
         except PeerCorrupt:
-            growing.blocks = []  # It is written here and there: what was read is not what is there now.
+            growing.blocks = []  # The file is not written in sequence: blocks have changed since they were read.
         except PeerFailed as failure:
-            log.debug("%s does not take blocks of content %d ahead: %s", node.name, offer.content, failure)
+            log.debug("content %d: early blocks refused by %s: %s", offer.content, node.name, failure)
         return False

@@ -1,24 +1,14 @@
-"""Takes: wants of the kind 'secure': somebody has fsynced a file, and waits until as many nodes have it as make the level `clique`.
-Leaves: what the file held then, verified there as a generation of its own, and its name told to all; a file that was closed meanwhile
-reaches its level as ever.
-If we die here: the want is still open; peers that have it already lack nothing.
+"""Copies of files that are still open: after an fsync that waits, after other fsyncs, and on a timer.
 
-What is sent of an open file is in secure/spreading.py; files that nobody waits for are copied by secure/regularly.py.
+Takes: requests of applications that wait in fsync for the level `clique`, requests for fsyncs that do not wait, and changed open files.
+Leaves: a snapshot of the content, verified on enough nodes as a generation of its own. For a waiting fsync, the file's name is published.
+If we die here: the request is still open. Peers that have the snapshot receive only the offer again.
 
-Takes: a content that somebody is writing.
-Leaves: what it held at one moment, verified on enough other nodes as a generation of its own.
-If we die here: peers that have it already lack nothing when it is sent again.
+An open file may change while it is read. The receiver compares every block with the offered digest; if a block changed, the file is read
+again as the next generation. A peer therefore never has a mixture of states (P7).
 
-An open file may change while it is read: every block is compared by its receiver with the digest that was offered, and what changed
-meanwhile is read once more, as the next generation. So a peer never has a mixture of states (P7).
-
-Takes: files that stay open: those that were fsynced (wants of the kind 'copy', for which nobody waits), and those that were changed.
-Leaves: what they held then, verified on enough other nodes, as after an fsync that waits; so that a log which is open for days is lost
-with its node only from its last copy on.
-If we die here: which state was copied is forgotten, and the next mover copies it once more, of which only the offer travels.
-
-A file that is closed soon after its fsync, as a checkpoint is, is left to its seal. Between two copies of a file passes at least ten times
-as long as the last one took, so that a large file that is written all the time costs a tenth of what copying it costs.
+A file that is closed soon after its fsync, like a checkpoint, is left to its seal. The pause between two copies of a file is at least ten
+times as long as the last copy took, so a large file that is always written spends a tenth of the time on copies.
 """
 
 import errno
@@ -46,7 +36,7 @@ TRIES_MAX = 5
 
 
 class SnapshotReplicator:
-    """Sends states of open files. Several threads may do so at once, of different files."""
+    """Sends snapshots of open files. Several threads may do so at once, each for another file."""
 
     def __init__(self, db: Database, tiers: Tiers, cluster: Cluster) -> None:
         self._db = db
@@ -54,12 +44,12 @@ class SnapshotReplicator:
         self._cluster = cluster
 
     def replicate(self, number: int) -> bool:
-        """Whether what the file holds now is on enough other nodes."""
+        """Send a snapshot of a file. Return whether enough nodes have it."""
         for _ in range(TRIES_MAX):
             try:
                 return self._replicate_once(number)
             except PeerCorrupt:
-                continue  # Somebody wrote to it while it was read.
+                continue  # The file changed while it was read.
             except FileNotFoundError:
                 return False  # It moved to another tier.
         return False
@@ -69,7 +59,7 @@ class SnapshotReplicator:
         if tier is None or tier is Tier.PFS or tier not in self._tiers:
             return False
         with disk.closing(self._tiers[tier].open(number)) as fd:
-            # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
+            # The generation first: of two snapshots, the higher generation was read later and includes all writes of the other.
             snapshot = self._take_snapshot(number, fd)
             size, whole, blocks = transfer.read(fd, label="secure")
             if snapshot is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
@@ -77,7 +67,7 @@ class SnapshotReplicator:
             return self._send_until_enough(snapshot, Offer(number, snapshot.inode, snapshot.generation, size, whole, blocks), fd)
 
     def _take_snapshot(self, number: int, fd: int) -> Content | None:
-        """A number for what the file holds now, with its size and times, by which others know it should it be the last."""
+        """Record a generation for the present content, with its size and times. Returns None if the content is not open."""
         status = os.fstat(fd)
         with self._db.transaction():
             snapshot = peer_copies.record_open_snapshot(self._db, number)
@@ -86,7 +76,7 @@ class SnapshotReplicator:
         return snapshot
 
     def _send_until_enough(self, snapshot: Content, offer: Offer, fd: int) -> bool:
-        """Send a state of an open file until enough nodes have it. False: there are too few that take it."""
+        """Send a snapshot until enough nodes have it. Return False if too few nodes take it."""
         cluster, view = self._cluster, self._cluster.view()
         holding_nodes: set[int] = {cluster.node_number}
         failed: set[int] = set()
@@ -101,7 +91,7 @@ class SnapshotReplicator:
             except PeerCorrupt:
                 raise
             except PeerFailed as failure:
-                log.debug("%s does not take content %d as it is now: %s", node.name, offer.content, failure)
+                log.debug("content %d: snapshot refused by %s: %s", offer.content, node.name, failure)
                 failed.add(node.number)
                 continue
             assert offer.digest is not None
@@ -116,7 +106,7 @@ def _build_view_without(view: ClusterView, nodes: set[int]) -> ClusterView:
 
 
 class FsyncReplication:
-    """Answers one want a step. Several threads may take steps at once, of different files."""
+    """Answers one waiting fsync a step. Several threads may step at once, each for another file."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -169,7 +159,7 @@ class FsyncReplication:
             self._retry_later(request)
 
     def _answer_closed(self, request: mover_requests.MoverRequest) -> None:
-        """It was closed meanwhile: the replicate flow does the rest."""
+        """Answer for a file that was closed meanwhile. The replicate step copies it."""
         listed = summary.get_listed_file(self._db, request.inode)
         if listed is None or listed.level in (Level.CLIQUE, Level.PFS):
             self._mark_done(request)
@@ -193,7 +183,7 @@ PAUSE_RATIO = 10
 
 @dataclass(slots=True)
 class _TrackedFile:
-    """An open file: its (size, mtime) when it was copied last, when a change of it is copied, and when an fsync may be."""
+    """An open file: its (size, mtime) at the last copy, and when the next change or fsync may be copied."""
 
     copied_state: tuple[int, int] | None
     change_due_s: float
@@ -201,7 +191,7 @@ class _TrackedFile:
 
 
 class PeriodicReplication:
-    """Looks through the open files, and copies those that are due, one after the other."""
+    """Copies open files that are due, one after the other."""
 
     def __init__(self, db: Database, tiers: Tiers, cluster: Cluster) -> None:
         self._db = db
@@ -211,28 +201,28 @@ class PeriodicReplication:
         self._tracked: dict[int, _TrackedFile] = {}
 
     def step(self) -> bool:
-        """Never more to do at once."""
+        """Copy all files that are due. Return False."""
         if len(self._cluster.view()) < 2 or self._cluster.factor < 2:
             self._tracked = {}
             return False
         open_contents = peer_copies.list_being_written(self._db, limits.OPEN_FILES_MAX)
-        fsynced = {want.inode: want for want in mover_requests.list_open(self._db, mover_requests.REPLICATE_LATER)}
+        fsynced = {request.inode: request for request in mover_requests.list_open(self._db, mover_requests.REPLICATE_LATER)}
         now_s = time.monotonic()
         known, self._tracked = self._tracked, {}
         for content, tier in open_contents:
             self._tracked[content.id] = known.get(content.id) or self._start_tracking(content, tier, now_s)
         for content, tier in open_contents:
             self._replicate_if_due(self._tracked[content.id], content, tier, fsynced.pop(content.inode, None))
-        for want in fsynced.values():
-            mover_requests.mark_done(self._db, want.id)  # It was closed: its seal does the rest.
+        for request in fsynced.values():
+            mover_requests.mark_done(self._db, request.id)  # The file was closed: it is copied after its seal.
         return False
 
     def next_due_s(self) -> float | None:
-        """Soon while somebody writes; now and then else, because nobody tells of an open."""
+        """Return a short interval while files are written, else a long one: an open sends no wake-up."""
         return limits.OPEN_FILES_POLL_S if contents.count_writers(self._db) else limits.OPEN_IDLE_S
 
     def _start_tracking(self, content: Content, tier: Tier, now_s: float) -> _TrackedFile:
-        """What was verified after it was changed last had its copies made when it was sealed."""
+        """Begin to track an open file. A state that was verified after its last change was copied when it was sealed."""
         state = self._get_file_state(content, tier)
         verified_ns = next((copy.verified_ns for copy in copies.list_copies(self._db, content.id) if copy.tier is tier), 0)
         is_unchanged = state is not None and state[1] < verified_ns
@@ -252,11 +242,11 @@ class PeriodicReplication:
         if not is_fsync_due and now_s < tracked.change_due_s:
             return
         if fsynced is not None:
-            mover_requests.mark_done(self._db, fsynced.id)  # First: what is fsynced from here on is wanted anew.
+            mover_requests.mark_done(self._db, fsynced.id)  # First: a later fsync makes a new request.
         if self._replicator.replicate(content.id):
             tracked.copied_state = state
         else:
-            log.debug("too few nodes take content %d as it is now; again in a while", content.id)
+            log.debug("content %d: too few nodes take its snapshot; next try later", content.id)
             if fsynced is not None:
                 mover_requests.insert_request(self._db, mover_requests.REPLICATE_LATER, content.inode, wait_s=limits.REQUEST_KEEP_S)
         end_s = time.monotonic()

@@ -1,9 +1,8 @@
-"""Owns one bounded queue and a few threads for each peer, so that none of them waits for another.
+"""A bounded queue and a few threads for each peer, and the backoff of peers.
 
-If we die here: what was queued stands in the catalog.
+No peer waits for another. The backoff covers all contents of a peer that failed or is full, and one content of a peer that refused it.
 
-Owns which peers are left alone for a while, and for how long: all contents for one that failed or is full, one content for one that
-refused that content. If we die here: everybody is asked again.
+If we die here: the catalog still lists what was queued. All peers are asked again.
 """
 
 import errno
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
-    """What one peer is still to get: what waits for it, and what is on its way."""
+    """The load of one peer: contents that wait, and contents that are being sent."""
 
     node: str
     waiting_files: int
@@ -38,19 +37,19 @@ OnBatchEnd = Callable[[Node, bool], None]
 
 
 class _PeerQueue:
-    """What one peer shall get, in order."""
+    """The jobs of one peer, in order."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.waiting: deque[Job] = deque()
         self.may_have_more = False
-        """Whether there was so much that there may be more in the catalog."""
+        """The queue was so long that the catalog may have more."""
         self.sending: dict[int, int] = {}
         self.threads = 0
 
 
 class PeerQueues:
-    """Safe to use from several threads. `act` runs in the peers' own threads and must not raise; `ended` hears what it said."""
+    """Thread-safe. `send` runs in the threads of the peers and must not raise; `on_batch_end` gets its result."""
 
     def __init__(self, send: SendBatch, on_batch_end: OnBatchEnd) -> None:
         self._send = send
@@ -61,7 +60,7 @@ class PeerQueues:
         self._is_closed = False
 
     def put(self, node: Node, content: Content, tier: Tier) -> bool:
-        """Queue a content for a peer. False when it is queued for it already, or the queue is full."""
+        """Queue a content for a peer. Return False if it is queued already, or the queue is full."""
         with self._lock:
             queue = self._queues.setdefault(node.number, _PeerQueue(node))
             queue.node = node
@@ -76,12 +75,12 @@ class PeerQueues:
             return True
 
     def list_nodes_for(self, content: int) -> set[int]:
-        """For whom this content is queued, or on its way to."""
+        """Return the peers for which a content is queued or being sent."""
         with self._lock:
             return set(self._in_flight.get(content, ()))
 
     def take_refill_request(self, node: Node) -> bool:
-        """Whether this peer has little left to do although there may be more. True once, until it has more again."""
+        """Return True, once, if the queue of a peer is short and the catalog may have more."""
         with self._lock:
             queue = self._queues.get(node.number)
             if queue is None or self._is_closed or not queue.may_have_more or len(queue.waiting) > limits.PEER_QUEUE_MAX // 4:
@@ -90,13 +89,13 @@ class PeerQueues:
             return True
 
     def count_in_flight(self) -> tuple[int, int]:
-        """(contents, bytes) that are queued or on their way, once for each peer."""
+        """Return (contents, bytes) that are queued or being sent, counted for each peer."""
         with self._lock:
             sizes = [size for nodes in self._in_flight.values() for size in nodes.values()]
         return len(sizes), sum(sizes)
 
     def list_loads(self) -> list[PeerLoad]:
-        """The same by peer, of those that there was ever something for."""
+        """Return the load of each peer that ever had a job."""
         with self._lock:
             return [
                 PeerLoad(
@@ -107,21 +106,21 @@ class PeerQueues:
             ]  # fmt: skip
 
     def close(self) -> None:
-        """Nothing more is begun."""
+        """Drop all queued jobs and begin no more."""
         with self._lock:
             self._is_closed = True
             for queue in self._queues.values():
                 queue.waiting.clear()
 
     def _run(self, queue: _PeerQueue) -> None:
-        """Until the queue is empty: threads are cheap, and one that waits for ever would hold a database connection."""
+        """Send until the queue is empty. An idle thread would hold a database connection."""
         while jobs := self._take_next(queue):
             is_ok = False
             try:
                 is_ok = self._send(queue.node, jobs)
             except Exception:
                 first = jobs[0][0].id
-                log.exception("sending %d contents from %d on to %s failed in a way that nobody foresaw", len(jobs), first, queue.node.name)
+                log.exception("node %s: sending %d contents from %d on failed unexpectedly", queue.node.name, len(jobs), first)
             finally:
                 self._record_sent(queue, jobs)
                 self._on_batch_end(queue.node, is_ok)
@@ -136,7 +135,7 @@ class PeerQueues:
                     self._in_flight.pop(content.id, None)
 
     def _take_next(self, queue: _PeerQueue) -> list[Job]:
-        """The next content, or as many small ones as travel together; empty, and the thread ends, where there is none."""
+        """Take the next content, or small ones that travel together. Return an empty list, which ends the thread, if there is none."""
         with self._lock:
             jobs: list[Job] = []
             left = limits.PEER_BATCH_BYTES_MAX
@@ -161,7 +160,7 @@ CONTENTS_MAX = 10_000
 
 
 class PeerBackoff:
-    """Safe to use from several threads."""
+    """Which peers and contents are avoided, and until when. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -169,14 +168,14 @@ class PeerBackoff:
         self._contents: dict[tuple[int, int], tuple[float, float]] = {}
 
     def record_failure(self, node: int) -> bool:
-        """A peer did not do what it was asked. True: it did before."""
+        """Avoid a peer that failed. Return True if it was not avoided before."""
         with self._lock:
             previous = self._nodes.get(node)
             self._nodes[node] = _build_next_wait(previous)
             return previous is None
 
     def record_refusal(self, node: int, content: int, code: int) -> None:
-        """A peer does not take this content; any other neither where it is full."""
+        """Avoid a peer for one content that it refused; for all contents if it is full."""
         with self._lock:
             if code in FULL_ERRNOS:
                 self._nodes[node] = _build_next_wait(self._nodes.get(node))
@@ -185,40 +184,38 @@ class PeerBackoff:
             self._contents[node, content] = _build_next_wait(self._contents.get((node, content)))
 
     def record_success(self, node: int) -> None:
-        """A peer does what it is asked."""
         with self._lock:
             self._nodes.pop(node, None)
 
     def list_avoided(self) -> frozenset[int]:
-        """Who is left alone just now."""
+        """Return the peers that are avoided now."""
         now_s = time.monotonic()
         with self._lock:
             return frozenset(node for node, (until_s, _) in self._nodes.items() if until_s > now_s)
 
     def list_avoided_for(self, content: int) -> frozenset[int]:
-        """Who shall not be asked to take this content now."""
+        """Return the peers that are avoided now for a content."""
         now_s = time.monotonic()
         with self._lock:
             nodes = {node for node, (until_s, _) in self._nodes.items() if until_s > now_s}
             return frozenset(nodes | {node for (node, of), (until_s, _) in self._contents.items() if of == content and until_s > now_s})
 
     def next_due_s(self) -> float | None:
-        """Until the first of them may be asked again; None when nobody is avoided."""
+        """Return the seconds until the first backoff ends; None without one."""
         now_s = time.monotonic()
         with self._lock:
-            # What is long past was asked again, or is not wanted any more.
+            # An old backoff was used for a retry, or its content is not under-replicated any more.
             self._contents = {key: wait for key, wait in self._contents.items() if wait[0] > now_s - limits.RETRY_LAST_S}
             waits = [until_s - now_s for until_s, _ in (*self._nodes.values(), *self._contents.values()) if until_s > now_s]
         return min(waits) if waits else None
 
     def clear(self) -> None:
-        """Ask everybody again."""
         with self._lock:
             self._nodes.clear()
             self._contents.clear()
 
 
 def _build_next_wait(previous: tuple[float, float] | None) -> tuple[float, float]:
-    """(until when, how long that is): longer each time."""
+    """Return (end, length) of the next backoff, in seconds; longer each time."""
     delay_s = limits.RETRY_FIRST_S if previous is None else min(2 * previous[1], limits.RETRY_LAST_S)
     return time.monotonic() + delay_s, delay_s
