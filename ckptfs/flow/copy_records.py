@@ -28,7 +28,7 @@ CONTENTS_PREFIX = b"c/"
 
 
 class DropDeadRecords:
-    """Reads all that is said of contents now and then, a batch a step."""
+    """Sweeps through the content records of the store, a batch a step."""
 
     def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
@@ -37,7 +37,7 @@ class DropDeadRecords:
         self._after: bytes | None = None
 
     def step(self) -> bool:
-        """True: there is more. Raises Unreachable; then the same batch comes again."""
+        """Check one batch. Return True if there is more. Raises StoreUnreachable; the batch is then repeated."""
         if self._after is None:
             if time.monotonic() < self._next_s:
                 return False
@@ -52,13 +52,13 @@ class DropDeadRecords:
         return self._after is not None
 
     def next_due_s(self) -> float | None:
-        """Until the next look."""
+        """Return the seconds until the next sweep."""
         return max(0.0, self._next_s - time.monotonic())
 
     def _acquire_lock(self) -> bool:
-        """Who claims it keeps it for as long as it lives, so that it is done once for all."""
+        """Acquire the lock, which a node keeps as long as it lives. Return False if nothing is to be done, or another node has it."""
         gone = peer_copies.list_node_names(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
-        # A store that has lost its data does not say what nobody told it again.
+        # After a loss of its data, the store lacks records until all nodes have republished them.
         if not gone or store_loss.get_loss_age_s(self._db) < limits.UNPUBLISHED_KEEP_S or not self._cluster.lease():
             return False
         return self._cluster.claims is None or self._cluster.claims.try_acquire("bury") is not None
@@ -78,7 +78,7 @@ class DropDeadRecords:
                 self._delete_records(number, one, one.writer, file)
 
     def _is_replaced(self, number: int, file: SharedFile, view: ClusterView) -> bool:
-        """Whether the file holds another content, and nobody misses this one."""
+        """Return whether the file holds another, replicated content, and does not miss this one."""
         if file.content in {None, number} or (file.salvaged or {}).get("content") == number:
             return False
         assert file.content is not None
@@ -97,7 +97,7 @@ class DropDeadRecords:
 
 
 def _parse_if_writer_dead(item: Item, view: ClusterView) -> int | None:
-    """The content, when a node said this that does not live."""
+    """Return the content of a record whose writer is dead; None otherwise."""
     try:
         value = json.loads(item.value)
         return None if int(value["node"]) in view else int(item.key.removeprefix(CONTENTS_PREFIX), 16)
@@ -109,18 +109,18 @@ ANNOUNCE_BATCH_CONTENTS = 256
 
 
 class AnnounceCopies:
-    """One batch a step. Raises Unreachable while the store is."""
+    """Announces a batch of copies a step. Raises StoreUnreachable."""
 
     def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
         self._cluster = cluster
 
     def prepare(self) -> None:
-        """Once, before the first step: a tier may have been lost, with copies that the store was told of."""
+        """Mark announced copies that were lost with a tier. Called once, before the first step."""
         remote_contents.mark_dropped_unannounced(self._db)
 
     def step(self) -> bool:
-        """Tell of one batch. True: there may be more at once."""
+        """Announce one batch. Return True if there may be more at once."""
         changes = remote_contents.list_unannounced(self._db, ANNOUNCE_BATCH_CONTENTS)
         if changes:
             locations.announce(self._cluster.store, self._cluster.node_number, changes, is_own_away=True)
@@ -128,5 +128,5 @@ class AnnounceCopies:
         return len(changes) == ANNOUNCE_BATCH_CONTENTS
 
     def next_due_s(self) -> float | None:
-        """Only when something came or went."""
+        """Return None: a wake-up follows every change of a copy."""
         return None

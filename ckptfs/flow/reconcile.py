@@ -37,12 +37,10 @@ LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 
 
 class Reconcile:
-    """Sweeps through everything now and then, one batch a step: first what is held for others, then this node's own."""
+    """Sweeps through all contents, one batch a step: first the hosted ones, then this node's own."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster, reported_unneeded: set[int]) -> None:
-        """`doubted`: contents of which a peer said that they need not be held, or that their files are gone; they are looked at first, and
-        taken out of the set.
-        """
+        """`reported_unneeded`: contents that a peer reported as unneeded or deleted. They are checked first, and leave the set."""
         self._db = db
         self._tiers = tiers
         self._notify = notify
@@ -60,7 +58,7 @@ class Reconcile:
         self._tries: dict[int, int] = {}
 
     def step(self) -> bool:
-        """Look at one batch. True: there is more. Raises Unreachable while the store is; then the same batch comes again."""
+        """Check one batch. Return True if there is more. Raises StoreUnreachable; the batch is then repeated."""
         self._check_lease()
         if store_loss.is_recently_lost(self._db):
             # What the store does not say, other nodes may not have told it yet since it lost its data.
@@ -92,13 +90,13 @@ class Reconcile:
         return self._sweep()
 
     def _check_lease(self) -> None:
-        """Who was dead to the others was told nothing by them: it looks through all that it has, a while later at what was too young."""
+        """Begin a sweep after the lease was lost: a node that counts as dead is told nothing by its peers."""
         lease = self._cluster.lease()
         if lease and lease != self._lease:
             self._lease, self._was_dead, self._sweep_s = lease, True, time.monotonic()
 
     def next_due_s(self) -> float | None:
-        """Until the next sweep, or until what is not sure is looked at again."""
+        """Return the seconds until the next sweep, or until unconfirmed contents are checked again."""
         return max(0.0, min(self._sweep_s, self._recheck_s if self._unconfirmed else self._sweep_s) - time.monotonic())
 
     def _schedule_recheck(self, unconfirmed: list[int], reported: list[int]) -> None:
@@ -206,7 +204,7 @@ class Reconcile:
         return False
 
     def _is_surplus(self, content: Content, shared: ContentLocations) -> bool:
-        """Whether enough other nodes that live have it, by the order of placement."""
+        """Return whether enough other live nodes have it, in placement order."""
         cluster, remote_state = self._cluster, shared.state
         if (
             remote_state is None
@@ -227,7 +225,7 @@ class Reconcile:
         return any(node.number == cluster.node_number for node in spare)
 
     def _has_copy(self, node: Node, content: Content) -> bool:
-        """Whether a node lends exactly this when it is asked."""
+        """Return whether a node can open exactly this copy."""
         try:
             record = self._cluster.peers.get_manifest(node, content.id, content.digest)
         except PeerFailed as failure:

@@ -43,7 +43,7 @@ BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
 
 
 class Salvage:
-    """Looks through what lies here whenever the world has changed, and again while something is not decided. One batch a step."""
+    """Checks the previous contents on this node after each change of the view, and again while a decision is open. One batch a step."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -58,14 +58,14 @@ class Salvage:
         self._view_since_s = 0.0
 
     def step(self) -> bool:
-        """True: there is more to look through. Raises Unreachable; then the same batch comes again."""
+        """Check one batch. Return True if there is more. Raises StoreUnreachable; the batch is then repeated."""
         view = self._cluster.view()
         if store_loss.is_recently_lost(self._db):
             return False
         if view is not self._last_view:
             self._after, self._writers_may_return, self._last_view, self._view_since_s = 0, True, view, time.monotonic()
         if self._cluster.factor < 2:
-            self._after = None  # Nobody holds anything for others; the PFS has what it has.
+            self._after = None  # No node hosts copies of others.
         if self._after is not None:
             batch = remote_contents.list_held_copies(self._db, self._after, BATCH_CONTENTS)
             self._salvage_batch(batch, view)
@@ -146,7 +146,7 @@ class Salvage:
     def _show_held_copy(
         self, inode: int, file: SharedFile, held_copy: HeldCopy, shared: ContentLocations, successor: ContentLocations
     ) -> None:
-        """Let the file hold what lies here, if the store agrees."""
+        """Make the previous content that of the file, if the store agrees."""
         remote_state, content = shared.state, held_copy.content
         if remote_state is not None and _is_same_state(held_copy.generation, held_copy.digest, remote_state):
             if not self._restore_previous(inode, file, content, shared, successor):
@@ -229,7 +229,7 @@ class Salvage:
         return self._show_pfs(inode, file, on_pfs, successor) or None
 
     def _record_pfs_shown(self, inode: int, file: SharedFile, on_pfs: SharedPfsState) -> bool:
-        """Another node was faster."""
+        """Record the decision of another node."""
         rows = [(PFS_STATE, on_pfs.value, on_pfs.item), (INODE, file.value, file.item)]
         salvage_records.record_pfs_shown(self._db, [(SharedKey(kind, inode), value, item.mod_revision) for kind, value, item in rows])
         self._notify.invalidate_inode(inode)
@@ -284,7 +284,7 @@ class Salvage:
     # --- when the writer returns ---------------------------------------------------------------------------------------
 
     def _restore_returned(self, view: ClusterView) -> bool:
-        """Ask writers that live for what is missed. True: something is not decided."""
+        """Ask live writers for missed contents. Return True if a decision is open."""
         is_undecided = False
         for inode, raw in salvage_records.list_salvaged(self._db):
             salvaged = json.loads(raw)

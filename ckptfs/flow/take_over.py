@@ -30,7 +30,7 @@ LOOK_S = 30.0
 
 
 class TakeOver:
-    """Looks whenever the world changes, and now and then."""
+    """Looks for journals of dead nodes whenever the view changes, and every `LOOK_S`."""
 
     def __init__(self, db: Database, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -41,7 +41,7 @@ class TakeOver:
         self._nodes_left: list[int] = []
 
     def step(self) -> bool:
-        """Take over from one node. True: there may be more at once."""
+        """Take over from one node. Return True if there may be more at once."""
         view = self._cluster.view()
         if not self._nodes_left:
             self._last_view = view
@@ -53,11 +53,11 @@ class TakeOver:
         return bool(self._nodes_left)
 
     def next_due_s(self) -> float | None:
-        """Nodes may have died unseen."""
+        """Return the seconds until the next look: a death may go unnoticed."""
         return LOOK_S if self._cluster.view() is self._last_view else 0.0
 
     def _take_from(self, number: int) -> bool:
-        """Take one page of rows. False: there is nothing left to take."""
+        """Take one page of rows. Return False if nothing is left to take."""
         if not self._list_rows(number, 1):
             return False
         claim = None if self._cluster.claims is None else self._cluster.claims.try_acquire(f"write-back/{number}")
@@ -66,14 +66,14 @@ class TakeOver:
         items = self._list_rows(number, ROWS_TOGETHER)
         is_dead = number == self._cluster.node_number or not membership.list_live(self._cluster.store, [number])
         if items and is_dead and self._append_rows(claim, items, number):
-            log.info("%d changes that node %d had not written back are written back from here", len(items), number)
+            log.info("node %d: this node takes over %d changes that it had not written back", number, len(items))
             self._notify.wake_lanes()
             return True
         self._cluster.claims.release(claim)
         return False
 
     def _list_rows(self, number: int, at_most: int) -> list[Item]:
-        """What a node has to write back; of this one only what a former catalog left."""
+        """Return the pending rows of a node; for this node, those of a previous catalog."""
         start = keys.encode_key(SharedKey(JOURNAL_ROW, number, b""))
         if number != self._cluster.node_number:
             return list(self._cluster.store.read([Get(start, prefix_end(start), limit=at_most)]).results[0])
@@ -82,7 +82,7 @@ class TakeOver:
         return [*found.results[0], *found.results[1]][:at_most]
 
     def _append_rows(self, claim: ClusterLock, items: list[Item], number: int) -> bool:
-        """Make them this node's. False: the node lives again, or another one has them."""
+        """Move rows to this node. Return False if their node lives again, or another node has them."""
         rows = [keys.parse_row(keys.decode_value(item.value) or {}, number) for item in items]
         with self._db.transaction():
             taken = journal.insert_taken_over(self._db, rows)

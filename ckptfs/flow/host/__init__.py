@@ -38,7 +38,7 @@ transfer.declare_labels("host:open")
 
 
 class OpenFileSnapshots:
-    """The last ones that were asked for. Used by several threads."""
+    """The most recently requested snapshots of open files. Thread-safe."""
 
     def __init__(self, db: Database, tiers: Tiers) -> None:
         self._db = db
@@ -99,7 +99,7 @@ SEARCH_BYTES_MIN = 256 * limits.KIB
 
 
 class Host:
-    """The shelf: what peers may do on this node."""
+    """Serves peers: accepts their copies and lends them contents of this node."""
 
     def __init__(self, db: Database, tiers: Tiers, share: float, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -111,14 +111,14 @@ class Host:
         self._tokens = itertools.count(1)
         self._incoming: dict[int, IncomingCopy] = {}
         self._busy_tokens: dict[int, int] = {}
-        """Content -> the token of who is sending it now."""
+        """Content -> the token of the peer that is sending it."""
         self._pause = threading.Event()
         self._open_snapshots = OpenFileSnapshots(db, tiers)
         self.reported_unneeded: set[int] = set()
         """Contents that a peer said need not be held: the reconcile flow asks the store."""
 
     def step(self) -> bool:
-        """Drop what nobody went on sending. Never more to do."""
+        """Drop abandoned incoming copies. Return False."""
         self._drop_idle()
         return False
 
@@ -391,14 +391,14 @@ class Host:
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     def release_copies(self, contents: Sequence[int]) -> None:
-        """Nothing goes at a peer's word alone: the store is asked first."""
+        """Note contents that a peer reports as unneeded. The reconcile step asks the store before it drops them."""
         with self._lock:
             # What is too much is found by the next sweep.
             self.reported_unneeded.update(contents[: max(0, limits.UNCONFIRMED_MAX - len(self.reported_unneeded))])
         self._notify.wake_lanes()
 
     def get_free_bytes(self) -> int:
-        """How many more bytes this node would hold for its peers."""
+        """Return the bytes that peers may still store on this node."""
         return self._quota.get_largest_free_bytes()
 
     def close(self) -> None:
@@ -413,7 +413,7 @@ class Host:
 
 
 def _validate_offer(offer: Offer) -> None:
-    """An offer that contradicts itself is refused before anything is made for it."""
+    """Refuse an offer that contradicts itself."""
     count = -(-offer.size // limits.BLOCK_BYTES)
     if not 0 <= offer.size <= limits.FILE_BYTES_MAX or count > limits.BLOCK_DIGESTS_MAX:
         raise InvalidArgument(f"{offer.size} bytes are too many for a copy on another node")
