@@ -1,9 +1,11 @@
-"""Takes: tiers that are above their high watermark, and a RAM in which the next content would not fit.
-Leaves: tiers below their low watermark, as far as P5 lets them: copies that are whole elsewhere went, others moved from RAM to NVMe.
-If we die here: a copy's row goes before its file, which is a leftover then; an unfinished move leaves a FILLING row. No copy is lost.
+"""The evict step: room in RAM and on NVMe.
 
-Nothing tells of what the kernel writes into a backing file, so while writers are open the room is looked at: often while it shrinks,
-every few seconds while nothing happens, never while nobody writes.
+Takes: tiers above their high watermark, and a RAM tier in which the next content would not fit.
+Leaves: tiers below their low watermark, as far as P5 allows. Copies that are whole elsewhere are dropped, others move from RAM to NVMe.
+If we die here: a copy's row is deleted before its file, which is then a leftover. An unfinished move leaves a FILLING row. No copy is lost.
+
+The kernel writes to backing files without a notification. While writers are open, the free space is therefore polled: often while it
+shrinks, every few seconds otherwise.
 """
 
 import logging
@@ -54,13 +56,13 @@ class Evict:
         self._demote_wait_s = 0.0
 
     def step(self) -> bool:
-        """Make some room where it is short. True: there is more to do at once."""
+        """Make some room in each full tier. Return True if there is more to do at once."""
         self._raise_limit()
         more = [self._make_room(tier) for tier in self._watermarks if tier in self._tiers]
         return any(more)
 
     def next_due_s(self) -> float | None:
-        """Until the room is looked at again: soon while it shrinks, now and then while somebody writes, else for what was put off."""
+        """Return the seconds until the next poll: short while free space shrinks. Without writers, until the first deferred tier."""
         if not count_writers(self._db) and not self._stuck:
             self._poll_s, self._last_free = POLL_FIRST_S, -1
             return min((max(0.0, self._idle_until_s[tier] - time.monotonic()) for tier in self._deferred), default=None)
@@ -70,14 +72,14 @@ class Evict:
         return self._poll_s
 
     def retry_now(self) -> None:
-        """What could not leave a moment ago may do so now."""
+        """Forget the pauses of tiers that could not be relieved."""
         self._idle_until_s, self._deferred = {}, set()
         self._demote_at_s = 0.0
 
     # --- making room -------------------------------------------------------------------------------------------------
 
     def _make_room(self, tier: Tier) -> bool:
-        """Drop or move one batch out of `tier`. True: there is more to do, and something could be done about it."""
+        """Drop or move one batch out of `tier`. Return True if that made room."""
         capacity = self._tiers[tier].get_capacity()
         required = self._get_required_bytes(tier, capacity)
         desired = max(required, self._get_desired_bytes(capacity)) if tier is Tier.RAM else required
@@ -99,11 +101,11 @@ class Evict:
         self._idle_until_s[tier] = time.monotonic() + IDLE_S
         if required and tier not in self._stuck:
             self._stuck.add(tier)
-            log.info("%s is too full and nothing may leave it now; %d MiB too much", tier, required // limits.MIB)
+            log.info("%s: too full by %d MiB, and no copy may leave it now", tier, required // limits.MIB)
         return False
 
     def _get_required_bytes(self, tier: Tier, capacity: Capacity) -> int:
-        """Bytes that are too much for the tier, or for the machine's memory."""
+        """Return the bytes by which a tier exceeds its watermark or the machine's memory."""
         high, low = self._watermarks[tier]
         excess = space.get_excess_bytes(capacity, low if tier in self._evicting else high, low)
         if tier is Tier.RAM:
@@ -113,7 +115,7 @@ class Evict:
         return excess
 
     def _get_desired_bytes(self, capacity: Capacity) -> int:
-        """Bytes in RAM without which the next content would fit: a checkpoint comes again at nearly the same size."""
+        """Return the bytes to free in RAM for the next content. Checkpoints repeat at nearly the same size."""
         high, low = self._watermarks[Tier.RAM]
         return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, RECENT_CONTENTS), high, low)
 
@@ -124,7 +126,7 @@ class Evict:
             self._clear_trouble()
 
     def _drop_stale(self, storage: TierStorage) -> int:
-        """Drop former generations of other nodes' contents; how many went."""
+        """Drop stale copies of other nodes' contents. Return their number."""
         stale = remote_contents.list_stale(self._db, storage.tier, time.time_ns(), BATCH_CONTENTS)
         for number in stale:
             copies.delete_copy(self._db, number, storage.tier)
@@ -132,7 +134,7 @@ class Evict:
         return len(stale)
 
     def _drop_evictable(self, storage: TierStorage, excess: int) -> int:
-        """Drop copies of contents that are whole elsewhere, up to `excess` bytes; how many went."""
+        """Drop copies of contents that are whole elsewhere, up to `excess` bytes. Return their number."""
         gone = []
         for content in copies.list_evictable(self._db, storage.tier, elsewhere=True, at_most=BATCH_CONTENTS):
             if excess <= 0:
@@ -142,7 +144,7 @@ class Evict:
         return self._drop(storage, gone)
 
     def _drop(self, storage: TierStorage, contents: list[Content]) -> int:
-        """Drop these copies, after a last look in the transaction that forgets them: somebody may have opened one."""
+        """Drop copies. The transaction that deletes their rows checks again, since a file may have been opened."""
         with self._db.transaction():
             gone = [content for content in contents if lifecycle.can_drop(get_file_record(self._db, content.id), storage.tier)]
             for content in gone:
@@ -154,8 +156,10 @@ class Evict:
         return len(gone)
 
     def _remove(self, storage: TierStorage, gone: list[Content]) -> None:
-        """Remove what was forgotten. Whoever wants it back announces that first, which cannot happen inside our transaction: what was
-        announced before has a file of its own. To free a large file takes long, so that is done outside.
+        """Remove the files of dropped copies, unless a new copy has a row again.
+
+        No new row can be inserted during the transaction that unlinks the files. The descriptors are closed after it, since freeing a
+        large file takes long.
         """
         detached: list[int] = []
         try:
@@ -171,7 +175,7 @@ class Evict:
     # --- moving from RAM to NVMe -------------------------------------------------------------------------------------
 
     def _demote_one(self) -> bool:
-        """Move the content that was used least recently to NVMe. False: there is none, no room there, or NVMe has trouble."""
+        """Move the least recently used content to NVMe. Return False if there is none, or if NVMe is full or fails."""
         nvme = self._tiers.get(Tier.NVME)
         if nvme is None or time.monotonic() < self._demote_at_s:
             return False
@@ -184,16 +188,16 @@ class Evict:
         try:
             local_copies.copy_to_tier(self._db, self._tiers, content, Tier.RAM, Tier.NVME)
         except Busy as reason:
-            log.debug("%s is not moved to nvme now: %s", self._name(content), reason)
+            log.debug("%s: not moved to nvme: %s", self._name(content), reason)
             return True
         except (OSError, DigestMismatch) as failure:
             if isinstance(failure, OSError) and not is_unchanged(self._db, content):
-                return True  # It was deleted while we reached for it.
+                return True  # It was deleted meanwhile.
             self._demote_wait_s = min(max(2 * self._demote_wait_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
             self._demote_at_s = time.monotonic() + self._demote_wait_s
             self._report_trouble(content, failure)
             if mark_lost(self._db, content):
-                log.error("%s is lost: its only copy is not what was sealed; it gives EIO", self._name(content))
+                log.error("%s: lost: its only copy has not the sealed digest; reads fail with EIO", self._name(content))
             return False
         self._clear_trouble()
         self._drop(self._tiers[Tier.RAM], [content])
@@ -203,10 +207,10 @@ class Evict:
         reason = health.describe(failure) if isinstance(failure, OSError) else str(failure)
         value = {"what": f"cannot be moved from ram to nvme: {reason}", "path": self._name(content), "remedy": health.remedy(failure.errno)}
         summary.set_report(self._db, TROUBLE, value)
-        log.warning("%s %s; again in %.1f s", value["path"], value["what"], self._demote_wait_s)
+        log.warning("%s: %s; next try in %.1f s", value["path"], value["what"], self._demote_wait_s)
 
     def _clear_trouble(self) -> None:
-        """What hindered a move is over, or there is nothing to move any more."""
+        """Clear the report of a failed move."""
         if self._demote_wait_s:
             summary.set_report(self._db, TROUBLE, None)
             self._demote_wait_s = 0.0
@@ -217,7 +221,7 @@ class Evict:
     # --- the limit of the tmpfs --------------------------------------------------------------------------------------
 
     def _raise_limit(self) -> None:
-        """Enlarge the RAM tier while somebody writes and it is nearly full, as far as the configuration and the memory allow."""
+        """Enlarge a nearly full RAM tier while writers are open, as far as the configuration and the memory allow."""
         root = self._tiers[Tier.RAM].root
         if os.geteuid() != 0 or not os.path.ismount(root) or not count_writers(self._db):
             return
@@ -226,10 +230,10 @@ class Evict:
         larger = space.choose_ram_size(total, used, configured=self._config.ram_bytes, available=available, memory=memory)
         if larger > total:
             space.resize_ram(root, larger)
-            log.info("the RAM tier was enlarged from %d to %d MiB", total // limits.MIB, larger // limits.MIB)
+            log.info("ram: enlarged from %d to %d MiB", total // limits.MIB, larger // limits.MIB)
 
 
 def _get_memory_shortage(capacity: Capacity) -> int:
-    """How many bytes RAM should give back because the machine runs out of memory, however little of its budget is used."""
+    """Return the bytes that RAM must give back because the machine runs out of memory, whatever its watermark."""
     headroom = min(limits.RAM_HEADROOM_BYTES_MIN, capacity.total // 10)
     return min(max(0, headroom - capacity.free), capacity.used)

@@ -1,13 +1,11 @@
-"""Takes: what is known of a file that somebody opens for writing or truncates (`contents.Held`).
-Leaves: which way that goes; the mount process goes it.
-If we die here: nothing was changed, the decision is taken again.
+"""The decision how to open a file. Pure functions.
 
-An overwritten content stays until its successor is sealed (P5), so whoever truncates a file that nobody else has open begins a new one.
-Everything else is written in place: the same content opens again as the next generation.
+Takes: the catalog's record of a file (`contents.FileContent`) that an application opens or truncates.
+Leaves: a `WriteTarget` or `ReadSource`, on which the mount process acts.
+If we die here: nothing was changed; the decision is taken again.
 
-Takes: what is known of a file that somebody opens for reading only (`contents.Held`).
-Leaves: which way that goes; the mount process goes it.
-If we die here: nothing was changed, the decision is taken again.
+An overwritten content stays until its successor is sealed (P5). A truncation of a file that no other process has open therefore begins a
+new content. All other writes go in place: the same content is opened again as its next generation.
 """
 
 import re
@@ -20,7 +18,7 @@ _DIGITS = re.compile(rb"\d+")
 
 
 class WriteTarget(Enum):
-    """NEW: begin a content. IN_PLACE: the one that is here. FETCH: bring it here first. LOST: there are no bytes any more."""
+    """NEW: a new content. IN_PLACE: the local one. FETCH: the local one after a fetch. LOST: no bytes are left."""
 
     NEW = "new"
     IN_PLACE = "in place"
@@ -29,7 +27,7 @@ class WriteTarget(Enum):
 
 
 def choose_write_target(held: FileContent, *, truncate: bool, shared: bool) -> WriteTarget:
-    """How to open `held` for writing. `truncate`: to nothing at all; `shared`: somebody has it open already."""
+    """Return how to open `held` for writing. `truncate`: to length 0; `shared`: it is open already."""
     if held.tiers and (shared or not truncate) and held.state is not ContentState.DOOMED:
         return WriteTarget.IN_PLACE
     if truncate or (held.content is None and not held.is_on_pfs):
@@ -37,18 +35,18 @@ def choose_write_target(held: FileContent, *, truncate: bool, shared: bool) -> W
     if held.is_remote and held.state in {ContentState.CLOSED, ContentState.SEALED}:
         return WriteTarget.FETCH
     if held.state in {ContentState.LOST, ContentState.DOOMED, ContentState.OPEN, ContentState.CLOSED}:
-        # Without a copy, only a sealed content can be somewhere else.
+        # Without a local copy, only a sealed content can be on another node or the PFS.
         return WriteTarget.LOST
     return WriteTarget.FETCH
 
 
 def get_series_pattern(name: bytes) -> bytes:
-    """What files of one series have in common: their name without its numbers."""
+    """Return the name without its numbers, which all files of a series share."""
     return _DIGITS.sub(b"#", name)
 
 
 class ReadSource(Enum):
-    """HERE: from a tier. EMPTY: never written. FETCH: bring it here, or learn where to read it. LOST: there are no bytes any more."""
+    """HERE: a local tier. EMPTY: never written. FETCH: the answer of a fetch request. LOST: no bytes are left."""
 
     HERE = "here"
     EMPTY = "empty"
@@ -57,7 +55,7 @@ class ReadSource(Enum):
 
 
 def choose_read_source(held: FileContent) -> ReadSource:
-    """How to open `held` for reading."""
+    """Return how to open `held` for reading."""
     if held.tiers and (held.state is not ContentState.DOOMED or _was_just_unlinked(held)):
         return ReadSource.HERE
     if held.content is None:
@@ -67,5 +65,5 @@ def choose_read_source(held: FileContent) -> ReadSource:
 
 
 def _was_just_unlinked(held: FileContent) -> bool:
-    """Whether another node took the last name of the file away since it was looked up: it can be opened as long as its bytes are here."""
+    """Return whether another node removed the last name since the lookup. The file can be opened as long as this node has its bytes."""
     return held.inode.nlink == 0 and held.generation == held.inode.generation

@@ -1,8 +1,10 @@
-"""Takes: contents that nobody needs any more (DOOMED), quarantined copies that have a good one beside them, and files that no row names.
-Leaves: their room.
-If we die here: files go before their rows, so what was not finished is found again.
+"""The reclaim step: removal of files that are not needed any more.
 
-The mount makes a content's file first and commits its row then: an unknown file that is young is not a leftover.
+Takes: DOOMED contents, quarantined copies whose content has a good copy, and leftovers (files without a row).
+Leaves: free space.
+If we die here: files are removed before their rows, so the rest is found again.
+
+The mount creates a content's file before it commits the row. A young file without a row is therefore no leftover.
 """
 
 import contextlib
@@ -28,7 +30,7 @@ SWEEP_S = 3600.0
 
 
 class Reclaim:
-    """Drops what lies in some of the tiers. One for each group of tiers that may hang on its own."""
+    """Reclaims the space of some tiers. One for each group of tiers that may hang independently."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, tier_group: Iterable[Tier] = Tier) -> None:
         self._db = db
@@ -36,16 +38,16 @@ class Reclaim:
         self._notify = notify
         self._tier_group = tuple(tier_group)
         self._after = 0
-        # The first sweep comes when what the mount of before may have been making is old enough.
+        # At the first sweep, files that the previous mount was creating are old enough.
         self._sweep_s = time.monotonic() + LEFTOVER_AGE_S + 5
 
     @property
     def _present_tiers(self) -> dict[Tier, TierStorage]:
-        """Those of our tiers that are there: one may have been left out since."""
+        """The tiers of the group that are present."""
         return {tier: self._all_tiers[tier] for tier in self._tier_group if tier in self._all_tiers}
 
     def step(self) -> bool:
-        """Drop one batch of doomed contents, or sweep when that is due. True: there may be more at once."""
+        """Remove one batch of doomed contents, and sweep if that is due. Return True if there may be more at once."""
         batch = copies.list_doomed(self._db, self._tier_group, self._after, BATCH_CONTENTS)
         present = self._present_tiers
         for number, tier in batch:
@@ -54,7 +56,7 @@ class Reclaim:
         if batch:
             disk.act("drop:forget", copies.delete_doomed, self._db, batch)
             if self._db.is_clustered:
-                self._notify.wake_lanes()  # Other nodes may have copies, and hear now that they may forget them.
+                self._notify.wake_lanes()  # Another lane tells the other nodes that they may delete their copies.
         more = len(batch) == BATCH_CONTENTS
         self._after = batch[-1][0] if more else 0
         if not more and time.monotonic() >= self._sweep_s:
@@ -63,7 +65,7 @@ class Reclaim:
         return more
 
     def next_due_s(self) -> float | None:
-        """Until the next sweep."""
+        """Return the seconds until the next sweep."""
         return max(0.0, self._sweep_s - time.monotonic())
 
     def _sweep(self) -> None:
@@ -71,7 +73,7 @@ class Reclaim:
             self._remove_quarantined(tier, storage)
             count, size = self._remove_leftovers(tier, storage)
             if count:
-                log.info("removed %d files (%d bytes) from %s that belong to nothing", count, size, tier)
+                log.info("%s: removed %d leftover files (%d bytes)", tier, count, size)
 
     def _remove_quarantined(self, tier: Tier, storage: TierStorage) -> None:
         for number, _ in copies.list_copies_in_state(self._db, CopyState.QUARANTINED, tier):
@@ -82,19 +84,17 @@ class Reclaim:
             disk.act("drop:quarantined", local_copies.remove_unrecorded, self._db, storage, number)
 
     def _remove_leftovers(self, tier: Tier, storage: TierStorage) -> tuple[int, int]:
-        """Remove old files without a row; how many, and their bytes. The files are listed before the rows, so that a row that is made
-        now is seen.
-        """
+        """Remove old files without a row. Return their number and bytes. Files are listed before rows, so no new row is missed."""
         files = set(storage.contents())
         unknown = sorted(files - copies.list_copies_in_tier(self._db, tier).keys())
         sizes = [size for number in unknown if (size := self._remove_leftover(tier, storage, number)) is not None]
         return len(sizes), sum(sizes)
 
     def _remove_leftover(self, tier: Tier, storage: TierStorage, number: int) -> int | None:
-        """Remove one file unless it is young or known after all; its size when it went.
+        """Remove one file unless it is young or has a row by now. Return its size if it was removed.
 
-        In RAM and on NVMe the mount makes a file within the transaction that makes its row, and may take over a leftover's name.
-        While we hold a transaction none of that can be going on. On the PFS, which may hang, rows come first, so it needs none.
+        In RAM and on NVMe, the mount creates a file within the transaction that inserts its row, and may reuse the name of a leftover.
+        The transaction held during the removal excludes both. On the PFS, which may hang, rows come first and no transaction is needed.
         """
         found = storage.stat(number)
         if found is None or time.time() - max(found.st_mtime, found.st_ctime) < LEFTOVER_AGE_S:

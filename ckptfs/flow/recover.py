@@ -1,8 +1,10 @@
-"""Takes: a catalog and tiers as the last mover, a reboot or a lost RAM left them.
-Leaves: no row for a copy that is not there, and no content that claims bytes nobody has: it falls back to what is left, or is LOST.
-If we die here: every part is one short transaction, and what was done need not be done again.
+"""The recovery step: catalog and local tiers made consistent after a crash, a reboot or a loss of RAM.
 
-The PFS is not touched here, because it may hang: contents in its work area are believed until somebody reads them.
+Takes: the catalog and the tiers as the previous mover left them.
+Leaves: no row of a copy that does not exist. A content without bytes shows its previous state, or is LOST.
+If we die here: every part is one short transaction; finished parts are not repeated.
+
+The PFS is not touched, because it may hang. Copies in its work area count until they are read.
 """
 
 import logging
@@ -25,7 +27,7 @@ WITH_SIZE = {ContentState.CLOSED, ContentState.SEALED}
 
 
 class Recover:
-    """Runs once, before the mover says that it is ready."""
+    """Runs once, before the mover reports that it is ready."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         self._db = db
@@ -34,7 +36,7 @@ class Recover:
         self._logged_count = 0
 
     def step(self) -> bool:
-        """All of it. Never more to do."""
+        """Recover everything. Return False."""
         disk.act("recover:adopt", adopt_tiers, self._db, self._tiers)
         for tier in Tier:
             if tier not in self._tiers:
@@ -46,24 +48,24 @@ class Recover:
         return False
 
     def next_due_s(self) -> float | None:
-        """Never again."""
+        """Return None: recovery runs once."""
         return None
 
     # --- tiers -------------------------------------------------------------------------------------------------------
 
     def _log_unreachable(self, tier: Tier) -> None:
-        """A tier that the configuration no longer names, or that was left out: what is there waits for it to come back."""
+        """Warn about copies in a tier that is absent. They wait until it returns."""
         unreachable = len(copies.list_copies_in_tier(self._db, tier))
         if unreachable:
-            log.warning("%d contents in %s cannot be reached: there is no such tier now", unreachable, tier)
+            log.warning("%s: %d contents cannot be reached: this tier is absent", tier, unreachable)
 
     def _check_tier(self, storage: TierStorage) -> None:
-        """A tier that fails now may come back: what is in it is believed until somebody reads it."""
+        """Check one tier. If it fails, its rows stay: it may work again later."""
         try:
             self._remove_unfinished(storage)
             self._forget_missing(storage)
         except OSError as failure:
-            log.error("%s cannot be looked through (%s); what the catalog says of it is believed", storage.root, failure)
+            log.error("%s: not checked: %s; its copies count until they are read", storage.root, failure)
 
     def _remove_unfinished(self, storage: TierStorage) -> None:
         for number, _ in copies.list_copies_in_state(self._db, CopyState.FILLING, storage.tier):
@@ -72,7 +74,7 @@ class Recover:
         local_copies.restore_all_stashed(self._db, storage)
 
     def _forget_missing(self, storage: TierStorage) -> None:
-        """Forget copies whose file is gone; quarantine those that a power cut made shorter or longer than they were."""
+        """Delete rows whose file is gone; quarantine copies whose size changed in a power cut."""
         files = set(storage.contents())
         for number, (copy, state, size) in copies.list_copies_in_tier(self._db, storage.tier).items():
             if number not in files and not storage.exists(number):
@@ -85,24 +87,24 @@ class Recover:
         return found is not None and found.st_size != size
 
     def _quarantine_wrong_size(self, storage: TierStorage, number: int) -> None:
-        """The same look again, in a transaction: the mount may have opened the content for writing since the rows were read."""
+        """Check again in a transaction: the mount may have opened the content for writing since the rows were read."""
         with self._db.transaction():
             content = contents.get_content(self._db, number)
             if content is not None and content.state in WITH_SIZE and self._has_wrong_size(storage, number, content.size):
-                log.error("%s has not its %d bytes in %s: this copy does not count", self._name(content), content.size, storage.tier)
+                log.error("%s: the copy in %s is quarantined: it has not %d bytes", self._name(content), storage.tier, content.size)
                 copies.set_copy_state(self._db, number, storage.tier, CopyState.QUARANTINED)
 
     # --- contents without a copy -------------------------------------------------------------------------------------
 
     def _decide_fate(self, content: Content) -> None:
-        """A content that no tier has: it is on the PFS, or an earlier state of the file takes its place, or it is lost."""
+        """Restore the previous state of a content that no tier has, or mark it lost. A content on the PFS or on a peer stays."""
         disk.act("recover:fate", lambda: None)
         with self._db.transaction():
             record = contents.get_file_record(self._db, content.id)
             if record.content != content or lifecycle.is_on_pfs(record) or any(map(lifecycle.is_good, record.copies)):
                 return
             if content.state is ContentState.SEALED and peer_copies.list_holders(self._db, content):
-                return  # A peer has it: it comes back when somebody opens it, or when copies are repaired.
+                return  # A peer has it: an open fetches it, or a repair does.
             if not contents.is_shown(self._db, content):
                 contents.set_state(self._db, content.id, ContentState.DOOMED)
                 return
@@ -113,12 +115,14 @@ class Recover:
         self._notify.invalidate_inode(content.inode)
         if fallback:
             how = "still open" if content.state is ContentState.OPEN else "not sealed yet"
-            self._log_bounded(logging.WARNING, "%s was %s when its tier was lost; it shows %s again", self._name(content), how, fallback)
+            self._log_bounded(logging.WARNING, "%s: %s when its tier was lost; showing %s", self._name(content), how, fallback)
         else:
-            self._log_bounded(logging.ERROR, "%s is lost: its tier is gone and it was not written back; it gives EIO", self._name(content))
+            self._log_bounded(
+                logging.ERROR, "%s: lost: its tier is gone and it was not on the PFS; reads fail with EIO", self._name(content)
+            )
 
     def _log_bounded(self, level: int, message: str, *values: object) -> None:
-        """Log, but not a million lines."""
+        """Log at most `NAMES_LOGGED_MAX` files."""
         self._logged_count += 1
         if self._logged_count <= NAMES_LOGGED_MAX:
             log.log(level, message, *values)

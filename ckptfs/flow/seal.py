@@ -1,9 +1,11 @@
-"""Takes: contents whose last writer has closed them (CLOSED), in the tier where they were written.
-Leaves: SEALED contents with their exact size and digest and a verified copy; what lies on a disk is there to stay, its row too.
-If we die here: nothing was changed; the content is still CLOSED and is read again from its start.
+"""The seal step: size and digest of contents that are closed.
 
-A mapping outlives its handle, so a content is read under a lease, which the kernel refuses while anybody could still write to it.
-Such a content is tried again later and holds up no other one. Many small files share one transaction.
+Takes: contents whose last writer has closed them (CLOSED), in the tier where they were written.
+Leaves: SEALED contents with their exact size and digest and a verified copy. On a disk, the file and its row are durable.
+If we die here: nothing was changed. The content is still CLOSED and is read again from its start.
+
+A memory mapping outlives its handle, so a content is read under a lease. The kernel refuses the lease while any process can still write
+to the file. Such a content is tried again later; other contents do not wait for it. Many small files share one transaction.
 """
 
 import errno
@@ -35,14 +37,14 @@ BATCH_BYTES = 256 * limits.MIB
 
 @dataclass(slots=True)
 class _Retry:
-    """A content that could not be sealed: when to try again."""
+    """When to try again to seal a content."""
 
     until_s: float
     delay_s: float
 
 
 class Seal:
-    """Seals what lies in some of the tiers. One for each group of tiers that may hang on its own."""
+    """Seals the contents of some tiers. One for each group of tiers that may hang independently."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, tier_group: Iterable[Tier] = Tier) -> None:
         self._db = db
@@ -53,10 +55,10 @@ class Seal:
         self._retries: dict[int, _Retry] = {}
 
     def step(self) -> bool:
-        """Seal one batch. True: there may be more at once."""
-        # A tier that was left out keeps what is in it until it is there again.
+        """Seal one batch. Return True if there may be more at once."""
+        # Contents of a tier that is absent wait until it returns.
         present = [tier for tier in self._tier_group if tier in self._tiers]
-        # A step that fails leaves the next one to begin with the first content.
+        # If this step fails, the next one begins with the first content.
         after, self._after = self._after, 0
         batch = contents.list_closed(self._db, present, after, BATCH_CONTENTS)
         now = time.monotonic()
@@ -82,7 +84,7 @@ class Seal:
         return more
 
     def next_due_s(self) -> float | None:
-        """Until the first content that somebody still held open is tried again, or another look: a hint of what is closed may be lost."""
+        """Return the seconds until a content is tried again or polled for: a wake-up after a close may be lost."""
         if not self._retries:
             present = [tier for tier in self._tier_group if tier in self._tiers]
             return POLL_S if contents.count_writers(self._db) or contents.list_closed(self._db, present, 0, 1) else None
@@ -92,7 +94,7 @@ class Seal:
         try:
             sealed = self._read(content, tier, self._tiers[tier])
         except Busy as reason:
-            log.debug("content %d of %s cannot be sealed yet: %s", content.id, self._name(content), reason)
+            log.debug("%s: content %d cannot be sealed yet: %s", self._name(content), content.id, reason)
             self._defer(content.id)
             return None
         except OSError as failure:
@@ -113,7 +115,7 @@ class Seal:
         return contents.SealResult(content.id, content.inode, content.change, tier, size, digest, blocks)
 
     def _requires_lease(self, content: Content, tier: Tier) -> bool:
-        """A PFS may refuse every lease: what was refused for a while is then read without one, and its times compared."""
+        """Return False for a PFS that has refused the lease for a while: its file is read without one, and its times are compared."""
         wait = self._retries.get(content.id)
         return tier is not Tier.PFS or wait is None or wait.delay_s < LEASE_REFUSED_S
 
@@ -134,17 +136,17 @@ class Seal:
             self._notify.wake_lanes("replicate" if large else "")
 
     def _handle_read_error(self, content: Content, tier: Tier, failure: OSError) -> None:
-        """The tier does not give the bytes. A file that is not there any more is lost; everything else may pass."""
+        """Record the loss of a missing file; defer every other content that the tier cannot read."""
         if failure.errno == errno.ENOENT and self._record_missing_file(content, tier):
-            log.error("%s is lost: its file in %s is gone before it was sealed", self._name(content), tier)
+            log.error("%s: lost: its file in %s disappeared before the seal", self._name(content), tier)
             return
         if self._get_state(content.id) is not ContentState.CLOSED:
-            return  # It was deleted or opened again while we reached for it.
+            return  # It was deleted or opened again meanwhile.
         delay_s = self._defer(content.id)
-        log.warning("%s cannot be read in %s for its digest (%s); again in %.1f s", self._name(content), tier, failure, delay_s)
+        log.warning("%s: cannot be sealed: %s fails: %s; next try in %.1f s", self._name(content), tier, failure, delay_s)
 
     def _record_missing_file(self, content: Content, tier: Tier) -> bool:
-        """Forget a copy whose file is gone; whether that was the last one. The content may also have been reopened or deleted meanwhile."""
+        """Delete the row of a copy whose file is gone. Return whether it was the last copy; False if the content changed meanwhile."""
         with self._db.transaction():
             if not contents.is_unchanged(self._db, content):
                 return False
@@ -152,14 +154,14 @@ class Seal:
             return contents.mark_lost(self._db, content)
 
     def _defer(self, number: int) -> float:
-        """Try this content again after a while, each time a longer one."""
+        """Defer a content, longer each time. Return the delay in seconds."""
         previous = self._retries.get(number)
         delay_s = limits.RETRY_FIRST_S / 4 if previous is None else min(2 * previous.delay_s, limits.RETRY_LAST_S)
         self._retries[number] = _Retry(time.monotonic() + delay_s, delay_s)
         return delay_s
 
     def _drop_stale_retries(self, batch: list[tuple[Content, Tier]]) -> None:
-        """What is waited for and was opened again or deleted need not be waited for."""
+        """Forget the retries of contents that were opened again or deleted."""
         if self._retries and len(batch) < BATCH_CONTENTS:
             for number in [number for number in self._retries if self._get_state(number) is not ContentState.CLOSED]:
                 del self._retries[number]

@@ -1,6 +1,8 @@
-"""Takes: sealed contents with copies in any tier, and a wish to know whether the bytes are still what was sealed.
-Leaves: good copies with a fresh date of verification; bad ones quarantined, and remade from a good one where there is one.
-If we die here: a quarantined copy never counts, whether it was remade yet or not.
+"""The verify step: a check of all local copies of a content against its seal.
+
+Takes: a sealed content with copies in any tier.
+Leaves: good copies with a new time of verification. Bad copies are quarantined, and rebuilt if a good copy exists.
+If we die here: a quarantined copy never counts, rebuilt or not.
 """
 
 import logging
@@ -24,7 +26,7 @@ disk.declare_labels("verify:quarantined", "verify:repaired")
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What was found of one copy: `ok`, or what is wrong in words; `repaired` when it was bad and is good again."""
+    """The result for one copy. `repaired`: it was bad and was rebuilt."""
 
     tier: Tier
     ok: bool
@@ -33,9 +35,9 @@ class CheckResult:
 
 
 def verify(db: Database, tiers: Tiers, number: int) -> list[CheckResult]:
-    """Read every copy of the content `number` in this node's tiers and compare it with the seal; mend what is bad.
+    """Compare every local copy of the content `number` with the seal, and repair bad ones.
 
-    Empty for a content that is not sealed: there is nothing to compare it with yet. Raises Busy when it is opened for writing meanwhile.
+    Returns an empty list for a content that is not sealed. Raises Busy if it is opened for writing meanwhile, and OSError from a tier.
     """
     content = contents.get_content(db, number)
     if content is None or content.state not in {ContentState.SEALED, ContentState.LOST}:
@@ -45,7 +47,7 @@ def verify(db: Database, tiers: Tiers, number: int) -> list[CheckResult]:
     good = [checked.tier for checked in found if checked.ok]
     if not good:
         if found and content.state is ContentState.SEALED and contents.mark_lost(db, content):
-            log.error("%s is lost: no copy is what was sealed; it gives EIO", _name(db, content))
+            log.error("%s: lost: no copy has the sealed digest; reads fail with EIO", _name(db, content))
         return found
     if content.state is ContentState.LOST:
         contents.set_state(db, number, ContentState.SEALED)
@@ -63,12 +65,12 @@ def _check_copy(db: Database, tiers: Tiers, content: Content, copy: Copy) -> Che
     if copy.state is not CopyState.QUARANTINED:
         set_copy_state(db, content.id, copy.tier, CopyState.QUARANTINED)
         disk.act("verify:quarantined", lambda: None)
-        log.error("the copy of %s in %s is bad and does not count any more: %s", _name(db, content), copy.tier, problem)
+        log.error("%s: the copy in %s is quarantined: %s", _name(db, content), copy.tier, problem)
     return CheckResult(copy.tier, False, problem)
 
 
 def _find_problem(db: Database, tiers: Tiers, content: Content, tier: Tier) -> str:
-    """What is wrong with the copy in `tier`; empty when it is as it was sealed. A tier that fails to answer is no proof: OSError."""
+    """Return what is wrong with a copy; empty if it is good. Raises OSError if the tier fails, which proves nothing."""
 
     def check() -> None:
         if not contents.is_unchanged(db, content):
@@ -100,17 +102,17 @@ def _describe_first_difference(expected: bytes, found: bytes) -> str:
 
 
 def _repair_copy(db: Database, tiers: Tiers, content: Content, source: Tier, bad: CheckResult) -> CheckResult:
-    """Remake a bad copy from a good one. What cannot be remade now stays quarantined, and the answer says so."""
+    """Rebuild a bad copy from a good one. If that fails, the copy stays quarantined."""
     if bad.tier not in tiers:
         delete_copy(db, content.id, bad.tier)
         return bad
     try:
         local_copies.copy_to_tier(db, tiers, content, source, bad.tier)
     except (OSError, Busy, DigestMismatch) as failure:
-        log.warning("the copy of %s in %s could not be remade: %s", _name(db, content), bad.tier, failure)
+        log.warning("%s: the copy in %s cannot be rebuilt: %s", _name(db, content), bad.tier, failure)
         return bad
     disk.act("verify:repaired", lambda: None)
-    log.info("the copy of %s in %s was remade from the one in %s", _name(db, content), bad.tier, source)
+    log.info("%s: the copy in %s was rebuilt from the one in %s", _name(db, content), bad.tier, source)
     return CheckResult(bad.tier, False, bad.problem, repaired=True)
 
 

@@ -1,8 +1,10 @@
-"""Takes: wants of the kind 'settle': somebody waits until a file has reached a level, or until the PFS was told of what was recorded.
-Leaves: those answered that are so by now.
-If we die here: nothing was changed; the next mover looks at the same wants.
+"""The answers to requests that wait for a level.
 
-Only looks: whoever brings files to their levels says `notify.work()` when it has got on.
+Takes: requests that wait until a file reaches a level, or until the PFS has all journal rows of an inode up to a number.
+Leaves: an answer for each request whose condition holds.
+If we die here: nothing was changed; the next mover checks the same requests.
+
+This step only checks. The steps that raise levels wake all lanes when they made progress.
 """
 
 import errno
@@ -16,7 +18,7 @@ from ckptfs.tiers.storage import Tiers
 
 
 class WaitLevel:
-    """Answers who waits for a level."""
+    """Answers the requests that wait for a level."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         self._db = db
@@ -24,16 +26,16 @@ class WaitLevel:
         self._waiting = False
 
     def step(self) -> bool:
-        """Answer all that can be answered now."""
+        """Answer all requests whose condition holds. Return True if there may be more at once."""
         requests = mover_requests.list_open(self._db, mover_requests.WAIT_LEVEL)
-        answered = [want for want in requests if self._answer(want)]
+        answered = [request for request in requests if self._answer(request)]
         self._waiting = len(answered) < len(requests)
         if answered:
             self._notify.notify_replies()
         return len(requests) == limits.CHANGE_ROWS_MAX and bool(answered)
 
     def next_due_s(self) -> float | None:
-        """While somebody waits a look now and then costs little; a hint that got lost costs no more than that."""
+        """Return the polling interval while requests wait: polling bounds the delay after a lost wake-up."""
         return limits.REQUEST_POLL_S if self._waiting else None
 
     def _answer(self, request: mover_requests.MoverRequest) -> bool:

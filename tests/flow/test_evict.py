@@ -200,7 +200,7 @@ def test_without_nvme_and_pfs_nothing_is_lost_and_it_is_said_once(node: Node, ca
     step = evict(node)
     assert not step.step() and not step.step()
     assert node.files(Tier.RAM) == set(contents)
-    assert caplog.text.count("nothing may leave it now") == 1
+    assert caplog.text.count("no copy may leave it now") == 1
     assert step.next_due_s() is not None, "it must look again"
 
 

@@ -146,7 +146,7 @@ def test_a_file_that_is_gone_is_lost_and_named(node: Node, caplog: pytest.LogCap
     node.tiers[Tier.RAM].remove(content)
     seal(node).step()
     assert node.state(content) is ContentState.LOST
-    assert "gone is lost" in caplog.text
+    assert "gone: lost" in caplog.text
 
 
 def test_a_file_that_cannot_be_read_is_tried_again_and_delays_no_other(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
