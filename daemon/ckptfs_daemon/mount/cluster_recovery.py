@@ -1,17 +1,12 @@
-"""Meets the store of the cluster: sees that this catalog knows it, and begins anew with one that has lost its data.
+"""Exceptional states of the cluster, as the mount process handles them: lost store data, reintegration, a dead mover.
 
-If we die here: the catalog knows the new store when everything is marked to be told to it, and not before; until then the next process
-begins again, which changes nothing in the store.
+`ensure_epoch` and `rebuild_if_lost` make sure that this catalog and the store know each other, and start a rebuild if the store has lost
+its data. `ReintegrationReader` reads what the resolver of a refused transaction needs. `StandbyLease` keeps the node's lease alive while
+the mover restarts (P8): it renews the lease only if the mover has been silent for `NODE_SILENT_S`, and for a limited time, because a node
+without a mover serves no copies.
 
-Reads what must be known before a refused batch of a node that returns is settled.
-
-If we die here: nothing was changed but rows that say now what the store says.
-
-Owns that a node whose mover has died goes on living while the next one begins: the mount keeps the node's lease meanwhile (P8).
-
-The mover rings whenever it has kept the lease. Only when it has been silent for longer than that takes does the mount keep it, and not for
-ever: a node without a mover gives nobody its copies.
-If we die here: the lease runs out unless a mover takes one before.
+Crash safety: a rebuild is recorded after all keys are marked dirty; until then the next process starts it again, which changes nothing in
+the store. Without either process the lease expires.
 """
 
 import contextlib
@@ -36,7 +31,7 @@ from ckptfs.store.kv import Get, Outcome, Store, prefix_end
 
 
 async def wait_outcome(future: "Future[Outcome]") -> Outcome:
-    """What a future of the store brings, without holding up anybody."""
+    """Wait for a future of the store in the trio thread, and return its result."""
     if not future.done():
         token = trio.lowlevel.current_trio_token()
         done = trio.Event()
@@ -58,16 +53,16 @@ STRAY_MEMBER_KEY = "trouble:etcd"
 
 
 async def ensure_epoch(db: Database, store: EpochCheckedStore) -> None:
-    """See that this catalog knows an epoch, which is asked for once. Raises Unreachable."""
+    """Load the epoch of the store if this catalog does not know it yet. Raises StoreUnreachable."""
     if store_loss.get_epoch(db) is None:
         store_loss.record_epoch(db, *await _load_or_create_epoch(store, None))
 
 
 async def rebuild_if_lost(db: Database, store: EpochCheckedStore, name: str) -> bool:
-    """The store seemed to be lost. Where it is, all that is known here is marked to be told; False where it is not. Raises Unreachable.
+    """Mark all rows dirty if the store has really lost its data. Returns False if it has not. Raises StoreUnreachable.
 
-    What said so may have been under way when the store was found lost. A member that was begun alone by mistake has no data either, so
-    most of them have to say it, and none the opposite.
+    The sign of a loss may be outdated. An etcd member that was started alone by mistake has no data either, so most members must confirm
+    the loss, and none may deny it.
     """
     store_loss.record_revision(db, *store.epoch_and_revision)
     with contextlib.suppress(StoreLost):
@@ -77,7 +72,7 @@ async def rebuild_if_lost(db: Database, store: EpochCheckedStore, name: str) -> 
         return False
     value, first = await _load_or_create_epoch(store, store_loss.get_epoch(db))
     await _reserve_numbers(db, store, name)
-    # Of a large catalog this takes seconds.
+    # Takes seconds for a large catalog.
     await trio.to_thread.run_sync(store_loss.begin_rebuild, db, value, first)
     what = "etcd has lost data: the nodes tell it again what they know, and what was deleted shortly before may be there again"
     summary.set_report(
@@ -88,14 +83,14 @@ async def rebuild_if_lost(db: Database, store: EpochCheckedStore, name: str) -> 
 
 
 def record_store_progress(db: Database, store: EpochCheckedStore) -> None:
-    """Remember how far the store has come, and say no more what was long ago."""
+    """Record the revision of the store, and clear an old report of a loss."""
     store_loss.record_revision(db, *store.epoch_and_revision)
     if limits.STORE_LOST_SHOWN_S < store_loss.get_loss_age_s(db) < float("inf"):
         summary.set_report(db, STORE_LOST_KEY, None)
 
 
 async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
-    """Whether a member has the store that this catalog knows. Raises Unreachable where too few answer to say that none has."""
+    """Return True if a member has the data that this catalog knows. Raises StoreUnreachable if too few answer to exclude it."""
     members = await trio.to_thread.run_sync(store.members)
     try:
         replies = [await _has_cluster_data(EpochCheckedStore(member, db)) for member in members]
@@ -115,7 +110,7 @@ async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
 
 
 async def _has_cluster_data(member: EpochCheckedStore) -> bool | None:
-    """None: it does not answer."""
+    """Return None if the member does not answer."""
     try:
         await wait_outcome(member.read_soon([], timeout_s=limits.STORE_PROBE_WAIT_S))
     except StoreLost:
@@ -126,7 +121,7 @@ async def _has_cluster_data(member: EpochCheckedStore) -> bool | None:
 
 
 async def _load_or_create_epoch(store: EpochCheckedStore, known_epoch: bytes | None) -> tuple[bytes, int]:
-    """(the epoch of the store, its revision), for one who knew `before`."""
+    """Return (epoch, revision) of the store; create an epoch if the store has none other than `known_epoch`."""
     while True:
         (found,) = (await wait_outcome(store.inner.read_soon([Get(store_loss.EPOCH_KEY)]))).results
         begun = store_loss.build_new_epoch(found, known_epoch)
@@ -138,7 +133,7 @@ async def _load_or_create_epoch(store: EpochCheckedStore, known_epoch: bytes | N
 
 
 async def _reserve_numbers(db: Database, store: EpochCheckedStore, name: str) -> None:
-    """Nobody is given a number that a node has already."""
+    """Reserve the numbers of all known nodes, so that no new node gets one."""
     (taken,) = (
         await wait_outcome(store.inner.read_soon([Get(membership.TAKEN_PREFIX, prefix_end(membership.TAKEN_PREFIX), keys_only=True)]))
     ).results
@@ -149,14 +144,14 @@ async def _reserve_numbers(db: Database, store: EpochCheckedStore, name: str) ->
 
 
 class ReintegrationReader:
-    """One refused batch's. Raises what the store raises."""
+    """The reads for one refused transaction. Raises what the store raises."""
 
     def __init__(self, db: Database, store: Store, apply: Callable[[Mapping[SharedKey, StoreValue]], None]) -> None:
-        """`apply` makes rows say what was read."""
+        """`apply` writes values that were read into the rows."""
         self._db, self._store, self._apply = db, store, apply
 
     async def load_missing(self, transaction: StoreTransaction, reply: Outcome) -> dict[SharedKey, StoreValue]:
-        """What the answer to a batch leads to and does not tell."""
+        """Read the keys that the outcome of a transaction refers to without their values."""
         values = read.parse_outcome(transaction.list_conflict_keys(), reply)
         more = await self._read(reintegrate.list_needed_keys(self._db, values))
         if store_loss.is_rebuilding(self._db):
@@ -166,7 +161,7 @@ class ReintegrationReader:
         return more
 
     async def _load_published_names(self, values: Mapping[SharedKey, StoreValue]) -> dict[SharedKey, StoreValue]:
-        """Under which names the store has what this node tells anew."""
+        """Read the names under which the store has what this node publishes again."""
         more = await self._read(rebuild.list_stored_names(values))
         for directory in rebuild.list_unnamed_parents(self._db, values):
             after: bytes | None = b""
@@ -177,7 +172,7 @@ class ReintegrationReader:
         return more
 
     async def _load_ancestors(self, inode: int) -> None:
-        """Where a directory lies."""
+        """Read a directory and every directory above it."""
         visited_inodes: set[int] = set()
         while inode and inode not in visited_inodes:
             visited_inodes.add(inode)
@@ -192,22 +187,22 @@ class ReintegrationReader:
 
 
 class StandbyLease:
-    """One for a mount process; belongs to its trio thread."""
+    """Renews the node's lease while the mover is silent. Belongs to the trio thread."""
 
     def __init__(self, keep_alive: Callable[[int], Awaitable[float]]) -> None:
-        """`keep_alive` is the store's."""
+        """`keep_alive` renews a lease, and returns the seconds that it has left."""
         self._keep_alive = keep_alive
         self._lease = 0
         self._last_renewal_s = 0.0
         self._mover_renewed = trio.Event()
 
     def record_renewal(self, lease: int) -> None:
-        """The mover has just kept this one."""
+        """Record that the mover has just renewed `lease`."""
         self._lease, self._last_renewal_s = lease, trio.current_time()
         self._mover_renewed.set()
 
     async def run(self) -> None:
-        """The task."""
+        """Renew the lease whenever the mover is silent. A task."""
         while True:
             self._mover_renewed = trio.Event()
             with trio.move_on_at(self._last_renewal_s + limits.STANDBY_AFTER_S if self._lease else float("inf")):

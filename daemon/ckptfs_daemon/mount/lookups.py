@@ -1,19 +1,14 @@
-"""Owns what the mount knows of walks along paths: which names a thread will look up next, so that one round trip brings all of them.
+"""What the mount infers from the thread behind a lookup: the names that it looks up next, and whether it wants to create a name.
 
-The kernel asks for one name of a path after the other, and each answer must be what the store says while the system call runs. What was
-looked up in a directory the last time, or follows that (f2 after f1), is read together with the directory. It counts as fresh for the same
-thread alone, while it is in the same system call with the same arguments, in the order of the path, once, for LOOKUP_FRESH_S, and only if
-each step follows the answer to the one before within LOOKUP_STEP_S: a thread that was told of what another node did has come back from its
-system call. A wrong guess costs a key in a question that was asked anyway; where /proc does not say what a thread does (CAP_SYS_PTRACE is
-needed for that), each name is asked for by itself.
-If we die here: nothing is kept.
+Prefetch: the kernel looks up one component of a path after the other, and each reply must be what the store says during the system call.
+The names that were looked up in a directory before, or their successors (f2 after f1), are read together with the directory, in one round
+trip. A prefetched name counts as fresh once, for the same thread in the same system call with the same arguments, in the order of the
+path, for LOOKUP_FRESH_S, and only if each step follows the previous reply within LOOKUP_STEP_S: a thread that has heard of another node's
+change has returned from its system call. A wrong guess costs one more key in a read that happens anyway. Without /proc/PID/syscall (it
+needs CAP_SYS_PTRACE) each name is read separately.
 
-Owns one question: does the process whose lookup we serve want to create the name?
-
-FUSE asks LOOKUP before it asks CREATE or MKDIR, and does not say what for. While a directory's names on the PFS cannot be known, the two
-must be answered differently: who wants to create goes on (P1), who wants to read must not be told that there is nothing. The kernel
-shows in /proc/PID/syscall in which system call the process is, and with which arguments.
-If we die here: nothing is kept.
+Create or read: FUSE sends LOOKUP before CREATE and MKDIR without saying why. While a directory of the PFS cannot be read, a create must go
+on (P1), but a read must not learn that the name does not exist. /proc/PID/syscall shows the system call and its arguments.
 """
 
 import os
@@ -34,7 +29,7 @@ _NUMBERED = re.compile(rb"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
 
 @dataclass(slots=True)
 class PathWalk:
-    """What was read for one thread: any of the names that come next, step by step, and the inode that it has reached."""
+    """The prefetched names of one thread, step by step, and the inode that it has reached."""
 
     call: bytes
     until_s: float
@@ -43,13 +38,13 @@ class PathWalk:
     reached: int = 0
 
     def is_valid(self, call: bytes) -> bool:
-        """Whether what is asked now, in this system call, belongs to what was asked before."""
+        """Return True if a request of this system call continues the walk."""
         return self.call == call != b"" and trio.current_time() < min(self.until_s, self.step_until_s)
 
 
 @dataclass(slots=True)
 class StaleOpen:
-    """A thread in a system call that opened what was replaced meanwhile, and the file to which its next look-up has led it; 0: none yet."""
+    """A thread whose open met a replaced file, and the file that its next lookup returned; 0 if none yet."""
 
     call: bytes
     inode: int = 0
@@ -57,13 +52,13 @@ class StaleOpen:
 
 @dataclass(slots=True)
 class LookupPattern:
-    """What is looked up in a directory: the last names, the newest first, and what they let expect."""
+    """The last names looked up in a directory, newest first, and the names expected next."""
 
     recent_names: tuple[bytes, ...]
     expected_names: tuple[bytes, ...]
 
     def record_name(self, name: bytes) -> None:
-        """It was looked up. Two rows of names may take turns, as where each file is renamed when it is whole."""
+        """Record a lookup. Two series of names may alternate, as with programs that rename each finished file."""
         for one in self.recent_names:
             if successor(one) == name:
                 self.recent_names = (name, *(other for other in self.recent_names if other != one))
@@ -74,7 +69,7 @@ class LookupPattern:
 
 
 def read_syscall(thread: int) -> bytes:
-    """In which one a thread waits: its number and arguments, where it was called and on which stack; empty where nobody says."""
+    """Return the system call of a thread: number, arguments, stack and instruction pointer. Returns b"" if it is unknown."""
     try:
         with disk.closing(os.open(f"/proc/{thread}/syscall", os.O_RDONLY)) as fd:
             said = os.read(fd, 512)
@@ -84,7 +79,7 @@ def read_syscall(thread: int) -> bytes:
 
 
 def successor(name: bytes) -> bytes | None:
-    """The name with the next number; None for one without a number."""
+    """Return the name with the next number. Returns None if the name has no number."""
     match = _NUMBERED.fullmatch(name)
     if match is None:
         return None
@@ -93,10 +88,10 @@ def successor(name: bytes) -> bytes | None:
 
 
 class LookupPrefetch:
-    """All walks on this mount."""
+    """The walks of all threads on this mount, and the threads whose open met a replaced file."""
 
     def __init__(self, shared_namespace: SharedNamespace, call_of: Callable[[int], bytes] = read_syscall) -> None:
-        """`call_of` says in which system call a thread is."""
+        """`call_of` returns the system call of a thread."""
         self._shared_namespace = shared_namespace
         self._call_of = call_of
         self._walks: OrderedDict[int, PathWalk] = OrderedDict()
@@ -104,7 +99,7 @@ class LookupPrefetch:
         self._patterns: OrderedDict[int, LookupPattern] = OrderedDict()
 
     def consume_fresh_name(self, pid: int, parent: int, name: bytes) -> bool:
-        """Whether the rows of a name are as the store has them, because a walk brought them; once. `pid` is the thread that asks."""
+        """Return True, once, if a walk of thread `pid` has prefetched this name."""
         walk = self._walks.get(pid)
         if walk is None or not walk.names or (parent, name) not in walk.names[0] or not walk.is_valid(self._call_of(pid)):
             return False
@@ -113,7 +108,7 @@ class LookupPrefetch:
         return True
 
     def consume_fresh_inode(self, pid: int, inode: int) -> bool:
-        """Whether the rows of an inode are as the store has them, because a thread has just walked there; once."""
+        """Return True, once, if a walk of thread `pid` has just reached this inode."""
         walk = self._walks.get(pid)
         if walk is None or walk.reached != inode or not walk.is_valid(self._call_of(pid)):
             return False
@@ -122,7 +117,7 @@ class LookupPrefetch:
         return True
 
     async def refresh_name(self, pid: int, parent: int, name: bytes) -> None:
-        """The rows of a name are as the store has them; `pid` is the thread that asks, 0 for one that is not known."""
+        """Make the rows of a name fresh. `pid`: the calling thread, 0 if unknown."""
         if self.consume_fresh_name(pid, parent, name):
             return
         self._record_lookup(parent, name)
@@ -132,7 +127,7 @@ class LookupPrefetch:
         self._start_walk(pid, ahead)
 
     async def refresh_inode(self, pid: int, inode: int) -> None:
-        """The rows of an inode are as the store has them, to which a thread has perhaps just walked, or from which it will."""
+        """Make the rows of an inode fresh, which a walk may just have reached or may start from."""
         if self.consume_fresh_inode(pid, inode):
             return
         ahead = self._predict_steps(inode)
@@ -140,20 +135,20 @@ class LookupPrefetch:
         self._start_walk(pid, ahead)
 
     def record_reached(self, pid: int, inode: int) -> None:
-        """The name that was made fresh leads there; the answer goes out now."""
+        """Record that the fresh name leads to `inode`; the reply goes out now."""
         walk = self._walks.get(pid)
         if walk is not None:
             walk.reached = inode
             self.extend_step_deadline(pid)
 
     def extend_step_deadline(self, pid: int) -> None:
-        """The thread gets an answer now."""
+        """Restart the time for the next step: the reply goes out now."""
         walk = self._walks.get(pid)
         if walk is not None:
             walk.step_until_s = trio.current_time() + limits.LOOKUP_STEP_S
 
     def record_stale_open(self, pid: int) -> None:
-        """What the thread looked up and opens was replaced while it waited for that: the kernel looks up the path once more, no oftener."""
+        """Record that a file was replaced between lookup and open. The kernel looks the path up only once more."""
         self._walks.pop(pid, None)
         call = self._call_of(pid)
         if call:
@@ -162,7 +157,7 @@ class LookupPrefetch:
                 self._stale_opens.popitem(last=False)
 
     def has_stale_open(self, pid: int) -> bool:
-        """Whether the thread is still in the system call in which that happened."""
+        """Return True if the thread is still in the system call of its stale open."""
         found = self._stale_opens.get(pid)
         if found is not None and found.call != self._call_of(pid):
             del self._stale_opens[pid]
@@ -170,12 +165,12 @@ class LookupPrefetch:
         return found is not None
 
     def record_stale_open_target(self, pid: int, inode: int) -> None:
-        """A name that such a thread looks up leads to this file, whose bytes are here."""
+        """Record the file that the second lookup returned, whose bytes are on this node."""
         if pid in self._stale_opens:
             self._stale_opens[pid].inode = inode
 
     def is_stale_open_target(self, pid: int, inode: int) -> bool:
-        """Whether that is so in the same system call: it opens this file as it was then, whatever others do to it meanwhile."""
+        """Return True if the thread opens that file in the same system call: it gets the file as it was at the lookup."""
         return pid in self._stale_opens and self._stale_opens[pid].inode == inode and self.has_stale_open(pid)
 
     def _start_walk(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
@@ -187,21 +182,21 @@ class LookupPrefetch:
                 self._walks.popitem(last=False)
 
     def _record_lookup(self, parent: int, name: bytes) -> None:
-        habit = self._patterns.get(parent)
-        if habit is None:
+        pattern = self._patterns.get(parent)
+        if pattern is None:
             self._patterns[parent] = LookupPattern((name,), (name,))
             if len(self._patterns) > limits.LOOKUPS_MAX:
                 self._patterns.popitem(last=False)
             return
-        habit.record_name(name)
+        pattern.record_name(name)
         self._patterns.move_to_end(parent)
 
     def _predict_steps(self, directory: int) -> list[tuple[Name, ...]]:
-        """What will probably be looked up from a directory on, step by step."""
+        """Return the names that will probably be looked up from a directory on, step by step."""
         steps: list[tuple[Name, ...]] = []
         child: int | None = directory
-        while child is not None and len(steps) < limits.LOOKUP_NAMES_MAX and (habit := self._patterns.get(child)) is not None:
-            names = tuple((child, name) for name in habit.expected_names)
+        while child is not None and len(steps) < limits.LOOKUP_NAMES_MAX and (pattern := self._patterns.get(child)) is not None:
+            names = tuple((child, name) for name in pattern.expected_names)
             steps.extend([names] * len(names))
             child = next(filter(None, (read.find_directory(self._shared_namespace.db, *name) for name in names)), None)
         return steps
@@ -212,19 +207,19 @@ def _once(steps: list[tuple[Name, ...]]) -> list[Name]:
 
 
 _OPEN_FLAGS_ARGUMENT = {"x86_64": {2: 1, 257: 2}, "aarch64": {56: 2}}
-"""Number of a system call that opens -> which argument holds its flags. openat2 keeps them in memory: taken for creating."""
+"""Number of a system call that opens -> index of its flags. openat2 has them in memory, so it counts as creating."""
 
 _NON_CREATING_SYSCALLS = {
     "x86_64": {4, 6, 21, 59, 76, 80, 84, 87, 89, 90, 92, 94, 137, 188, 189, 191, 192, 194, 195, 197, 198, 254, 260, 262, 263, 267, 268, 269}
     | {280, 303, 322, 332, 439},
     "aarch64": {5, 6, 8, 9, 11, 12, 14, 15, 27, 35, 43, 45, 48, 49, 53, 54, 78, 79, 88, 221, 264, 281, 291, 439},
 }
-"""System calls that need a name to exist: stat, access, execve, readlink, unlink, chmod, xattrs and their kind."""
+"""System calls that need an existing name: stat, access, execve, readlink, unlink, chmod, xattrs and similar ones."""
 _LINE = re.compile(r"(\d+)((?: 0x[0-9a-f]+)*)")
 
 
 def may_create(pid: int) -> bool:
-    """Whether the thread `pid` may be creating a name. True wherever that cannot be known: creating must not fail."""
+    """Return True if thread `pid` may be creating a name, or if that is unknown: a create must not fail."""
     try:
         with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
             return is_creating_syscall(file.read(), platform.machine())
@@ -233,7 +228,7 @@ def may_create(pid: int) -> bool:
 
 
 def is_creating_syscall(line: str, machine: str) -> bool:
-    """The same from the line that /proc shows, on a machine of that kind. Pure."""
+    """Return the same from a line of /proc/PID/syscall on a machine of that type. Pure."""
     match = _LINE.match(line)
     if match is None:
         return True

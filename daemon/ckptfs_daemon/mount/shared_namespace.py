@@ -1,14 +1,11 @@
-"""Owns the mount's talk with the store of its cluster: reading before rows answer a question, telling before a change is answered.
+"""The mount's traffic with the store of the cluster: fresh rows before a reply, published changes before a reply.
 
-Reads that are asked for at once go in one transaction, and so do changes; one commit is under way at a time, and what gathers meanwhile
-goes with the next: one of those who wait for that tells it. When the store does not answer this node is an island: rows answer, changes
-are marked and wait, nobody waits for them, until the store is back and has them all. Everything here belongs to the trio thread; only
-futures of the store come from others.
-If we die here: what was not told is marked in the catalog, and the next process begins by telling it.
+Concurrent reads share one transaction, and so do changes. One commit runs at a time; changes that gather meanwhile go with the next one,
+which one of the waiting handlers runs. If the store does not answer, the node is disconnected: handlers answer from the rows, changes stay
+dirty and nobody waits for them, until the store is back and has all of them. Everything belongs to the trio thread; only the futures of
+the store are completed by its own threads.
 
-How the mount's trio thread waits for the store, whose futures are done by threads of its own.
-
-If we die here: what was asked is answered to nobody.
+Crash safety: unpublished changes are dirty in the catalog, and the next process publishes them first.
 """
 
 import errno
@@ -37,7 +34,7 @@ from ckptfs_daemon.mount.cluster_recovery import wait_outcome
 
 
 class PendingRead:
-    """What somebody wants to read."""
+    """Keys that one handler waits for."""
 
     def __init__(self, gets: list[Get]) -> None:
         self.gets = gets
@@ -46,7 +43,7 @@ class PendingRead:
 
 
 class InodesOpenForWriting(Container[int]):
-    """The inodes that are open for writing here."""
+    """The inodes that are open for writing on this node."""
 
     def __init__(self, is_open_for_writing: Callable[[int], bool]) -> None:
         self._is_open_for_writing = is_open_for_writing
@@ -56,14 +53,14 @@ class InodesOpenForWriting(Container[int]):
 
 
 class CommitRounds:
-    """Batches of which one is under way at a time; whoever comes meanwhile waits for it. The first one begins after the first `end`."""
+    """Runs one round at a time; callers that come meanwhile wait for it. The first round starts after the first `end_round`."""
 
     def __init__(self) -> None:
         self._is_running = True
         self._changed = trio.Event()
 
     async def run_or_wait(self, act: Callable[[], Awaitable[object]]) -> None:
-        """Do `act`; or wait for the one that is under way, or for `wake`, and do nothing."""
+        """Run `act` as a round; if a round is running, wait for its end or for `wake_waiters` instead."""
         if self._is_running:
             await self._changed.wait()
             return
@@ -74,17 +71,17 @@ class CommitRounds:
             self.end_round()
 
     async def wait_idle(self) -> None:
-        """None is under way."""
+        """Wait until no round runs."""
         while self._is_running:
             await self._changed.wait()
 
     def end_round(self) -> None:
-        """It is done; whoever waits may begin the next one."""
+        """End the round; a waiting caller may start the next one."""
         self._is_running = False
         self.wake_waiters()
 
     def wake_waiters(self) -> None:
-        """Whoever waits looks again."""
+        """Make all waiting callers check again."""
         self._changed.set()
         self._changed = trio.Event()
 
@@ -96,7 +93,7 @@ TROUBLE_KEY = "trouble:sharing"
 
 
 class SharedNamespace:
-    """This node's side of the shared tree."""
+    """This node's view of the shared tree."""
 
     def __init__(
         self,
@@ -106,8 +103,8 @@ class SharedNamespace:
         is_open_for_writing: Callable[[int], bool],
         duplicate_content: Callable[[int, int], bool],
     ) -> None:
-        """`label` names this node in names; `is_written`: whether an inode is open for writing here; `again(content, other)` gives the
-        bytes of a content a second id, and says whether it could.
+        """`label` marks this node in names of conflict copies. `duplicate_content(content, other)` gives the bytes of a content a second
+        id, and returns whether it could.
         """
         self.db = db
         self.number = identity.get_node_number(db)
@@ -131,7 +128,7 @@ class SharedNamespace:
         self._next_probe_s = 0.0
 
     def set_nameless_callback(self, on_nameless: Callable[[Iterable[int]], None]) -> None:
-        """`nameless` is told from now on of inodes that lost their names elsewhere."""
+        """Call `on_nameless` from now on with inodes that lost their last name on another node."""
         self._on_nameless = on_nameless
 
     @property
@@ -142,11 +139,11 @@ class SharedNamespace:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def refresh_name(self, parent: int, name: bytes, *prefetch_names: Name) -> None:
-        """The rows of a name, and of what it leads to, are as the store has them; those of names that will be asked for next, too."""
+        """Make the rows of a name and of its inode fresh, and those of names that will probably be looked up next."""
         await self._refresh([key for at, what in ((parent, name), *prefetch_names) for key in read.list_name_keys(self.db, at, what)])
 
     async def refresh_inode(self, inode: int, *prefetch_names: Name) -> None:
-        """The rows of an inode are as the store has them; those of names that will be asked for next, too."""
+        """Make the rows of an inode fresh, and those of names that will probably be looked up next."""
         await self._refresh(
             [
                 *read.list_inode_keys(self.db, inode),
@@ -155,7 +152,7 @@ class SharedNamespace:
         )
 
     async def refresh_copies(self, inode: int) -> None:
-        """Who has what another node wrote of this file is known here as the store has it."""
+        """Load which nodes hold the content of a file that another node wrote."""
         content = peer_copies.find_remote_content(self.db, inode)
         if content is None:
             return
@@ -167,7 +164,7 @@ class SharedNamespace:
                 )
 
     async def refresh_directory(self, inode: int, at_most: int | None = None) -> None:
-        """The names in a directory, and inodes of which nothing was known; `at_most`: only the first few."""
+        """Make the names in a directory fresh, and load unknown inodes. `at_most`: only the first names."""
         after: bytes | None = b""
         while after is not None and not self.is_disconnected:
             items = at_most or limits.ETCD_PAGE_ITEMS
@@ -181,7 +178,7 @@ class SharedNamespace:
                 return
 
     async def refresh_change(self, names: Iterable[Name]) -> None:
-        """All that a change of these names depends on: them, where their directories lie, whether what they lead to is empty."""
+        """Make everything fresh that a change of these names depends on: the names, all directories above, whether a child is empty."""
         for parent, name in names:
             await self.refresh_ancestors(parent)
             await self.refresh_name(parent, name)
@@ -190,7 +187,7 @@ class SharedNamespace:
                 await self.refresh_directory(child, at_most=1)
 
     async def refresh_ancestors(self, inode: int) -> None:
-        """Where a directory lies: it, and every directory above."""
+        """Make a directory and every directory above it fresh."""
         visited_inodes: set[int] = set()
         while inode and inode not in visited_inodes:
             visited_inodes.add(inode)
@@ -207,7 +204,7 @@ class SharedNamespace:
         self._apply(values)
 
     async def _load_values(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
-        """What the store says of these; nothing when it does not answer."""
+        """Return the values of these keys in the store, or nothing if it does not answer."""
         if not keys:
             return {}
         found = await self._read(read.build_gets(keys))
@@ -219,7 +216,7 @@ class SharedNamespace:
             self._on_nameless(nameless)
 
     async def _read(self, gets: list[Get]) -> Outcome | None:
-        """Ask, together with whoever asks now; None when the store does not answer."""
+        """Read together with all handlers that read now. Returns None if the store does not answer."""
         if self.is_disconnected:
             return None
         question = PendingRead(gets)
@@ -235,7 +232,7 @@ class SharedNamespace:
         return question.outcome
 
     def _start_next_read(self) -> None:
-        """Somebody whose question still waits asks for all."""
+        """Start a task that reads for all handlers that still wait."""
         if self._pending_reads and self._running_reads < limits.SHARED_READS_MAX:
             self._running_reads += 1
             trio.lowlevel.spawn_system_task(self._read_in_background, name="shared reads")
@@ -273,14 +270,14 @@ class SharedNamespace:
             for question in questions:
                 question.done.set()
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- publishing ---------------------------------------------------------------------------------------------------
 
     def notify_dirty(self) -> None:
-        """Something was changed that others must learn; in the trio thread."""
+        """Wake the task that publishes. Called in the trio thread."""
         self._has_dirty.set()
 
     async def wait_published(self, names: Iterable[Name] = ()) -> bool:
-        """Everything that was changed up to now is in the store, or this node is an island. False: these names were taken back."""
+        """Wait until all changes are in the store or the node is disconnected. Returns False if one of `names` was reverted."""
         reverts = self._reverts
         last = key_state.get_last_change(self.db)
         while last and not self.is_disconnected and key_state.has_dirty(self.db, last):
@@ -294,9 +291,9 @@ class SharedNamespace:
         names: Iterable[Name] = (),
         undo: Callable[[T], None] = lambda _: None,
     ) -> T:
-        """Do `act` and have it in the store; again on what is true now (`fresh`) when it failed on what was known, or another was faster.
+        """Run `act` and wait until it is published. Run it again after `refresh` if it failed on old rows, or another node was faster.
 
-        `undo` is told what came of an act that was taken back.
+        `undo` gets the result of an `act` that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries.
         """
         is_fresh = False
         for _ in range(limits.SHARED_TRIES_MAX):
@@ -316,7 +313,7 @@ class SharedNamespace:
         raise posix_error(errno.EAGAIN)
 
     async def run(self) -> None:
-        """The task: tell what is touched and nobody waits for; on an island, look for the store."""
+        """Publish changes that no handler waits for; while disconnected, probe the store. A task."""
         key_state.mark_root_dirty(self.db)
         await self._confirm_last_commit()
         self._commit_rounds.end_round()
@@ -336,7 +333,7 @@ class SharedNamespace:
                 await self._read([])
 
     async def report_loop(self) -> None:
-        """The task: say how it goes, and forget what is too much."""
+        """Report figures, and delete cached rows beyond the limit. A task."""
         reported: dict[str, int] = {}
         after = 0
         while True:
@@ -349,11 +346,11 @@ class SharedNamespace:
             await trio.sleep(limits.SHARED_REPORT_S if after else limits.FORGET_INTERVAL_S)
 
     def get_figures(self) -> dict[str, int]:
-        """What `status` shows: round trips by kind, since when this node is an island (ns, 0: it is none), what waits to be told."""
+        """Return the figures of `status`: round trips by kind, start of the disconnection (ns, 0: connected), dirty keys."""
         return {**self.counts, "island_ns": self.disconnected_ns, "waiting": key_state.count_dirty(self.db)}
 
     async def _commit_batch(self) -> bool:
-        """One batch. False: the store does not answer."""
+        """Publish one transaction. Returns False if the store does not answer."""
         await trio.lowlevel.checkpoint()
         transaction = commit.build_transaction(self.db, self.number)
         if transaction is None:
@@ -384,7 +381,7 @@ class SharedNamespace:
         return True
 
     async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
-        """Who settles a refusal of what applications were told long ago; after what else has to be read for that."""
+        """Return the resolver for changes that applications made while disconnected, after reading what it needs."""
         reader = cluster_recovery.ReintegrationReader(self.db, self._store, self._apply)
         more = await reader.load_missing(transaction, reply)
         resolver_class = rebuild.RebuildResolver if store_loss.is_rebuilding(self.db) else reintegrate.ReintegrationResolver
@@ -406,7 +403,7 @@ class SharedNamespace:
         if isinstance(failure, StoreLost):
             self._is_store_lost = True
             if not self.is_disconnected:
-                self._enter_disconnected()  # What applications do goes on until the store knows everything again.
+                self._enter_disconnected()  # Applications go on until the store has everything again.
         elif not self.is_disconnected:
             self._enter_disconnected()
             what = "etcd does not answer: this node goes on alone, and other nodes do not see what changes here"
@@ -423,7 +420,7 @@ class SharedNamespace:
         key_state.mark_disconnected(self.db, self.disconnected_ns)
 
     async def _probe_store(self) -> None:
-        """Look whether the store is back."""
+        """Check whether the store is back, and publish everything if it is."""
         await trio.sleep(limits.STORE_PROBE_S)
         await self._commit_rounds.wait_idle()
         if self._is_store_lost and not await self._rebuild_store():
@@ -441,7 +438,7 @@ class SharedNamespace:
             store_loss.end_rebuild(self.db)
 
     async def _rebuild_store(self) -> bool:
-        """The store has lost its data, or seemed to. False: it does not answer."""
+        """Rebuild the store if it has lost its data. Returns False if it does not answer."""
         try:
             begun = await cluster_recovery.rebuild_if_lost(self.db, self._store, self._label)
         except CkptfsError as failure:
@@ -453,7 +450,7 @@ class SharedNamespace:
         return True
 
     async def _confirm_last_commit(self) -> bool:
-        """Find out whether the last batch passed whose answer did not come. False: the store does not answer."""
+        """Find out whether the last transaction without a reply passed. Returns False if the store does not answer."""
         own = SharedKey(LAST_COMMIT, self.number)
         try:
             await cluster_recovery.ensure_epoch(self.db, self._store)
