@@ -80,7 +80,7 @@ LATEST = b"latest"
 
 
 class LatestTree:
-    """Handlers for the inodes below `.ckptfs`. Every change fails with EROFS."""
+    """Handlers for the inodes of this tree. Every change fails with EROFS."""
 
     def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
         self._context, self._changes = context, changes
@@ -101,26 +101,26 @@ class LatestTree:
     create = mkdir = mknod = symlink = link = unlink = rmdir = rename = setattr = setxattr = removexattr = refuse_change
 
     async def lookup(self, parent_inode: int, name: bytes, _: "RequestContext") -> EntryAttributes:
-        """What a name leads to."""
+        """Look up a name."""
         if parent_inode == ROOT:
             return self._build_entry_attributes(TOP)
         entry = await self._find_child(self._get_entry(parent_inode), name)
         return request.build_negative_entry(0) if entry is None else self._build_entry_attributes(entry)
 
     async def getattr(self, inode: int, _: "RequestContext") -> EntryAttributes:
-        """The attributes of an inode."""
+        """Return the attributes of an inode."""
         return self._build_entry_attributes(self._get_entry(inode))
 
     async def readlink(self, inode: int) -> bytes:
-        """Where the symlink of a series leads: to the newest of its members that is complete now."""
+        """Return the target of a symlink: the newest complete member of its series."""
         return await self._get_newest_path(self._get_entry(inode))
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
-        """The value of an attribute: there are none."""
+        """Raise ENODATA: there are no xattrs."""
         raise posix_error(errno.ENODATA)
 
     async def listxattr(self, inode: int, _: "RequestContext") -> Sequence[bytes]:
-        """The names of the attributes: there are none."""
+        """Return no names: there are no xattrs."""
         return []
 
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
@@ -140,10 +140,10 @@ class LatestTree:
         return entry
 
     def _build_entry_attributes(self, virtual: VirtualEntry) -> EntryAttributes:
-        """As the directory that it stands for: who may list that may look here."""
+        """Derive the attributes from the directory of the mount: a caller that may list it may also search the entry."""
         shown = self._context.get_inode(virtual.directory or ROOT)
-        listing = (shown.mode & 0o444) >> 2 & shown.mode
-        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | listing
+        searchable = (shown.mode & 0o444) >> 2 & shown.mode
+        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | searchable
         entry = request.build_attributes(
             replace(shown, id=self._inodes.assign_inode(virtual), mode=mode, nlink=1 if virtual.series else 2, size=0)
         )
@@ -179,7 +179,7 @@ class LatestTree:
         return sorted((shown | {one.name: VirtualEntry(entry.directory, one.name) for one in series.list_series(names)}).items())
 
     async def _list_directory(self, directory: int) -> dict[bytes, Inode]:
-        """The names in a directory of the mount."""
+        """Return the entries of a directory of the mount."""
         if self._context.shared_namespace is not None:
             await self._context.shared_namespace.refresh_inode(directory)
             await self._context.shared_namespace.refresh_directory(directory)
