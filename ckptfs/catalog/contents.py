@@ -1,19 +1,19 @@
-"""Owns a content's life from its first byte to its close: tables `content` and `copy` as the mount changes them. Sealing, copying and
-dropping belong to the mover (catalog/settling.py).
+"""A content from its first byte to its seal, and the previous contents of a file that are kept (tables `content` and `copy`).
 
-Invariants: an inode's current content is `inode.content`; a content is OPEN while a handle may write it; `change` grows whenever bytes
-may change, so that whoever read them meanwhile can tell; the generation grows whenever a writer opens what was closed. Every function
-joins the caller's transaction.
-If we die here: SQLite undoes the unfinished change. An OPEN content without a writer's handle was left by a crash: see `abandoned`.
+The mount begins, opens and closes contents; the mover seals them (copies.py has its other changes of copies). A content that other nodes
+have verified becomes a *previous* one if its file is written anew, or if another file takes its file's name; then it belongs to that
+file. It is doomed when the file's present content is on other nodes or whole on the PFS (P5, P9). Until then the shared key `c/` says that
+it is previous, and its holders keep it. Of a content that is changed in place the holders keep the generation that they have
+(remote_contents.py); `replicated_generation` says for which generation the file's time is known. Without a cluster there are no previous
+contents of this kind. Functions that change rows join the caller's transaction.
 
-Owns `content.former_ns`: what a file held before, kept until what it holds now survives this node's death, too (P5, P9).
+Invariants:
+- The present content of an inode is `inode.content`.
+- A content is OPEN while a handle may write it.
+- `change` grows whenever bytes may change, so that a reader of the bytes notices. The generation grows when a closed content is opened for
+  writing.
 
-A content that other nodes had verified becomes a former one when its file is written anew, or when another file takes its file's name: it
-belongs to that file then. It goes when what the file holds now lies on other nodes, or whole on the PFS. Until then `c/` says that it is
-one, and its holders keep it. Of a content that is changed in place its holders keep the generation that they had (catalog/holding.py), and
-`content.before_generation` says of which the file's time is known. Without a cluster there is none of this. Functions that change
-something join the caller's transaction.
-If we die here: SQLite undoes the unfinished change.
+Crash safety: an OPEN content without a handle that writes is left over from a crash; `list_abandoned` finds it.
 """
 
 import json
@@ -34,7 +34,7 @@ from ckptfs.model import Content, ContentState, Inode, Tier
 
 @dataclass(frozen=True, slots=True)
 class SealResult:
-    """A content whose bytes were read under a lease: what the catalog shall say of it, if `change` is still the same."""
+    """The result of a seal: the catalog records it if `change` is still the same."""
 
     content: int
     inode: int
@@ -63,7 +63,7 @@ def build_file_record(db: Database, inode: int, content: Content | None) -> File
 
 
 def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[Content, Tier]]:
-    """Contents that await their seal, from the one after `after` on in the order of their ids, with the one of `tiers` that has it."""
+    """Return contents that await their seal, with the one of `tiers` that has them, in order of ids."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
         " WHERE k.state = 1 AND k.remote = 0 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
@@ -73,9 +73,9 @@ def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
 
 
 def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]:
-    """Make these contents SEALED, those that nobody opened for writing meanwhile; which they were.
+    """Make contents SEALED that were not opened for writing meanwhile. Return which they were.
 
-    What the same file held before goes: its successor is whole now (P5).
+    Previous contents of the same files are doomed, because their successors are whole now (P5).
     """
     now = time.time_ns()
     done = []
@@ -96,7 +96,7 @@ def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]
 
 
 def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
-    """Doom what `inode` held before its sealed content `newer`, except what somebody still has open. How many went."""
+    """Doom the previous contents of `inode`, unless they are open. Return how many."""
     return db.run(
         "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4)"
         " AND superseded_mtime_ns IS NULL AND generation < (SELECT generation FROM content WHERE id = ?2)"
@@ -107,17 +107,17 @@ def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
 
 
 def count_writers(db: Database) -> int:
-    """How many handles are open for writing."""
+    """Return how many handles are open for writing."""
     return int(db.value("SELECT count(*) FROM handle WHERE writer = 1"))
 
 
 def get_largest_recent_size(db: Database, at_most: int) -> int:
-    """The size of the largest of the `of` contents that were begun last: what may well come next."""
+    """Return the size of the largest of the newest `at_most` contents, as a guess for the next one."""
     return int(db.value("SELECT coalesce(max(size), 0) FROM (SELECT size FROM content WHERE remote = 0 ORDER BY id DESC LIMIT ?)", at_most))
 
 
 def list_without_copy(db: Database) -> list[Content]:
-    """Contents of this node's own that should have bytes and have no good copy in any tier."""
+    """Return own contents that should have bytes and have no good copy in any tier."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.remote = 0"
         " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
@@ -125,21 +125,17 @@ def list_without_copy(db: Database) -> list[Content]:
     return [build_content(row) for row in rows]
 
 
-def is_shown(db: Database, seen: Content) -> bool:
-    """Whether a file shows this content now; if not, an earlier or later one of the same file does."""
-    return db.value("SELECT 1 FROM inode WHERE id = ? AND content = ?", seen.inode, seen.id) is not None
-
-
 def is_fsynced_on_pfs(db: Database, content: Content) -> bool:
-    """Whether the PFS shows a content that was closed and not sealed yet, as it was fsynced before: of that generation and size."""
+    """Return True if the PFS shows a closed, unsealed content as it was fsynced: of the same size."""
     query = "SELECT 1 FROM pfs_file WHERE inode = ? AND generation = ? AND size = ?"
     return content.state is ContentState.CLOSED and db.value(query, content.inode, content.generation, content.size) is not None
 
 
 def restore_previous(db: Database, lost: Content) -> str:
-    """Let the file show what is left of it, in place of `lost`: its former generation here, or what the PFS shows. Which, in words.
+    """Let the file show the newest state that is left: a previous content on this node or the PFS's.
 
-    The newer of both: the PFS may already show what was fsynced of the lost one. Empty, and nothing changed, when nothing is left.
+    Returns which one it is, in words. Returns "" without a change if nothing is left. The PFS may be newer than the previous content: it
+    may show an fsynced state of the lost one.
     """
     with db.transaction():
         older = db.row(
@@ -153,7 +149,7 @@ def restore_previous(db: Database, lost: Content) -> str:
             what = "its former generation"
         elif shown is not None:
             db.run("UPDATE inode SET content = NULL, size = ?, mtime_ns = ? WHERE id = ?", shown[0], shown[1], lost.inode)
-            # It may be what was fsynced of the file that was open: from now on that is the whole of it.
+            # It may be an fsynced state of the open file. From now on that is the whole file.
             db.run("UPDATE pfs_file SET complete = 1 WHERE inode = ?", lost.inode)
             if older is not None:
                 set_state(db, older[0], ContentState.DOOMED)
@@ -165,9 +161,7 @@ def restore_previous(db: Database, lost: Content) -> str:
 
 
 def mark_lost(db: Database, seen: Content) -> bool:
-    """Make a content of this node's own LOST when no good copy of it is left in any tier or on a peer and the PFS does not show it; whether
-    it is.
-    """
+    """Make an own content LOST if no tier, no node and not the PFS has it. Return True if it is LOST now."""
     with db.transaction():
         found = get_file_record(db, seen.id)
         if not is_unchanged(db, seen) or any(map(lifecycle.is_good, found.copies)) or lifecycle.is_on_pfs(found):
@@ -179,7 +173,7 @@ def mark_lost(db: Database, seen: Content) -> bool:
 
 
 def mark_found(db: Database, content: int) -> None:
-    """A content of this node's own that is LOST is sealed again when a node that lives turns out to have exactly that."""
+    """Seal an own LOST content again if a live node has exactly that generation."""
     with db.transaction():
         db.run(
             "UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND remote = 0"
@@ -189,7 +183,7 @@ def mark_found(db: Database, content: int) -> None:
 
 
 def set_state(db: Database, content: int, state: ContentState) -> None:
-    """A content's fate was decided: LOST or DOOMED."""
+    """Make a content LOST or DOOMED."""
     with db.transaction():
         db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ?", state, content)
 
@@ -197,11 +191,11 @@ def set_state(db: Database, content: int, state: ContentState) -> None:
 _HAS_HOLDERS = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})"
 
 CAN_DELETE = "(superseded_mtime_ns IS NULL OR (remote = 0 AND superseded_mtime_ns > 0))"
-"""SQL about a row of `content` whose file is gone: nobody has to ask the store whether another file held it before."""
+"""SQL about a row of `content` whose file is gone: True if the store need not be asked whether it is a previous content of another file."""
 
 
 def mark_superseded(db: Database, inode: int) -> None:
-    """What this file holds is about to be the former content of it."""
+    """Mark the content of this file as its previous one: a new one is about to replace it."""
     if db.is_clustered and peer_copies.get_replication_factor(db) > 1:
         db.run(
             "UPDATE content SET superseded_mtime_ns = (SELECT mtime_ns FROM inode WHERE id = ?1)"
@@ -212,7 +206,10 @@ def mark_superseded(db: Database, inode: int) -> None:
 
 
 def record_replicated_generation(db: Database, content: int) -> None:
-    """A content is about to be changed in place: what other nodes have of it is what is left of it until they have the next generation."""
+    """Record the generation that other nodes have of a content that is about to be changed in place.
+
+    It is all that is left of the content, if this node dies, until they have the next generation.
+    """
     if db.is_clustered and peer_copies.get_replication_factor(db) > 1:
         db.run(
             "UPDATE content SET replicated_generation = generation,"
@@ -223,7 +220,10 @@ def record_replicated_generation(db: Database, content: int) -> None:
 
 
 def mark_awaiting_store_check(db: Database, inode: int) -> None:
-    """Another node took this file's last name away: what lies here of it may be what another file held before. The store knows."""
+    """Mark contents of a file whose last name another node removed.
+
+    They may be previous contents of another file: the store has to be asked before they are deleted.
+    """
     db.run(
         "UPDATE content SET superseded_mtime_ns = 0 WHERE inode = ? AND superseded_mtime_ns IS NULL"
         f" AND (remote = 1 OR (state = 2 AND (replicated_generation IS NOT NULL OR {_HAS_HOLDERS})))",
@@ -232,19 +232,20 @@ def mark_awaiting_store_check(db: Database, inode: int) -> None:
 
 
 def list_awaiting_store_check(db: Database, at_most: int) -> list[Content]:
-    """Contents of this node's own that are kept only until the store was asked whether another file held them before."""
+    """Return own contents that are kept only until the store was asked about them."""
     numbers = db.rows("SELECT id FROM content WHERE remote = 0 AND superseded_mtime_ns = 0 AND state = 2 ORDER BY id LIMIT ?", at_most)
     return [found for (number,) in numbers if (found := get_content(db, number)) is not None]
 
 
 def is_awaiting_store_check(db: Database, content: int) -> bool:
-    """Whether a content is one of those."""
+    """Return True if an own content is kept only until the store was asked about it."""
     return db.value("SELECT 1 FROM content WHERE id = ? AND remote = 0 AND superseded_mtime_ns = 0", content) is not None
 
 
 def move_to_successor(db: Database, replaced: Inode, successor: Inode) -> None:
-    """The last name of one file becomes another one's: what the first holds is the former content of the other. What another node wrote
-    of it that one keeps, and whoever has a copy, as soon as this node has told them.
+    """Make the content of a file whose last name another file takes the previous content of that file.
+
+    The other file also keeps copies of what another node wrote, from the moment at which the store has this change.
     """
     if not db.is_clustered or replaced.nlink != 1 or not (replaced.is_file and successor.is_file) or successor.content is None:
         return
@@ -261,12 +262,12 @@ def move_to_successor(db: Database, replaced: Inode, successor: Inode) -> None:
 
 
 def expire_previous(db: Database, current: Content) -> None:
-    """Doom what the file of `now` held before, when it holds that and it survives."""
+    """Doom the previous contents of the file of `current` if the file holds that and it is safe."""
     if db.value("SELECT 1 FROM content WHERE inode = ? AND superseded_mtime_ns IS NOT NULL", current.inode) is None:
         return
     with db.transaction():
         record = get_file_record(db, current.id)
-        if is_shown(db, current) and (lifecycle.is_on_clique(record) or lifecycle.is_on_pfs(record)):
+        if is_current(db, current.inode, current.id) and (lifecycle.is_on_clique(record) or lifecycle.is_on_pfs(record)):
             expired = db.rows(
                 "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id <> ? AND superseded_mtime_ns IS NOT NULL"
                 " AND state <> 3 RETURNING id, remote",
@@ -285,10 +286,10 @@ _UPDATE_SIZE_AND_TIMES = (
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """A file and where its bytes are: `content` is None for a file that was never written here; `tiers` hold a good copy, RAM first.
+    """A file and the tiers that have its bytes.
 
-    `published`: the PFS shows some content of this file under an ordinary name. `peer`: another node wrote it last. `generation`: the
-    content's.
+    `content` is None if the file was never written on this node. `tiers` have a good copy, RAM first. `is_on_pfs`: the PFS shows some
+    content of the file. `is_remote`: another node wrote it last. `generation` is that of the content.
     """
 
     inode: Inode
@@ -301,12 +302,15 @@ class FileContent:
 
     @property
     def has_newer_generation(self) -> bool:
-        """Whether another node has told of a newer generation and not yet of its content, as it does when the file is released there."""
+        """Return True if another node has announced a newer generation, and not yet its content."""
         return self.generation is not None and self.generation < self.inode.generation and self.state is not ContentState.OPEN
 
 
 def get_file_content(db: Database, inode: int) -> FileContent | None:
-    """What is known of a file's bytes, as one snapshot; None when there is no such inode."""
+    """Return what is known of the bytes of a file, as one snapshot.
+
+    Returns None if there is no such inode.
+    """
     rows = db.rows(
         f"SELECT k.id, k.state, c.tier, p.inode, k.remote, k.generation, {INODE_COLUMNS_JOINED} FROM inode"
         " LEFT JOIN content k ON k.id = inode.content LEFT JOIN copy c ON c.content = k.id AND c.state = 1"
@@ -326,9 +330,9 @@ def get_file_content(db: Database, inode: int) -> FileContent | None:
 
 
 def insert_content(db: Database, inode: int, tier: Tier, *, reserved_content: int | None = None, changed_ns: int | None = None) -> int:
-    """A new, empty content for `inode` in `tier`, OPEN; its id. The former one stays until the mover has sealed the new one (P5).
+    """Insert a new, empty, OPEN content for `inode` in `tier`. Return its id.
 
-    `changed_ns`: the file's bytes changed then. Not given, its times stay.
+    The previous content stays until the new one is sealed (P5). `changed_ns`: when the bytes of the file changed; if None, its times stay.
     """
     now = time.time_ns()
     mark_superseded(db, inode)
@@ -348,7 +352,10 @@ def insert_content(db: Database, inode: int, tier: Tier, *, reserved_content: in
 
 
 def insert_reserved_content(db: Database, tier: Tier) -> int:
-    """An id for a content whose file must be made before its inode is known (on a tier that may hang). Unused ones are `abandoned`."""
+    """Return an id for a content whose file must exist before its inode is known, on a tier that may hang.
+
+    `list_abandoned` finds ids that were not used.
+    """
     content = db.insert(
         "INSERT INTO content (id, inode, generation, state, change) VALUES (?, 0, 0, 0, 1)", identity.allocate_id(db, "content")
     )
@@ -357,12 +364,12 @@ def insert_reserved_content(db: Database, tier: Tier) -> int:
 
 
 def mark_open(db: Database, inode: int, content: int, tier: Tier) -> None:
-    """Open a closed or sealed content for writing in place: the next generation begins, and only the copy in `tier` counts from now on.
+    """Open a closed or sealed content for writing in place: its next generation begins.
 
-    Whoever wrote it before, from now on it is this node's own.
+    Only the copy in `tier` counts from now on. The content becomes this node's own, whichever node wrote it before.
     """
     record_replicated_generation(db, content)
-    # More than what any node has shown of the file: what is reopened may be a former state of it, because the last one was lost.
+    # Above every generation that a node has shown: after a loss, the content that is reopened may be an earlier state of the file.
     db.run(
         "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, remote = 0,"
         " announce_state = CASE announce_state WHEN 0 THEN 0 ELSE 3 END,"
@@ -374,12 +381,15 @@ def mark_open(db: Database, inode: int, content: int, tier: Tier) -> None:
 
 
 def bump_change(db: Database, content: int) -> None:
-    """One more writer opened an OPEN content."""
+    """Record one more writer of an OPEN content."""
     db.run("UPDATE content SET change = change + 1 WHERE id = ?", content)
 
 
 def mark_closed(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None) -> None:
-    """The last writer has closed: size and times (None: as they are) go into the inode, the mover may seal, the PFS shall be told."""
+    """Close a content after its last writer: record size and times, and append a journal row.
+
+    Times that are None stay.
+    """
     db.run(
         "UPDATE content SET state = 1, size = ?, change = change + 1, closed_ns = ? WHERE id = ? AND state = 0",
         size,
@@ -391,53 +401,57 @@ def mark_closed(db: Database, inode: int, content: int, size: int, atime_ns: int
 
 
 def record_written(db: Database, inode: int, size: int, atime_ns: int, mtime_ns: int) -> None:
-    """A writer has closed its descriptor, and others may see what it wrote."""
+    """Record size and times at the close of one of several writers."""
     db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode)
 
 
 def record_fsync(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None) -> None:
-    """An open file was fsynced: the PFS shall be told what it holds so far, with times as for `close`."""
+    """Record size and times of an open file at its fsync, and append a journal row.
+
+    Times are as for `mark_closed`.
+    """
     db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode)
     journal.append(db, "synced", inode, content=content)
 
 
 def record_access(db: Database, inode: int, atime_ns: int) -> None:
-    """A file was read."""
+    """Record that a file was read."""
     db.run("UPDATE inode SET atime_ns = ? WHERE id = ?", atime_ns, inode)
 
 
 def record_use(db: Database, contents: Iterable[int]) -> None:
-    """These contents were opened just now; eviction takes others first."""
+    """Record that contents were opened now: eviction takes others first."""
     now = time.time_ns()
     for content in contents:
         db.run("UPDATE copy SET used_ns = ? WHERE content = ?", now, content)
 
 
 def record_move(db: Database, content: int, source: Tier, target: Tier) -> None:
-    """The bytes of an OPEN content are in `target` now, and no longer in `source`."""
+    """Record that the bytes of an OPEN content have moved from `source` to `target`."""
     db.run("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 1, ?)", content, target, time.time_ns())
     db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, source)
     bump_change(db, content)
 
 
 def mark_doomed(db: Database, content: int) -> None:
-    """Nobody needs this content any more."""
+    """Make a content DOOMED."""
     db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", content)
 
 
 def has_name(db: Database, inode: int) -> bool:
-    """Whether any name leads to `inode`."""
+    """Return True if any name leads to `inode`."""
     return bool(db.value("SELECT nlink FROM inode WHERE id = ?", inode))
 
 
 def is_current(db: Database, inode: int, content: int) -> bool:
-    """Whether `content` is what `inode` holds now."""
+    """Return True if `content` is the present content of `inode`."""
     return db.row("SELECT 1 FROM inode WHERE id = ? AND content = ?", inode, content) is not None
 
 
 def mark_all_doomed(db: Database, inode: int) -> list[int]:
-    """No name and no handle leads to `inode` any more: its contents go. The ids of these contents. What may be what another file held
-    before stays until the store was asked.
+    """Doom the contents of a file without name or handle. Return their ids.
+
+    Contents that may be previous ones of another file stay until the store was asked.
     """
     rows = db.rows(f"SELECT id FROM content WHERE inode = ? AND state <> 3 AND {CAN_DELETE}", inode)
     contents = [row[0] for row in rows]
@@ -447,7 +461,7 @@ def mark_all_doomed(db: Database, inode: int) -> list[int]:
 
 
 def list_abandoned(db: Database) -> list[tuple[int, int, Tier]]:
-    """(content, inode, tier) of what is OPEN although no handle writes it: left by a process that died, or by the former connection."""
+    """Return (content, inode, tier) of OPEN contents without a handle that writes them."""
     return [
         (row[0], row[1], Tier(row[2]))
         for row in db.rows(

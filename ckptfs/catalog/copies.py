@@ -1,20 +1,14 @@
-"""Owns what the mover's own steps ask and change: contents to seal, copies to add, move and drop, tiers to adopt, contents that are lost.
+"""Copies of contents on this node, as the mover changes them: added, moved, dropped, fetched and stashed (tables `copy` and `tier`).
 
-Every change compares the content's `change` and state with what the caller saw before it read the bytes, so that a writer who came
-in between wins. Functions that change something join the caller's transaction.
-If we die here: SQLite undoes the unfinished change; files that no row names yet are leftovers, which the drop flow finds.
+The mover reads or writes bytes first, and records the result in a transaction that compares the state and `change` of the content with
+what it saw before; if a writer came in between, nothing is recorded. Functions that change rows join the caller's transaction.
 
-Owns what a fetch reads and changes in the catalog: a file that lies on the PFS only gets a verified copy in a tier of this node.
+- Fetch: the id of a new content is reserved by a FILLING copy without a content, so that no lane takes its file for a leftover. It becomes
+  a content in the transaction that gives it to the file.
+- Stash: a STALE copy may be all that is left of a file. While a newer generation is fetched in its place, it has an id of its own, and
+  `stashed_for` says of which content it is. It returns to its content if the fetch fails, and is deleted if it does not.
 
-A new content's id is reserved by a FILLING copy without a content: nobody takes it for anything, the drop flow leaves its file alone,
-and recovery removes both. It becomes a content in the transaction that makes it the file's own.
-If we die here: the change happened as a whole or not at all.
-
-Owns `copy.aside`: a former generation that may be all that is left of a content, put aside while the next one is fetched into its place.
-
-Its row has an id of its own, under which its file lies meanwhile, and says of which content it is. It is put back when the fetch failed,
-and goes when it did not. Functions that change something join the caller's transaction.
-If we die here: SQLite undoes the unfinished change; recovery puts back what is aside.
+Crash safety: recovery deletes FILLING copies and returns stashed ones. Files without a row are leftovers, which the reclaim lane deletes.
 """
 
 import json
@@ -30,7 +24,7 @@ from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
 
 
 def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
-    """Every copy of a content on this node, RAM first."""
+    """Return all copies of a content on this node, RAM first."""
     order = list(Tier)
     rows = db.rows("SELECT content, tier, state, verified_ns, used_ns FROM copy WHERE content = ?", content)
     found = [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3], row[4]) for row in rows]
@@ -38,8 +32,9 @@ def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
 
 
 def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
-    """Announce a copy that is about to be made, so that a crash leaves a row to tidy. False when the content has moved on, and when
-    somebody is making this copy already: its file is theirs.
+    """Insert a FILLING row before the file of a copy is created, so that recovery can remove both.
+
+    Returns False if the content changed since `seen`, or if another thread is already filling this copy: the file is that thread's.
     """
     with db.transaction():
         if not is_unchanged(db, seen) or db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state = 0", seen.id, tier):
@@ -49,7 +44,10 @@ def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
 
 
 def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
-    """A copy that was announced is whole and verified. False, and nothing changed, when the content has moved on."""
+    """Make a FILLING copy GOOD and verified.
+
+    Return False without a change if the content changed since `seen`.
+    """
     with db.transaction():
         if not is_unchanged(db, seen):
             return False
@@ -59,7 +57,10 @@ def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
 
 
 def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> None:
-    """Set a copy's state after its digest was checked; a GOOD one is verified now. One that is being filled is another one by now."""
+    """Set the state of a copy after its digest was checked. A GOOD one is verified now.
+
+    A FILLING copy is left alone: it is not the one that was checked.
+    """
     with db.transaction():
         db.run(
             "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ? AND state <> 0",
@@ -74,8 +75,9 @@ def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> 
 
 
 def delete_copy(db: Database, content: int, tier: Tier) -> None:
-    """The copy in `tier` is not to be counted any more; its file may be removed once this is committed, if nobody has announced
-    another one meanwhile: see `known`.
+    """Delete the row of a copy.
+
+    Its file may be removed after the commit, unless `has_copy` finds a new row by then.
     """
     with db.transaction():
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, tier)
@@ -83,7 +85,7 @@ def delete_copy(db: Database, content: int, tier: Tier) -> None:
 
 
 def _mark_unannounced_if_gone(db: Database, content: int) -> None:
-    """The other nodes shall learn when no copy counts here any more, nor is left of a former generation of a peer's content."""
+    """Mark the content to be withdrawn from the store if no copy of it counts any more."""
     left = "SELECT 1 FROM copy WHERE copy.content = content.id AND (copy.state = 1 OR (copy.state = 3 AND copy.digest IS NOT NULL))"
     db.run(
         f"UPDATE content SET announce_state = 3 WHERE id = ? AND announce_state IN (1, 2) AND remote = 1 AND NOT EXISTS ({left})", content
@@ -92,12 +94,12 @@ def _mark_unannounced_if_gone(db: Database, content: int) -> None:
 
 
 def list_copies_in_state(db: Database, state: CopyState, tier: Tier | None = None) -> list[tuple[int, Tier]]:
-    """(content, tier) of the copies in a state."""
+    """Return (content, tier) of the copies in a state."""
     rows = db.rows("SELECT content, tier FROM copy WHERE state = ? AND (? IS NULL OR tier = ?)", state, tier, tier)
     return [(row[0], Tier(row[1])) for row in rows]
 
 
-# A copy in RAM is no reason to drop one on NVMe, which survives a power cut: see lifecycle.may_drop.
+# A copy in RAM is no reason to drop one on NVMe, which survives a power cut: see lifecycle.can_drop.
 _IS_SAFE_ELSEWHERE = (
     "(EXISTS (SELECT 1 FROM copy o WHERE o.content = k.id AND o.state = 1 AND o.verified_ns > 0"
     " AND ((c.tier = 'ram' AND o.tier <> 'ram') OR (c.tier = 'nvme' AND o.tier = 'pfs')))"
@@ -107,8 +109,10 @@ _IS_SAFE_ELSEWHERE = (
 
 
 def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Content]:
-    """Sealed contents with a copy in `tier` that nobody has open: those that are whole `elsewhere` too, or those that are not. What is held
-    for peers comes first, then what was not used for long. What somebody copies just now is left out.
+    """Return sealed contents with a copy in `tier` that no process has open and no lane is copying.
+
+    `elsewhere`: only those that are whole elsewhere too; otherwise only the others. Remote contents come first, then the least recently
+    used ones.
     """
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
@@ -121,7 +125,7 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -
 
 
 def count_only_copies(db: Database, tier: Tier) -> int:
-    """How many contents of this node's own that somebody may still want lie in `tier` and nowhere else."""
+    """Return how many own contents that may still be needed are in `tier` and nowhere else."""
     return int(
         db.value(
             "SELECT count(*) FROM copy c JOIN content k ON k.id = c.content"
@@ -132,16 +136,16 @@ def count_only_copies(db: Database, tier: Tier) -> int:
 
 
 def delete_tier(db: Database, tier: Tier) -> None:
-    """This tier was given up in order: its copies are gone, and nobody needs to be warned of it."""
+    """Forget the copies in a tier that was given up in order."""
     with db.transaction():
         db.run("DELETE FROM copy WHERE tier = ?", tier)
         db.run("DELETE FROM tier WHERE name = ?", tier)
 
 
 def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[int, Tier | None]]:
-    """(content, tier) of the copies in `tiers` of contents that nobody needs any more, from the content after `after` on.
+    """Return (content, tier) of the copies of doomed contents in `tiers`, after the content `after`.
 
-    The tier is None for a content without any copy, of which only the row is left.
+    The tier is None for a content without copies, of which only the row is left.
     """
     rows = db.rows(
         "SELECT k.id, c.tier FROM content k LEFT JOIN copy c ON c.content = k.id"
@@ -153,7 +157,7 @@ def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
 
 
 def delete_doomed(db: Database, dropped: Iterable[tuple[int, Tier | None]]) -> None:
-    """The files of these copies of doomed contents are gone: forget the copies, and the contents that have no other."""
+    """Delete the rows of doomed copies whose files are gone, and of contents that have no other copy."""
     with db.transaction():
         for number, tier in dropped:
             db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
@@ -163,18 +167,21 @@ def delete_doomed(db: Database, dropped: Iterable[tuple[int, Tier | None]]) -> N
 
 
 def has_copy(db: Database, content: int, tier: Tier) -> bool:
-    """Whether any copy of this content is on record in `tier`."""
+    """Return True if there is any row of this content in `tier`."""
     return db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ?", content, tier) is not None
 
 
 def get_tier_uuid(db: Database, tier: Tier) -> str | None:
-    """The uuid that was in this tier's root when it was last adopted."""
+    """Return the uuid that was in this tier's root when it was last adopted."""
     found: str | None = db.value("SELECT uuid FROM tier WHERE name = ?", tier)
     return found
 
 
 def set_tier_uuid(db: Database, tier: Tier, uuid: str) -> int:
-    """Take `uuid` as what this tier is. When it was another one, forget all copies that were there; how many those were."""
+    """Record the uuid of a tier. If it had another one, forget all copies in it.
+
+    Return how many those were.
+    """
     before = get_tier_uuid(db, tier)
     if before == uuid:
         return 0
@@ -186,14 +193,17 @@ def set_tier_uuid(db: Database, tier: Tier, uuid: str) -> int:
 
 
 def list_copies_in_tier(db: Database, tier: Tier) -> dict[int, tuple[CopyState, ContentState, int]]:
-    """Content -> (state of its copy in `tier`, state and size of the content)."""
+    """Return content -> (state of its copy in `tier`, state and size of the content)."""
     rows = db.rows("SELECT c.content, c.state, k.state, k.size FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ?", tier)
     return {row[0]: (CopyState(row[1]), ContentState(row[2]), row[3]) for row in rows}
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedFile:
-    """What table `published` says of a file. `digest` is None when it was never read; `checked` whether it was found right in place."""
+    """What the PFS shows of a file.
+
+    `digest` is None if it was never read; `is_verified`: it was verified in place.
+    """
 
     generation: int
     is_complete: bool
@@ -228,7 +238,7 @@ class FetchState:
 
 @dataclass(frozen=True, slots=True)
 class FetchedContent:
-    """What was read from the PFS, digested on its way into `tier`."""
+    """Bytes that were read from the PFS into `tier`, with their digests."""
 
     content: int
     tier: Tier
@@ -264,7 +274,7 @@ def load_fetch_state(db: Database, inode: int) -> FetchState | None:
 
 
 def get_content_id(db: Database, inode: int) -> int | None:
-    """The id of what the file holds, whether anything else is known of that or not."""
+    """Return the id of the file's present content, even if nothing else is known of it."""
     found: int | None = db.value("SELECT content FROM inode WHERE id = ?", inode)
     return found
 
@@ -278,28 +288,39 @@ def _get_published_file(db: Database, inode: int) -> PublishedFile | None:
 
 
 def insert_reserved_copy(db: Database, tier: Tier) -> int:
-    """An id for a content that is about to arrive in `tier`."""
+    """Reserve an id for a content that is about to be fetched into `tier`."""
     with db.transaction():
-        content = db.insert("INSERT INTO content (id, inode, generation, state) VALUES (?, 0, 0, 3)", identity.allocate_id(db, "content"))
-        db.run("DELETE FROM content WHERE id = ?", content)
+        content = _reserve_content_id(db)
         db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", content, tier, time.time_ns())
         return content
 
 
+def _reserve_content_id(db: Database) -> int:
+    content = db.insert("INSERT INTO content (id, inode, generation, state) VALUES (?, 0, 0, 3)", identity.allocate_id(db, "content"))
+    db.run("DELETE FROM content WHERE id = ?", content)
+    return content
+
+
 def delete_filling_pfs_copies(db: Database) -> None:
-    """A former mover died while something arrived in the PFS's work area, which recovery does not touch: that copy is none."""
+    """Delete FILLING copies in the PFS's work area, which recovery does not touch.
+
+    A former mover died with them.
+    """
     with db.transaction():
         db.run("DELETE FROM copy WHERE tier = ? AND state = 0", Tier.PFS)
 
 
 def delete_filling_copy(db: Database, content: int, tier: Tier) -> None:
-    """Nothing arrived: forget the FILLING copy. Its file is gone already."""
+    """Delete a FILLING copy after a failure. Its file is gone already."""
     with db.transaction():
         db.run("DELETE FROM copy WHERE content = ? AND tier = ? AND state = 0", content, tier)
 
 
 def record_fetched(db: Database, expected: FetchState, fetched: FetchedContent) -> bool:
-    """Make what arrived the content of the file, if nothing about the file has changed since `before`; whether it is."""
+    """Make the fetched bytes the content of the file.
+
+    Return False if the file has changed since `expected`.
+    """
     with db.transaction():
         if load_fetch_state(db, expected.inode) != expected:
             return False
@@ -322,7 +343,10 @@ def record_fetched(db: Database, expected: FetchState, fetched: FetchedContent) 
 
 
 def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block_digests: bytes) -> bool:
-    """The file on the PFS was read in place and found to be what it should; False when the file has changed since `before`."""
+    """Record that the file on the PFS was verified in place.
+
+    Return False if it has changed since `expected`.
+    """
     with db.transaction():
         if load_fetch_state(db, expected.inode) != expected:
             return False
@@ -331,23 +355,27 @@ def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block
 
 
 def _set_pfs_digest(db: Database, inode: int, digest: bytes, block_digests: bytes) -> None:
-    """What the PFS shows has this digest."""
     db.run("UPDATE pfs_file SET digest = ?, blocks = ?, checked_ns = ? WHERE inode = ?", digest, block_digests, time.time_ns(), inode)
 
 
 def stash_copy(db: Database, content: int, tier: Tier) -> int | None:
-    """Put what is kept of a content in `tier` aside: the id for its file. None: there is nothing of which it is known what it is."""
+    """Stash the STALE copy of a content. Return the id for its file.
+
+    Returns None if no known generation is left.
+    """
     with db.transaction():
         if db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state = 3 AND digest IS NOT NULL", content, tier) is None:
             return None
-        stash = db.insert("INSERT INTO content (id, inode, generation, state) VALUES (?, 0, 0, 3)", identity.allocate_id(db, "content"))
-        db.run("DELETE FROM content WHERE id = ?", stash)
+        stash = _reserve_content_id(db)
         db.run("UPDATE copy SET content = ?1, stashed_for = ?2 WHERE content = ?2 AND tier = ?3", stash, content, tier)
         return stash
 
 
 def restore_stashed(db: Database, stash: int, tier: Tier) -> int | None:
-    """It is what lies here of its content again, whose id is given; None, and it is forgotten, when there is another copy by now."""
+    """Return a stashed copy to its content. Return the id of that.
+
+    Returns None, and deletes the stash, if the content has another copy by now or is doomed.
+    """
     with db.transaction():
         content: int | None = db.value("SELECT stashed_for FROM copy WHERE content = ? AND tier = ?", stash, tier)
         is_replaced = db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ?", content, tier) is not None
@@ -359,15 +387,15 @@ def restore_stashed(db: Database, stash: int, tier: Tier) -> int | None:
 
 
 def delete_stashed(db: Database, stash: int, tier: Tier) -> None:
-    """Nobody needs it any more."""
+    """Delete a stashed copy."""
     db.run("DELETE FROM copy WHERE content = ? AND tier = ? AND stashed_for IS NOT NULL", stash, tier)
 
 
 def list_stashed(db: Database, tier: Tier) -> list[int]:
-    """The ids of all that is aside in `tier`."""
+    """Return the ids of all stashed copies in `tier`."""
     return [row[0] for row in db.rows("SELECT content FROM copy WHERE tier = ? AND stashed_for IS NOT NULL", tier)]
 
 
 def list_stashed_contents(db: Database) -> set[int]:
-    """The contents of which something is aside."""
+    """Return the contents that have a stashed copy."""
     return {row[0] for row in db.rows("SELECT stashed_for FROM copy WHERE stashed_for IS NOT NULL")}

@@ -1,14 +1,14 @@
-"""Owns the table `handle`: open files as the kernel knows them. They outlive the mount process, and belong to one FUSE connection.
+"""Open files (table `handle`) and the replies that may have to be sent again (table `reply_cache`).
 
-Invariant: a handle row is committed before the kernel learns of the handle, and deleted before the kernel is told that it is gone.
-Functions that change something join the caller's transaction.
-If we die here: the rows tell the next mount process what is open.
+A handle row belongs to one FUSE connection and outlives the mount process. The reply cache is a ring addressed by the number of the
+request: a reply stays until `limits.REPLIES_KEPT` later requests were answered. After a crash the kernel sends only those requests again
+to which it has no reply, and these are far fewer. Functions that change rows join the caller's transaction.
 
-Owns the table `answer`: the first answer to every change, kept for a request that the kernel sends again after a crash.
+Invariants:
+- A handle row is committed before the kernel learns of the handle, and deleted before the kernel gets the reply to its release.
+- A reply is recorded in the transaction of its change: there is a reply exactly if there was a change.
 
-A ring addressed by the request's number: an answer stays until `limits.REPLIES_KEPT` later requests were answered. The kernel sends
-again only what it has no reply to, and that is far fewer.
-If we die here: `keep` is part of the change's own transaction, so there is an answer exactly when there was a change.
+Crash safety: the rows tell the next mount process which files are open and which requests were answered.
 """
 
 from ckptfs import limits
@@ -19,7 +19,7 @@ _COLUMNS = "id, inode, content, writer, backing, generation"
 
 
 def insert(db: Database, inode: int, content: int | None, *, is_writer: bool, backing_id: int, generation: int = 0) -> int:
-    """Record that a file was opened; the handle's id."""
+    """Record that a file was opened. Return the id of the handle."""
     return db.insert(
         "INSERT INTO handle (inode, content, writer, backing, generation) VALUES (?,?,?,?,?)",
         inode,
@@ -31,32 +31,35 @@ def insert(db: Database, inode: int, content: int | None, *, is_writer: bool, ba
 
 
 def delete(db: Database, handle: int) -> bool:
-    """Forget a handle. False when it was not known: a release that is told twice."""
+    """Delete a handle. Return False if it is not known: the kernel sent the release a second time."""
     return db.run("DELETE FROM handle WHERE id=?", handle) > 0
 
 
 def list_all(db: Database) -> list[Handle]:
-    """All open handles, in the order in which they were opened."""
+    """Return all open handles in the order in which they were opened."""
     return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
 
 
 def is_open(db: Database, inode: int) -> bool:
-    """Whether somebody here has the file open."""
+    """Return True if a process on this node has the file open."""
     return db.value("SELECT 1 FROM handle WHERE inode = ? LIMIT 1", inode) is not None
 
 
 def has_writer(db: Database, inode: int) -> bool:
-    """Whether somebody here has the file open for writing."""
+    """Return True if a process on this node has the file open for writing."""
     return db.value("SELECT 1 FROM handle WHERE inode = ? AND writer = 1 LIMIT 1", inode) is not None
 
 
 def set_content(db: Database, inode: int, content: int) -> None:
-    """All handles of `inode` now lead to `content`."""
+    """Point all handles of `inode` to `content`."""
     db.run("UPDATE handle SET content=? WHERE inode=?", content, inode)
 
 
 def delete_all(db: Database) -> int:
-    """A new FUSE connection begins: nothing is open, and ids, of which the kernel keeps 32 bits, start anew. How many were left."""
+    """Delete all handles for a new FUSE connection. Return how many there were.
+
+    Ids start anew, because the kernel keeps only 32 bits of them.
+    """
     db.run("DELETE FROM sqlite_sequence WHERE name = 'handle'")
     return db.run("DELETE FROM handle")
 
@@ -65,16 +68,19 @@ _SLOT_MASK = limits.REPLIES_KEPT - 1
 
 
 def record_reply(db: Database, request: int, body: bytes = b"") -> None:
-    """Remember the answer to request `number` (even, as the kernel's are). Call it inside the change's own transaction."""
+    """Record the reply to a request. Request numbers are even, as the kernel's are.
+
+    The caller has the transaction of the change.
+    """
     db.run("INSERT OR REPLACE INTO reply_cache (slot, request, body) VALUES (?,?,?)", request >> 1 & _SLOT_MASK, request, body)
 
 
 def get_reply(db: Database, request: int) -> bytes | None:
-    """The answer that request `number` already got; None when it was never answered."""
+    """Return the reply that a request has got already. Returns None if it was never answered."""
     body: bytes | None = db.value("SELECT body FROM reply_cache WHERE slot=? AND request=?", request >> 1 & _SLOT_MASK, request)
     return body
 
 
 def delete_replies(db: Database) -> None:
-    """A new FUSE connection begins: its requests are numbered from the start again."""
+    """Delete all replies for a new FUSE connection: its request numbers start anew."""
     db.run("DELETE FROM reply_cache")

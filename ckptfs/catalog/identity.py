@@ -1,13 +1,11 @@
-"""Owns the ids that this node gives to inodes and contents: unique in the cluster without asking anyone, by its number in the upper bits.
+"""The ids of this node, the cluster that the catalog belongs to, and the cluster's last known members (table `meta`).
 
-Alone, a node counts as SQLite does. Rows of other nodes have greater ids than its own: in a cluster it counts in table `meta`.
-If we die here: a counter is bumped in the transaction that uses the id.
+Inodes and contents get ids that are unique in the cluster without asking any node: the upper bits are the number of the node. A node
+without a cluster uses SQLite's own counters. In a cluster the catalog also holds rows with greater ids of other nodes, so it counts in
+`meta`. A catalog never changes its cluster: it would take what nodes of another cluster hold under its ids for its own. Functions that
+change rows join the caller's transaction.
 
-Owns what a catalog knows of the cluster that it belongs to (meta key 'cluster'), of its own starts, and of who lived last.
-
-A catalog never changes its cluster: what the other nodes of another one hold under its ids would be taken for its own.
-Functions that change something join the caller's transaction.
-If we die here: SQLite undoes the unfinished change.
+Crash safety: a counter grows in the transaction that uses the id.
 """
 
 import json
@@ -23,12 +21,12 @@ COUNTED_TABLES = ("inode", "content")
 
 
 def get_node_number(db: Database) -> int:
-    """This node's number in its cluster; 0 when it was never given one."""
+    """Return the number of this node in its cluster; 0 if it never got one."""
     return int(db.value("SELECT value FROM meta WHERE key = 'number'") or 0)
 
 
 def set_node_number(db: Database, new_number: int) -> None:
-    """From now on new ids carry this number, which is above 0 and never changes. Raises Refused."""
+    """Set the number of this node, which is above 0 and never changes. Raises InvalidArgument."""
     known = get_node_number(db)
     if known == new_number:
         return
@@ -44,7 +42,10 @@ def set_node_number(db: Database, new_number: int) -> None:
 
 
 def allocate_id(db: Database, table: str) -> int | None:
-    """The id for a new row of `table`; None: SQLite's own. Joins the caller's transaction."""
+    """Return the id for a new row of `table`. Returns None if SQLite chooses it.
+
+    Joins the caller's transaction.
+    """
     if not db.is_clustered:
         return None
     given: int | None = db.value("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", f"last {table}")
@@ -52,23 +53,23 @@ def allocate_id(db: Database, table: str) -> int | None:
 
 
 def get_origin_node(identity: int) -> int:
-    """The number of the node that gave this id; 0: some node gave it before it had a number, or it is the root."""
+    """Return the number of the node that gave an id. It is 0 for ids from before a node had a number."""
     return identity >> limits.ID_COUNTER_BITS
 
 
 def get_catalog_id(db: Database) -> str:
-    """The uuid of this catalog, which no other one has: 32 hex digits."""
+    """Return the uuid of this catalog: 32 hex digits."""
     return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))
 
 
 def get_cluster(db: Database) -> str | None:
-    """The cluster that this catalog belongs to."""
+    """Return the name of the cluster that this catalog belongs to. Returns None if there is none."""
     found: str | None = db.value("SELECT value FROM meta WHERE key = 'cluster'")
     return found
 
 
 def require_cluster(db: Database, wanted: str | None, state: Path) -> None:
-    """Refuse a cluster, or none, that this catalog in the directory `state` cannot belong to. Raises ConfigError."""
+    """Raise ConfigError if this catalog, in the directory `state`, cannot belong to the cluster."""
     known = get_cluster(db)
     if known == wanted:
         return
@@ -87,24 +88,27 @@ def require_cluster(db: Database, wanted: str | None, state: Path) -> None:
 
 
 def set_cluster(db: Database, name: str) -> None:
-    """This catalog belongs to the cluster `name` from now on."""
+    """Record that this catalog belongs to the cluster `name`."""
     db.run("INSERT OR IGNORE INTO meta (key, value) VALUES ('cluster', ?)", name)
 
 
 def record_start(db: Database) -> int:
-    """Another start of this node's mover: how many there were."""
+    """Count one more start of this node's mover. Return how many there were."""
     with db.transaction():
         db.run("INSERT INTO meta (key, value) VALUES ('starts', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
         return int(db.value("SELECT value FROM meta WHERE key = 'starts'"))
 
 
 def record_last_members(db: Database, records: Iterable[bytes]) -> None:
-    """Remember who lives, by their records: a mover that starts while the store is away begins with them."""
+    """Record the members of the cluster.
+
+    A mover that starts while the store is unreachable begins with them.
+    """
     with db.transaction():
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('world', ?)", json.dumps([record.decode() for record in records]))
 
 
 def list_last_members(db: Database) -> list[bytes]:
-    """What was remembered."""
+    """Return the members that were recorded last."""
     text = db.value("SELECT value FROM meta WHERE key = 'world'")
     return [] if text is None else [record.encode() for record in json.loads(text)]

@@ -1,10 +1,7 @@
-"""Owns what an inode carries beside its bytes: mode, owner, times (columns of `inode`) and the table `xattr`.
+"""Attributes of inodes (columns of `inode`), extended attributes (table `xattr`), and the one place that turns an inode row into a value.
 
-Set-id bits fall as on ext4: when a file that is no directory changes its owner, and when a stranger to CAP_FSETID changes its length.
-Functions that change something belong into `db.change()`.
-If we die here: the transaction was committed or it was not.
-
-Owns how a row of table `inode` becomes a `model.Inode`: the columns and their order, in one place.
+Set-id bits are cleared as on ext4: if a file that is not a directory changes its owner, and if a process without CAP_FSETID changes its
+length. Functions that change rows join the caller's transaction.
 """
 
 import errno
@@ -27,7 +24,7 @@ INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _COLUMN_NAMES)
 
 
 def build_inode(row: tuple[Any, ...]) -> Inode:
-    """The inode in a row of `INODE_COLUMNS`."""
+    """Return the inode in a row of `INODE_COLUMNS`."""
     return Inode(*(*row[:14], row[14] == 1))
 
 
@@ -35,7 +32,7 @@ _SELECT = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
 
 
 def get(db: Database, inode: int) -> Inode:
-    """The inode with this id. Raises ENOENT."""
+    """Return the inode with this id. Raises ENOENT."""
     row = db.row(_SELECT, inode)
     if row is None:
         raise posix_error(errno.ENOENT)
@@ -50,7 +47,10 @@ def set_attributes(
     db: Database, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
     atime_ns: int | None = None, mtime_ns: int | None = None, ctime_ns: int | None = None, kill_set_id: bool = False,
 ) -> Inode:  # fmt: skip
-    """Set what is given, ctime always. `mode` without its type bits; `kill_set_id`: drop set-id bits as a change of owner does."""
+    """Set the given attributes, and ctime always. `mode` has no type bits.
+
+    `kill_set_id`: clear set-id bits as a change of owner does.
+    """
     row = get(db, inode)
     new_mode = row.mode if mode is None else stat.S_IFMT(row.mode) | stat.S_IMODE(mode)
     if kill_set_id and mode is None:
@@ -69,14 +69,17 @@ def set_attributes(
 
 
 def strip_set_id(mode: int) -> int:
-    """`mode` after somebody without CAP_FSETID changed the file: no S_ISUID, no S_ISGID (which means locking without group execute)."""
+    """Return `mode` as it is after a change by a process without CAP_FSETID.
+
+    S_ISUID is cleared, and S_ISGID if the group may execute (otherwise it means mandatory locking).
+    """
     if stat.S_ISDIR(mode):
         return mode
     return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
 
 
 def get_xattr(db: Database, inode: int, name: bytes) -> bytes:
-    """The value of an extended attribute. Raises ENODATA."""
+    """Return the value of an extended attribute. Raises ENODATA."""
     value: bytes | None = db.value("SELECT value FROM xattr WHERE inode=? AND name=?", inode, name)
     if value is None:
         raise posix_error(errno.ENODATA)
@@ -84,12 +87,15 @@ def get_xattr(db: Database, inode: int, name: bytes) -> bytes:
 
 
 def list_xattrs(db: Database, inode: int) -> list[bytes]:
-    """The names of all extended attributes, in order."""
+    """Return the names of all extended attributes, in order."""
     return [row[0] for row in db.rows("SELECT name FROM xattr WHERE inode=?", inode)]
 
 
 def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 0) -> None:
-    """Set an extended attribute. `flags` as of setxattr(2): EEXIST, ENODATA. Raises ERANGE, E2BIG, ENOSPC past the limits."""
+    """Set an extended attribute. `flags` are those of setxattr(2).
+
+    Raises EEXIST and ENODATA as `flags` demand, and ERANGE, E2BIG or ENOSPC beyond the limits.
+    """
     if len(name) > limits.NAME_BYTES_MAX:
         raise posix_error(errno.ERANGE)
     if len(value) > limits.XATTR_VALUE_BYTES_MAX:
@@ -108,7 +114,7 @@ def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 
 
 
 def _count_xattr_bytes(db: Database, inode: int, excluded: bytes) -> int:
-    """What the extended attributes of an inode take, but for one of them."""
+    """Return the bytes of all extended attributes of an inode but one."""
     return int(db.value("SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?", inode, excluded))
 
 

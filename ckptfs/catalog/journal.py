@@ -1,18 +1,15 @@
-"""Owns the table `journal`: what the PFS must be told, in order (P6). Appended in the transaction of the change it records.
+"""The changes that the PFS does not have yet, in their order (P6): table `journal`. A row is appended in the transaction of its change.
 
-Ops: 'make' (a directory, symlink, fifo, socket or device under parent/name; a regular file too, which appears on the PFS with its
-first content), 'link' (another name), 'unlink', 'rmdir', 'rename' (parent/name to new_parent/new_name, whatever was there is
-replaced), 'exchange', 'attributes' (mode, owner, times, xattrs of an inode, as they are when it is applied), 'content' (a content was
-closed), 'synced' (an open file was fsynced).
-Write-back takes rows from the head, and deletes them in the transaction that records what the PFS shows then; it passes over those of
-files that the PFS refuses.
-If we die here: a change and its row are there together, or neither is.
+Ops: `make` (a directory, symlink, fifo, socket or device under parent/name; a regular file too, which appears on the PFS with its first
+content), `link` (another name), `unlink`, `rmdir`, `rename` (parent/name to new_parent/new_name, which is replaced if it exists),
+`exchange`, `attributes` (mode, owner, times and xattrs of an inode, as they are when the row is applied), `content` (a content was
+closed), `synced` (an open file was fsynced).
 
-Owns how a catalog comes to a PFS: everything that exists is told to the journal once, as if it had just been made.
+Write-back takes rows from the head, and deletes them in the transaction that records what the PFS shows then. Rows of files that the PFS
+refuses stay, and write-back goes on behind them. When a catalog gets its first PFS, everything that exists is recorded once, as if it had
+just been made. The uuid of the PFS tier is the meta key `pfs`. If files are only on another PFS, nothing is changed: they would look empty.
 
-Which PFS that is, its tier's uuid says (meta key 'pfs'). What lies only on another PFS would look empty: then nothing is changed.
-Functions that change something join the caller's transaction.
-If we die here: SQLite undoes the unfinished change, and the adoption begins anew.
+Crash safety: a change and its row are committed together. An adoption that was interrupted begins anew.
 """
 
 import json
@@ -32,7 +29,10 @@ _COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, a
 
 @dataclass(frozen=True, slots=True)
 class JournalRow:
-    """One change. `mode` is the inode's st_mode when it happened, 0 if it was gone even then; `origin` the dead node whose row it was."""
+    """One change.
+
+    `mode` is st_mode at the time, 0 if the inode was gone; `origin` is the dead node whose row it was.
+    """
 
     seq: int
     op: str
@@ -58,7 +58,7 @@ def append(
     new_name: bytes | None = None,
     content: int | None = None,
 ) -> None:
-    """Record a change for the PFS. Call it inside the change's own transaction; without a PFS it does nothing."""
+    """Record a change for the PFS in the change's own transaction. Without a PFS it does nothing."""
     if not db.is_journalled:
         return
     db.run(
@@ -69,35 +69,38 @@ def append(
 
 
 def get_last_seq(db: Database, inode: int) -> int:
-    """The last row about `inode`; 0 when the PFS has been told everything."""
+    """Return the last row about `inode`; 0 if there is none."""
     return int(db.value("SELECT max(seq) FROM journal WHERE inode = ?", inode) or 0)
 
 
 def has_pending(db: Database, inode: int, up_to: int | None = None) -> bool:
-    """Whether something about `inode` is still to be told to the PFS, up to the row `up_to`; None: anything at all."""
+    """Return True if a row about `inode` is left, up to the row `up_to` if that is given."""
     bound = 2**63 - 1 if up_to is None else up_to
     return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq <= ? LIMIT 1", inode, bound) is not None
 
 
 def find_last_in_directory(db: Database, directory: int) -> tuple[int, int]:
-    """(row, inode that it is about) of the last row about a name in `directory`; zeros when the PFS has been told everything."""
+    """Return (row, its inode) of the last row about a name in `directory`; zeros if there is none."""
     found = db.row("SELECT seq, inode FROM journal WHERE parent = ?1 OR new_parent = ?1 ORDER BY seq DESC LIMIT 1", directory)
     return (0, 0) if found is None else (found[0], found[1])
 
 
 def list_oldest(db: Database, at_most: int, after: int = 0) -> list[JournalRow]:
-    """The oldest rows after the row `after`, in order."""
+    """Return the oldest rows after the row `after`, in order."""
     return [JournalRow(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal WHERE seq > ? ORDER BY seq LIMIT ?", after, at_most)]
 
 
 def get(db: Database, seq: int) -> JournalRow | None:
-    """One row."""
+    """Return one row. Returns None if it is gone."""
     row = db.row(f"SELECT {_COLUMNS} FROM journal WHERE seq = ?", seq)
     return None if row is None else JournalRow(*row)
 
 
 def insert_taken_over(db: Database, rows: Iterable[JournalRow]) -> list[JournalRow]:
-    """Append rows of another node, which is dead; they as they are here. Joins the caller's transaction."""
+    """Append rows of a dead node. Return them with their numbers on this node.
+
+    Joins the caller's transaction.
+    """
     taken = []
     for row in rows:
         seq = db.insert(
@@ -109,14 +112,17 @@ def insert_taken_over(db: Database, rows: Iterable[JournalRow]) -> list[JournalR
 
 
 def delete_rows(db: Database, rows: Iterable[JournalRow]) -> None:
-    """Other nodes have these in hand now, or nobody needs them."""
+    """Delete rows that other nodes have taken over or that are needed no more."""
     with db.transaction():
         for row in rows:
             db.run("DELETE FROM journal WHERE seq = ?", row.seq)
 
 
 def insert_missing(db: Database, at_most: int) -> int:
-    """A row for each sealed content of this node that its file holds, the PFS does not show, and no row is about; how many."""
+    """Append a row for each sealed content that the PFS neither shows nor will get. Return how many.
+
+    These are own contents that their files hold. `at_most` bounds the rows of one call.
+    """
     with db.transaction():
         found = db.rows(
             "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
@@ -131,8 +137,9 @@ def insert_missing(db: Database, at_most: int) -> int:
 
 
 def delete_reverted(db: Database, instance: str, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
-    """Changes were taken back before other nodes were told of them: removals of these names, and all that was done to these inodes, which
-    nobody else ever knew.
+    """Delete the rows of changes that were reverted before the store had them.
+
+    These are removals of `names`, and all changes of `inodes`, which no other node ever knew.
     """
     uncommitted = (
         " AND EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind = 'j' AND t.number = (SELECT value FROM meta WHERE key = 'number')"
@@ -145,7 +152,7 @@ def delete_reverted(db: Database, instance: str, names: Iterable[tuple[int, byte
 
 
 def is_unlinked_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:
-    """Whether a later row of this journal takes that name away from the same inode."""
+    """Return True if a later row removes that name from the same inode."""
     later = (
         "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN ('unlink', 'rmdir', 'rename', 'exchange')"
         " AND ((parent = ? AND name = ?) OR (op = 'exchange' AND new_parent = ? AND new_name = ?)) LIMIT 1"
@@ -154,7 +161,7 @@ def is_unlinked_later(db: Database, row: JournalRow, name: tuple[int, bytes]) ->
 
 
 def is_named_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:
-    """Whether a later row of this journal gives the same inode that name."""
+    """Return True if a later row gives that name to the same inode."""
     later = (
         "SELECT 1 FROM journal WHERE inode = ? AND seq > ?"
         " AND ((op IN ('make', 'link') AND parent = ? AND name = ?) OR (new_parent = ? AND new_name = ?)) LIMIT 1"
@@ -163,17 +170,20 @@ def is_named_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bo
 
 
 def has_later_row(db: Database, inode: int, after: int) -> bool:
-    """Whether a row after that one is about this inode."""
+    """Return True if a row after `after` is about this inode."""
     return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq > ? LIMIT 1", inode, after) is not None
 
 
 def has_local_copy(db: Database, content: int) -> bool:
-    """Whether a good copy of a content lies on this node."""
+    """Return True if this node has a good copy of a content."""
     return db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1 LIMIT 1", content) is not None
 
 
 def is_repeated_later(db: Database, row: JournalRow) -> bool:
-    """Whether a later row says the same or more: the same content closed or fsynced again, the same inode's attributes."""
+    """Return True if a later row includes this one.
+
+    That is one about the same content, closed or fsynced again, or about the same inode's attributes.
+    """
     if row.op == "attributes":
         later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op = 'attributes' LIMIT 1"
         return db.value(later, row.inode, row.seq) is not None
@@ -183,28 +193,28 @@ def is_repeated_later(db: Database, row: JournalRow) -> bool:
 
 
 def get_seal_wait(db: Database, row: JournalRow) -> tuple[float, bool]:
-    """How long a row 'content' has been waiting for its seal; and whether it has been put at the journal's end for that before."""
+    """Return (seconds that a row `content` has waited for its seal, whether it was requeued for that)."""
     closed_ns: int = db.value("SELECT closed_ns FROM content WHERE id = ?", row.content) or 0
     return (time.time_ns() - max(closed_ns, row.at_ns)) / 1e9, row.at_ns - closed_ns > 1_000_000_000
 
 
 def delete_applied(db: Database, after: int, up_to: int, kept: Iterable[int] = ()) -> None:
-    """The PFS was told everything after the row `after`, up to this one, but for the rows `kept`. Joins the caller's transaction."""
+    """Delete the rows after `after` up to `up_to`, except `kept`. Joins the caller's transaction."""
     done = "DELETE FROM journal WHERE seq > ? AND seq <= ? AND seq NOT IN (SELECT value FROM json_each(?))"
     db.run(done, after, up_to, json.dumps([*kept]))
 
 
 UNIDENTIFIED = "unidentified"
-"""The uuid of a PFS on which we may not make a work area; once we may, it is the same one."""
+"""The uuid of a PFS that does not allow a work area. If it allows one later, it counts as the same PFS."""
 
 
 def get_instance_id(db: Database) -> str:
-    """What tells this catalog's temporary names from those of all others on the same PFS: 8 hex digits."""
+    """Return 8 hex digits that tell this catalog's temporary names from those of others on the same PFS."""
     return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))[:8]
 
 
 def require_no_pfs(db: Database, state: Path) -> None:
-    """Refuse to go on without the PFS that this catalog, in the directory `state`, belongs to. Raises ConfigError."""
+    """Refuse to go on without the PFS that this catalog belongs to. Raises ConfigError."""
     if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None:
         raise ConfigError(
             f"the files in {state} belong to a PFS, and none is configured",
@@ -213,7 +223,10 @@ def require_no_pfs(db: Database, state: Path) -> None:
 
 
 def set_pfs(db: Database, uuid: str) -> bool:
-    """Belong to the PFS `uuid` from now on; whether that is news. Raises ConfigError when files would be lost by it."""
+    """Set the PFS of this catalog. Return True if everything was recorded anew.
+
+    Raises ConfigError if files would be lost.
+    """
     known = db.value("SELECT value FROM meta WHERE key = 'pfs'")
     if uuid in (known, UNIDENTIFIED) and known is not None:
         return False
@@ -246,7 +259,7 @@ def set_pfs(db: Database, uuid: str) -> bool:
 
 
 def _has_unrecorded(db: Database) -> bool:
-    """Whether anything exists that neither the journal nor the PFS knows: it was made while there was no PFS."""
+    """Return True if the journal and the PFS lack anything that was made while there was no PFS."""
     query = (
         "SELECT 1 FROM inode i WHERE i.id <> ? AND i.nlink > 0 AND NOT EXISTS (SELECT 1 FROM pfs_entry WHERE inode = i.id)"
         " AND NOT EXISTS (SELECT 1 FROM journal WHERE inode = i.id AND op = 'make') LIMIT 1"
@@ -255,9 +268,10 @@ def _has_unrecorded(db: Database) -> bool:
 
 
 def insert_rows_for_tree(db: Database, inode: int) -> int:
-    """Tell the PFS anew of `inode` and all below it, as they now are, and forget that it showed them; how many rows that took.
+    """Record `inode` and all below it anew, as they are now, and forget that the PFS showed them.
 
-    Files whose bytes are not on this node are left as they are: there is nothing to tell, and a visit finds out what became of them.
+    Return the number of rows.
+    Files without bytes on this node stay as they are: there is nothing to write back, and a scan finds out their state.
     """
     recorded: set[int] = set()
     count = 0
@@ -276,7 +290,7 @@ def insert_rows_for_tree(db: Database, inode: int) -> int:
 
 
 def can_recreate(db: Database, inode: int) -> bool:
-    """Whether this node has what it takes to make `inode` on a PFS again."""
+    """Return True if this node has all that is needed to make `inode` on a PFS again."""
     row = db.row("SELECT mode, content FROM inode WHERE id = ? AND nlink > 0", inode)
     if row is None:
         return False
@@ -289,7 +303,7 @@ def can_recreate(db: Database, inode: int) -> bool:
 
 
 def _insert_rows_for_name(db: Database, parent: int, name: bytes, inode: int, recorded: set[int]) -> int:
-    """The rows for one name: it is made, or linked when the inode has been told already."""
+    """Append the rows for one name: `make`, or `link` if the inode was recorded already. Return how many."""
     if inode in recorded:
         append(db, "link", inode, parent=parent, name=name)
         return 1

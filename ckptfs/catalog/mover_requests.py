@@ -1,13 +1,17 @@
-"""Owns the table `want`: what somebody who waits asks of the mover. The row is the request, a ring of the bell only a hint.
+"""Requests of the mount and of commands to the mover (table `mover_request`). The row is the request; a wake-up is only a hint.
 
-A want is open until it is answered, or until nobody waits for it any more (`until_ns`). Askers of the same (kind, inode, argument)
-share one open row. Kinds: 'visit' (import the PFS directory `inode`; argument 'again' compares it again, 'tree' all below it too),
-'fetch' (bring the content of the file `inode` here; the result is 'here', or 'direct': read it on the PFS itself, never given for the
-argument 'write'), 'settle' (argument: a level, answered when the file `inode` has reached it; or 'journal:SEQ', answered when the PFS
-has been told of all that was recorded about `inode` up to that row), 'secure' (what the file `inode` holds now shall be on enough other
-nodes for the level `clique`), 'copy' (the same, soon, and nobody waits), 'left' (nobody who lives has what the file `inode` holds: what
-is left of it shall be shown).
-If we die here: an open row is answered by the next mover, an answered one is swept when it is old.
+A request is open until it is answered, or until its callers have stopped waiting (`until_ns`). Callers with the same kind, inode and
+argument share one open row. Kinds:
+
+- `scan`: compare the directory `inode` with the PFS. Argument `again`: also if it was imported before; `tree`: all directories below too.
+- `fetch`: fetch the content of the file `inode`. The result is `here`, or `direct`: read it on the PFS; never for the argument `write`.
+- `wait_level`: the argument is a level that the file `inode` has to reach, or `journal:SEQ`: all rows of the journal about `inode` up to
+  that one have to be applied.
+- `replicate_now`: the present state of the file `inode` has to be on enough other nodes for the level `clique`.
+- `replicate_later`: the same, soon, and no caller waits.
+- `salvage`: no live node has the content of the file `inode`; the file shall show the newest state that is left.
+
+Crash safety: the next mover answers an open row. An answered row is deleted when it is old.
 """
 
 import time
@@ -24,27 +28,30 @@ REPLICATE_LATER = "replicate_later"
 SALVAGE = "salvage"
 
 LANE_BY_KIND = {SCAN: "scan", FETCH: "fetch", REPLICATE_NOW: "fsync copies", REPLICATE_LATER: "copy open files", SALVAGE: "salvage"}
-"""Kind -> the beginning of the names of the lanes that answer it alone. What else is wanted needs all of them."""
+"""Kind -> the beginning of the names of the lanes that answer it alone. Other kinds need all lanes."""
 
 OPEN, DONE, FAILED = 0, 1, 2
 
 FOR_WRITING = "write"
-"""Argument of 'fetch': the file will be written, so the PFS's own file will not do."""
+"""Argument of `fetch`: the file will be written, so it cannot be read on the PFS itself."""
 COMPARE_AGAIN = "again"
 TREE = "tree"
-"""Arguments of 'visit'."""
+"""Arguments of `scan`."""
 FETCHED = "here"
 DIRECT = "direct"
-"""Results of 'fetch'."""
+"""Results of `fetch`."""
 READABLE = "begun"
-"""What a 'fetch' that is still open has for a result when its blocks may be read as they come (`ckptfs.tiers.arrival`)."""
+"""Result of a `fetch` that is still open, when its blocks can be read as they arrive (`ckptfs.tiers.fetch_map`)."""
 
 _COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns, at_ns"
 
 
 @dataclass(frozen=True, slots=True)
 class MoverRequest:
-    """One row: `error` is an errno when the want failed, `result` what the answerer has to say otherwise."""
+    """One row of the table.
+
+    `error` is an errno if the request failed; otherwise `result` is the reply of the lane.
+    """
 
     id: int
     kind: str
@@ -55,11 +62,14 @@ class MoverRequest:
     result: str
     progress_ns: int
     at_ns: int
-    """When it was asked, then when it was answered."""
+    """When the request was made, then when it was answered."""
 
 
 def insert_request(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.SCAN_WAIT_S) -> int:
-    """Want something for at most `wait_s`; the id of the row, which may be an older one that asks the same."""
+    """Request something and wait at most `wait_s` for it.
+
+    Return the id of the row, which callers may share.
+    """
     now = time.time_ns()
     until = now + int(wait_s * 1e9)
     with db.transaction():
@@ -73,30 +83,30 @@ def insert_request(db: Database, kind: str, inode: int, argument: str = "", *, w
 
 
 def get(db: Database, request: int) -> MoverRequest | None:
-    """A want as it now is; None when it was swept."""
+    """Return a request as it is now. Returns None if it was deleted."""
     found = db.row(f"SELECT {_COLUMNS} FROM mover_request WHERE id = ?", request)
     return None if found is None else MoverRequest(*found)
 
 
 def is_open(db: Database, request: int) -> bool:
-    """Whether somebody still waits for an answer."""
+    """Return True if a caller still waits for the reply."""
     return db.value("SELECT 1 FROM mover_request WHERE id = ? AND state = 0 AND until_ns >= ?", request, time.time_ns()) is not None
 
 
 def list_open(db: Database, kind: str, *, at_most: int = limits.CHANGE_ROWS_MAX) -> list[MoverRequest]:
-    """The open wants of one kind for which somebody still waits, oldest first."""
+    """Return the open requests of one kind for which a caller still waits, oldest first."""
     sql = f"SELECT {_COLUMNS} FROM mover_request WHERE state = 0 AND kind = ? AND until_ns >= ? ORDER BY id LIMIT ?"
     return [MoverRequest(*row) for row in db.rows(sql, kind, time.time_ns(), at_most)]
 
 
 def mark_done(db: Database, request: int, result: str = "") -> None:
-    """Answer a want. Call `notify.wants()` once it is committed."""
+    """Answer a request. The caller calls `notify_replies` after the commit."""
     with db.transaction():
         db.run("UPDATE mover_request SET state = 1, result = ?, at_ns = ? WHERE id = ? AND state = 0", result, time.time_ns(), request)
 
 
 def mark_failed(db: Database, request: int, error: int) -> None:
-    """Answer a want with an errno. Call `notify.wants()` once it is committed."""
+    """Answer a request with an errno. The caller calls `notify_replies` after the commit."""
     with db.transaction():
         db.run(
             "UPDATE mover_request SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0",
@@ -107,7 +117,7 @@ def mark_failed(db: Database, request: int, error: int) -> None:
 
 
 def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_STALL_S) -> None:
-    """Say that a want is being answered: its askers wait up to `wait_s` from now on."""
+    """Record that a lane works on a request: its callers wait up to `wait_s` from now."""
     now = time.time_ns()
     with db.transaction():
         values = (now, now + int(wait_s * 1e9), request)
@@ -115,18 +125,21 @@ def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_
 
 
 def mark_readable(db: Database, request: int) -> None:
-    """A fetch has come so far that its blocks may be read as they come. Call `notify.wants()` once it is committed."""
+    """Record that blocks of a fetch can be read as they arrive.
+
+    The caller calls `notify_replies` after the commit.
+    """
     with db.transaction():
         db.run("UPDATE mover_request SET result = ? WHERE id = ? AND state = 0", READABLE, request)
 
 
 def build_journal_argument(row: int) -> str:
-    """The argument of a 'settle' that waits until the PFS was told of everything about its inode up to this row of the journal."""
+    """Return the argument of a `wait_level` that waits until the journal is applied up to a row."""
     return f"journal:{row}"
 
 
 def delete_stale(db: Database) -> int:
-    """Forget open wants for which nobody waits any more, and answers that are old enough to have been read. How many went."""
+    """Delete open requests without a waiting caller, and replies that are old. Return how many."""
     now = time.time_ns()
     stale = "(state = 0 AND until_ns < ?) OR (state != 0 AND at_ns < ?)"
     values = (now, now - int(limits.REQUEST_KEEP_S * 1e9))

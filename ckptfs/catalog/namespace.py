@@ -1,23 +1,15 @@
-"""Owns the tables `inode` and `entry`: names, and what they lead to. What a local filesystem does on create, link, unlink and rename.
+"""Names and what they lead to (tables `inode` and `entry`): create, link, unlink, rename and readdir, as on a local filesystem.
 
-Functions that change something belong into `db.change()`, which makes each of them happen as a whole, its line in the journal
-included; they raise OSError with the errno that ext4 would give, or `Unvisited` when the answer depends on a directory of the PFS that
-was not imported yet. With `blind` a new name does not wait for that: it is made from what the catalog knows (P1).
-Invariants: a directory's nlink is 2 plus its subdirectories; an inode with nlink 0 has no entry and waits for `reap`; `parent` of a
-directory is where its entry is.
-If we die here: the transaction was committed or it was not.
+Functions that change rows join the caller's transaction, and append the journal row of the change. They raise OSError with the errno of
+ext4, or `NotImported` if the answer depends on a PFS directory that was not imported yet. With `allow_unimported` a new name does not wait
+for the import: it is made from what the catalog knows (P1). A rename keeps the cookie of a name that is replaced or exchanged, and of one
+that moves within its directory.
 
-Owns reading directories: what they hold, in the order of their cookies, and whether they hold anything.
-
-A cookie belongs to an entry for as long as its name stays: a name that exists all the while that somebody reads the directory is
-found exactly once, whatever comes and goes beside it.
-Reads only: if we die here, nothing is lost.
-
-Owns rename(2) in the catalog: plain, NOREPLACE and EXCHANGE.
-
-A name that is replaced or exchanged keeps its cookie, and a name that changes within its directory takes its cookie along: who reads the
-directory meanwhile finds every name that was there all the time exactly once.
-If we die here: the transaction was committed or it was not.
+Invariants:
+- The nlink of a directory is 2 plus its subdirectories.
+- An inode with nlink 0 has no entry and waits for `delete_forgotten`.
+- `parent` of a directory is where its entry is.
+- A cookie belongs to an entry as long as its name exists: a reader of a directory sees a name that exists all the time exactly once.
 """
 
 import contextlib
@@ -42,7 +34,10 @@ _SELECT_ENTRIES = (
 
 
 class NotImported(CkptfsError):
-    """The answer stands on the PFS: `directory` lies there and was not imported yet. Ask for a visit, then try again."""
+    """The answer depends on `directory`, which is on the PFS and was not imported yet.
+
+    Request a scan, then retry.
+    """
 
     def __init__(self, directory: int) -> None:
         super().__init__(f"directory {directory} was not imported from the PFS yet")
@@ -50,7 +45,7 @@ class NotImported(CkptfsError):
 
 
 def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tuple[Entry, Inode]]:
-    """The entries whose cookies are greater than `after`, with their inodes, in order. Stop early as you like; do not await in between."""
+    """Yield entries with cookies above `after`, and their inodes, in order. Do not await in between."""
     with contextlib.closing(db.connection.execute(_SELECT_ENTRIES, (directory, after))) as rows:
         for row in rows:
             inode = build_inode(row[2:])
@@ -58,7 +53,7 @@ def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tu
 
 
 def require_empty(db: Database, directory: int, *, is_imported: bool) -> None:
-    """Raise ENOTEMPTY when `directory` holds anything, Unvisited when that cannot be known yet."""
+    """Raise ENOTEMPTY if `directory` has entries, NotImported if that is not known yet."""
     if db.row("SELECT 1 FROM entry WHERE parent=? LIMIT 1", directory) is not None:
         raise posix_error(errno.ENOTEMPTY)
     if not is_imported:
@@ -66,7 +61,7 @@ def require_empty(db: Database, directory: int, *, is_imported: bool) -> None:
 
 
 def is_inside(db: Database, directory: int, ancestor: int) -> bool:
-    """Whether `directory` is `ancestor` or lies somewhere below it."""
+    """Return True if `directory` is `ancestor` or below it."""
     found = db.row(
         "WITH RECURSIVE up(id) AS (SELECT ? UNION SELECT inode.parent FROM inode JOIN up ON inode.id = up.id WHERE inode.parent > 0)"
         " SELECT 1 FROM up WHERE id=? LIMIT 1",
@@ -106,13 +101,16 @@ _INSERT_INODE = (
 
 
 def find_child(db: Database, parent: int, name: bytes) -> Inode | None:
-    """What the catalog knows under `name` in `parent`."""
+    """Return the inode under `name` in `parent` as far as the catalog knows.
+
+    Returns None if there is none.
+    """
     row = db.row(_SELECT_CHILD, parent, name)
     return None if row is None else build_inode(row)
 
 
 def lookup(db: Database, parent: int, name: bytes) -> Inode:
-    """What `name` in `parent` leads to. Raises ENOENT, ENOTDIR, ENAMETOOLONG, Unvisited."""
+    """Return the inode under `name` in `parent`. Raises ENOENT, ENOTDIR, ENAMETOOLONG or NotImported."""
     row = db.row(_SELECT_LOOKUP, parent, check_name_length(name))
     if row is None:
         raise posix_error(errno.ENOENT)
@@ -126,13 +124,13 @@ def lookup(db: Database, parent: int, name: bytes) -> Inode:
 
 
 def require_allowed_name(parent: int, name: bytes) -> None:
-    """A new name must not be one that ckptfs uses for itself on the PFS, where it would be taken for ours: EPERM."""
+    """Raise EPERM for a new name that ckptfs uses for itself on the PFS."""
     if name.startswith(RESERVED_NAME) and (name.startswith(RESERVED_PREFIX) or (parent == ROOT and name == RESERVED_NAME)):
         raise posix_error(errno.EPERM)
 
 
 def check_name_length(name: bytes) -> bytes:
-    """`name`, unless it is too long: ENAMETOOLONG."""
+    """Return `name`. Raises ENAMETOOLONG."""
     if len(name) > limits.NAME_BYTES_MAX:
         raise posix_error(errno.ENAMETOOLONG)
     return name
@@ -150,7 +148,10 @@ def create(
     target: bytes | None = None,
     allow_unimported: bool = False,
 ) -> Inode:
-    """Make what `mode` says: file, directory, symlink (to `target`), fifo, socket, device. Setgid directories hand their group down."""
+    """Create a file, directory, symlink (to `target`), fifo, socket or device, as `mode` says.
+
+    Entries of a setgid directory inherit its group.
+    """
     now = time.time_ns()
     parent_mode, parent_gid, is_imported, parent_links = _get_directory(db, parent, name)
     if not (is_imported or allow_unimported) and find_child(db, parent, name) is None:
@@ -170,7 +171,7 @@ def create(
 
 
 def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported: bool = False) -> Inode:
-    """Give a file another name. Raises EPERM for directories, EMLINK, EEXIST."""
+    """Give a file another name. Raises EPERM for directories, EMLINK and EEXIST."""
     now = time.time_ns()
     row = inodes.get(db, inode)
     _, _, is_imported, parent_links = _get_directory(db, parent, name)
@@ -192,7 +193,10 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
 
 
 def unlink(db: Database, parent: int, name: bytes) -> Inode:
-    """Take away a name of something that is no directory; its inode as it is now (nlink 0: it was the last name)."""
+    """Remove a name of something that is not a directory.
+
+    Return its inode after that; nlink 0: the last name.
+    """
     now = time.time_ns()
     inode = lookup(db, parent, name)
     if inode.is_directory:
@@ -205,7 +209,7 @@ def unlink(db: Database, parent: int, name: bytes) -> Inode:
 
 
 def rmdir(db: Database, parent: int, name: bytes) -> Inode:
-    """Take away an empty directory; its inode as it is now."""
+    """Remove an empty directory. Return its inode after that."""
     now = time.time_ns()
     inode = lookup(db, parent, name)
     if not inode.is_directory:
@@ -219,24 +223,27 @@ def rmdir(db: Database, parent: int, name: bytes) -> Inode:
 
 
 def decrement_nlink(db: Database, inode: Inode, now: int) -> None:
-    """One name fewer leads to `inode`; a directory has no other."""
+    """Record that one name fewer leads to `inode`. A directory has no other."""
     db.run("UPDATE inode SET nlink=?, ctime_ns=? WHERE id=?", 0 if inode.is_directory else inode.nlink - 1, now, inode.id)
 
 
 def list_orphans(db: Database) -> set[int]:
-    """Every inode that no name leads to any more and that the kernel may still know."""
+    """Return all inodes without a name that the kernel may still know."""
     return {row[0] for row in db.rows("SELECT id FROM inode WHERE nlink=0")}
 
 
 def delete_forgotten(db: Database, inodes: Iterable[int]) -> dict[int, list[int]]:
-    """The kernel forgot these unlinked inodes: delete them, doom their contents, whose ids are given. What is open or has a name stays."""
+    """Delete unlinked inodes that the kernel forgot, and doom their contents. Return the ids of these.
+
+    Inodes that are open or have a name stay.
+    """
     opened = {row[0] for row in db.rows("SELECT DISTINCT inode FROM handle")}
     gone = [inode for inode in inodes if inode not in opened and not db.value("SELECT nlink FROM inode WHERE id=?", inode)]
     return {inode: _delete_inode(db, inode) for inode in gone}
 
 
 def _delete_inode(db: Database, inode: int) -> list[int]:
-    # What other nodes had may be what another file held before: then the store is asked before it goes.
+    # A content that other nodes have may be a previous one of another file: the store is asked before it is deleted.
     known = f"inode=? AND {contents.CAN_DELETE}"
     doomed = [row[0] for row in db.rows(f"SELECT id FROM content WHERE {known}", inode)]
     if doomed:
@@ -247,7 +254,10 @@ def _delete_inode(db: Database, inode: int) -> list[int]:
 
 
 def _get_directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, int]:
-    """(mode, gid, imported, nlink) of the directory that shall hold `name`. Raises ENOENT, ENOTDIR, ENAMETOOLONG, EPERM."""
+    """Return (mode, gid, imported, nlink) of the directory for a new `name`.
+
+    Raises ENOENT, ENOTDIR, ENAMETOOLONG or EPERM.
+    """
     require_allowed_name(parent, check_name_length(name))
     row = db.row("SELECT mode, gid, imported, nlink FROM inode WHERE id=?", parent)
     if row is None:
@@ -258,7 +268,7 @@ def _get_directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bo
 
 
 def _insert_entry(db: Database, parent: int, name: bytes, child: int) -> None:
-    """Add an entry. Raises EEXIST."""
+    """Insert an entry. Raises EEXIST."""
     try:
         db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", parent, name, child)
     except sqlite3.IntegrityError:
@@ -270,7 +280,7 @@ def _delete_entry(db: Database, parent: int, name: bytes) -> None:
 
 
 def _record_directory_change(db: Database, directory: int, now: int, links: int = 0) -> None:
-    """The entries of `directory` changed; it has `links` more subdirectories."""
+    """Record that the entries of `directory` changed; it has `links` more subdirectories."""
     db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, links, directory)
 
 
@@ -281,7 +291,7 @@ EXCHANGE = 2
 def rename(
     db: Database, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, *, allow_unimported: bool = False
 ) -> Inode | None:
-    """Rename as renameat2(2) does; the inode that was replaced, as it is now, if there was one."""
+    """Rename as renameat2(2) does. Return the inode that was replaced, as it is after that, or None."""
     if flags not in (0, NOREPLACE, EXCHANGE):
         raise posix_error(errno.EINVAL)
     source = lookup(db, parent, name)
@@ -305,7 +315,7 @@ def rename(
 
 
 def _require_target_directory(db: Database, new_parent: int, flags: int, *, allow_unimported: bool) -> None:
-    """There must be a living directory in which a name can be new."""
+    """Check that a new name can be made in `new_parent`."""
     directory = get(db, new_parent)
     if not directory.is_directory:
         raise posix_error(errno.ENOTDIR)
@@ -316,7 +326,7 @@ def _require_target_directory(db: Database, new_parent: int, flags: int, *, allo
 
 
 def _require_no_loop(db: Database, parent: int, new_parent: int, source: Inode, target: Inode | None, flags: int) -> None:
-    """No directory may come to lie inside itself, or take the place of one that it lies in."""
+    """Check that no directory gets into itself or replaces one of its ancestors."""
     if parent == new_parent:
         return
     if source.is_directory and is_inside(db, new_parent, source.id):
@@ -326,7 +336,7 @@ def _require_no_loop(db: Database, parent: int, new_parent: int, source: Inode, 
 
 
 def _require_replaceable(db: Database, source: Inode, target: Inode) -> None:
-    """A directory replaces an empty directory, anything else anything else."""
+    """Check that a directory replaces only an empty directory, and anything else only a non-directory."""
     if source.is_directory and not target.is_directory:
         raise posix_error(errno.ENOTDIR)
     if target.is_directory and not source.is_directory:
@@ -366,19 +376,19 @@ def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new
 
 
 def _record_parent_changes(db: Database, now: int, parent: int, links: int, new_parent: int, new_links: int) -> None:
-    """Both directories changed, and have so many more subdirectories."""
+    """Record that both directories changed, and how many more subdirectories they have."""
     db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, links, parent)
     if new_links or parent != new_parent:
         db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, new_links, new_parent)
 
 
 def _set_parent(db: Database, now: int, inode: Inode, directory: int) -> None:
-    """What was renamed lies in `directory` now."""
+    """Record that a renamed inode is in `directory` now."""
     db.run("UPDATE inode SET ctime_ns=?, parent=? WHERE id=?", now, directory if inode.is_directory else 0, inode.id)
 
 
 def list_inodes_below(db: Database, inode: int) -> set[int]:
-    """The inodes at and below `inode`, as they now are."""
+    """Return `inode` and all inodes below it."""
     found: set[int] = set()
     todo = [inode]
     with db.read_transaction():
@@ -391,6 +401,6 @@ def list_inodes_below(db: Database, inode: int) -> set[int]:
 
 
 def list_files_below(db: Database, inode: int) -> list[int]:
-    """The regular files among them, in the order of their ids."""
+    """Return the regular files at and below `inode`, in the order of their ids."""
     modes = ((found, db.value("SELECT mode FROM inode WHERE id = ?", found)) for found in sorted(list_inodes_below(db, inode)))
     return [found for found, mode in modes if mode is not None and stat.S_ISREG(mode)]

@@ -1,21 +1,14 @@
-"""Owns what write-back knows of the PFS: `pfs_entry`, `published` and `pfs_pending` as they will be after what it is planning.
+"""The PFS as write-back knows it: what it shows, what a plan will make of it, and the batch that is being applied.
 
-A `View` reads the tables and keeps planned changes to itself; they go into the tables with the batch that makes them true on the PFS
-(catalog/pfs_batch.py). Import writes the same tables, but never names or inodes that the journal mentions.
-If we die here: nothing was changed.
+`pfs_entry`, `pfs_file` and `pfs_pending` say what the PFS shows. Import writes them too, but never for names or inodes in the journal.
+`PfsView` reads them and keeps planned changes to itself, until the batch that makes them true is done. Between an action of write-back on
+the PFS and its commit the PFS is ahead of the catalog: code that follows these names must compare what it reaches with the fingerprint.
 
-Owns where a thing is on the PFS: the walk up the table `pfs_entry`, which holds what the PFS shows now. Reads only.
+`pfs_batch` holds the changes that are being applied, as they were decided, for the journal rows after `after_seq` up to `last_seq`. It is
+written before the PFS is changed. `record_batch_done` records what the PFS shows then and deletes the rows and the batch, in the caller's
+transaction.
 
-Between an act of write-back on the PFS and its commit the PFS is ahead of the catalog, so whoever walks these names down must look
-at what it reached (`identity`, and table `published` for files).
-If we die here: nothing was changed.
-
-Owns `pfs_batch`: the changes that write-back has in hand, as they were decided. Written before the PFS is touched, so that a mover
-that died is followed by one that finishes exactly these, whatever the catalog says by then.
-
-`body` is JSON; bytes are strings of the same code points (latin-1). A batch covers the journal after the row `after` up to the row `last`.
-`finish` makes the catalog say what the PFS shows, deletes the journal's rows and the batch, all at once: it joins the caller's transaction.
-If we die here: the batch is there with all its journal rows, or it is done and neither is.
+Crash safety: a batch exists together with all its journal rows, or neither does. The next mover finishes exactly that batch.
 """
 
 import json
@@ -36,9 +29,9 @@ PfsName = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """How something on the PFS is recognised: st_ino (0: not known), and size and mtime of a file (-1: not known).
+    """The identity of an entry on the PFS: st_ino (0: unknown), size and mtime of a file (-1: unknown).
 
-    While a batch is planned `ino` may be negative: what the batch itself is going to make, by its key.
+    While a batch is planned, a negative `ino` stands for something that the batch is going to make, by its key.
     """
 
     ino: int = 0
@@ -48,7 +41,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class PfsEntry:
-    """What the PFS shows under a name."""
+    """An entry that the PFS shows under a name."""
 
     inode: int
     fingerprint: Fingerprint
@@ -56,7 +49,7 @@ class PfsEntry:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """A row of `published`: what the PFS shows of a file's bytes."""
+    """A row of `pfs_file`: the bytes that the PFS shows of a file."""
 
     inode: int
     generation: int
@@ -69,13 +62,13 @@ class PublishedRow:
 
 
 def get_published(db: Database, inode: int) -> PublishedRow | None:
-    """What the PFS shows of a file's bytes."""
+    """Return the bytes that the PFS shows of a file. Returns None if it shows none."""
     row = db.row("SELECT inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks FROM pfs_file WHERE inode = ?", inode)
     return None if row is None else PublishedRow(row[0], row[1], bool(row[2]), *row[3:])
 
 
 def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
-    """The inode that the PFS shows under a path from its root, as far as we know."""
+    """Return the inode that the PFS shows under a path from its root, as far as known. May be None."""
     inode = ROOT
     for name in names:
         found = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", inode, name)
@@ -86,17 +79,17 @@ def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
 
 
 def delete_entries(db: Database, inode: int) -> None:
-    """The PFS turned out not to show `inode`."""
+    """Delete all names of `inode`, which the PFS turned out not to show."""
     db.run("DELETE FROM pfs_entry WHERE inode = ?", inode)
 
 
 def get_xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
-    """The extended attributes of an inode."""
+    """Return the extended attributes of an inode."""
     return {bytes(row[0]): bytes(row[1]) for row in db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)}
 
 
 class PfsView:
-    """The PFS as it will be after what was planned so far."""
+    """The PFS as it will be after all that was planned so far."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -107,7 +100,7 @@ class PfsView:
     # --- reading --------------------------------------------------------------------------------------------------------
 
     def get_entry(self, parent: int, name: bytes) -> PfsEntry | None:
-        """What the PFS shows under a name."""
+        """Return the entry under a name. Returns None if there is none."""
         if (parent, name) in self.entries:
             return self.entries[parent, name]
         row = self._db.row(
@@ -118,28 +111,28 @@ class PfsView:
         return None if row is None else PfsEntry(row[0], Fingerprint(*row[1:]))
 
     def get_pending(self, parent: int, name: bytes) -> int | None:
-        """The file that will appear under a name with its first content."""
+        """Return the file that will appear under a name with its first content. Returns None if there is none."""
         if (parent, name) in self.pending_entries:
             return self.pending_entries[parent, name]
         found: int | None = self._db.value("SELECT inode FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
         return found
 
     def list_names(self, inode: int) -> list[PfsName]:
-        """The names under which the PFS shows an inode."""
+        """Return the names of an inode on the PFS."""
         rows = self._db.rows("SELECT parent, name FROM pfs_entry WHERE inode = ? ORDER BY parent, name", inode)
         catalogued = [(row[0], bytes(row[1])) for row in rows]
         kept = [name for name in catalogued if name not in self.entries]
         return kept + [name for name, shown in self.entries.items() if shown is not None and shown.inode == inode]
 
     def list_pending_names(self, inode: int) -> list[PfsName]:
-        """The names under which an inode will appear."""
+        """Return the names under which an inode will appear."""
         rows = self._db.rows("SELECT parent, name FROM pfs_pending WHERE inode = ? ORDER BY parent, name", inode)
         catalogued = [(row[0], bytes(row[1])) for row in rows]
         kept = [name for name in catalogued if name not in self.pending_entries]
         return kept + [name for name, other in self.pending_entries.items() if other == inode]
 
     def get_path(self, directory: int) -> tuple[bytes, ...] | None:
-        """The names from the PFS's root down to a directory; None where it shows no such directory."""
+        """Return the names from the PFS's root to a directory. Returns None if the PFS does not show it."""
         if directory in self._paths:
             return self._paths[directory]
         above = self.list_names(directory)
@@ -161,26 +154,26 @@ class PfsView:
     # --- planning -------------------------------------------------------------------------------------------------------
 
     def set_entry(self, parent: int, name: bytes, entry: PfsEntry) -> None:
-        """The PFS will show this under a name."""
+        """Plan an entry under a name."""
         self.entries[parent, name] = entry
         self._paths = {ROOT: ()} if entry.inode in self._paths else self._paths
 
     def delete_entry(self, parent: int, name: bytes) -> None:
-        """The PFS will show nothing of ours under a name."""
+        """Plan that nothing is under a name."""
         self.entries[parent, name] = None
         self._paths = {ROOT: ()}
 
     def set_pending(self, parent: int, name: bytes, inode: int) -> None:
-        """A file will appear under a name with its first content."""
+        """Plan that a file appears under a name with its first content."""
         self.pending_entries[parent, name] = inode
 
     def delete_pending(self, parent: int, name: bytes) -> None:
-        """Nothing will appear under a name."""
+        """Plan that nothing will appear under a name."""
         if self.get_pending(parent, name) is not None:
             self.pending_entries[parent, name] = None
 
     def replace_fingerprints(self, change: Callable[[Fingerprint], Fingerprint]) -> None:
-        """Put `change` of each planned mark in its place: what the batch made has its real number now."""
+        """Replace the fingerprint of each planned entry: what the batch has made has its real number now."""
         for name, shown in self.entries.items():
             if shown is not None:
                 self.entries[name] = replace(shown, fingerprint=change(shown.fingerprint))
@@ -193,7 +186,7 @@ _SELECT_MOVES = (
 
 
 def find_path(db: Database, inode: int) -> tuple[bytes, ...] | None:
-    """The names from the PFS's root down to `inode` as the PFS shows them now; None where it shows no such thing."""
+    """Return the names from the PFS's root to `inode`. Returns None if the PFS does not show it."""
     names: list[bytes] = []
     with db.read_transaction():
         while inode != ROOT:
@@ -206,18 +199,18 @@ def find_path(db: Database, inode: int) -> tuple[bytes, ...] | None:
 
 
 def get_parent(db: Database, inode: int) -> int:
-    """The directory that holds `inode` on the PFS; the root where it shows no such thing."""
+    """Return the directory of `inode` on the PFS; the root if the PFS does not show it."""
     return int(db.value("SELECT parent FROM pfs_entry WHERE inode = ? LIMIT 1", inode) or ROOT)
 
 
 def find_pfs_inode(db: Database, inode: int) -> int | None:
-    """st_ino of a directory on the PFS as it was last seen; None when it was not seen yet."""
+    """Return st_ino of a directory on the PFS as last scanned. Returns None if it never was."""
     found: Any = db.value("SELECT seen_ino FROM pfs_entry WHERE inode = ? LIMIT 1", inode)
     return None if found is None else int(found)
 
 
 def is_path_changing(db: Database, inode: int) -> bool:
-    """Whether write-back may be moving one of the directories on the way to `inode` on the PFS just now."""
+    """Return True if write-back may be moving `inode` or a directory above it on the PFS."""
     while inode != ROOT:
         row = db.row("SELECT parent, name FROM pfs_entry WHERE inode = ? LIMIT 1", inode)
         if row is None:
@@ -230,7 +223,7 @@ def is_path_changing(db: Database, inode: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PfsLocation:
-    """A name on the PFS: its directory as our inode, and the names that lead there from the root."""
+    """A name on the PFS: its directory as our inode, and the names from the root to that."""
 
     parent: int
     name: bytes
@@ -239,8 +232,11 @@ class PfsLocation:
 
 @dataclass(frozen=True, slots=True)
 class PfsAction:
-    """One change of the PFS: `act` is 'put' (rename `temporary` to `at`), 'link' (`at` also as `to`), 'move', 'exchange', 'unlink',
-    'rmdir' or 'attributes'. `mark` recognises the subject, `other` what `at` (put) or `to` (the others) shows before; None for nothing.
+    """One change of the PFS.
+
+    `act` is 'put' (rename `temporary` to `location`), 'link' (`location` also as `new_location`), 'move', 'exchange', 'unlink', 'rmdir' or
+    'attributes'. `fingerprint` identifies the subject; `replaced_fingerprint` is that of the present entry at `location` (put) or
+    `new_location` (others), None for no entry.
     """
 
     act: str
@@ -255,7 +251,7 @@ class PfsAction:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEntry:
-    """What the PFS shows under a name when the batch is done; `inode` None: nothing of ours."""
+    """The state of a name on the PFS after the batch. `inode` None: nothing of ours."""
 
     location: PfsLocation
     inode: int | None
@@ -264,10 +260,10 @@ class ExpectedEntry:
 
 @dataclass(slots=True)
 class PfsBatch:
-    """Changes in order, and what is true after them.
+    """Changes in order, and the state after them. The names of its fields are stored in the catalog.
 
-    `again`: (inode, content) whose rows go to the journal's end once more. `unfinished`: inodes that the PFS turned out not to show.
-    `merged`: directories that were on the PFS already. `kept`: rows that stay in the journal, of files that the PFS refuses.
+    `requeued`: (inode, content) whose rows go to the end of the journal again. `merged_directories` were on the PFS already. `kept_seqs`:
+    rows that stay in the journal, of files that the PFS refuses.
     """
 
     last_seq: int
@@ -282,13 +278,13 @@ class PfsBatch:
 
     @property
     def inodes_with_set_attributes(self) -> list[int]:
-        """The inodes whose attributes were set."""
+        """Return the inodes whose attributes are set."""
         return [action.inode for action in self.actions if action.act == "attributes"]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedStat:
-    """What was seen at the end: lstat's st_ino, st_mode, st_uid, st_gid, st_size and st_mtime_ns; what `pfs_entry` and `published` keep."""
+    """lstat of an entry after a batch, as far as `pfs_entry` and `pfs_file` keep it."""
 
     ino: int
     mode: int
@@ -299,7 +295,10 @@ class ObservedStat:
 
 
 def build_batch(view: PfsView, last: int) -> PfsBatch:
-    """The net effect of what was planned in `view`, for the rows up to `last`; actions and published rows are to be added."""
+    """Return the state after the plan in `view`, for the rows up to `last`.
+
+    The caller adds actions and published rows.
+    """
     batch = PfsBatch(last)
     for (parent, name), shown in view.entries.items():
         location = PfsLocation(parent, name, view.get_path(parent) or ())
@@ -311,24 +310,23 @@ def build_batch(view: PfsView, last: int) -> PfsBatch:
 
 
 def set_batch(db: Database, batch: PfsBatch, *, ready: bool) -> None:
-    """Say what is in hand. Joins the caller's transaction."""
+    """Store the batch that is being applied. Joins the caller's transaction."""
     db.run("INSERT OR REPLACE INTO pfs_batch (id, ready, body) VALUES (1, ?, ?)", ready, _encode(batch))
 
 
 def find_batch(db: Database) -> tuple[bool, PfsBatch] | None:
-    """(ready, batch) of what a mover had in hand."""
+    """Return (ready, batch) of the batch that is being applied. Returns None if there is none."""
     row = db.row("SELECT ready, body FROM pfs_batch")
     return None if row is None else (bool(row[0]), _decode(row[1]))
 
 
 def has_work(db: Database) -> bool:
-    """Whether there is anything to do on the PFS: rows of the journal, a batch, directories without their times."""
+    """Return True if the journal has rows, a batch is pending, or directories have stale times on the PFS."""
     tables = ("journal", "pfs_batch", "pfs_stale_times")
     return any(db.value(f"SELECT 1 FROM {table} LIMIT 1") is not None for table in tables)
 
 
 def delete_batch(db: Database) -> None:
-    """Nothing is in hand."""
     db.run("DELETE FROM pfs_batch")
 
 
@@ -428,7 +426,10 @@ def _name_version_1(body: list[Any]) -> dict[str, Any]:
 
 
 def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
-    """Everything in `batch` was done. `found`: what the names of `shows` were seen to show then, None where it is something else."""
+    """Record that everything in `batch` was done.
+
+    `observed`: what the names of `expected_entries` show now, None if it is something else.
+    """
     losers = _record_entries(db, batch, observed)
     for row in batch.published_rows:
         _insert_published(db, row)
@@ -448,7 +449,7 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, b
     _record_pending(db, batch)
     for inode in batch.merged_directories:
         db.run("UPDATE inode SET imported = 0 WHERE id = ?", inode)
-    # What came and went before it could appear has changed its directory's times in the mount, too.
+    # A name that was removed before it appeared has changed the times of its directory in the mount, too.
     for directory in {show.location.parent for show in batch.expected_entries} | {parent for parent, _, _ in batch.pending_entries}:
         db.run("INSERT OR IGNORE INTO pfs_stale_times (directory) VALUES (?)", directory)
     for inode, content in batch.requeued:
@@ -460,7 +461,7 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, b
 
 
 def list_unfinished(batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> list[int]:
-    """The inodes that the PFS should show and does not."""
+    """Return the inodes that the PFS should show and does not."""
     return sorted(
         {
             show.inode
@@ -471,7 +472,7 @@ def list_unfinished(batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedS
 
 
 def _record_entries(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> set[int]:
-    """Write what the names show; the inodes that lost one."""
+    """Record what the names show. Return the inodes that lost a name."""
     losers = set()
     for show in batch.expected_entries:
         parent, name = show.location.parent, show.location.name
@@ -482,7 +483,7 @@ def _record_entries(db: Database, batch: PfsBatch, observed: dict[tuple[int, byt
         if show.inode is None or (seen is None and can_recreate(db, show.inode)):
             db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
             continue
-        # A file of which only the PFS had the bytes is still believed to be there: the next visit finds out what became of it.
+        # A file whose bytes only the PFS had is still expected to be there: the next scan finds out its state.
         look = (None, None, None, None) if seen is None else (seen.ino, seen.mode, seen.uid, seen.gid)
         db.run(
             "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
@@ -500,7 +501,7 @@ def _insert_published(db: Database, row: PublishedRow) -> None:
 
 
 def _record_set_attributes(db: Database, inode: int, observed: Iterable[ObservedStat]) -> None:
-    """Attributes of a file were set: what the PFS shows of it now is ours."""
+    """Record that the attributes that the PFS shows of an inode are ours."""
     for one in observed:
         seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
         db.run(seen_now, one.ino, one.mode, one.uid, one.gid, inode)
@@ -518,12 +519,12 @@ def _record_pending(db: Database, batch: PfsBatch) -> None:
 
 
 def list_stale_times(db: Database, at_most: int) -> list[int]:
-    """Directories whose times on the PFS are not the mount's."""
+    """Return directories whose times on the PFS differ from the mount's."""
     return [row[0] for row in db.rows("SELECT directory FROM pfs_stale_times LIMIT ?", at_most)]
 
 
 def delete_stale_times(db: Database, directories: Iterable[int]) -> None:
-    """These have their times."""
+    """Record that these directories have their times on the PFS."""
     with db.transaction():
         for directory in directories:
             db.run("DELETE FROM pfs_stale_times WHERE directory = ?", directory)

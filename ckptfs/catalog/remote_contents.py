@@ -1,17 +1,15 @@
-"""Owns contents that another node wrote last (`content.peer = 1`): what is heard of them, and what of them is held here.
+"""Contents that another node wrote last (`content.remote`), and what the store has to learn of this node's copies (`announce_state`).
 
-The row of a peer's content is what was last heard of it; GOOD copies are always of exactly that generation and digest. When a newer one
-is heard of they become OLDER: not read any more, but good for the blocks that did not change, and what is left of the file when the newer
-one is lost with its writer: they stay until other nodes have that (P5, P9). Without a cluster all of this is empty.
-Functions that change something join the caller's transaction.
-If we die here: SQLite undoes the unfinished change; a file whose row went is a leftover, which the drop flow finds.
+The row of a remote content is the newest state that this node learned; its GOOD copies are exactly of that generation and digest. When a
+newer one is learned, the copies become STALE: they are not read any more, but unchanged blocks of them can be used, and they are what is
+left of the file if the newer generation is lost with its writer. They stay until other nodes have that (P5, P9). Without a cluster there
+are no such rows.
 
-Owns `content.told`: what the cluster's store was told, and shall be, of the copies here. Of another node's content: that a copy is here,
-whole or of an older generation. Of this node's own: that it was lost here, while other nodes have it and the PFS does not.
+The store has to know of a remote content if this node has a copy, whole or stale; of an own content, if this node lost it while other nodes
+have it and the PFS does not. Code that inserts or deletes a copy marks that in the same transaction, or calls functions of this module; the
+announce lane commits it to the store. Functions that change rows join the caller's transaction.
 
-Whoever makes or loses a copy says so in the transaction of that, or calls what is here; the tell flow brings it to the store. Functions
-that change something join the caller's transaction.
-If we die here: SQLite undoes the unfinished change; what was not marked as told is told again.
+Crash safety: a state that is not marked as announced is announced again. Files without a row are leftovers, which the reclaim lane deletes.
 """
 
 import json
@@ -28,7 +26,7 @@ from ckptfs.model import Content, ContentState, CopyState, Tier
 
 @dataclass(frozen=True, slots=True)
 class RemoteState:
-    """What is said of a content that another node wrote. `digest` is None while it is closed and not sealed."""
+    """A state that another node wrote. `digest` is None if the content is closed and not sealed."""
 
     content: int
     inode: int
@@ -47,14 +45,14 @@ class RemoteState:
 HAS_GOOD_COPY = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
 
 HAS_STALE_COPY_UNCLOSED = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL"
-"""SQL about a row of `content`: an older generation lies here of which it is known what it is. The parenthesis is left open."""
+"""SQL about a row of `content`: this node has a STALE copy of a known generation. The parenthesis is left open."""
 
 _SET_REMOTE = "announce_state = CASE WHEN remote = 0 AND announce_state > 0 THEN 2 ELSE announce_state END, remote = 1"
-"""SQL: another node has written it; what the store was told of this node's own copy is looked at again."""
+"""SQL: another node has written the content. Whether the store knows this node's copy is decided again."""
 
 
 def list_hosted(db: Database, after: int, at_most: int) -> list[Content]:
-    """Other nodes' contents of which a copy that counts lies here, in the order of their ids."""
+    """Return other nodes' contents of which this node has a good copy, in the order of their ids."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE k.remote = 1 AND k.id > ?"
         " AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
@@ -65,7 +63,7 @@ def list_hosted(db: Database, after: int, at_most: int) -> list[Content]:
 
 @dataclass(frozen=True, slots=True)
 class HeldCopy:
-    """What lies here of a content: the newest generation of it, which need not be what was heard of it last."""
+    """The newest generation of a content that this node has. The row of the content may be newer."""
 
     content: Content
     tier: Tier
@@ -74,7 +72,7 @@ class HeldCopy:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is what the content's row says."""
+        """Return True if it is the generation in the row of the content."""
         return (self.generation, self.digest) == (self.content.generation, self.content.digest)
 
 
@@ -87,13 +85,13 @@ _SELECT_HELD_COPIES = (
 
 
 def list_held_copies(db: Database, after: int, at_most: int) -> list[HeldCopy]:
-    """What lies here whole, of contents of any node, in the order of their ids: of each the newest."""
+    """Return the newest whole generation on this node of contents of any node, in the order of their ids."""
     rows = db.rows(f"{_SELECT_HELD_COPIES} WHERE k.id > ? ORDER BY k.id, 11 LIMIT ?", after, 2 * at_most)
     return list({row[0]: _build_held_copy(row) for row in rows}.values())[:at_most]
 
 
 def find_held_copy(db: Database, content: int) -> HeldCopy | None:
-    """What lies here whole of a content."""
+    """Return the newest whole generation of a content on this node. Returns None if there is none."""
     rows = db.rows(f"{_SELECT_HELD_COPIES} WHERE k.id = ? ORDER BY 11", content)
     return _build_held_copy(rows[-1]) if rows else None
 
@@ -103,7 +101,7 @@ def _build_held_copy(row: tuple[Any, ...]) -> HeldCopy:
 
 
 def count_hosted(db: Database) -> tuple[int, int]:
-    """(files, bytes) of other nodes' contents of which a verified copy lies here."""
+    """Return (files, bytes) of other nodes' contents of which this node has a verified copy."""
     files, size = db.row(
         "SELECT count(*), coalesce(sum(size), 0) FROM content k WHERE k.remote = 1 AND k.state = 2"
         " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
@@ -112,9 +110,10 @@ def count_hosted(db: Database) -> tuple[int, int]:
 
 
 def record_remote(db: Database, remote: RemoteState) -> bool:
-    """Learn of a content that another node wrote. False, and nothing changed, when what is known here is newer or somebody writes it here.
+    """Record a state that another node wrote.
 
-    Copies of another generation than the one that is heard of become OLDER.
+    Return False without a change if the local state is newer or OPEN.
+    Copies of another generation become STALE.
     """
     with db.transaction():
         known = db.row("SELECT generation, state, digest, remote, blocks FROM content WHERE id = ?", remote.content)
@@ -127,7 +126,7 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         if remote.is_open and (digest is not None or peer):
             if digest is None or remote.generation <= generation + 1:
                 return bool(peer)
-            # It was closed in between, or another node has asked what it holds: its writer knows more than lies here.
+            # It was closed in between, or another node has asked for its state: its writer knows more than this node.
             remote = RemoteState(remote.content, remote.inode, generation + 1, remote.size, None)
         is_same_generation = generation == remote.generation
         if is_same_generation and not peer and (state == ContentState.CLOSED or digest == remote.digest or remote.digest is None):
@@ -150,8 +149,9 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
 
 
 def restore_verified(db: Database, seen: Content, to: RemoteState, tier: Tier | None) -> bool:
-    """The writer of what is closed and not sealed is gone, and nobody can have it: the file holds what was verified of it last. `tier`
-    has that here, as an OLDER copy. False, and nothing changed, when the content has moved on.
+    """Let a closed, unsealed content whose writer is gone hold its last verified generation `to`.
+
+    `tier` has that as a STALE copy, or is None. Returns False without a change if the content has changed since `seen`.
     """
     with db.transaction():
         if not seen.is_remote or not is_unchanged(db, seen):
@@ -170,7 +170,10 @@ def restore_verified(db: Database, seen: Content, to: RemoteState, tier: Tier | 
 
 
 def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
-    """What is kept of a content does not count any more: another generation of it is said to be lost. False when it has moved on."""
+    """Make the copies of a content STALE because another generation is missed.
+
+    Return False if it has changed.
+    """
     seen = held_copy.content
     with db.transaction():
         if not is_unchanged(db, seen) or is_own_unpublished(db, seen.id):
@@ -181,7 +184,7 @@ def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
 
 
 def yield_to_remote(db: Database, content: int, generation: int) -> None:
-    """Another node wrote this generation after what this one wrote of its content, and did not tell: what lies here is an older state."""
+    """Make an own content stale: another node wrote `generation` later, before the store had this one."""
     with db.transaction():
         known = db.row("SELECT generation FROM content WHERE id = ? AND remote = 0 AND state IN (1, 2)", content)
         if known is not None and known[0] <= generation:
@@ -194,7 +197,10 @@ def yield_to_remote(db: Database, content: int, generation: int) -> None:
 
 
 def insert_split_content(db: Database, held_copy: HeldCopy, content: int, inode: int, size: int, block_digests: bytes) -> Content:
-    """What was made under the reserved id `number` is a content now, and was a generation of another one. The store is told next."""
+    """Insert a content under the reserved id `content` from a generation of another one.
+
+    The store has to learn of it.
+    """
     now = time.time_ns()
     with db.transaction():
         db.run(
@@ -207,15 +213,19 @@ def insert_split_content(db: Database, held_copy: HeldCopy, content: int, inode:
 
 
 def is_own_unpublished(db: Database, content: int) -> bool:
-    """Whether this node wrote a content and the others do not know yet: whoever has it from elsewhere is in conflict with us, and it is
-    for the mount to settle that, with both of them still there.
+    """Return True if this node wrote a content and the store does not have that yet.
+
+    If another node has it too, that is a conflict. The mount resolves it, and needs both states for that.
     """
     touched = "SELECT 1 FROM dirty_key WHERE kind = 'c' AND number = content.id"
     return db.value(f"SELECT 1 FROM content WHERE id = ? AND remote = 0 AND EXISTS ({touched})", content) is not None
 
 
 def _insert_remote(db: Database, remote: RemoteState) -> None:
-    """A row with another node's id must not make this node count on from there. Of an open content any state that is heard of is newer."""
+    """Insert a row with an id of another node, without advancing the counter of this node.
+
+    An open content gets generation 0, so that any later state is newer.
+    """
     last = db.value("SELECT seq FROM sqlite_sequence WHERE name = 'content'")
     db.run(
         "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, remote) VALUES (?,?,?,?,?,?,?,1,?,1)",
@@ -229,7 +239,7 @@ def _insert_remote(db: Database, remote: RemoteState) -> None:
 
 
 def _set_copies_stale(db: Database, content: int) -> None:
-    """What lies here of this content is of another generation from now on. Other nodes shall know which."""
+    """Make the copies on this node STALE. Other nodes have to learn of which generation they are."""
     known = db.row("SELECT state, generation, digest FROM content WHERE id = ?", content)
     generation, digest = known[1:] if known is not None and known[0] == ContentState.SEALED else (None, None)
     db.run(
@@ -241,14 +251,16 @@ def _set_copies_stale(db: Database, content: int) -> None:
 
 
 def mark_copies_stale(db: Database, content: int) -> None:
-    """The file of this content is about to be another one: what was there does not count from here on."""
+    """Make the copies of a content STALE: its file is about to be another one."""
     with db.transaction():
         _set_copies_stale(db, content)
 
 
 def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int, tier: Tier) -> bool:
-    """What arrived under the reserved id `number` is a verified copy of `heard` now, under the content's own id; False when it is not
-    wanted any more. The caller has given the file its name.
+    """Record a received and verified copy under the content's own id.
+
+    Return False if it is not needed any more.
+    The caller has given the file its name; it arrived under the id `reserved_content`.
     """
     with db.transaction():
         if not record_remote(db, remote):
@@ -269,7 +281,10 @@ def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int,
 
 
 def record_fetched_copy(db: Database, seen: Content, tier: Tier, block_digests: bytes) -> bool:
-    """A copy that was announced in `tier` came from other nodes and is right. False, and nothing changed, when the content has moved on."""
+    """Make a FILLING copy that was fetched from other nodes GOOD.
+
+    Return False without a change if the content has changed.
+    """
     with db.transaction():
         if not is_unchanged(db, seen):
             return False
@@ -288,26 +303,29 @@ def record_fetched_copy(db: Database, seen: Content, tier: Tier, block_digests: 
 
 
 def mark_unannounced(db: Database, content: int) -> None:
-    """The store shall be told of the copy here once more."""
+    """Mark that the store has to learn of this node's copy of a remote content."""
     with db.transaction():
         db.run("UPDATE content SET announce_state = 2 WHERE id = ? AND remote = 1", content)
 
 
 def mark_copy_present(db: Database, content: int) -> None:
-    """A copy of this node's own content is here."""
+    """Mark that the store has to learn that this node has a copy of its own content again."""
     with db.transaction():
         db.run("UPDATE content SET announce_state = 3 WHERE id = ? AND remote = 0 AND announce_state > 0", content)
 
 
 def was_in_store(db: Database, inode: int) -> bool:
-    """Whether the store had this inode when it was last asked, and nothing about it waits to be told: if it is gone there, it is gone."""
+    """Return True if the store had this inode when last asked, and no change of it is pending.
+
+    If it is gone from the store then, it was deleted.
+    """
     touched = "SELECT 1 FROM dirty_key WHERE kind = 'i' AND number = ? LIMIT 1"
     seen = "SELECT 1 FROM cached_key WHERE kind = 'i' AND number = ? LIMIT 1"
     return db.value(touched, inode) is None and db.value(seen, inode) is not None
 
 
 def mark_remote(db: Database, content: Content) -> bool:
-    """Another node has what this one took for its own, word for word. False when it has moved on."""
+    """Make an own content a remote one: another node has exactly the same. Return False if it has changed."""
     with db.transaction():
         return bool(
             db.run(
@@ -319,8 +337,10 @@ def mark_remote(db: Database, content: Content) -> bool:
 
 
 def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
-    """Contents of which a former generation lies in `tier` that nobody has open, and that became one before `before_ns`, as far as what
-    came after it is on two other nodes, here or on the PFS: until then it may be all that is left (P5).
+    """Return contents with a STALE copy in `tier`, older than `before_ns`, that is no longer needed.
+
+    It is needed while it is open, and until its successor is on this node, on two other nodes or on the PFS: until then it may be all
+    that is left (P5).
     """
     rows = db.rows(
         "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.used_ns < ?"
@@ -334,7 +354,7 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
 
 
 def list_only_stale(db: Database, after: int, at_most: int) -> list[Content]:
-    """Contents of which only a former generation lies here, in the order of their ids."""
+    """Return contents of which this node has only a STALE copy, in the order of their ids."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE k.id > ?"
         " AND k.state IN (1, 2) AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 3)"
@@ -345,12 +365,12 @@ def list_only_stale(db: Database, after: int, at_most: int) -> list[Content]:
 
 
 def get_last_used_ns(db: Database, content: int) -> int:
-    """When any copy here of a content was used or made last, in ns since the epoch."""
+    """Return when any copy of a content on this node was used or verified last, in ns since the epoch."""
     return int(db.value("SELECT coalesce(max(max(used_ns, verified_ns)), 0) FROM copy WHERE content = ?", content))
 
 
 def list_own(db: Database, after: int, before_ns: int, at_most: int) -> list[Content]:
-    """This node's own contents, sealed or lost, that were closed before `before_ns`, in the order of their ids."""
+    """Return own contents, sealed or lost, that were closed before `before_ns`, in the order of their ids."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k"
         " WHERE remote = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ? ORDER BY id LIMIT ?",
@@ -360,7 +380,7 @@ def list_own(db: Database, after: int, before_ns: int, at_most: int) -> list[Con
 
 
 def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) -> list[Content]:
-    """This node's own contents, sealed or lost, of the files to which these belong: what those hold, and what they held before."""
+    """Return own contents, sealed or lost, of the files to which `contents` belong."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE remote = 0 AND state IN (2, 4)"
         " AND inode IN (SELECT k.inode FROM content k WHERE k.id IN (SELECT value FROM json_each(?))) ORDER BY id LIMIT ?",
@@ -370,7 +390,10 @@ def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) 
 
 
 def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:
-    """Nobody needs a content any more (`gone`), or not here. False, and nothing changed, when it moved on or somebody has it open."""
+    """Doom a content that no node needs (`gone`), or delete its copies on this node only.
+
+    Returns False without a change if the content has changed or is open.
+    """
     with db.transaction():
         if not is_unchanged(db, content):
             return False
@@ -385,7 +408,7 @@ def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:
 
 
 def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
-    """Bytes in copies of other nodes' contents here."""
+    """Return the bytes of other nodes' contents on this node."""
     return int(
         db.value(
             "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND c.state <> 2"
@@ -396,7 +419,7 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
 
 
 def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, Tier, bytes]]:
-    """(content, tier, blocks' digests) of contents of at least `size_min` bytes that came last, whose blocks the next one may have."""
+    """Return (content, tier, block digests) of the newest contents of at least `size_min` bytes."""
     rows = db.rows(
         "SELECT k.id, c.tier, k.blocks FROM copy c JOIN content k ON k.id = c.content WHERE c.state = 1 AND k.state = 2"
         " AND c.tier <> 'pfs' AND k.size >= ? AND length(k.blocks) BETWEEN 1 AND 1048576 ORDER BY c.used_ns DESC LIMIT ?",
@@ -415,14 +438,16 @@ _IS_ABSENT = (
 
 
 def mark_copy_absent(db: Database, content: int) -> None:
-    """No copy of a content counts here any more: of this node's own the others shall learn that, when they have it."""
+    """Mark that other nodes have to learn that this node lost its own content, if they have it."""
     with db.transaction():
         db.run(f"UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state <> 1 AND {_IS_ABSENT}", content)
 
 
 def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
-    """Contents of which the cluster's store shall learn that a copy is here (True), or no longer is; an older one by what it is of. Of
-    this node's own: that its copy is away (True), or no longer is.
+    """Return contents of which the store has to learn, with what it has to learn.
+
+    Of a remote content: True if this node has a copy, which may be a stale one; the content has its generation then. Of an own content:
+    True if its copy is gone.
     """
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS.replace('k.', 'content.')}, announce_state = 2,"
@@ -443,7 +468,7 @@ def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
 
 
 def mark_announced(db: Database, contents: Iterable[tuple[Content, bool]]) -> None:
-    """The store has learned this of these contents; what moved on meanwhile, came or went stays to be told."""
+    """Record what the store has learned. Contents that have changed meanwhile stay to be announced."""
     with db.transaction():
         for content, is_present in contents:
             if is_present:
@@ -463,8 +488,9 @@ def mark_announced(db: Database, contents: Iterable[tuple[Content, bool]]) -> No
 
 
 def mark_dropped_unannounced(db: Database) -> int:
-    """Copies of which the store was told and that are gone, with their tier say: it shall learn so. How many those are. So it shall of
-    what this node wrote and has lost.
+    """Mark that the store has to learn of copies that are gone, for example with their tier.
+
+    Return how many.
     """
     with db.transaction():
         db.run(

@@ -1,13 +1,14 @@
-"""Owns the import of what a PFS directory shows, and the tables `visiting` and `touched`.
+"""The import of a PFS directory into the catalog (tables `scan` and `scan_dirty_name`).
 
-A visit lists a directory on the PFS, outside of any transaction, and then compares name by name. Three things are known of a name: what
-the catalog shows (`entry`), what we believe the PFS shows (`pfs_entry`, `published`), and what it was seen to show. Only where the
-PFS differs from our belief has a stranger been there; where the catalog differs from our belief, write-back has work to do.
-A listing is older than the transaction that uses it. So names and inodes with journal rows are left alone, those that were pending when
-the listing began (`Pending`) and those that write-back has finished meanwhile (`touched`, filled by triggers).
-Ours wins: what was written here and is not on the PFS yet is never taken back by what a stranger did there; write-back settles that.
-Functions that change something join the caller's transaction, which is between `importing(db, directory)` and its end.
-If we die here: `clear` forgets the visit; the directory is as complete as it was before, and is visited again.
+A scan lists a directory on the PFS outside of any transaction, and then compares name by name. Three states of a name are known: the
+catalog's (`entry`), the expected one on the PFS (`pfs_entry`, `pfs_file`), and the observed one. Where the PFS differs from the expected
+state, there was an external change; where the catalog differs from it, write-back has work to do. The listing is older than the transaction
+that uses it. Names and inodes with journal rows are therefore left alone, those that were pending when the listing began
+(`PendingChanges`) and those that write-back has finished meanwhile (`scan_dirty_name`, filled by triggers). Local changes win: an external
+change never reverts what the PFS does not have yet; write-back settles that. Functions that change rows join the caller's transaction,
+which is an `import_transaction`.
+
+Crash safety: `reset_scans` forgets the scan; the directory is as complete as before, and is scanned again.
 """
 
 import contextlib
@@ -23,25 +24,28 @@ from ckptfs.lifecycle import is_same_file
 from ckptfs.model import ROOT, PfsEntryStat
 
 _ADOPTED = -1
-"""`visited_ns` of a directory of ours that turned out to be on the PFS too: the kernel may know absent names in it."""
+"""`scanned_ns` of a local directory that turned out to be on the PFS too: the kernel may have cached absent names in it."""
 
 
 class ScanVerdict(Enum):
-    """What a visit does about one name."""
+    """The decision of a scan about one name."""
 
     SAME = auto()
-    NOTE = auto()  # As we believed, but its owner, mode and number had not been seen yet.
+    NOTE = auto()  # As expected, but its owner, mode and number were not observed yet.
     NEW = auto()
-    ADOPT = auto()  # A directory that was made here before the PFS could be asked, and that is there as well.
+    ADOPT = auto()  # A directory that was made on this node before the PFS answered, and that the PFS has as well.
     ATTRIBUTES = auto()
     CONTENT = auto()
     REPLACED = auto()
-    LEAVE = auto()  # Ours is newer, or made of other things: write-back settles it.
+    LEAVE = auto()  # The local state is newer, or of another type: write-back settles it.
 
 
 @dataclass(frozen=True, slots=True)
 class KnownName:
-    """What the catalog knows of one name: `child` in the mount, `inode` on the PFS, how that was last seen and published."""
+    """A name in the catalog.
+
+    `child` is its inode in the mount and `inode` the one on the PFS; `last_stat` and `published` are how that was last seen and written.
+    """
 
     child: int | None
     child_mode: int
@@ -53,8 +57,9 @@ class KnownName:
 
 @dataclass(slots=True)
 class PendingChanges:
-    """The names in one directory, and the inodes anywhere, of which the PFS was not told everything when the visit began, or that it was
-    told of since. Only grows during a visit.
+    """Names in a directory, and inodes anywhere, with changes that the PFS lacked when the scan began.
+
+    It only grows during a scan, also by changes that write-back has applied meanwhile.
     """
 
     directory: int
@@ -63,7 +68,7 @@ class PendingChanges:
     seq: int = 0
 
     def update(self, db: Database) -> None:
-        """Take in what was recorded since the last time."""
+        """Add what was recorded since the last call."""
         rows = db.rows("SELECT seq, inode, parent, name, new_parent, new_name FROM journal WHERE seq > ? ORDER BY seq", self.seq)
         for seq, inode, parent, name, new_parent, new_name in rows:
             self.seq = seq
@@ -75,16 +80,20 @@ class PendingChanges:
         self.names.update(bytes(row[0]) for row in db.rows("SELECT name FROM scan_dirty_name WHERE directory = ?", self.directory))
 
     def is_pending(self, name: bytes, *inodes: int | None) -> bool:
-        """Whether this name must be left alone: by itself, or for one of the inodes it leads to. `update` in the same transaction."""
+        """Return True if this name or one of its inodes must be left alone.
+
+        Call `update` in the same transaction.
+        """
         return name in self.names or not self.inodes.isdisjoint(inodes)
 
 
-# --- the frame of a visit --------------------------------------------------------------------------------------------
+# --- begin and end of a scan --------------------------------------------------------------------------------------------
 
 
 def reset_scans(db: Database, pfs: str) -> None:
-    """Before anything else when a mover starts with a PFS known as `pfs`: forget visits that died. With a PFS that this catalog meets
-    for the first time, the mount's root awaits its import. Asks nothing of the PFS.
+    """Forget the scans of a mover that died. Call it first when a mover starts with the PFS `pfs`.
+
+    If this catalog meets that PFS for the first time, the root awaits its import. Does not touch the PFS.
     """
     with db.transaction():
         db.run("DELETE FROM scan")
@@ -95,7 +104,7 @@ def reset_scans(db: Database, pfs: str) -> None:
 
 
 def set_root_attributes(db: Database, pending: PendingChanges, observed: PfsEntryStat) -> bool:
-    """At its first visit the mount's root takes the mode and owner of the PFS's root; whether it did."""
+    """Give the root the mode and owner of the PFS's root at its first scan. Return True if it did."""
     if pending.is_pending(b"", ROOT) or db.row("SELECT imported, scanned_ns FROM inode WHERE id = ?", ROOT) != (0, 0):
         return False
     values = (observed.mode, observed.uid, observed.gid, observed.mtime_ns, observed.ctime_ns, ROOT)
@@ -104,7 +113,7 @@ def set_root_attributes(db: Database, pending: PendingChanges, observed: PfsEntr
 
 
 def record_scan_begin(db: Database, directory: int) -> PendingChanges:
-    """Start a visit, before the directory is listed: from now on what write-back changes in it is noted."""
+    """Begin a scan before the directory is listed: changes by write-back are recorded from now on."""
     with db.transaction():
         db.run("INSERT OR REPLACE INTO scan (directory) VALUES (?)", directory)
         db.run("DELETE FROM scan_dirty_name WHERE directory = ?", directory)
@@ -115,7 +124,7 @@ def record_scan_begin(db: Database, directory: int) -> PendingChanges:
 
 @contextlib.contextmanager
 def import_transaction(db: Database, directory: int) -> Iterator[None]:
-    """A transaction whose changes to `pfs_entry` and `published` are the visit's own."""
+    """Run a block as a transaction whose changes to `pfs_entry` and `pfs_file` are the scan's own."""
     with db.transaction():
         db.run("UPDATE scan SET importing = 1")
         yield
@@ -123,7 +132,7 @@ def import_transaction(db: Database, directory: int) -> Iterator[None]:
 
 
 def record_scan_end(db: Database, directory: int, *, whole: bool) -> None:
-    """The visit is over; `whole`: everything was compared, so the catalog knows all names of this directory."""
+    """End a scan. `whole`: everything was compared, and the catalog has all names of the directory."""
     with db.transaction():
         db.run("DELETE FROM scan WHERE directory = ?", directory)
         db.run("DELETE FROM scan_dirty_name WHERE directory = ?", directory)
@@ -132,27 +141,29 @@ def record_scan_end(db: Database, directory: int, *, whole: bool) -> None:
 
 
 def is_imported(db: Database, directory: int) -> bool:
-    """Whether the catalog knows all names of a directory, and so may say of a name that it is not there."""
+    """Return True if the catalog has all names of a directory, so that a name it lacks does not exist."""
     return bool(db.value("SELECT imported FROM inode WHERE id = ?", directory))
 
 
 def can_cache_absent_names(db: Database, directory: int) -> bool:
-    """Whether the mount's kernel may believe that a name is absent here."""
+    """Return True if the kernel may cache that a name in the directory is absent."""
     return db.row("SELECT 1 FROM inode WHERE id = ? AND (imported = 1 OR scanned_ns = ?)", directory, _ADOPTED) is not None
 
 
 def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
-    """(parent, name) of every name that leads to `inode`."""
+    """Return (parent, name) of every name of `inode`."""
     return [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
 
 
 def is_directory(db: Database, inode: int | None) -> bool:
-    """Whether this inode is a directory."""
     return stat.S_ISDIR(int(db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0))
 
 
 def find_due_directory(db: Database, before_ns: int) -> int | None:
-    """The complete directory on the PFS that was compared longest ago, if neither that nor its making was after `before_ns`."""
+    """Return the imported PFS directory that was scanned longest ago. Returns None if none is due.
+
+    It is due if its last scan and its creation were before `before_ns`.
+    """
     directory: int | None = db.value(
         "SELECT id FROM inode WHERE mode & 61440 = 16384 AND scanned_ns < ? AND birth_ns < ? AND imported = 1 AND nlink > 0"
         " AND (id = 1 OR EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = inode.id)) ORDER BY scanned_ns LIMIT 1",
@@ -162,13 +173,13 @@ def find_due_directory(db: Database, before_ns: int) -> int | None:
 
 
 def record_postponed(db: Database, directory: int) -> None:
-    """A directory could not be compared now: its next turn comes after all others'."""
+    """Postpone a directory that cannot be scanned now: its turn comes after all others."""
     with db.transaction():
         db.run("UPDATE inode SET scanned_ns = ? WHERE id = ?", time.time_ns(), directory)
 
 
 def list_scanned_directories(db: Database, directory: int) -> list[int]:
-    """The directories in `directory` that were visited before."""
+    """Return the directories in `directory` that were imported."""
     below = "SELECT id FROM inode WHERE id IN (SELECT child FROM entry WHERE parent = ?) AND mode & 61440 = 16384 AND imported = 1"
     return [row[0] for row in db.rows(below, directory)]
 
@@ -177,7 +188,7 @@ def list_scanned_directories(db: Database, directory: int) -> list[int]:
 
 
 def get_known_name(db: Database, directory: int, name: bytes) -> KnownName:
-    """What the catalog knows of a name."""
+    """Return what the catalog knows of a name."""
     row = db.row(
         "SELECT e.child, coalesce(c.mode, 0), p.inode, coalesce(i.mode, 0), p.seen_ino, p.seen_mode, p.seen_uid, p.seen_gid,"
         " u.size, u.mtime_ns, u.pfs_inode FROM (SELECT ? AS parent, ? AS name) k"
@@ -192,7 +203,7 @@ def get_known_name(db: Database, directory: int, name: bytes) -> KnownName:
 
 
 def choose_verdict(observed: PfsEntryStat, known: KnownName) -> ScanVerdict:
-    """What the difference between the listing and the catalog means, if nothing is pending. Pure."""
+    """Return what a difference between listing and catalog means, if nothing is pending. Pure."""
     if known.inode is None or (known.child is None and known.mode == 0):
         if known.child is None:
             return ScanVerdict.NEW
@@ -211,7 +222,7 @@ def choose_verdict(observed: PfsEntryStat, known: KnownName) -> ScanVerdict:
 
 
 def can_take_external_change(db: Database, inode: int) -> bool:
-    """Whether the PFS has all that this file holds and nobody has it open: then a stranger's change there may be taken over."""
+    """Return True if an external change may replace the file: the PFS has all of it, and it is not open."""
     row = db.row(
         "SELECT k.state, u.complete, u.generation = k.generation FROM inode i LEFT JOIN content k ON k.id = i.content"
         " LEFT JOIN pfs_file u ON u.inode = i.id WHERE i.id = ?",
@@ -227,9 +238,9 @@ def can_take_external_change(db: Database, inode: int) -> bool:
 
 
 def import_entry(db: Database, pending: PendingChanges, observed: PfsEntryStat) -> tuple[ScanVerdict, int | None]:
-    """Take over what the PFS shows under one name; what was done (SAME and LEAVE: nothing), and the inode that the name leads to now.
+    """Import what the PFS shows under one name. Return (what was done, the inode under the name now).
 
-    A directory that was replaced by something else is only reported: its tree has to be removed first.
+    SAME and LEAVE change nothing. A directory that something else replaced is only reported: its tree has to be removed first.
     """
     directory = pending.directory
     known = get_known_name(db, directory, observed.name)
@@ -264,7 +275,7 @@ def _import_replacement(db: Database, directory: int, observed: PfsEntryStat, kn
 
 
 def _import_new(db: Database, directory: int, observed: PfsEntryStat) -> int:
-    """A name that the catalog does not have: a new inode, or another name for a file that it knows. The inode."""
+    """Insert a name: of a new inode, or of a file that the catalog knows. Return the inode."""
     inode = _find_linked_inode(db, observed)
     if inode is None:
         inode = _insert_inode(db, directory, observed)
@@ -294,7 +305,10 @@ def _insert_inode(db: Database, directory: int, observed: PfsEntryStat) -> int:
 
 
 def _find_linked_inode(db: Database, observed: PfsEntryStat) -> int | None:
-    """The inode of which `found` is a further name: a hard link on the PFS."""
+    """Return the inode of which `observed` is a further hard link on the PFS.
+
+    Returns None if there is none.
+    """
     if observed.nlink < 2 or not observed.is_file:
         return None
     inode: int | None = db.value(
@@ -313,7 +327,7 @@ def _record_published(db: Database, inode: int, generation: int, observed: PfsEn
 
 
 def _record_expected(db: Database, directory: int, observed: PfsEntryStat, inode: int) -> None:
-    """Remember what the PFS shows under this name."""
+    """Record what the PFS shows under this name."""
     db.run(
         "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
         directory, observed.name, inode, observed.ino, observed.mode, observed.uid, observed.gid,
@@ -321,7 +335,7 @@ def _record_expected(db: Database, directory: int, observed: PfsEntryStat, inode
 
 
 def _record_external_write(db: Database, inode: int, observed: PfsEntryStat) -> None:
-    """A stranger has written this file on the PFS: its next generation lies there only."""
+    """Record that the file was written on the PFS: only the PFS has its next generation."""
     newest = "SELECT max(i.generation, coalesce(u.generation, 0)) FROM inode i LEFT JOIN pfs_file u ON u.inode = i.id WHERE i.id = ?"
     generation = 1 + int(db.value(newest, inode))
     db.run("UPDATE content SET state = 3 WHERE inode = ? AND state <> 3", inode)
@@ -333,30 +347,33 @@ def _record_external_write(db: Database, inode: int, observed: PfsEntryStat) -> 
 
 
 def _record_external_attributes(db: Database, inode: int, last_stat: tuple[int, int, int, int], observed: PfsEntryStat) -> None:
-    """Take over the mode and the owner where a stranger changed them."""
+    """Take over mode and owner where they were changed on the PFS."""
     for column, old, new in zip(("mode", "uid", "gid"), last_stat[1:], (observed.mode, observed.uid, observed.gid), strict=True):
         if old != new:
             db.run(f"UPDATE inode SET {column} = ?, ctime_ns = max(ctime_ns, ?) WHERE id = ?", new, observed.ctime_ns, inode)
 
 
 def record_external_change(db: Database, directory: int, observed: PfsEntryStat) -> None:
-    """Names in `directory` were changed on the PFS: so were its times."""
+    """Take over the times of a directory in which names were changed on the PFS."""
     times = "UPDATE inode SET mtime_ns = max(mtime_ns, ?), ctime_ns = max(ctime_ns, ?) WHERE id = ?"
     db.run(times, observed.mtime_ns, observed.ctime_ns, directory)
 
 
-# --- what vanished ---------------------------------------------------------------------------------------------------
+# --- vanished names --------------------------------------------------------------------------------------------------
 
 
 def list_expected(db: Database, directory: int) -> list[tuple[bytes, int, int]]:
-    """(name, inode, its mode) of all that we believe to be in this directory on the PFS."""
+    """Return (name, inode, its mode) of all entries that the PFS is expected to show in this directory."""
     shown = "SELECT p.name, p.inode, coalesce(i.mode, 0) FROM pfs_entry p LEFT JOIN inode i ON i.id = p.inode WHERE p.parent = ?"
     rows = db.rows(shown, directory)
     return [(bytes(row[0]), row[1], row[2]) for row in rows]
 
 
 def record_vanished(db: Database, pending: PendingChanges, name: bytes) -> bool:
-    """A name is gone from the PFS. Forget it, unless ours is newer or a directory that still holds something; whether it is gone."""
+    """Delete a name that is gone from the PFS. Return True if it is deleted.
+
+    It stays if the local state is newer, or if it is a directory that still has entries.
+    """
     known = get_known_name(db, pending.directory, name)
     if known.inode is None or pending.is_pending(name, known.child, known.inode):
         return False
@@ -372,7 +389,7 @@ def record_vanished(db: Database, pending: PendingChanges, name: bytes) -> bool:
 
 
 def list_tree(db: Database, inode: int) -> list[tuple[int, list[bytes]]]:
-    """(directory, its names) of everything below `inode`, the deepest first; empty when it is no directory."""
+    """Return (directory, its names) of the tree at `inode`, the deepest first; empty for a non-directory."""
     found: list[tuple[int, list[bytes]]] = []
     level = [inode] if is_directory(db, inode) else []
     while level:
@@ -386,7 +403,7 @@ def list_tree(db: Database, inode: int) -> list[tuple[int, list[bytes]]]:
 
 
 def _delete_name(db: Database, directory: int, name: bytes, inode: int) -> None:
-    """Remove a name and, with its last one, what it led to. Nothing is recorded for the PFS: it is the PFS that says so."""
+    """Delete a name and, with its last one, its inode. The journal gets no row: the PFS has this already."""
     db.run("DELETE FROM entry WHERE parent = ? AND name = ? AND child = ?", directory, name, inode)
     db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", directory, name)
     row = db.row("SELECT mode, nlink FROM inode WHERE id = ?", inode)

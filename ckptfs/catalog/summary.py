@@ -1,7 +1,7 @@
-"""Questions about the catalog that people ask: levels, paths, and the figures of `ckptfs status`. Reads only.
+"""Answers for people: levels of files, places of copies, and the figures of `ckptfs status`. Reads only, but for the table `report`.
 
-Levels are never stored: records are gathered here and judged by `ckptfs.lifecycle`. Nothing here touches a tier, so every answer comes
-at once, also while the PFS hangs.
+Levels are never stored: this module loads records, and `ckptfs.lifecycle` judges them. No function touches a tier, so all answer at once,
+also while the PFS hangs.
 """
 
 import json
@@ -24,7 +24,7 @@ _REGULAR = f"(i.mode & {0o170000}) = {stat.S_IFREG}"
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """What `ckptfs ls` shows of one inode. `waiting`: the PFS has not been told everything about it."""
+    """One inode in `ckptfs ls`. `has_pending_changes`: the journal has rows about it."""
 
     inode: int
     mode: int
@@ -40,7 +40,10 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class WriteBackFigures:
-    """What the PFS lacks: `dirty` counts contents that were closed here, `changes` everything else; `lag_s` is the age of the oldest."""
+    """The lag of the PFS.
+
+    `dirty_*` count contents closed on this node, `changes` all others; `lag_s` is the age of the oldest.
+    """
 
     dirty_bytes: int
     dirty_files: int
@@ -51,7 +54,7 @@ class WriteBackFigures:
 
 @dataclass(frozen=True, slots=True)
 class FileCounts:
-    """How much there is, and files by level."""
+    """Totals of files, directories and handles, and files by level."""
 
     files: int
     directories: int
@@ -69,12 +72,12 @@ def load_file_record(db: Database, inode: int) -> FileRecord:
 
 
 def get_level(db: Database, inode: int) -> Level:
-    """What the regular file `inode` survives now."""
+    """Return the level of the regular file `inode`."""
     return lifecycle.level(load_file_record(db, inode))
 
 
 def get_digest(db: Database, inode: int) -> bytes | None:
-    """The digest of what a reader of the file gets: of the sealed content, or of what the PFS shows; None while it is not known."""
+    """Return the digest of the content that a reader of the file gets. Returns None if it is not known."""
     found = load_file_record(db, inode)
     if found.content is not None:
         return found.content.digest if found.content.state is ContentState.SEALED else None
@@ -82,8 +85,9 @@ def get_digest(db: Database, inode: int) -> bytes | None:
 
 
 def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[str, str, int]]:
-    """(tier or name of another node, state, when its digest was last found right here in ns, 0 for never) of every copy, what the PFS
-    shows included.
+    """Return (tier or name of another node, state, verified_ns) of every copy, the PFS's included.
+
+    `verified_ns` is when this node last verified the digest, 0 for never.
     """
     words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.STALE: "older"}
     ordered = sorted(found.copies, key=lambda copy: copy.tier, reverse=True)
@@ -119,7 +123,7 @@ VIRTUAL_XATTRS: dict[bytes, tuple[Callable[[Database, int], bytes | None], str]]
 
 
 def get_listed_file(db: Database, inode: int) -> ListedFile | None:
-    """What `ls` shows; None when there is no such inode."""
+    """Return the values that `ls` shows. Returns None if there is no such inode."""
     with db.read_transaction():
         row = db.row("SELECT id, mode, size, generation FROM inode WHERE id = ? AND nlink > 0", inode)
         if row is None:
@@ -132,7 +136,7 @@ def get_listed_file(db: Database, inode: int) -> ListedFile | None:
 
 
 def load_write_back_figures(db: Database) -> WriteBackFigures:
-    """How far the PFS is behind."""
+    """Return the lag of the PFS."""
     with db.read_transaction():
         dirty_files, dirty_bytes = db.row(
             "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
@@ -146,7 +150,10 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
 
 
 def load_counts(db: Database) -> FileCounts:
-    """Everything counted. Files are grouped by what their level depends on, and each group is judged once."""
+    """Count everything.
+
+    Files are grouped by the values that decide their level, and each group is judged once.
+    """
     by_level: Counter[Level] = Counter()
     lost = 0
     with db.read_transaction():
@@ -176,7 +183,7 @@ def load_counts(db: Database) -> FileCounts:
 
 
 def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:
-    """A record that stands for all files of a group: `shown` on the PFS, and `same` as the content that is here."""
+    """Return a record that stands for all files of a group."""
     published = PublishedState(1 if is_current else 0, bool(is_current), b"d") if is_published else None
     if state is None:
         return FileRecord(None, (), published)
@@ -185,17 +192,17 @@ def _build_typical_record(state: int | None, has_copy: bool, is_published: bool,
 
 
 def count_copies_by_tier(db: Database) -> dict[Tier, int]:
-    """How many good copies lie in each tier."""
+    """Return the number of good copies in each tier."""
     return {Tier(tier): count for tier, count in db.rows("SELECT tier, count(*) FROM copy WHERE state = 1 GROUP BY tier")}
 
 
 def get_journal_end(db: Database) -> int:
-    """The last row of the journal as it now is: what lies beyond it was changed later."""
+    """Return the number of the last row of the journal. Later changes get greater ones."""
     return int(db.value("SELECT coalesce(max(seq), 0) FROM journal"))
 
 
 def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
-    """(files, bytes, other changes) that the PFS lacks up to the row `up_to`."""
+    """Return (files, bytes, other changes) that the PFS lacks up to the row `up_to`."""
     files, size = db.row(
         "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
         " AND id IN (SELECT content FROM journal WHERE op = 'content' AND seq <= ?)",
@@ -206,23 +213,26 @@ def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
 
 
 def list_reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
-    """(key, JSON, when in ns) of what the processes report, of keys that begin with `prefix`."""
+    """Return (key, JSON, time in ns) of the processes' reports whose keys begin with `prefix`."""
     rows = db.rows("SELECT key, value, at_ns FROM report WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
     return [(row[0], row[1], row[2]) for row in rows]
 
 
 def count_bytes_in_tier(db: Database, tier: Tier) -> int:
-    """The bytes of the contents that lie in a tier, as far as their sizes are known."""
+    """Return the bytes of the contents in a tier, as far as their sizes are known."""
     return int(db.value("SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?", tier.value))
 
 
 def count_unsealed(db: Database) -> int:
-    """How many contents are closed and await their seal."""
+    """Return how many contents are closed and await their seal."""
     return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND remote = 0"))
 
 
 def count_leaving_bytes(db: Database, tier: Tier) -> int:
-    """The bytes of this node's own contents that lie in a tier and can leave it at once: the PFS shows them, and nobody has them open."""
+    """Return the bytes of this node's own contents that can leave a tier at once.
+
+    These are on the PFS, and no process has their files open.
+    """
     return int(
         db.value(
             "SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content JOIN pfs_file p ON p.inode = c.inode"
@@ -234,7 +244,7 @@ def count_leaving_bytes(db: Database, tier: Tier) -> int:
 
 
 def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
-    """Set what `ckptfs status` shows under `key`, with the time at which it was first set; None takes it away."""
+    """Set the report under `key`. It keeps the time at which it was first set. None deletes it."""
     with db.transaction():
         if value is None:
             db.run("DELETE FROM report WHERE key = ?", key)
@@ -246,6 +256,6 @@ def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
 
 
 def delete_reports(db: Database) -> None:
-    """A mover begins: what an earlier one reported may not hold any more."""
+    """Delete the reports of an earlier mover, which may be wrong by now."""
     with db.transaction():
         db.run("DELETE FROM report WHERE key LIKE 'trouble:%' OR key LIKE 'tier:%'")

@@ -105,7 +105,7 @@ class Recover:
                 return
             if content.state is ContentState.SEALED and peer_copies.list_holders(self._db, content):
                 return  # A peer has it: an open fetches it, or a repair does.
-            if not contents.is_shown(self._db, content):
+            if not contents.is_current(self._db, content.inode, content.id):
                 contents.set_state(self._db, content.id, ContentState.DOOMED)
                 return
             unfinished = content.state is ContentState.OPEN or contents.is_fsynced_on_pfs(self._db, content)
