@@ -143,7 +143,8 @@ def begin_rebuild(db: Database, value: bytes, first_revision: int) -> None:
         db.run(f"DELETE FROM resend_key WHERE EXISTS ({changed})")
         db.run(
             "INSERT OR REPLACE INTO resend_key (kind, number, name, turn, revision, change, value)"
-            f" SELECT kind, number, name, ?, revision, 0, value FROM cached_key s WHERE kind <> 'w' AND NOT EXISTS (SELECT 1 FROM dirty_key t WHERE {_SAME_KEY_SQL.format('s')})",
+            f" SELECT kind, number, name, ?, revision, 0, value FROM cached_key s WHERE kind <> 'w'"
+            f" AND NOT EXISTS (SELECT 1 FROM dirty_key t WHERE {_SAME_KEY_SQL.format('s')})",
             get_turn(get_epoch(db)),
         )  # fmt: skip
         _set_prior_revisions(db)
