@@ -52,6 +52,17 @@ LEASE_RENEWED = b"k"
 WAKE_MESSAGE_BYTES_MAX = 512
 SEND_WAIT_S = 1.0
 WORK_INTERVAL_MIN_S = limits.HINT_GATHER_S / 2
+READY = b"ready"
+HEARTBEAT = b"alive"
+STOP = b"stop"
+
+LOG_LEVEL = b"level "
+"""Followed by a level: from the child that received the request to the supervisor, and from there to all children."""
+
+ASSIGNMENT_BYTES_MAX = 128 * 1024
+log = logging.getLogger(__name__)
+HEARTBEAT_INTERVAL_S = 5.0
+LINK_MESSAGE_BYTES_MAX = 64
 
 
 class WakeChannel:
@@ -139,15 +150,6 @@ class MountNotify:
         self._wake_lanes(urgent_lane)
 
 
-READY = b"ready"
-HEARTBEAT = b"alive"
-STOP = b"stop"
-
-LOG_LEVEL = b"level "
-"""Followed by a level: from the child that received the request to the supervisor, and from there to all children."""
-ASSIGNMENT_BYTES_MAX = 128 * 1024
-
-
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """What the supervisor decides when it gives a child its role."""
@@ -203,11 +205,6 @@ def receive_assignment(link: socket.socket) -> ChildSetup | None:
         is_resumed=message["resumed"],
         can_resend=message["resend"],
     )
-
-
-log = logging.getLogger(__name__)
-HEARTBEAT_INTERVAL_S = 5.0
-LINK_MESSAGE_BYTES_MAX = 64
 
 
 async def send_heartbeats(link: socket.socket) -> None:

@@ -42,6 +42,13 @@ PFS_CHANGED_TEXT = {
     errno.ESTALE: "was changed by another program; `ckptfs refresh` its directory",
     errno.ENOENT: "is no longer on the PFS",
 }
+POLL_S = 0.05
+REST_RATIO = 20
+RETRY_INTERVAL_S = 1.0
+KEEPALIVE_S = 2.0
+PROGRESS_INTERVAL_S = 0.5
+LOG_LEVEL_WAIT_S = 10.0
+REFRESH_WAIT_S = 3600.0
 
 
 class FileVerifier:
@@ -140,15 +147,6 @@ class FileVerifier:
 def _build_finding(checked: verify.CheckResult) -> pb.Finding:
     what = f"{checked.problem}; it was remade from a good copy" if checked.repaired else checked.problem
     return pb.Finding(tier=checked.tier.value, verdict=GOOD if checked.ok else BAD, what=what)
-
-
-POLL_S = 0.05
-REST_RATIO = 20
-RETRY_INTERVAL_S = 1.0
-KEEPALIVE_S = 2.0
-PROGRESS_INTERVAL_S = 0.5
-LOG_LEVEL_WAIT_S = 10.0
-REFRESH_WAIT_S = 3600.0
 
 
 class AdminService(rpc.AdminServicer):  # type: ignore[misc]

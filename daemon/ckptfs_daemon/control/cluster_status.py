@@ -37,6 +37,16 @@ Ping = Callable[[Node], PeerStats]
 
 ProbeResult = PeerStats | str
 """The reply of a node, or the reason why there is none."""
+FIGURES_PREFIX = b"s/"
+
+PROGRESS_FIELDS = {
+    "behind_files": "under_replicated_files", "behind_bytes": "under_replicated_bytes", "copies_wanted": "copies_wanted",
+    "copies_there": "copies_present", "refill_files": "rebuild_files", "refill_bytes": "rebuild_bytes", "repair_files": "repair_files",
+    "repair_bytes": "repair_bytes",
+}  # fmt: skip
+"""Stored name of a figure: field of control.proto. Nodes of several versions read the stored names, so these stay."""
+
+LEASE_POLL_S = 0.5
 
 
 class NodeProbe:
@@ -63,16 +73,6 @@ class NodeProbe:
             return self._ping(node)
         except PeerFailed as failure:
             return str(failure)
-
-
-FIGURES_PREFIX = b"s/"
-PROGRESS_FIELDS = {
-    "behind_files": "under_replicated_files", "behind_bytes": "under_replicated_bytes", "copies_wanted": "copies_wanted",
-    "copies_there": "copies_present", "refill_files": "rebuild_files", "refill_bytes": "rebuild_bytes", "repair_files": "repair_files",
-    "repair_bytes": "repair_bytes",
-}  # fmt: skip
-"""Stored name of a figure: field of control.proto. Nodes of several versions read the stored names, so these stay."""
-LEASE_POLL_S = 0.5
 
 
 def figures_key(number: int) -> bytes:

@@ -36,6 +36,10 @@ from ckptfs_daemon.ipc import ProgressSignal
 
 CHECKED_MAX = 4096
 INCOMPLETE_MAX = 64
+POLL_FIRST_S = 0.02
+POLL_LAST_S = 0.5
+REST_RATIO = 4
+KEEPALIVE_S = 2.0
 
 
 class LevelCheck:
@@ -105,12 +109,6 @@ class LevelCheck:
             order = list(Level)
             return order.index(found.level) >= order.index(self._wanted)
         return found.level is Level.PFS and not journal.has_pending(self._db, inode, self._end)
-
-
-POLL_FIRST_S = 0.02
-POLL_LAST_S = 0.5
-REST_RATIO = 4
-KEEPALIVE_S = 2.0
 
 
 class QueryService(rpc.QueriesServicer):  # type: ignore[misc]

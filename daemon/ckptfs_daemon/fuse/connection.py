@@ -38,6 +38,15 @@ FUSERMOUNT_WAIT_S = 20.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+log = logging.getLogger(__name__)
+DEVICE = "/dev/fuse"
+CONNECTIONS_DIR = Path("/sys/fs/fuse/connections")
+INIT_WAIT_S = 10.0
+INIT_BYTES_MAX = 65536
+STALE_PROBE_WAIT_S = 5.0
+MS_RDONLY = 1
+KERNEL_TOO_OLD = "this kernel has no FUSE passthrough (Linux 6.9 or later with CONFIG_FUSE_PASSTHROUGH)"
+NO_CAPABILITY = "passthrough needs CAP_SYS_ADMIN, which this user does not have"
 
 
 class CannotMount(CkptfsError):
@@ -106,17 +115,6 @@ def _unmount_with_fusermount(point: Path, *, lazy: bool) -> None:
     if done.returncode != 0:
         words = done.stderr.decode(errors="replace").strip()
         raise OSError(16 if "busy" in words.lower() else 22, words, str(point))
-
-
-log = logging.getLogger(__name__)
-DEVICE = "/dev/fuse"
-CONNECTIONS_DIR = Path("/sys/fs/fuse/connections")
-INIT_WAIT_S = 10.0
-INIT_BYTES_MAX = 65536
-STALE_PROBE_WAIT_S = 5.0
-MS_RDONLY = 1
-KERNEL_TOO_OLD = "this kernel has no FUSE passthrough (Linux 6.9 or later with CONFIG_FUSE_PASSTHROUGH)"
-NO_CAPABILITY = "passthrough needs CAP_SYS_ADMIN, which this user does not have"
 
 
 @dataclass(frozen=True, slots=True)

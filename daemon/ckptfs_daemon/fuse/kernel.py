@@ -36,18 +36,9 @@ PASSTHROUGH = 1 << 37
 HAS_RESEND = 1 << 39
 
 COMMON = (
-    ASYNC_READ
-    | ATOMIC_O_TRUNC
-    | BIG_WRITES
-    | DO_READDIRPLUS
-    | ASYNC_DIO
-    | PARALLEL_DIROPS
-    | MAX_PAGES
-    | HANDLE_KILLPRIV_V2
-    | INIT_EXT
-    | DIRECT_IO_ALLOW_MMAP
-    | HAS_RESEND
-)
+    ASYNC_READ | ATOMIC_O_TRUNC | BIG_WRITES | DO_READDIRPLUS | ASYNC_DIO | PARALLEL_DIROPS | MAX_PAGES | HANDLE_KILLPRIV_V2 | INIT_EXT
+    | DIRECT_IO_ALLOW_MMAP | HAS_RESEND
+)  # fmt: skip
 BACKGROUND_MAX = 128
 CONGESTION = 96
 STACK_DEPTH = 1
@@ -57,6 +48,8 @@ INIT_REQUEST = struct.Struct("=IIII")
 INIT_FLAGS2_OFFSET = REQUEST_HEADER.size + INIT_REQUEST.size
 REPLY_HEADER = struct.Struct("=IiQ")
 INIT_REPLY = struct.Struct("=IIIIHHIIHHII24x")
+BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct {s32 fd; u32 flags; u64 padding})
+BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, u32)
 
 
 class BadHandshake(CkptfsError):
@@ -118,10 +111,6 @@ def build_init_reply(init: KernelInit, flags: int) -> bytes:
         STACK_DEPTH if flags & PASSTHROUGH else 0,
     )
     return REPLY_HEADER.pack(REPLY_HEADER.size + len(body), 0, init.unique) + body
-
-
-BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct {s32 fd; u32 flags; u64 padding})
-BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, u32)
 
 
 class Passthrough:

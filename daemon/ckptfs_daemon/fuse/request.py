@@ -28,6 +28,24 @@ RESENT_BIT = 1 << 63
 unexpected_errors: Counter[str] = Counter()
 """Unexpected errors by handler."""
 
+BLOCK_BYTES = 4096
+SECTOR_BYTES = 512
+PASSTHROUGH_BLKSIZE = 128 * limits.KIB
+NANO = 1_000_000_000
+_ATTRIBUTES = "6Q10I"
+
+# struct fuse_attr_out, fuse_entry_out and fuse_open_out of <linux/fuse.h>.
+_ATTR_OUT = struct.Struct("=Q2I" + _ATTRIBUTES)
+_ENTRY_OUT = struct.Struct("=4Q2I" + _ATTRIBUTES)
+_OPEN_OUT = struct.Struct("=QIi")
+_U64 = 2**64 - 1
+
+NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
+"""The reply to a LOOKUP of a name that does not exist."""
+
+UNCACHED_NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(*[0] * 22)
+"""The same if another node may create the name at any time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -51,17 +69,6 @@ def get_errno(failure: BaseException, where: str) -> int:
     unexpected_errors[where] += 1
     log.error("unexpected error in %s", where, exc_info=failure)
     return errno.EIO
-
-
-BLOCK_BYTES = 4096
-SECTOR_BYTES = 512
-PASSTHROUGH_BLKSIZE = 128 * limits.KIB
-NANO = 1_000_000_000
-_ATTRIBUTES = "6Q10I"
-# struct fuse_attr_out, fuse_entry_out and fuse_open_out of <linux/fuse.h>.
-_ATTR_OUT = struct.Struct("=Q2I" + _ATTRIBUTES)
-_ENTRY_OUT = struct.Struct("=4Q2I" + _ATTRIBUTES)
-_OPEN_OUT = struct.Struct("=QIi")
 
 
 def build_attributes(inode: Inode, blksize: int = BLOCK_BYTES) -> EntryAttributes:
@@ -127,12 +134,3 @@ def _packed(inode: Inode, blksize: int) -> tuple[int, ...]:
         inode.id, inode.size, count_blocks(inode), atime_s & _U64, mtime_s & _U64, ctime_s & _U64, atime_ns, mtime_ns, ctime_ns,
         inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, blksize if inode.is_file else BLOCK_BYTES, 0,
     )  # fmt: skip
-
-
-_U64 = 2**64 - 1
-
-NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
-"""The reply to a LOOKUP of a name that does not exist."""
-
-UNCACHED_NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(*[0] * 22)
-"""The same if another node may create the name at any time."""

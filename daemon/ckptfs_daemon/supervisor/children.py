@@ -27,6 +27,11 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.ipc import Assignment
 
 LINK_MESSAGE_BYTES_MAX = 64
+LONG_LIFE_S = 10.0
+"""A child that lived this long did not fail to start."""
+
+FIRST_FAILURES_MAX = 5
+"""Failures in a row before a role was ever ready. The cause is then permanent, and a user waits for the mount."""
 
 
 class Child:
@@ -122,13 +127,6 @@ def _environment() -> dict[str, str]:
     places = [str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)]
     known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     return {"GRPC_VERBOSITY": "NONE", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, *known]))}
-
-
-LONG_LIFE_S = 10.0
-"""A child that lived this long did not fail to start."""
-
-FIRST_FAILURES_MAX = 5
-"""Failures in a row before a role was ever ready. The cause is then permanent, and a user waits for the mount."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ from ckptfs_daemon.fuse import connection
 
 log = logging.getLogger(__name__)
 LEFTOVER_WAIT_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
+SIZE_STEP_BYTES = 4096
 
 
 def acquire_lock(state: Path) -> int:
@@ -130,10 +132,6 @@ class ReadyPipe:
         with contextlib.suppress(OSError):
             os.close(self._fd)
         self._fd = None
-
-
-SHARED_MEMORY = Path("/dev/shm")
-SIZE_STEP_BYTES = 4096
 
 
 def prepare_ram_tier(config: Config) -> Path:
