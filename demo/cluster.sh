@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The demonstration's second act: three nodes on this machine, without any PFS. A job of two ranks saves through the mounts of two of them; one of
-# the two is killed with all that it had; the job goes on with three ranks on the other two, from what lies in their memory.
-# Usage: cluster.sh PYTHON, as root (the python of an environment with ckptfs and torch; bootstrap.sh demo calls it so).
+# The demo, part 2: three nodes on this machine, without a PFS. A job of two ranks saves through two of them. One of the two is
+# killed and loses everything. The job resumes with three ranks on the other two nodes, from their memory.
+# Usage: cluster.sh PYTHON, as root (of an environment with ckptfs and torch; `bootstrap.sh demo` calls it).
 set -euo pipefail
 PYTHON=$1
 BIN=$(dirname "$PYTHON")
@@ -17,23 +17,23 @@ lab() { timeout 120 "$BIN/ckptfs" lab "$@"; }
 mount_of() { echo "$CKPTFS_LAB/$1/mnt"; }
 losses() { grep -h '^step ' "$@" || true; }
 clean_up() {
-  # Ranks that still run on the lab's nodes end with it.
+  # This also ends ranks that still run on the lab's nodes.
   lab stop 2>/dev/null || true
   rm -rf "$WORK"
 }
 trap clean_up EXIT
 
-# job DIRECTORY NODES OPTION...: one rank on each of the nodes (a node may be named twice; "here": on this machine), and waits for all of them.
-# A DIRECTORY of "mount" stands for each node's own mount.
+# job DIRECTORY NODES OPTION...: run one rank on each of the nodes, and wait for all. A node may be named twice; "host" is this
+# machine. The DIRECTORY "mount" means each node's own mount.
 job() {
   local directory=$1 nodes=($2) rank=0 node where meet ranks=()
   shift 2
-  if [ "${nodes[0]}" = here ]; then meet=127.0.0.1:$PORT; else meet=$(address "${nodes[0]}"):$PORT; fi
+  if [ "${nodes[0]}" = host ]; then meet=127.0.0.1:$PORT; else meet=$(address "${nodes[0]}"):$PORT; fi
   for node in "${nodes[@]}"; do
     where=$directory
     [ "$directory" != mount ] || where=$(mount_of "$node")
     set -- "$@"
-    if [ "$node" = here ]; then
+    if [ "$node" = host ]; then
       GLOO_SOCKET_IFNAME=lo timeout 300 "$PYTHON" "$HERE/ranks.py" "$where" --rank $rank --ranks ${#nodes[@]} --meet "$meet" "$@" &
     else
       GLOO_SOCKET_IFNAME=eth0 timeout 300 "$BIN/ckptfs" lab exec "$node" -- \
@@ -50,38 +50,49 @@ import json, sys
 print(next(node["address"] for node in json.load(sys.stdin)["nodes"] if node["name"] == sys.argv[1]))' "$1"
 }
 
-say "8. The second act. The reference: $STEPS steps on two ranks without interruption, in an ordinary directory"
+cat <<'INTRO'
+
+Part 2 runs a job of several ranks on a cluster of three nodes, in these steps:
+  8. a reference run on two ranks without interruption, in an ordinary directory
+  9. to 10. half of the run through the mounts of node1 and node2; every file has two copies
+  11. node2 is killed and loses everything
+  12. to 14. the job resumes on the other nodes with three ranks; node2 returns as a new machine
+At the end all losses must equal those of the reference, bit for bit.
+INTRO
+
+say "8. The reference: $STEPS steps on two ranks without interruption, in an ordinary directory"
 mkdir "$WORK/reference"
-job "$WORK/reference" "here here" --steps $STEPS > "$WORK/reference.log" || fail "the reference failed"
+job "$WORK/reference" "host host" --steps $STEPS > "$WORK/reference.log" || fail "the reference run failed"
 losses "$WORK/reference.log"
 
 say "9. Three nodes on this machine, two copies of everything, no PFS"
 lab start --nodes 3 --factor 2 --no-pfs
 "$BIN/ckptfs" status --cluster "$(mount_of node1)"
 
-say "10. The same job, a rank on node1 and one on node2, each saving through its own node's mount; half of the steps"
+say "10. Half of the same job: one rank on node1, one on node2, each saves through the mount of its node"
 job mount "node1 node2" --steps $((STEPS / 2)) > "$WORK/run.log" || { cat "$WORK/run.log"; fail "the job failed"; }
 cat "$WORK/run.log"
 newest=$(printf 'step_%04d' $((STEPS / 2)))
 "$BIN/ckptfs" wait "$(mount_of node1)/$newest" --level clique --timeout 60s
 "$BIN/ckptfs" ls "$(mount_of node1)/$newest"
 
-say "11. node2 is killed, and loses its RAM, its NVMe and its catalog"
+say "11. Kill node2; delete its RAM, its NVMe and its catalog"
 lab wipe node2 --nvme
 ls -l "$(mount_of node1)/$newest"
 
-say "12. The job goes on with three ranks: two on node1, one on node3, which has not seen it before"
+say "12. Resume with three ranks: two on node1, one on node3, which took no part before"
 job mount "node1 node3 node1" --steps $STEPS --resume > "$WORK/resumed.log" || { cat "$WORK/resumed.log"; fail "the job failed"; }
 cat "$WORK/resumed.log"
 
-say "13. Does the loss curve continue bit for bit?"
+say "13. Compare the losses with the reference"
 if diff <(losses "$WORK/reference.log") <(losses "$WORK/run.log" "$WORK/resumed.log"); then
-  echo "Yes: all $STEPS losses are the same to the last bit, on another number of ranks, from the memory of the nodes that were left."
+  echo "All $STEPS losses equal the reference, bit for bit."
 else
-  fail "the loss curve differs"
+  fail "the losses differ"
 fi
 
-say "14. node2 returns as a new machine, and everything has two copies again"
+say "14. node2 returns as a new machine, and every file gets two copies again"
 lab start-node node2
 "$BIN/ckptfs" wait "$(mount_of node2)" --level clique --timeout 60s
 "$BIN/ckptfs" status --cluster "$(mount_of node2)"
+printf '\n%s\n' "Summary: a node was lost with everything on it; the job resumed on other nodes and another number of ranks, from their memory."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The demonstration: an ordinary training run whose filesystem is killed in the middle of a save and then loses its RAM.
-# Usage: demo.sh PYTHON (the python of an environment with ckptfs and torch; bootstrap.sh demo calls it so).
+# The demo, part 1: a training run whose filesystem is killed during a save and then loses its RAM.
+# Usage: demo.sh PYTHON (of an environment with ckptfs and torch; `bootstrap.sh demo` calls it).
 set -euo pipefail
 PYTHON=$1
 BIN=$(dirname "$PYTHON")
@@ -17,22 +17,13 @@ mounted() { grep -q " $MOUNT fuse" /proc/mounts; }
 do_mount() { "$BIN/mount.ckptfs" "$NAME" "$MOUNT" -o "pfs=$PFS,state=$STATE,ram=4G"; }
 do_umount() { "$BIN/umount.ckptfs" "$MOUNT"; }
 losses() { grep -h '^step ' "$@" || true; }
-# pid_of ROLE: the process that has it now, as `ckptfs status` says.
+# pid_of ROLE: the process that has the role now.
 pid_of() {
   "$BIN/ckptfs" status "$MOUNT" --json | "$PYTHON" -c '
 import json, sys
-def processes(value):
-    if isinstance(value, dict):
-        if "role" in value and "pid" in value:
-            yield value
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from processes(item)
-print(next(process["pid"] for process in processes(json.load(sys.stdin)) if process["role"] == sys.argv[1]))' "$1"
+print(next(process["pid"] for process in json.load(sys.stdin)["processes"] if process["role"] == sys.argv[1]))' "$1"
 }
-# The daemon of this mount has ended when nothing of it is left to unmount.
-wait_for_the_end() { for _ in $(seq 600); do [ -e "/proc/$1" ] || return 0; sleep 0.1; done; fail "the daemon did not end"; }
+wait_for_exit() { for _ in $(seq 600); do [ -e "/proc/$1" ] || return 0; sleep 0.1; done; fail "the daemon did not end"; }
 clean_up() {
   [ -z "$TRAINING" ] || kill "$TRAINING" 2>/dev/null || true
   if mounted; then do_umount 2>/dev/null || umount -l "$MOUNT" || true; fi
@@ -41,22 +32,30 @@ clean_up() {
 }
 trap clean_up EXIT
 
+cat <<'INTRO'
+This demo trains a small model through a ckptfs mount, in these steps:
+  1. a reference run without interruption, in an ordinary directory
+  2. to 4. the same run through ckptfs; its filesystem is killed (-9) during a save
+  5. to 7. the node loses its RAM; the run resumes from what is on the PFS
+At the end all losses must equal those of the reference, bit for bit.
+INTRO
+
 say "1. The reference: 12 steps without interruption, in an ordinary directory"
 "$PYTHON" "$HERE/train.py" "$REFERENCE" --steps 12 > "$WORK/reference.log"
 losses "$WORK/reference.log"
 
-say "2. Mount: $MOUNT shows $PFS, at memory speed"
+say "2. Mount ckptfs on $MOUNT, with the PFS $PFS"
 do_mount
 "$BIN/ckptfs" status "$MOUNT"
 
-say "3. The same training through the mount, 8 steps; its filesystem is killed (-9) in the middle of a save"
+say "3. The same training through the mount, 8 steps; the mount process is killed (-9) during a save"
 "$PYTHON" "$HERE/train.py" "$MOUNT" --steps 8 > "$WORK/run.log" 2>&1 &
 TRAINING=$!
 killed=
 for step in 0004 0006 0008; do
   victim=$(pid_of mount)
   until grep -q "saved .*step_$step" "$WORK/run.log" || [ -s "$MOUNT/step_$step.pt.tmp" ]; do
-    kill -0 "$TRAINING" 2>/dev/null || { cat "$WORK/run.log"; fail "the training ended"; }
+    kill -0 "$TRAINING" 2>/dev/null || { cat "$WORK/run.log"; fail "the training failed before the kill"; }
   done
   if grep -q "saved .*step_$step" "$WORK/run.log"; then continue; fi
   kill -9 "$victim"
@@ -66,13 +65,13 @@ for step in 0004 0006 0008; do
     break
   fi
 done
-wait "$TRAINING" || { cat "$WORK/run.log"; fail "the training noticed"; }
+wait "$TRAINING" || { cat "$WORK/run.log"; fail "the training failed after the kill"; }
 TRAINING=
 cat "$WORK/run.log"
-[ -n "$killed" ] || fail "no save was caught in the middle; run the demo again"
-echo "The training noticed nothing. The mount process is now $(pid_of mount)."
+[ -n "$killed" ] || fail "the kill came during no save; run the demo again"
+echo "The training went on without an error. The mount process is now $(pid_of mount)."
 
-say "4. What ckptfs says, and what lies on the PFS"
+say "4. The state of ckptfs, and the files on the PFS"
 "$BIN/ckptfs" wait "$MOUNT/step_0008.pt" --level pfs
 "$BIN/ckptfs" drain "$MOUNT"
 "$BIN/ckptfs" status "$MOUNT"
@@ -82,20 +81,22 @@ ls -l "$PFS"
 say "5. The node loses its RAM"
 supervisor=$(pid_of supervisor)
 do_umount
-wait_for_the_end "$supervisor"
+wait_for_exit "$supervisor"
 if grep -q " $STATE/ram " /proc/mounts; then umount -l "$STATE/ram"; fi
 rm -rf "$STATE/ram"
 if [ "$(id -u)" != 0 ]; then rm -rf "/dev/shm/ckptfs-$(id -u)/$NAME"; fi
 echo "the RAM tier is gone"
 
-say "6. Mount again, and resume from what is left"
+say "6. Mount again, and resume from the PFS"
 do_mount
 "$PYTHON" "$HERE/train.py" "$MOUNT" --steps 12 --resume > "$WORK/resumed.log"
 cat "$WORK/resumed.log"
 
-say "7. Does the loss curve continue bit for bit?"
+say "7. Compare the losses with the reference"
 if diff <(losses "$WORK/reference.log") <(losses "$WORK/run.log" "$WORK/resumed.log"); then
-  echo "Yes: all 12 losses are the same to the last bit."
+  echo "All 12 losses equal the reference, bit for bit."
+  echo "Summary: kill -9 of the filesystem during the save of step_$killed cost the training a pause and no error;"
+  echo "after the loss of RAM it resumed from ordinary files on the PFS."
 else
-  fail "the loss curve differs"
+  fail "the losses differ"
 fi

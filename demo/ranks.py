@@ -1,7 +1,7 @@
-"""A training job of several ranks that knows torch.distributed and its checkpoints, and nothing of the filesystem below it.
+"""A training job of several ranks with torch.distributed.checkpoint. It does not know about ckptfs.
 
-Parameters and momentum are sharded over the ranks by rows; every rank gathers them, computes the same gradients and updates its own rows,
-so that the losses are the same to the last bit for any number of ranks. Checkpoints are those of torch.distributed.checkpoint.
+Parameters and momentum are sharded over the ranks by rows. Every rank gathers them, computes the same gradients and updates its own rows,
+so the losses are equal to the last bit for any number of ranks.
 Usage: ranks.py DIRECTORY --rank R --ranks N --meet HOST:PORT --steps N [--every K] [--resume]
 """
 
@@ -22,7 +22,7 @@ RATE, MOMENTUM = 2.0**-20, 0.875
 
 
 class Training:
-    """A model whose parameters and momentum lie in rows on all ranks."""
+    """A model whose parameters and momentum are sharded by rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         torch.manual_seed(1)
@@ -32,11 +32,11 @@ class Training:
         self.step = torch.zeros(1, dtype=torch.int64)
 
     def state(self) -> dict[str, object]:
-        """What a checkpoint holds. Loading fills these tensors."""
+        """Return the content of a checkpoint. Loading fills these tensors in place."""
         return {"parameters": self.shards, "momentum": self.momentum, "step": self.step}
 
     def train(self) -> float:
-        """One step; its loss."""
+        """Do one step; return its loss."""
         for name, parameter in self.model.named_parameters():
             parameter.data = self.shards[name].full_tensor()
         self.step += 1
@@ -48,7 +48,7 @@ class Training:
         return loss.item()
 
     def _update(self, shard: DTensor, momentum: DTensor, gradient: torch.Tensor) -> None:
-        """Plain multiplications and additions: their rounding does not depend on where the rows were cut."""
+        """Update the own rows. Plain products and sums round the same for any sharding."""
         mesh = shard.device_mesh
         rows = distribute_tensor(gradient, mesh, [Shard(0)]).to_local()
         momentum.to_local().mul_(MOMENTUM).add_(rows)
@@ -56,7 +56,7 @@ class Training:
 
 
 def newest(directory: str) -> str:
-    """The newest checkpoint that is whole: the one whose metadata were written."""
+    """Return the newest complete checkpoint: the newest with metadata."""
     sets = sorted(os.path.join(directory, name) for name in os.listdir(directory) if re.fullmatch(r"step_\d+", name))
     return next(found for found in reversed(sets) if os.path.exists(os.path.join(found, ".metadata")))
 
@@ -75,24 +75,24 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{arguments.meet}", rank=arguments.rank, world_size=arguments.ranks)
     training = Training(init_device_mesh("cpu", (arguments.ranks,)))
-    talks = arguments.rank == 0
+    is_first = arguments.rank == 0
     if arguments.resume:
         found = newest(arguments.directory)
         dcp.load(training.state(), checkpoint_id=found)
-        if talks:
+        if is_first:
             print(f"{arguments.ranks} ranks resumed from {found}", flush=True)
     while int(training.step) < arguments.steps:
         loss = training.train()
         step = int(training.step)
-        if talks:
+        if is_first:
             print(f"step {step} loss {loss:.6f} {loss.hex()}", flush=True)
         if step % arguments.every == 0:
             path = os.path.join(arguments.directory, f"step_{step:04d}")
             dcp.save(training.state(), checkpoint_id=path)
-            if talks:
+            if is_first:
                 print(f"saved {path}", flush=True)
     dist.barrier()
-    # Gloo's threads do not always let the interpreter end in order.
+    # Gloo's threads can keep the interpreter from ending cleanly.
     os._exit(0)
 
 

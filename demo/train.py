@@ -1,6 +1,6 @@
-"""An ordinary PyTorch training script: it knows torch.save and torch.load, and nothing of the filesystem below it.
+"""A plain PyTorch training script with torch.save and torch.load. It does not know about ckptfs.
 
-Usage: train.py DIRECTORY --steps N [--every K] [--resume]. Prints one line for each step, with the loss as an exact hexadecimal number.
+Usage: train.py DIRECTORY --steps N [--every K] [--resume]. Prints one line per step, with the loss also as an exact hexadecimal number.
 """
 
 import argparse
@@ -14,14 +14,14 @@ WIDTH = 1024
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer, the same ones every time."""
+    """Return a model and its optimizer, always with the same initial values."""
     torch.manual_seed(1)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())), nn.Linear(WIDTH, 1))
     return model, torch.optim.Adam(model.parameters(), lr=1e-4)
 
 
 def save(directory: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the checkpoint under a temporary name, then rename it, as training scripts do."""
+    """Save a checkpoint under a temporary name, then rename it."""
     final = os.path.join(directory, f"step_{step:04d}.pt")
     print(f"saving {final}", flush=True)
     state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
@@ -31,7 +31,7 @@ def save(directory: str, step: int, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def load_newest(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Continue from the newest checkpoint there is; its step."""
+    """Load the newest checkpoint; return its step."""
     newest = max(name for name in os.listdir(directory) if re.fullmatch(r"step_\d+\.pt", name))
     state = torch.load(os.path.join(directory, newest))
     model.load_state_dict(state["model"])
