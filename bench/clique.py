@@ -1,6 +1,6 @@
-"""Copies on other nodes, measured on real nodes: a lab of two with mounts, mutual TLS and an etcd; tmpfs on both sides, no PFS.
+"""Copies between real nodes: a lab of two with mounts, mutual TLS and an etcd; tmpfs on both sides, no PFS.
 
-Each measure runs in rounds and gives medians; A and B take turns. "To the clique" ends when the level of the last file is `clique`, as an
+Each measure runs in rounds and returns medians; A and B take turns. "To the clique" ends when the level of the last file is `clique`, as an
 application sees it. Alone: clique.py [--gib N] [--rounds N] [--only WORD].
 """
 
@@ -33,14 +33,14 @@ MIB = 1 << 20
 PIECE = 4 * MIB
 WAIT_S = 120.0
 PACE_BYTES_PER_S = 500e6
-"""How fast a file is written whose close shall find nearly all of it on the other node; about what torch.save makes of a core."""
+"""The pace of a writer whose file is nearly complete on the peer at its close; about torch.save on one core."""
 RANK_BYTES = 256 * MIB
 SMALL_FILES, SMALL_BYTES, SMALL_WRITERS, SMALL_ROUNDS = 1000, 4096, 8, 3
 OPERATIONS = 200
 
 
 class Clique:
-    """Two nodes, and what can be asked of them."""
+    """Two nodes of a lab."""
 
     def __init__(self) -> None:
         os.environ.update(ENVIRONMENT)
@@ -49,15 +49,15 @@ class Clique:
         self._number = 0
 
     def fresh(self, node: int, word: str) -> Path:
-        """A name that was never used."""
+        """Return an unused path on a node."""
         self._number += 1
         return self.nodes[node].path / f"{word}-{self._number}"
 
     def settle(self) -> None:
-        """Both nodes have done what there was to do, so that rounds do not pay for one another."""
+        """Delete the files and drain both nodes, so that a round does not pay for the previous one."""
         for node in self.nodes:
             for path in node.path.iterdir():
-                if path.is_file():  # A thousand small ones in a directory take little room and a long time.
+                if path.is_file():  # The directories of small files stay: deleting them takes long and frees little.
                     path.unlink()
         for node in self.nodes:
             with Client(find(node.path)) as client:
@@ -70,7 +70,7 @@ class Clique:
 
 @contextlib.contextmanager
 def lab() -> Iterator[Clique]:
-    """The lab, gone afterwards."""
+    """Start a lab of two nodes; delete it at the end."""
     made = Clique()
     try:
         yield made
@@ -82,14 +82,14 @@ def lab() -> Iterator[Clique]:
 
 
 class Noise:
-    """Bytes that no node has yet; made once, changed in every block before each use."""
+    """Random bytes, made once. Every block is changed before each use, so no node has it."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(os.urandom(PIECE) * (size // PIECE))
         self.view = memoryview(self.data)
 
     def renew(self, share: float = 1.0) -> memoryview:
-        """Other bytes in the first `share` of all blocks."""
+        """Change the first `share` of all blocks."""
         for start in range(0, int(len(self.data) * share), PIECE):
             self.data[start : start + 16] = os.urandom(16)
         return self.view
@@ -113,21 +113,21 @@ def await_clique(path: Path) -> None:
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Seconds."""
+    """Return the seconds that `act` takes."""
     begun = time.perf_counter()
     act()
     return time.perf_counter() - begun
 
 
 def pids(node: NodeUnderTest) -> dict[str, int]:
-    """The daemon's processes, by role."""
+    """Return the daemon's processes by role."""
     found: dict[str, Any] = json.loads((node.state / "processes.json").read_text())
     return {role: value["pid"] for role, value in found.items() if isinstance(value, dict) and value.get("pid")}
 
 
 @contextlib.contextmanager
 def held(*nodes: NodeUnderTest) -> Iterator[None]:
-    """These nodes' movers stand still meanwhile."""
+    """Stop the movers of these nodes for a while."""
     movers = [pids(node)["mover"] for node in nodes]
     for pid in movers:
         os.kill(pid, signal.SIGSTOP)
@@ -139,7 +139,7 @@ def held(*nodes: NodeUnderTest) -> Iterator[None]:
 
 
 def sent_bytes(node: NodeUnderTest) -> int:
-    """What has left this node over its card."""
+    """Return the bytes that a node has sent over its interface."""
     place = network.get_namespace_path(node._node.plan, node.name)
     lines = network.run_in_namespace(place, lambda: Path("/proc/thread-self/net/dev").read_text()).splitlines()
     return int(next(line for line in lines if line.strip().startswith(network.CARD)).split(":")[1].split()[8])
@@ -149,7 +149,7 @@ def sent_bytes(node: NodeUnderTest) -> int:
 
 
 def eager(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
-    """From close to the clique, after a file was written at a checkpoint's pace, against a replication that begins at the close only."""
+    """Compare the time from close to the clique, after a write at a checkpoint's pace, with replication that starts at the close."""
     noise, pairs = Noise(size), []
     for number in range(rounds):
         pair = {}
@@ -166,7 +166,7 @@ def eager(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
 
 
 def ranks(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
-    """Two ranks write through two nodes at once, until both files are in the clique."""
+    """Measure two ranks that write through two nodes at once, until both files are in the clique."""
     noises = [Noise(RANK_BYTES), Noise(RANK_BYTES)]
     whole, written = [], []
     for _ in range(rounds):
@@ -187,13 +187,12 @@ def ranks(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
             thread.join()
         whole.append(time.perf_counter() - begun)
         written.append(max(closed))
-    return statistics.median(
-        whole
-    ), f"{statistics.median(written):.2f} s until both had closed; rounds {min(whole):.2f} to {max(whole):.2f} s"
+    text = f"{statistics.median(written):.2f} s until both had closed; rounds {min(whole):.2f} to {max(whole):.2f} s"
+    return statistics.median(whole), text
 
 
 def saved_again(clique: Clique, size: int, rounds: int, *, renamed: bool) -> tuple[float, str]:
-    """The share of its bytes that travels when a file of which a tenth has changed is saved anew."""
+    """Measure the share of bytes that is sent when a file is saved again with a tenth changed."""
     noise, shares = Noise(size // 4), []
     clique.settle()
     path = clique.fresh(0, "again")
@@ -208,17 +207,19 @@ def saved_again(clique: Clique, size: int, rounds: int, *, renamed: bool) -> tup
             target.rename(path)
         await_clique(path)
         shares.append((sent_bytes(clique.nodes[0]) - before) / len(data))
-    return statistics.median(shares), f"{len(noise.data) / MIB:.0f} MiB, at the card of the node"
+    return statistics.median(shares), f"{len(noise.data) / MIB:.0f} MiB, at the interface of the node"
 
 
 def burden(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
-    """The speed of a writer while its node replicates, against the same with all movers stopped. The writer has one processor, all
-    processes of all nodes share another one; counted is the writer's own processor time, so that others who use the machine do not.
+    """Compare the speed of a writer while its node replicates with that while all movers are stopped.
+
+    The writer has one processor, all processes of all nodes share another one. Only the writer's processor time counts, so other
+    programs on the machine have no influence.
     """
     noise = Noise(size)
-    everybody = [pid for node in clique.nodes for pid in node.pids()]
+    all_pids = [pid for node in clique.nodes for pid in node.pids()]
     ratios, speeds = [], []
-    with pinned(everybody, 1), pinned([0], 0):
+    with pinned(all_pids, 1), pinned([0], 0):
         for number in range(rounds):
             seconds = {}
             for moving in (True, False) if number % 2 else (False, True):
@@ -236,7 +237,7 @@ def burden(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
 
 @contextlib.contextmanager
 def pinned(processes: list[int], processor: int) -> Iterator[None]:
-    """Every thread of these processes (0: this one) runs on one processor meanwhile; those that they make do, too."""
+    """Run every thread of these processes (0: this one), and of their children, on one processor for a while."""
     every = os.sched_getaffinity(0)
     set_affinity(processes, {processor})
     try:
@@ -253,7 +254,7 @@ def set_affinity(processes: list[int], processors: set[int]) -> None:
 
 
 def small(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
-    """Small files a second, of several writers, from the first create until all are in the clique."""
+    """Measure small files/s of several writers, from the first create until all are in the clique."""
     rates, lags = [], []
     for _ in range(min(rounds, SMALL_ROUNDS)):
         clique.settle()
@@ -276,8 +277,9 @@ def small(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
 
 
 def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made: bool = True, seen: bool = True) -> tuple[float, str]:
-    """The median of one operation on `node`, in ms, one after the other, and what each asks of the store. The files that it needs (`made`)
-    were written on the other node, and are on both; `seen`: their names were looked up here before.
+    """Return the median time of one operation on `node`, in ms, and its reads and changes of the store.
+
+    `made`: the other node wrote the files first, and both nodes have them; `seen`: `node` has looked their names up before.
     """
     clique.settle()
     directory = clique.fresh(node, "operation")
@@ -296,7 +298,7 @@ def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made:
 
 
 def store_calls(node: NodeUnderTest) -> dict[str, int]:
-    """How often its mount asked the store and told it something, as the mount says now and then."""
+    """Return the reads and commits of a mount at the store. The mount reports them every FORGET_INTERVAL_S."""
     time.sleep(limits.FORGET_INTERVAL_S + 1)
     with contextlib.closing(sqlite3.connect(f"file:{node.state}/catalog.db?mode=ro", uri=True)) as db:
         (figures,) = db.execute("SELECT value FROM report WHERE key = 'sharing'").fetchone()
@@ -305,7 +307,7 @@ def store_calls(node: NodeUnderTest) -> dict[str, int]:
 
 
 def create(path: Path) -> None:
-    """One small file."""
+    """Create one small file."""
     with open(path, "wb", buffering=0) as file:
         file.write(os.urandom(SMALL_BYTES))
 
@@ -328,7 +330,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def main() -> None:
-    """Every measure."""
+    """Run every measure."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)

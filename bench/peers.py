@@ -1,7 +1,7 @@
-"""Bytes between two nodes against a raw TCP socket, tmpfs to tmpfs, in turns: replicate (to a peer) and fetch (from one).
+"""Transfers between two nodes against a raw TCP socket, tmpfs to tmpfs, in turns: replicate (to a peer) and fetch (from it).
 
-The peer is a process of its own with the product's shelf and server, mutual TLS included; the raw receiver is one too: sendfile here,
-recv and write there. Alone: peers.py [--gib N] [--rounds N] [--only WORD], which also shows what TLS, sockets and gRPC cost.
+The peer is a separate process with the product's host and server, mutual TLS included. The raw peer is one too: it receives with recv and
+write; this side sends with sendfile. Alone: peers.py [--gib N] [--rounds N] [--only WORD], which also shows the cost of TLS and gRPC.
 """
 
 import argparse
@@ -30,15 +30,15 @@ from ckptfs.peers.peer_client import PeerClient  # noqa: E402 - found by the lin
 
 CLUSTER = "bench"
 CONTENT = 1 << limits.ID_COUNTER_BITS
-"""Its id says that the first node made it, so that the other one believes it."""
+"""The id shows that node 1 wrote the content; the other node accepts it from no other."""
 WAYS = {"socket": (True, True), "gRPC": (True, False), "gRPC without TLS": (False, False)}
 
 
-# --- the other node: a process of its own ----------------------------------------------------------------------------
+# --- the peer: a separate process -------------------------------------------------------------------------------------
 
 
 def serve(directory: Path, keyring: Path | None) -> None:
-    """Serve peers and raw sockets until stdin ends; the ports on stdout."""
+    """Serve peers and raw sockets until stdin ends; print the ports."""
     from local_node import Node
 
     from ckptfs.catalog import identity
@@ -66,7 +66,7 @@ def serve(directory: Path, keyring: Path | None) -> None:
 
 
 def _raw_server(listening: socket.socket, directory: Path) -> None:
-    """`w` and a length: take so many bytes into a new file; `r`: send that file."""
+    """Serve `w` with a length: receive so many bytes into a new file; `r`: send that file."""
     path = directory / "raw"
     while True:
         connected, _ = listening.accept()
@@ -81,7 +81,7 @@ def _raw_server(listening: socket.socket, directory: Path) -> None:
 
 
 def raw_receive(connected: socket.socket, path: Path, size: int) -> None:
-    """What a plain receiver does: recv and write, a MiB at a time."""
+    """Receive with recv and write, a MiB at a time."""
     buffer, left = memoryview(bytearray(1 << 20)), size
     with open(path, "wb", buffering=0) as file:
         while left:
@@ -93,7 +93,7 @@ def raw_receive(connected: socket.socket, path: Path, size: int) -> None:
 
 
 def raw_send(connected: socket.socket, path: Path, size: int) -> None:
-    """What a plain sender does: sendfile."""
+    """Send with sendfile."""
     with open(path, "rb") as file:
         offset = 0
         while offset < size:
@@ -101,8 +101,8 @@ def raw_send(connected: socket.socket, path: Path, size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
-    """The other node, and how to reach it."""
+class Peer:
+    """The peer and its addresses."""
 
     name: str
     address: str
@@ -110,15 +110,15 @@ class Other:
 
 
 @contextlib.contextmanager
-def other(root: Path, keyring: Path | None) -> Iterator[Other]:
-    """A fresh node in a process of its own, gone afterwards with all it holds."""
+def start_peer(root: Path, keyring: Path | None) -> Iterator[Peer]:
+    """Start a fresh peer process; at the end stop it and delete its data."""
     directory = Path(tempfile.mkdtemp(dir=root))
     command = [sys.executable, __file__, "--serve", str(directory), *(["--keys", str(keyring)] if keyring else [])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
         port, raw_port = process.stdout.readline().split()
-        yield Other("node2", f"127.0.0.1:{port}", int(raw_port))
+        yield Peer("node2", f"127.0.0.1:{port}", int(raw_port))
     finally:
         process.stdin.close()
         process.wait(60)
@@ -129,7 +129,7 @@ def other(root: Path, keyring: Path | None) -> Iterator[Other]:
 
 
 class Source:
-    """A file of `size` bytes whose every block is new in every round: a peer never has any of them."""
+    """A file of `size` bytes; each round changes every block, so no peer has any of them."""
 
     def __init__(self, root: Path, size: int) -> None:
         self.path, self.size = root / "source", size
@@ -139,8 +139,8 @@ class Source:
                 file.write(noise)
         self.fd = os.open(self.path, os.O_RDWR)
 
-    def renewed(self) -> Offer:
-        """Other bytes; the offer of them."""
+    def renew(self) -> Offer:
+        """Change every block; return the offer of the new content."""
         blocks = bytearray()
         for offset in range(0, self.size, limits.BLOCK_BYTES):
             os.pwrite(self.fd, os.urandom(16), offset)
@@ -149,21 +149,21 @@ class Source:
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Seconds."""
+    """Return the seconds that `act` takes."""
     begun = time.perf_counter()
     act()
     return time.perf_counter() - begun
 
 
-def replicate_once(there: Other, peers: PeerClient, source: Source, root: Path, number: int) -> tuple[float, float]:
-    """(ours, raw): the file is at the peer, whole and verified."""
-    offer = source.renewed()
+def replicate_once(peer: Peer, peers: PeerClient, source: Source, root: Path, number: int) -> tuple[float, float]:
+    """Return the seconds (ours, raw) until the peer has the whole, verified file."""
+    offer = source.renew()
 
     def ours() -> None:
-        assert peers.send(there, offer, source.fd).is_verified
+        assert peers.send(peer, offer, source.fd).is_verified
 
     def raw() -> None:
-        with socket.create_connection(("127.0.0.1", there.raw_port)) as connected:
+        with socket.create_connection(("127.0.0.1", peer.raw_port)) as connected:
             connected.sendall(b"w" + source.size.to_bytes(8, "little"))
             raw_send(connected, source.path, source.size)
             assert connected.recv(1) == b"."
@@ -171,35 +171,35 @@ def replicate_once(there: Other, peers: PeerClient, source: Source, root: Path, 
     return _in_turns(ours, raw, number)
 
 
-def fetch_once(there: Other, peers: PeerClient, source: Source, root: Path, number: int) -> tuple[float, float]:
-    """(ours, raw): a file of the peer is here, whole and verified."""
-    offer = source.renewed()
-    peers.send(there, offer, source.fd)
-    with socket.create_connection(("127.0.0.1", there.raw_port)) as connected:
+def fetch_once(peer: Peer, peers: PeerClient, source: Source, root: Path, number: int) -> tuple[float, float]:
+    """Return the seconds (ours, raw) until this node has the whole, verified file of the peer."""
+    offer = source.renew()
+    peers.send(peer, offer, source.fd)
+    with socket.create_connection(("127.0.0.1", peer.raw_port)) as connected:
         connected.sendall(b"w" + source.size.to_bytes(8, "little"))
         raw_send(connected, source.path, source.size)
         connected.recv(1)
     target = root / "target"
 
     def ours() -> None:
-        record = peers.get_manifest(there, offer.content, offer.digest)
+        record = peers.get_manifest(peer, offer.content, offer.digest)
         with open(target, "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, source.size)
-            assert peers.fetch([there], record, range(-(-source.size // limits.BLOCK_BYTES)), file.fileno()) == source.size
+            assert peers.fetch([peer], record, range(-(-source.size // limits.BLOCK_BYTES)), file.fileno()) == source.size
 
     def raw() -> None:
-        with socket.create_connection(("127.0.0.1", there.raw_port)) as connected:
+        with socket.create_connection(("127.0.0.1", peer.raw_port)) as connected:
             connected.sendall(b"r" + source.size.to_bytes(8, "little"))
             raw_receive(connected, target, source.size)
 
-    def cleared(act: Callable[[], None]) -> Callable[[], None]:
+    def clear_target(act: Callable[[], None]) -> Callable[[], None]:
         target.unlink(missing_ok=True)
         return act
 
     if number % 2:
-        return timed(cleared(ours)), timed(cleared(raw))
-    theirs = timed(cleared(raw))
-    return timed(cleared(ours)), theirs
+        return timed(clear_target(ours)), timed(clear_target(raw))
+    theirs = timed(clear_target(raw))
+    return timed(clear_target(ours)), theirs
 
 
 def _in_turns(ours: Callable[[], None], raw: Callable[[], None], number: int) -> tuple[float, float]:
@@ -210,7 +210,7 @@ def _in_turns(ours: Callable[[], None], raw: Callable[[], None], number: int) ->
 
 
 def measure(once: Callable[..., tuple[float, float]], *, size: int, rounds: int, way: str = "socket") -> list[tuple[float, float]]:
-    """`rounds` pairs of seconds (ours, raw); one more first, which does not count."""
+    """Return `rounds` pairs of seconds (ours, raw), after one warm-up round."""
     secure, bulk = WAYS[way]
     root = Path(tempfile.mkdtemp(prefix="ckptfs-bench-peers-", dir="/dev/shm"))
     try:
@@ -223,9 +223,9 @@ def measure(once: Callable[..., tuple[float, float]], *, size: int, rounds: int,
         source = Source(root, size)
         pairs = []
         for number in range(rounds + 1):
-            with other(root, keyring) as there:
-                peers.ping(there)
-                pairs.append(once(there, peers, source, root, number))
+            with start_peer(root, keyring) as peer:
+                peers.ping(peer)
+                pairs.append(once(peer, peers, source, root, number))
         peers.close()
         os.close(source.fd)
         return pairs[1:]
@@ -237,18 +237,18 @@ MEASURES = {"replicate": replicate_once, "fetch": fetch_once}
 
 
 def ratio(pairs: list[tuple[float, float]]) -> float:
-    """The median of ours / raw."""
+    """Return the median of ours / raw."""
     return statistics.median(ours / raw for ours, raw in pairs)
 
 
 def detail(pairs: list[tuple[float, float]], size: int) -> str:
-    """Both, as GB/s."""
+    """Return both as GB/s, in words."""
     ours, raw = (size / statistics.median(column) / 1e9 for column in zip(*pairs, strict=True))
     return f"{ours:.2f} GB/s, raw socket {raw:.2f} GB/s"
 
 
 def main() -> None:
-    """Every way of every measure."""
+    """Run every measure in every way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--keys", type=Path, help=argparse.SUPPRESS)
@@ -259,7 +259,7 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve, arguments.keys)
         return
-    size = int(arguments.gib * limits.GIB)
+    size = int(arguments.gib * limits.GIB) // limits.BLOCK_BYTES * limits.BLOCK_BYTES
     for name, once in MEASURES.items():
         for way in WAYS:
             if arguments.only in f"{name} {way}":

@@ -1,6 +1,6 @@
-"""What we measure against: the least that a filesystem in Python with plain pyfuse3 can do. Files live in dictionaries, nothing survives.
+"""A baseline: the least that a filesystem in Python with plain pyfuse3 does. Files are in dictionaries; nothing survives.
 
-Usage: plain_pyfuse3.py MOUNTPOINT. Follows the shape of pyfuse3's own examples; ends when it is unmounted.
+Usage: plain_pyfuse3.py MOUNTPOINT. Follows pyfuse3's own examples. Ends when it is unmounted.
 """
 
 import errno
@@ -16,7 +16,7 @@ import trio
 
 
 class Memory(pyfuse3.Operations):  # type: ignore[misc]
-    """One flat tree of files and directories in memory."""
+    """A tree of files and directories in memory."""
 
     enable_writeback_cache = False
 

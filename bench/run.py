@@ -1,7 +1,7 @@
-"""The benchmarks: what the mount does against raw tmpfs, as the median of ratios within one run, A and B in turns.
+"""The benchmarks: the mount against raw tmpfs, as the median of ratios within one run, A and B in turns.
 
 Usage: run.py [--quick] [--json FILE] [--data-path auto|passthrough|buffered] [--only WORD]. Needs root and some GiB of memory.
-A ratio above 1 means that the mount is faster. Absolute numbers depend on the machine, and on who else uses it.
+A ratio above 1 means that the mount is faster. Absolute numbers depend on the machine and its load.
 """
 
 import argparse
@@ -41,7 +41,7 @@ AT_MOST = {
 
 
 class Bench:
-    """One run: the mount, a directory on raw tmpfs, and what was found."""
+    """One run: the mount, a directory on raw tmpfs, and the results."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.quick: bool = arguments.quick
@@ -52,24 +52,24 @@ class Bench:
         self.raw = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir="/dev/shm"))
         self.results: dict[str, Any] = {}
 
-    def wanted(self, name: str) -> bool:
+    def is_wanted(self, name: str) -> bool:
         return self.only in name
 
     def compare(self, name: str, once: Callable[..., float], **values: int) -> None:
-        """The median of `rounds` ratios mount/tmpfs; one round of each first, which does not count."""
-        if not self.wanted(name):
+        """Record the median of `rounds` ratios mount/tmpfs, after one warm-up round."""
+        if not self.is_wanted(name):
             return
         once(self.daemon.path, **values)
         once(self.raw, **values)
         pairs = []
         for number in range(self.rounds):
-            self.daemon.settle()  # Rounds must not pay for one another's write-back.
+            self.daemon.settle()  # A round must not pay for the write-back of the previous one.
             pairs.append(_both(once, self.daemon.path, self.raw, number, **values))
         self._note_pairs(name, pairs)
 
     def compare_reading(self, name: str, prepare: Callable[..., None], once: Callable[..., float], **values: int) -> None:
-        """The same for what is read: each round has files of its own, because some memory of a virtual machine is slower than other."""
-        if not self.wanted(name):
+        """Do the same for reads. Each round has new files, because some memory of a virtual machine is slower than other."""
+        if not self.is_wanted(name):
             return
         pairs = []
         for number in range(self.rounds):
@@ -88,7 +88,7 @@ class Bench:
         self.note(name, ratio, f"{ours:.2f} GB/s, tmpfs {raw:.2f} GB/s")
 
     def note(self, name: str, value: float, text: str = "") -> None:
-        """Keep a result and show it beside its target."""
+        """Record a result, and print it with its target."""
         target = TARGETS.get(name)
         met = target is None or (value <= target if name in AT_MOST else value >= target)
         self.results[name] = {"value": round(value, 4), "target": target, "met": met, "detail": text}
@@ -97,7 +97,7 @@ class Bench:
 
 
 def sequential(bench: Bench) -> None:
-    """Big files."""
+    """Measure large files."""
     for piece, name in ((4 << 20, "4 MiB"), (64 << 10, "64 KiB"), (4 << 10, "4 KiB")):
         bench.compare(f"write {name} pieces", suites.write, size=bench.size, piece=piece)
     bench.compare("torch.save", suites.torch_save, size=bench.size // 2)
@@ -106,7 +106,7 @@ def sequential(bench: Bench) -> None:
 
 
 def _both(once: Callable[..., float], ours: Path, raw: Path, number: int, **values: int) -> tuple[float, float]:
-    """Measure both, the one first and the other first in turns; (ours, raw)."""
+    """Measure both, in alternating order; return (ours, raw)."""
     if number % 2:
         return once(ours, **values), once(raw, **values)
     theirs = once(raw, **values)
@@ -114,8 +114,8 @@ def _both(once: Callable[..., float], ours: Path, raw: Path, number: int, **valu
 
 
 def names(bench: Bench) -> None:
-    """Small files: ours, tmpfs, and what others make of it."""
-    if not bench.wanted("create + 4 KiB + close /s small files"):
+    """Measure small files: ckptfs, tmpfs and other FUSE filesystems."""
+    if not bench.is_wanted("create + 4 KiB + close /s small files"):
         return
     places: dict[str, Path] = {"ckptfs": bench.daemon.path, "tmpfs": bench.raw}
     with Rivals(bench.daemon.root, bench.raw) as rivals:
@@ -131,25 +131,25 @@ def names(bench: Bench) -> None:
 
 
 def cluster(bench: Bench) -> None:
-    """What a checkpoint costs a node at the store that all nodes share, in clusters of any size."""
-    if bench.wanted(name := "etcd: 10,000 nodes against 3"):
+    """Measure the traffic of a checkpoint with the shared store, for clusters of several sizes."""
+    if bench.is_wanted(name := "etcd: 10,000 nodes against 3"):
         costs = simulated.run()
         messages, length = simulated.together(costs[-1])
         bench.note(name, simulated.growth(costs), f"{messages:.0f} messages, {length / 1000:.1f} kB a checkpoint and node")
 
 
 def transport(bench: Bench) -> None:
-    """Bytes to a peer and from one: the time of the first, the speed of the second, against a plain socket."""
+    """Measure replicate and fetch against a plain socket: the time of the first, the speed of the second."""
     for word, once in peers.MEASURES.items():
-        if bench.wanted(name := f"{word} against raw TCP"):
+        if bench.is_wanted(name := f"{word} against raw TCP"):
             pairs = peers.measure(once, size=bench.size, rounds=bench.rounds)
             value = peers.ratio(pairs)
             bench.note(name, value if word == "replicate" else 1 / value, peers.detail(pairs, bench.size))
 
 
 def copies(bench: Bench) -> None:
-    """Copies on other nodes, on two real ones."""
-    wanted = {name: measure for name, measure in clique.MEASURES.items() if bench.wanted(name)}
+    """Measure copies between two real nodes."""
+    wanted = {name: measure for name, measure in clique.MEASURES.items() if bench.is_wanted(name)}
     if wanted:
         with clique.lab() as nodes:
             for name, measure in wanted.items():
@@ -157,7 +157,7 @@ def copies(bench: Bench) -> None:
 
 
 class Rivals:
-    """Other FUSE filesystems, mounted for a while: plain pyfuse3, and bindfs where it is installed (on tmpfs, too)."""
+    """Other FUSE filesystems: plain pyfuse3 in memory, and bindfs on tmpfs if it is installed."""
 
     def __init__(self, root: Path, raw: Path) -> None:
         self.places: dict[str, Path] = {}
@@ -186,8 +186,8 @@ class Rivals:
 
 
 def write_back(bench: Bench) -> None:
-    """From close to the PFS, against cp and fsync to the same directory."""
-    if not bench.wanted("write-back against cp"):
+    """Measure the time from close to the PFS, against cp and sync to the same directory."""
+    if not bench.is_wanted("write-back against cp"):
         return
     source = bench.raw / "source"
     source.write_bytes(os.urandom(1 << 20) * (bench.size >> 20))
@@ -211,14 +211,14 @@ def write_back(bench: Bench) -> None:
 
 
 def kill_pause(bench: Bench) -> None:
-    """The longest system call of a busy program while the mount process is killed with -9."""
-    if not bench.wanted("longest pause at kill -9, s"):
+    """Measure the longest system call of a busy program during a kill -9 of the mount process."""
+    if not bench.is_wanted("longest pause at kill -9, s"):
         return
     bench.note("longest pause at kill -9, s", statistics.median(_one_pause(bench) for _ in range(bench.rounds)))
 
 
 def _one_pause(bench: Bench) -> float:
-    """One kill under a program that creates, writes, stats and deletes."""
+    """Kill the mount process under a program that creates, writes, stats and deletes; return the longest call in s."""
     done = threading.Event()
     longest = [0.0]
 
@@ -242,8 +242,8 @@ def _one_pause(bench: Bench) -> float:
 
 
 def idle(bench: Bench) -> None:
-    """Memory and CPU of all processes together while nothing happens."""
-    if not bench.wanted("idle memory MB, CPU"):
+    """Measure memory and CPU of all processes together when idle."""
+    if not bench.is_wanted("idle memory MB, CPU"):
         return
     bench.daemon.settle()
     pids = [process["pid"] for process in bench.daemon.processes().values() if isinstance(process, dict) and process.get("pid")]
@@ -261,18 +261,18 @@ def _cpu_s(pid: int) -> float:
 
 
 def _memory_bytes(pid: int) -> int:
-    """The proportional set size: shared pages are counted once over all."""
+    """Return the proportional set size, in which shared pages count once over all processes."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def main() -> int:
-    """Run the suites; 0 where every target was met, 1 otherwise."""
+    """Run the suites; return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the bytes, three rounds")
-    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--data-path", default="auto", choices=["auto", "passthrough", "buffered"])
-    parser.add_argument("--only", default="", help="only what has this word in its name")
+    parser.add_argument("--only", default="", help="run only measures with this word in their names")
     arguments = parser.parse_args()
     bench = Bench(arguments)
     try:

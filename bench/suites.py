@@ -1,4 +1,4 @@
-"""What is measured: each function does one thing once in a directory and gives one number. bench/run.py repeats and compares them."""
+"""The measures of one directory. Each function does one thing once and returns one number; bench/run.py repeats and compares them."""
 
 import os
 import time
@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 
 def write(directory: Path, *, size: int, piece: int) -> float:
-    """Bytes/s of writing a fresh file of `size` bytes in pieces, close included."""
+    """Write a new file of `size` bytes in pieces; return bytes/s, close included."""
     path = directory / "sequential"
     data = os.urandom(min(piece, MIB)) * max(1, piece // MIB)
     put = os.write
@@ -24,12 +24,12 @@ def write(directory: Path, *, size: int, piece: int) -> float:
 
 
 def prepare_hot(path: Path, *, size: int) -> None:
-    """A file to be read."""
+    """Create a file to read."""
     path.write_bytes(os.urandom(MIB) * (size // MIB))
 
 
 def hot_read(path: Path, *, size: int) -> float:
-    """Bytes/s of reading a file that was read before, in pieces of 4 MiB."""
+    """Read a file twice in pieces of 4 MiB; return bytes/s of the second time."""
     _read(path)
     start = time.perf_counter()
     _read(path)
@@ -44,7 +44,7 @@ def _read(path: Path) -> None:
 
 
 def torch_save(directory: Path, *, size: int) -> float:
-    """Bytes/s of torch.save of a state of 16 tensors."""
+    """Save 16 tensors with torch.save; return bytes/s."""
     import torch
 
     path = directory / "state.pt"
@@ -57,14 +57,14 @@ def torch_save(directory: Path, *, size: int) -> float:
 
 
 def prepare_load(path: Path, *, size: int) -> None:
-    """A checkpoint to be loaded."""
+    """Create a checkpoint to load."""
     import torch
 
     torch.save({f"layer{number}": torch.ones(size // 64) for number in range(16)}, path)
 
 
 def torch_load(path: Path, *, size: int) -> float:
-    """Bytes/s of torch.load of a checkpoint that was loaded before."""
+    """Load a checkpoint twice with torch.load; return bytes/s of the second time."""
     import torch
 
     torch.load(path)
@@ -74,7 +74,7 @@ def torch_load(path: Path, *, size: int) -> float:
 
 
 def small_files(directory: Path, *, count: int) -> dict[str, float]:
-    """Operations/s with `count` files of 4 KiB: create (open, write, close), then first stat, readdir, rename and unlink of each."""
+    """Return operations/s with `count` files of 4 KiB: create (open, write, close), first stat, readdir, rename, unlink."""
     folder = directory / f"small-{time.monotonic_ns()}"
     folder.mkdir()
     data = os.urandom(4096)
@@ -103,6 +103,6 @@ def _rate(count: int, work: Callable[[], object]) -> float:
 
 
 def drop_names() -> None:
-    """Let the kernel forget names and attributes (and no file's bytes), so that the next stat is a first one. Needs root."""
+    """Drop the kernel's caches of names and attributes, not of data, so that the next stat is a first one. Needs root."""
     if os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("2")
