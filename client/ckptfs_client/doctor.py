@@ -119,9 +119,11 @@ def _check_libfuse() -> Iterator[Finding]:
 
 def _check_permissions() -> Iterator[Finding]:
     if os.geteuid() == 0:
-        admin = procfs.has_capability(procfs.CAP_SYS_ADMIN)
-        remedy = "" if admin else "run it with CAP_SYS_ADMIN (containers: --cap-add SYS_ADMIN)"
-        yield Finding("permissions", GOOD if admin else BAD, "root, and may mount" if admin else "root without the right to mount", remedy)
+        if procfs.has_capability(procfs.CAP_SYS_ADMIN):
+            yield Finding("permissions", GOOD, "root, and may mount")
+        else:
+            remedy = "run it with CAP_SYS_ADMIN (containers: --cap-add SYS_ADMIN)"
+            yield Finding("permissions", BAD, "root without the right to mount", remedy)
         return
     if shutil.which("fusermount3") is None:
         remedy = "install fuse3 (Debian: apt install fuse3), or mount as root"
