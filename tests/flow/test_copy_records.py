@@ -1,15 +1,17 @@
-"""P9: what dead nodes said of contents that nobody needs any more does not stay in the cluster's store for ever."""
+"""P3, P9: the store counts no copy that a node has lost, and drops what dead nodes recorded of contents that nobody needs."""
 
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, cluster_of, make_cluster
+from clique_world import LocalCluster, Node, bring, cluster_of, level, make_cluster, replicated
 from local_node import run_until_idle
 from salvage_world import NEW, OLD, file_of, make_replicated, overwrite, publish, send
 
 from ckptfs import limits
-from ckptfs.clique import membership
-from ckptfs.flow.copy_records import DropDeadRecords
+from ckptfs.catalog import contents, copies, mover_requests, remote_contents
+from ckptfs.clique import locations, membership
+from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
+from ckptfs.model import ContentState, CopyState, Level, Tier
 from ckptfs.store.kv import Delete, Get, prefix_end
 
 
@@ -24,9 +26,8 @@ def said(cluster: LocalCluster) -> set[int]:
     return {int(item.key.split(b"/")[1], 16) for one in items for item in one}
 
 
-def bury(cluster: LocalCluster, number: int) -> None:
-    flow = DropDeadRecords(cluster.nodes[number].db, cluster_of(cluster.nodes[number]))
-    run_until_idle(flow)
+def drop_dead_records(cluster: LocalCluster, number: int) -> None:
+    run_until_idle(DropDeadRecords(cluster.nodes[number].db, cluster_of(cluster.nodes[number])))
 
 
 def remove(cluster: LocalCluster, inode: int) -> None:
@@ -37,12 +38,12 @@ def test_of_a_file_that_is_gone(tmp_path: Path) -> None:
     """When neither who wrote it nor who had a copy lives."""
     cluster, content, one, two, _ = make_replicated(tmp_path, 3)
     remove(cluster, one.inode(content))
-    bury(cluster, 2)
+    drop_dead_records(cluster, 2)
     one.kill()
-    bury(cluster, 2)
+    drop_dead_records(cluster, 2)
     assert said(cluster) == {content}, "its holder lives, and sees to it"
     two.kill()
-    bury(cluster, 2)
+    drop_dead_records(cluster, 2)
     assert said(cluster) == set()
 
 
@@ -53,13 +54,13 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     inode = one.inode(newer)
     one.kill()
     two.kill()
-    bury(cluster, 2)
+    drop_dead_records(cluster, 2)
     assert said(cluster) == {content, newer}, "who returns may have it"
     three.learn(inode, b"file", newer, len(NEW))
     third = three.write(inode, OLD)
     three.seal()
     publish(three)
-    bury(cluster, 3)
+    drop_dead_records(cluster, 3)
     assert said(cluster) == {content, newer, third}, "nobody else has the third"
     send(three, third)
     row = three.row(third)
@@ -68,10 +69,10 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     value = {**file_of(cluster, inode).value, "missed": f'{{"content": {newer}, "generation": 1, "node": 1, "shows": 0, "shown": 0}}'}
     plain = file_of(cluster, inode).value
     cluster.put(f"i/{inode:016x}", value)
-    bury(cluster, 3)
+    drop_dead_records(cluster, 3)
     assert said(cluster) == {newer, third}, "one is missed"
     cluster.put(f"i/{inode:016x}", plain)
-    bury(cluster, 3)
+    drop_dead_records(cluster, 3)
     assert said(cluster) == {third}
 
 
@@ -82,5 +83,92 @@ def test_nothing_of_a_node_that_lives_again(tmp_path: Path) -> None:
     remove(cluster, one.inode(content))
     one.kill()
     cluster.put(membership.node_key(1).decode(), "a record")
-    bury(cluster, 1)
+    drop_dead_records(cluster, 1)
     assert said(cluster) == {content}
+
+
+def tell(node: Node, *, begin: bool = False) -> None:
+    flow = AnnounceCopies(node.db, cluster_of(node))
+    if begin:
+        flow.prepare()
+    flow.step()
+
+
+def hear(node: Node, content: int) -> list[int]:
+    """What a node finds in the store: who has it."""
+    return locations.refresh(node.db, node.store, [content], node.number)[content].holders
+
+
+@pytest.mark.parametrize("how", ["wiped", "bad"])
+def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str) -> None:
+    """On all nodes; and again when the copy has come back."""
+    cluster, one, two, three = make_cluster(tmp_path, 3)
+    content = replicated(cluster, b"file", b"data" * 1000)
+    assert hear(three, content) == [1, 2] and level(three, content) is Level.CLIQUE
+    if how == "wiped":
+        one.lose_ram()
+        tell(one, begin=True)
+    else:
+        copies.set_copy_state(one.db, content, Tier.RAM, CopyState.QUARANTINED)
+        tell(one)
+    assert hear(three, content) == [2] and hear(two, content) == [2]
+    assert level(one, content) is level(two, content) is level(three, content) is Level.LOCAL
+    tell(one, begin=True)
+    assert hear(three, content) == [2], "a mover that begins anew changes nothing"
+    bring(one, one.inode(content))
+    tell(one)
+    assert hear(three, content) == hear(two, content) == [1, 2]
+    assert level(one, content) is level(two, content) is level(three, content) is Level.CLIQUE
+    assert (
+        cluster.store.read([Get(locations.build_copy_key(content, 1))]).results[0] == ()
+        and remote_contents.list_unannounced(one.db, 10) == []
+    )
+
+
+def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
+    """The word is about one generation."""
+    cluster, one, _, three = make_cluster(tmp_path, 3)
+    content = replicated(cluster, b"file", b"data" * 1000)
+    one.lose_ram()
+    tell(one, begin=True)
+    bring(one, one.inode(content))
+    one.rewrite(content, lambda data: data.reverse())
+    assert hear(three, content) == [1], "also before it was taken back"
+    tell(one)
+    assert cluster.store.read([Get(locations.build_copy_key(content, 1))]).results[0] == ()
+
+
+def test_what_nobody_else_has_is_not_told_of(tmp_path: Path) -> None:
+    """It is lost, which `c/` says; and what the PFS has needs no word."""
+    cluster, one, _ = make_cluster(tmp_path, 2)
+    there = replicated(cluster, b"file", b"data" * 1000)
+    alone = one.written(b"alone", b"data")
+    one.publish(there)
+    one.lose_ram()
+    remote_contents.mark_dropped_unannounced(one.db)
+    assert remote_contents.list_unannounced(one.db, 10) == [] and one.copies(alone) == {}
+
+
+def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
+    """What it says under `p/` is of what it had before."""
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = replicated(cluster, b"file", b"data" * 1000)
+    two.rewrite(content, lambda data: data.reverse())
+    tell(two)
+    assert cluster.store.read([Get(locations.build_copy_key(content, 2))]).results[0] == () and hear(one, content) == [2]
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_what_is_taken_for_lost_comes_back_from_who_says_in_the_store_to_have_it(tmp_path: Path, lives: bool) -> None:
+    """P9: this node died before it heard that its peer had verified it, and its RAM with it."""
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = replicated(cluster, b"file", b"data" * 1000)
+    one.lose_ram()
+    one.db.run("DELETE FROM peer_copy")
+    contents.set_state(one.db, content, ContentState.LOST)
+    if not lives:
+        two.kill()
+    answer = bring(one, one.inode(content))
+    assert answer.state == (mover_requests.DONE if lives else mover_requests.FAILED)
+    assert one.state(content) is (ContentState.SEALED if lives else ContentState.LOST)
+    assert not lives or one.data(content) == b"data" * 1000

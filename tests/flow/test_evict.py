@@ -21,11 +21,6 @@ from ckptfs.tiers.space import Capacity
 SIZE = 100_000
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
-
-
 def filled(node: Node, count: int = 10, *, tier: Tier = Tier.RAM, room: int = 10) -> list[int]:
     """`count` sealed contents, the first one used least recently, in a tier with room for `room`."""
     contents = [node.make(b"%d" % number, os.urandom(SIZE), tier=tier) for number in range(count)]

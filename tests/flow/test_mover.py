@@ -62,11 +62,6 @@ class Mover:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
-
-
-@pytest.fixture
 def start(node: Node) -> Iterator[Callable[..., Mover]]:
     movers: list[Mover] = []
 

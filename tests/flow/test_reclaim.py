@@ -1,24 +1,19 @@
-"""P5: what nobody needs gives its room back, and nothing else goes."""
+"""P5: reclaim removes what nobody needs and nothing else. A tier that refuses delays it only."""
 
 import os
 import time
 from pathlib import Path
 
 import pytest
-from local_node import Node, in_process, run_until_idle
+from local_node import Node, in_process, inject_fault, run_until_idle
 
 from ckptfs.catalog import copies
 from ckptfs.catalog.contents import mark_doomed
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import local_copies
+from ckptfs.tiers import local_copies, space
 from ckptfs.tiers.storage import TierStorage
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
 
 
 def drop(node: Node, *, sweep: bool = False) -> Reclaim:
@@ -191,3 +186,33 @@ except OSError:
     assert node.data(kept) == b"2"
     drop(node).step()
     assert node.files(Tier.RAM) == {kept} and all(node.state(content) is None for content in doomed)
+
+
+def test_a_leftover_that_cannot_be_removed_is_removed_later(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.close(node.tiers[Tier.RAM].create(4711))
+    age(node, Tier.RAM, 4711, monkeypatch)
+    inject_fault(monkeypatch, "drop:leftover=EIO@*")
+    with pytest.raises(OSError, match="injected"):
+        drop(node, sweep=True).step()
+    assert node.files(Tier.RAM) == {4711}
+    inject_fault(monkeypatch, "")
+    drop(node, sweep=True).step()
+    assert node.files(Tier.RAM) == set()
+
+
+def test_a_quarantined_copy_that_cannot_be_removed_is_forgotten_all_the_same(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = node.make_sealed(b"file", b"data")
+    row = node.row(content)
+    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
+    node.db.run("UPDATE copy SET state = ? WHERE tier = ?", int(CopyState.QUARANTINED), str(Tier.RAM))
+    inject_fault(monkeypatch, "drop:quarantined=EIO@*")
+    with pytest.raises(OSError, match="injected"):
+        drop(node, sweep=True).step()
+    inject_fault(monkeypatch, "")
+    assert node.copies(content) == {Tier.NVME: CopyState.GOOD}
+
+
+def test_a_ram_tier_that_cannot_be_enlarged_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject_fault(monkeypatch, "ram:remount=EPERM")
+    with pytest.raises(PermissionError, match="injected"):
+        space.resize_ram(tmp_path, 1 << 20)

@@ -8,7 +8,6 @@ from clique_world import LocalCluster, Node, cluster_of, make_cluster
 from local_node import inject_fault, run_until_idle
 from salvage_world import NEW, OLD, decide, fall_back_of, file_of, make_replicated, overwrite, publish, replicated, send, tidy
 
-from ckptfs import limits
 from ckptfs.catalog import contents, namespace
 from ckptfs.clique import locations
 from ckptfs.coherence import keys
@@ -19,13 +18,7 @@ from ckptfs.flow.reconcile import Reconcile
 from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.store.kv import Delete
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for its time."""
-    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S"):
-        monkeypatch.setattr(limits, name, -1.0)
-    monkeypatch.setattr(limits, "SALVAGE_POLL_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_delays")
 
 
 HOW = pytest.mark.parametrize("how", ["truncated", "renamed"])

@@ -9,7 +9,7 @@ from clique_world import cluster_of, offer_of
 from local_node import inject_fault
 from salvage_world import NEW, OLD, appended, change, decide, file_of, hear, held, make_replicated, publish, send, shown, tidy
 
-from ckptfs import disk, limits
+from ckptfs import disk
 from ckptfs.catalog import copies, mover_requests, namespace
 from ckptfs.clique import locations
 from ckptfs.clique.peer_api import PeerFailed
@@ -20,13 +20,7 @@ from ckptfs.flow.recover import Recover
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
 from ckptfs.tiers import local_copies
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for its time."""
-    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S", "SALVAGE_RIVALS_S"):
-        monkeypatch.setattr(limits, name, -1.0)
-    monkeypatch.setattr(limits, "SALVAGE_POLL_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_rivals")
 
 
 @pytest.mark.parametrize("stop", ["open", "closed", "sealed"])

@@ -37,13 +37,7 @@ from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot
 from ckptfs.model import ROOT, Tier
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for its time."""
-    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S", "SALVAGE_RIVALS_S"):
-        monkeypatch.setattr(limits, name, -1.0)
-    monkeypatch.setattr(limits, "SALVAGE_POLL_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_rivals")
 
 
 def alone(cluster: LocalCluster) -> int:

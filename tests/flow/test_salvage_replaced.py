@@ -8,7 +8,6 @@ import pytest
 from clique_world import LocalCluster, Node
 from salvage_world import NEW, OLD, decide, file_of, opens, publish, shown, tidy
 
-from ckptfs import limits
 from ckptfs.catalog import mover_requests, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
@@ -22,12 +21,7 @@ from ckptfs.store.kv import Delete
 NAME = f"x/{ROOT:016x}/file"
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for its time."""
-    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S", "SALVAGE_RIVALS_S"):
-        monkeypatch.setattr(limits, name, -1.0)
-    monkeypatch.setattr(limits, "SALVAGE_POLL_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_rivals")
 
 
 def world(tmp_path: Path, count: int = 2) -> tuple[LocalCluster, int, int, int]:

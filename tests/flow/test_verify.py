@@ -16,11 +16,6 @@ from ckptfs.tiers import local_copies, transfer
 GOOD_BOTH = {Tier.RAM: CopyState.GOOD, Tier.NVME: CopyState.GOOD}
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
-
-
 def twice(node: Node, data: bytes = b"data" * 1000) -> int:
     """A sealed content with a copy in RAM and one on NVMe."""
     content = node.make_sealed(b"file", data)

@@ -17,11 +17,6 @@ from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
 from ckptfs.tiers.storage import Tiers
 
 
-@pytest.fixture
-def mount(tmp_path: Path) -> Mount:
-    return Mount(tmp_path)
-
-
 def test_everything_there_is_appears_on_the_pfs(mount: Mount) -> None:
     mount.mkdir(b"run", 0o750)
     mount.put(b"run/model.pt", b"weights" * 1000)

@@ -1,22 +1,11 @@
 """A content's life in the catalog, from its first byte to its close, and the handles that outlive the mount process."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from ckptfs.catalog import contents, database, handles, namespace
+from ckptfs.catalog import contents, handles, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.flow import open
 from ckptfs.model import ROOT, ContentState, Tier
-
-
-@pytest.fixture
-def db(tmp_path: Path) -> Iterator[Database]:
-    database.create(tmp_path / "catalog.db")
-    opened = Database(tmp_path / "catalog.db", journalled=True)
-    yield opened
-    opened.close()
 
 
 def _file(db: Database, name: bytes = b"file") -> int:

@@ -3,27 +3,17 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from ckptfs import limits
-from ckptfs.catalog import database, handles, inodes, namespace
+from ckptfs.catalog import handles, inodes, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.model import ROOT, Inode
 
 FILE = stat.S_IFREG | 0o644
 DIRECTORY = stat.S_IFDIR | 0o755
-
-
-@pytest.fixture
-def db(tmp_path: Path) -> Iterator[Database]:
-    database.create(tmp_path / "catalog.db")
-    db = Database(tmp_path / "catalog.db", journalled=True)
-    yield db
-    db.close()
 
 
 def make(db: Database, parent: int, name: bytes, mode: int = FILE, **more: object) -> Inode:
