@@ -119,14 +119,11 @@ def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str
     tell(one)
     assert hear(three, content) == hear(two, content) == [1, 2]
     assert level(one, content) is level(two, content) is level(three, content) is Level.CLIQUE
-    assert (
-        cluster.store.read([Get(locations.build_copy_key(content, 1))]).results[0] == ()
-        and remote_contents.list_unannounced(one.db, 10) == []
-    )
+    assert cluster.store.read([Get(locations.build_copy_key(content, 1))]).results[0] == ()
+    assert remote_contents.list_unannounced(one.db, 10) == []
 
 
 def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
-    """The word is about one generation."""
     cluster, one, _, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"file", b"data" * 1000)
     one.lose_ram()

@@ -21,13 +21,14 @@ from ckptfs.tiers.space import Capacity
 SIZE = 100_000
 
 
-def filled(node: Node, count: int = 10, *, tier: Tier = Tier.RAM, room: int = 10) -> list[int]:
+def filled(node: Node, count: int = 10, *, tier: Tier = Tier.RAM, room: int = 10, published: bool = False) -> list[int]:
     """`count` sealed contents, the first one used least recently, in a tier with room for `room`."""
     contents = [node.make(b"%d" % number, os.urandom(SIZE), tier=tier) for number in range(count)]
     Seal(node.db, node.tiers, node.config, node.told).step()
     for number, content in enumerate(contents):
         node.db.run("UPDATE copy SET used_ns = ? WHERE content = ?", number, content)
     node.squeeze(tier, room * SIZE)
+    node.publish(*(contents if published else ()))
     return contents
 
 
@@ -76,15 +77,13 @@ def test_how_much_had_better_leave(used: int, expected: int, leaves: int) -> Non
 
 
 def test_below_the_watermark_nothing_goes(node: Node) -> None:
-    contents = filled(node, 6)
-    node.publish(*contents)
+    contents = filled(node, 6, published=True)
     assert evict(node).step() is False
     assert node.files(Tier.RAM) == set(contents)
 
 
 def test_what_is_on_the_pfs_goes_least_recently_used_first_down_to_the_low_watermark(node: Node) -> None:
-    contents = filled(node)
-    node.publish(*contents)
+    contents = filled(node, published=True)
     settle(evict(node))
     assert node.files(Tier.RAM) == set(contents[4:])
     assert all(node.copies(content) == {} for content in contents[:4])
@@ -114,8 +113,7 @@ def test_an_open_file_stays(node: Node) -> None:
 @pytest.mark.parametrize("lacks", ["digest", "generation", "complete"])
 def test_a_publication_that_is_not_this_very_content_does_not_count(node: Node, lacks: str) -> None:
     node.configure(nvme=None)
-    contents = filled(node)
-    node.publish(*contents)
+    contents = filled(node, published=True)
     value = {"digest": None, "generation": 0, "complete": 0}[lacks]
     node.db.run(f"UPDATE pfs_file SET {lacks} = ?", value)
     settle(evict(node))
@@ -123,8 +121,7 @@ def test_a_publication_that_is_not_this_very_content_does_not_count(node: Node, 
 
 
 def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = filled(node)
-    node.publish(*contents)
+    contents = filled(node, published=True)
     chosen = copies.list_evictable
 
     def spare(*values: object, **named: object) -> object:
@@ -139,14 +136,12 @@ def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: p
 
 def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: between evict's commit and the removal of the files somebody brings one of the contents back under the same name."""
-    contents = filled(node)
-    node.publish(*contents)
+    contents = filled(node, published=True)
     act = disk.act
 
     def interrupted(label: str, *values: object, **named: object) -> object:
         if label == "evict:forgotten":
-            row = node.row(contents[0])
-            assert copies.insert_filling_copy(node.db, row, Tier.RAM)
+            assert copies.insert_filling_copy(node.db, node.row(contents[0]), Tier.RAM)
             with os.fdopen(node.tiers[Tier.RAM].create(contents[0]), "wb") as file:
                 file.write(b"new")
         return act(label, *values, **named)  # type: ignore[arg-type]

@@ -22,8 +22,7 @@ def world(tmp_path: Path) -> World:
     world = World(tmp_path)
     (world.pfs / "d").mkdir()
     (world.pfs / "d" / "file").write_bytes(os.urandom(5 * MIB + 7))
-    world.look(again=False)
-    world.look("d", again=False)
+    world.visit("", "d")
     return world
 
 
@@ -133,7 +132,6 @@ def test_a_file_that_is_rewritten_while_it_is_read(world: World, monkeypatch: py
 
 
 def test_a_file_that_is_written_here_while_it_is_fetched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new content wins, and what was fetched goes."""
     inode = world.inode("d/file")
     real = transfer.copy
 
@@ -251,7 +249,7 @@ def test_an_error_of_the_disk_below_nvme(tmp_path: Path, label: str, monkeypatch
     (tmp_path / "nvme").mkdir()
     world = World(tmp_path, nvme=tmp_path / "nvme")
     (world.pfs / "file").write_bytes(b"data" * 1000)
-    world.look(again=False)
+    world.visit("")
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.NVME)
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO")
     monkeypatch.setattr(disk, "_calls", disk.Counter())

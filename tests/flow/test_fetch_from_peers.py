@@ -5,7 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, Node, bring, cluster_of, level, make_cluster, replicate, replicate_of, replicated, until
+from clique_world import (
+    MIB,
+    Node,
+    bring,
+    cluster_of,
+    fsync_to_peers,
+    is_done,
+    level,
+    make_cluster,
+    replicate,
+    replicate_of,
+    replicated,
+    until,
+)
 from local_node import inject_fault, run_until_idle
 
 from ckptfs import digest, disk, limits
@@ -19,7 +32,6 @@ from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.fetch.from_peers import PeerFetcher
 from ckptfs.flow.recover import Recover
-from ckptfs.flow.replicate.open_files import FsyncReplication
 from ckptfs.flow.verify import verify
 from ckptfs.model import ContentState, CopyState, Level, Tier
 
@@ -188,10 +200,9 @@ def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> No
     inode = one.inode(content)
     assert bring(two, inode).result == mover_requests.FETCHED
     assert two.data(content) == data
-    with open(one.tiers[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+    with open(one.path(content), "ab") as file:
         file.write(b"more")
-    with one.db.transaction():
-        contents.mark_closed(one.db, inode, content, len(data) + 4, 1, 2)
+    one.close_content(content, len(data) + 4)
     one.seal()
     one.publish_shared(content)
     assert two.copies(content) == {Tier.RAM: CopyState.STALE}
@@ -205,11 +216,10 @@ def test_what_was_closed_is_read_although_the_file_is_open_again(tmp_path: Path)
     content = one.written(b"log", data := os.urandom(BLOCK + 9))
     inode = one.inode(content)
     assert bring(two, inode).result == mover_requests.FETCHED
-    with one.db.transaction():
-        contents.mark_open(one.db, inode, content, Tier.RAM)
+    one.reopen(content, Tier.RAM)
     one.publish_shared(content)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "what is closed is what everybody reads while it is written"
-    with open(one.tiers[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+    with open(one.path(content), "ab") as file:
         file.write(b"more")
     with one.db.transaction():
         contents.mark_closed(one.db, inode, content, len(data) + 4, 1, 2)
@@ -237,9 +247,8 @@ def test_what_is_changed_in_place_is_read_as_it_was_closed_while_anybody_has_tha
     until(lambda: two.data(content) == closed and two.copies(content) == {Tier.RAM: CopyState.GOOD}, flow.step)
     AnnounceCopies(two.db, cluster_of(two)).step()
     cluster.nodes.append(three)
-    with one.db.transaction():
-        contents.mark_open(one.db, inode, content, Tier.RAM)
-    (one.tiers[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"half")
+    one.reopen(content, Tier.RAM)
+    one.path(content).write_bytes(b"half")
     one.publish_shared(content)
     assert bring(three, inode).result == mover_requests.FETCHED
     assert three.data(content) == closed
@@ -249,9 +258,7 @@ def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
     """P9: with fsync=clique, from a node that holds it to any other."""
     _, one, two, three = make_cluster(tmp_path, 3)
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
-    until(lambda: (row := mover_requests.get(one.db, want)) is not None and row.state == mover_requests.DONE, secure.step)
+    fsync_to_peers(one, content)
     one.publish_shared(content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     one.kill()
@@ -264,9 +271,7 @@ def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> 
     """P3, P9: who holds the last state of a file that was open when its writer died sees to it that there are two copies again."""
     _, one, two, three, four = make_cluster(tmp_path, 4)
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
-    until(lambda: (row := mover_requests.get(one.db, want)) is not None and row.state == mover_requests.DONE, secure.step)
+    fsync_to_peers(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     one.publish_shared(content)
     one.kill()
@@ -285,12 +290,9 @@ def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: 
     """P3, P9: it had told that there is more, closed and not sealed, of which nobody has anything now."""
     cluster, one, two, _ = make_cluster(tmp_path, 3)
     content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
-    until(lambda: (row := mover_requests.get(one.db, want)) is not None and row.state == mover_requests.DONE, secure.step)
+    fsync_to_peers(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
-    with one.db.transaction():
-        contents.mark_closed(one.db, one.inode(content), content, len(data), 1, 2)
+    one.close_content(content, len(data))
     one.publish_shared(content)
     cluster.cut.add("n1")
     with pytest.raises(Busy):
@@ -360,7 +362,7 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
     waiting.step()
     assert read == [] and waiting.next_due_s() is not None
     assert bring(two, inode, flow=fetching(two)).result == mover_requests.FETCHED
-    until(lambda: (row := mover_requests.get(three.db, want)) is not None and row.state == mover_requests.DONE, waiting.step)
+    until(lambda: is_done(three, want), waiting.step)
     assert read == [2] and three.data(content) == data and claims.taken == {}
     three.lose_ram()
     two.kill()

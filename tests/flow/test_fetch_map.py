@@ -10,8 +10,8 @@ from clique_world import LocalCluster, Node, bring, fetch_of, make_cluster, repl
 from pfs_world import World, bytes_here, corrupt, lose_copies
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, mover_requests
-from ckptfs.model import Tier
+from ckptfs.catalog import mover_requests
+from ckptfs.model import Content, Tier
 from ckptfs.tiers import fetch_map
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import TierStorage
@@ -111,12 +111,15 @@ def test_without_room_for_what_is_published_a_file_comes_as_a_whole(tmp_path: Pa
     assert bring(three, cluster.nodes[0].inode(content)).result == mover_requests.FETCHED and three.data(content) == data
 
 
+def stored(root: Path) -> tuple[TierStorage, Content]:
+    """A tier, and a content of two blocks in it."""
+    (node,) = LocalCluster(root, 1).nodes
+    return node.tiers[Tier.RAM], node.row(node.written(b"a", os.urandom(2 * BLOCK)))
+
+
 def test_what_a_dead_mover_published_is_not_believed_of_the_next_one_s_file(tmp_path: Path) -> None:
     """P7: the marks are those of another file, with blocks that are not in this one."""
-    cluster = LocalCluster(tmp_path, 1)
-    storage = cluster.nodes[0].tiers[Tier.RAM]
-    content = contents.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
-    assert content is not None
+    storage, content = stored(tmp_path)
     with os.fdopen(storage.create(1000), "wb") as before, os.fdopen(storage.create(1001), "wb") as after:
         old = FetchMap.publish(storage.root, content, Tier.RAM, before.fileno(), [1])
         found = FetchMap.find(storage.root, content.id)
@@ -135,8 +138,7 @@ def staged(tmp_path: Path) -> World:
     world = World(tmp_path)
     (world.pfs / "d").mkdir()
     (world.pfs / "d" / "file").write_bytes(os.urandom(BLOCKS * BLOCK + 7))
-    world.look(again=False)
-    world.look("d", again=False)
+    world.visit("", "d")
     world.bring("d/file")
     lose_copies(world, "d/file")
     return world
@@ -172,10 +174,7 @@ def test_a_bad_block_on_the_pfs_is_never_shown(staged: World, caplog: pytest.Log
 
 def test_what_is_published_and_damaged_is_nothing(tmp_path: Path) -> None:
     """P7: no reader looks beyond what is mapped, or fails for another reason than that nothing arrives."""
-    cluster = LocalCluster(tmp_path, 1)
-    storage = cluster.nodes[0].tiers[Tier.RAM]
-    content = contents.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
-    assert content is not None
+    storage, content = stored(tmp_path)
     with os.fdopen(storage.create(1000), "wb") as target:
         FetchMap.publish(storage.root, content, Tier.RAM, target.fileno(), [1])
     (path,) = fetch_map.get_directory(storage.root).iterdir()
@@ -188,10 +187,7 @@ def test_what_is_published_and_damaged_is_nothing(tmp_path: Path) -> None:
 
 
 def test_publishing_cuts_off_nothing_that_is_mapped(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 1)
-    storage = cluster.nodes[0].tiers[Tier.RAM]
-    content = contents.get_content(cluster.nodes[0].db, cluster.nodes[0].written(b"a", os.urandom(2 * BLOCK)))
-    assert content is not None
+    storage, content = stored(tmp_path)
     fetch_map.get_directory(storage.root).mkdir()
     left = fetch_map.get_directory(storage.root) / f"{content.id:016x}.new"
     left.write_bytes(bytes(10_000))

@@ -96,7 +96,6 @@ def test_its_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("island", [False, True])
 def test_who_says_that_it_has_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: bool) -> None:
-    """Nor does an island wait for anybody."""
     decided_after(monkeypatch, 0.0)
     _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")

@@ -11,7 +11,7 @@ from local_node import inject_fault
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, remote_contents
-from ckptfs.catalog.contents import get_content, set_state
+from ckptfs.catalog.contents import set_state
 from ckptfs.clique.peer_api import CopyNotFound, Offer, PeerCorrupt, PeerFailed, PeerRefused
 from ckptfs.errors import Busy, InvalidArgument, NoSpace
 from ckptfs.flow.recover import Recover
@@ -42,14 +42,9 @@ def test_what_was_received_is_a_verified_copy_of_a_peer(two: LocalCluster) -> No
     assert send(two, content) == len(data)
     assert other.data(content) == data
     (copy,) = copies.list_copies(other.db, content)
-    row = get_content(other.db, content)
+    row = other.row(content)
     assert copy.state is CopyState.GOOD and copy.verified_ns > 0
-    assert (
-        row is not None
-        and row.is_remote
-        and row.state is ContentState.SEALED
-        and row.digest == digest.hash_content(row.block_digests or b"", len(data))
-    )
+    assert row.is_remote and row.state is ContentState.SEALED and row.digest == digest.hash_content(row.block_digests or b"", len(data))
     assert other.files(Tier.RAM) == {content}
     assert remote_contents.count_hosted_bytes(other.db) == len(data)
     assert send(two, content) == 0, "what is there already is not sent again"
@@ -64,7 +59,6 @@ def test_ids_of_this_node_stay_its_own(two: LocalCluster) -> None:
 
 
 def test_a_next_generation_brings_only_what_changed(two: LocalCluster) -> None:
-    """Issue: re-saving a file of which a part changed moves that part."""
     one, other = two.nodes
     data = os.urandom(8 * BLOCK)
     content = one.written(b"a", data)
@@ -149,7 +143,7 @@ def test_blocks_of_a_file_that_is_still_written_come_first(two: LocalCluster) ->
     assert other.copies(content) == {}
     data[BLOCK] ^= 1
     data += b"more"
-    path = one.tiers[Tier.RAM].root / "contents" / f"{content:016x}"
+    path = one.path(content)
     path.write_bytes(data)
     with one.db.transaction():
         from ckptfs.catalog import contents

@@ -12,7 +12,7 @@ from ckptfs.catalog.contents import mark_doomed
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import local_copies, space
+from ckptfs.tiers import space
 from ckptfs.tiers.storage import TierStorage
 
 
@@ -130,8 +130,7 @@ def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.
 def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
     lonely, paired = node.make(b"lonely", b"1"), node.make(b"paired", b"2")
     Seal(node.db, node.tiers, node.config, node.told).step()
-    row = node.row(paired)
-    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
+    node.copy_to_tier(paired, Tier.NVME)
     node.db.run("UPDATE copy SET state = 2, verified_ns = 0 WHERE tier = 'ram'")
     drop(node, sweep=True).step()
     assert node.copies(lonely) == {Tier.RAM: CopyState.QUARANTINED}
@@ -202,8 +201,7 @@ def test_a_leftover_that_cannot_be_removed_is_removed_later(node: Node, monkeypa
 
 def test_a_quarantined_copy_that_cannot_be_removed_is_forgotten_all_the_same(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make_sealed(b"file", b"data")
-    row = node.row(content)
-    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
+    node.copy_to_tier(content, Tier.NVME)
     node.db.run("UPDATE copy SET state = ? WHERE tier = ?", int(CopyState.QUARANTINED), str(Tier.RAM))
     inject_fault(monkeypatch, "drop:quarantined=EIO@*")
     with pytest.raises(OSError, match="injected"):

@@ -13,7 +13,7 @@ from ckptfs.catalog import copies
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import local_copies, storage
+from ckptfs.tiers import storage
 from ckptfs.tiers.storage import Tiers
 
 
@@ -43,8 +43,7 @@ def lose(node: Node, tier: Tier) -> None:
 
 
 def second_copy(node: Node, content: int, tier: Tier) -> None:
-    row = node.row(content)
-    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, tier)
+    node.copy_to_tier(content, tier)
 
 
 def test_when_nothing_happened_nothing_changes(node: Node) -> None:
@@ -182,8 +181,7 @@ def test_the_first_adoption_forgets_nothing(tmp_path: Path) -> None:
 def test_unfinished_copies_go(node: Node) -> None:
     content = node.make(b"file", b"data")
     seal(node)
-    row = node.row(content)
-    assert copies.insert_filling_copy(node.db, row, Tier.NVME)
+    assert copies.insert_filling_copy(node.db, node.row(content), Tier.NVME)
     node.tiers[Tier.NVME].create(content)
     recover(node)
     assert node.copies(content) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
@@ -196,7 +194,7 @@ def test_a_file_of_the_wrong_size_does_not_count(node: Node, sealed: bool, data:
     content = node.make(b"file", b"data", tier=Tier.NVME)
     if sealed:
         seal(node)
-    (node.tiers[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(data)
+    node.path(content, Tier.NVME).write_bytes(data)
     recover(node)
     assert node.copies(content) == {Tier.NVME: CopyState.QUARANTINED}
     assert node.state(content) is ContentState.LOST
@@ -290,8 +288,7 @@ def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, la
     published, lost, gone = node.make(b"published", b"p"), node.make(b"lost", b"l"), node.make(b"gone", b"g", tier=Tier.NVME)
     seal(node)
     node.publish(published)
-    row = node.row(published)
-    assert copies.insert_filling_copy(node.db, row, Tier.NVME)
+    assert copies.insert_filling_copy(node.db, node.row(published), Tier.NVME)
     os.close(node.tiers[Tier.NVME].create(published))
     node.tiers[Tier.NVME].remove(gone)
     lose(node, Tier.RAM)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, LocalCluster, cluster_of, level, make_cluster, offer_of, replicate, replicate_of, until
+from clique_world import MIB, LocalCluster, Node, cluster_of, level, make_cluster, offer_of, replicate, replicate_of, until
 from local_node import inject_fault, run_until_idle
 
 from ckptfs import disk, limits
@@ -117,8 +117,7 @@ def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path
     def reopen(act: str, name: str) -> None:
         if act == "block" and not seen:
             seen.append(1)
-            with one.db.transaction():
-                contents.mark_open(one.db, one.inode(content), content, Tier.RAM)
+            one.reopen(content, Tier.RAM)
 
     one.peers.fault = reopen
     flow.step()
@@ -156,8 +155,7 @@ def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
     cluster, one, two, three = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
     flow = replicate(one, content)
-    held = one.row(content)
-    locations.announce(cluster.store, three.number, [(held, True)])
+    locations.announce(cluster.store, three.number, [(one.row(content), True)])
     contents.set_state(one.db, content, ContentState.DOOMED)
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     cluster.store.commit([], [Delete(locations.build_content_key(content))])
@@ -192,6 +190,12 @@ def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch:
     until(lambda: two.hold.reported_unneeded == set(range(1000, 1200)) and not peer_copies.list_unneeded(one.db, 1), flow.step)
 
 
+def behind(node: Node) -> tuple[int, int, int]:
+    """(unsafe files, files that lack copies, copies that these need)."""
+    db = node.db
+    return peer_copies.count_unsafe(db), peer_copies.get_replication_lag(db)[0], peer_copies.count_wanted_copies(db)[0]
+
+
 def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
     """This node lost its RAM, another one has truncated the file since, and who had a copy died: `drain` comes to an end."""
     one, two, three = LocalCluster(tmp_path, 3).nodes
@@ -200,18 +204,10 @@ def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path
     until(lambda: not peer_copies.list_under_replicated(one.db, 0, 10), flow.step)
     one.lose_ram()
     two.kill()
-    assert (peer_copies.count_unsafe(one.db), peer_copies.get_replication_lag(one.db)[0], peer_copies.count_wanted_copies(one.db)[0]) == (
-        1,
-        1,
-        2,
-    ), "the file still needs it"
+    assert behind(one) == (1, 1, 2), "the file still needs it"
     newer = three.make(b"b", b"other")
     one.learn(one.inode(content), b"a", newer, 5)
-    assert (peer_copies.count_unsafe(one.db), peer_copies.get_replication_lag(one.db)[0], peer_copies.count_wanted_copies(one.db)[0]) == (
-        0,
-        0,
-        0,
-    )
+    assert behind(one) == (0, 0, 0)
     assert peer_copies.get_oldest_under_replicated_ns(one.db) == 0
 
 

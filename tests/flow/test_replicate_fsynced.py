@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clique_world import MIB, LocalCluster, Node, cluster_of, level, replicate, replicate_of, until
+from clique_world import MIB, LocalCluster, Node, cluster_of, fsync_to_peers, is_done, level, replicate, replicate_of, request_fsync, until
 from local_node import inject_fault
 
 from ckptfs import limits
@@ -26,7 +26,7 @@ def two(tmp_path: Path) -> LocalCluster:
 
 
 def file_of(node: Node, content: int) -> Path:
-    return node.tiers[Tier.RAM].root / "contents" / f"{content:016x}"
+    return node.path(content)
 
 
 def close(node: Node, content: int) -> None:
@@ -38,25 +38,14 @@ def close(node: Node, content: int) -> None:
     node.publish_shared(content)
 
 
-def secured(node: Node, content: int, flow: FsyncReplication | None = None) -> None:
-    flow = flow or FsyncReplication(node.db, node.tiers, node.told, cluster_of(node))
-    want = mover_requests.insert_request(node.db, mover_requests.REPLICATE_NOW, node.inode(content), os.urandom(4).hex())
-
-    def done() -> bool:
-        row = mover_requests.get(node.db, want)
-        return row is not None and row.state == mover_requests.DONE
-
-    until(done, flow.step)
-
-
 def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.make(b"log", data := os.urandom(BLOCK + 5), closed=False)
-    secured(one, content)
+    fsync_to_peers(one, content)
     assert other.copies(content) == {Tier.RAM: CopyState.GOOD} and other.data(content) == data
     with open(file_of(one, content), "ab") as file:
         file.write(more := os.urandom(100))
-    secured(one, content)
+    fsync_to_peers(one, content)
     assert other.data(content) == data + more
     assert [moved for _, _, moved in one.peers.sent] == [BLOCK + 5, 105], "only blocks that changed travel"
     close(one, content)
@@ -79,7 +68,7 @@ def test_a_file_that_is_written_meanwhile_is_read_again(two: LocalCluster) -> No
                 file.write(os.urandom(10))
 
     one.peers.fault = change
-    secured(one, content)
+    fsync_to_peers(one, content)
     assert other.data(content) == one.data(content) and left == [0]
 
 
@@ -95,7 +84,7 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, mo
             # While a reader's question is being answered somebody writes, and fsyncs.
             with open(file_of(one, content), "ab") as file:
                 file.write(b"fsynced")
-            secured(one, content)
+            fsync_to_peers(one, content)
             asked.append(True)
         return found
 
@@ -103,8 +92,7 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, mo
     loan = one.hold.seal_and_open(content, 1.0)
     assert loan is not None and asked
     os.close(loan.fd)
-    row = other.row(content)
-    assert row.generation > loan.generation and other.data(content).endswith(b"fsynced")
+    assert other.row(content).generation > loan.generation and other.data(content).endswith(b"fsynced")
 
 
 def test_too_few_nodes_leave_the_want_open(two: LocalCluster) -> None:
@@ -112,12 +100,11 @@ def test_too_few_nodes_leave_the_want_open(two: LocalCluster) -> None:
     content = one.make(b"log", b"hello", closed=False)
     other.kill()
     flow = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
+    want = request_fsync(one, content)
     flow.step()
-    row = mover_requests.get(one.db, want)
-    assert row is not None and row.state == mover_requests.OPEN and flow.next_due_s() is not None
+    assert mover_requests.is_open(one.db, want) and flow.next_due_s() is not None
     other.revive()
-    until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, flow.step)
+    until(lambda: is_done(one, want), flow.step)
     assert other.data(content) == b"hello"
 
 
@@ -126,12 +113,11 @@ def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: LocalCluster)
     content = one.written(b"a", b"hello")
     replicate = replicate_of(one)
     secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
+    want = request_fsync(one, content)
     secure.step()
-    row = mover_requests.get(one.db, want)
-    assert row is not None and row.state == mover_requests.OPEN
+    assert mover_requests.is_open(one.db, want)
     until(lambda: level(one, content) is Level.CLIQUE, replicate.step)
-    until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, secure.step)
+    until(lambda: is_done(one, want), secure.step)
 
 
 @pytest.mark.parametrize("label", ["secure:read", "secure:counted", "early:read"])
@@ -145,11 +131,11 @@ def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: py
     ahead.step()
     ahead.step()
     if label != "early:read":
-        want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
+        want = request_fsync(one, content)
         secure = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
         with pytest.raises(OSError):
             secure.step()
-        until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, secure.step)
+        until(lambda: is_done(one, want), secure.step)
     close(one, content)
     replicate(one, content)
     assert other.data(content) == one.data(content)
@@ -205,14 +191,13 @@ def test_what_an_island_made_has_not_reached_the_clique(two: LocalCluster) -> No
             key_state.mark_dirty(one.db, SharedKey(NAME, parent, name))
     assert level(one, closed) is Level.LOCAL and summary.load_counts(one.db).by_level[Level.LOCAL] == 2
     flow = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one))
-    want = mover_requests.insert_request(one.db, mover_requests.REPLICATE_NOW, one.inode(content), "1")
+    want = request_fsync(one, content)
     flow.step()
-    row = mover_requests.get(one.db, want)
-    assert row is not None and row.state == mover_requests.OPEN
+    assert mover_requests.is_open(one.db, want)
     with one.db.transaction():
         key_state.mark_clean(one.db, key_state.list_dirty_names(one.db), key_state.get_last_change(one.db))
     flow.retry_now()
-    until(lambda: (found := mover_requests.get(one.db, want)) is not None and found.state == mover_requests.DONE, flow.step)
+    until(lambda: is_done(one, want), flow.step)
     assert level(one, closed) is Level.CLIQUE
 
 

@@ -1,6 +1,5 @@
 """P9: files that stay open, as logs do, are copied to other nodes after an fsync and on a timer, whatever fsync waits for."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,8 @@ DATA = b"line\n" * 1000
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> None:
     """An fsync counts at once, a change never; nothing else waits for its time."""
-    for name, value in {
-        "OPEN_REPLICATE_FSYNCED_S": 0.0,
-        "OPEN_REPLICATE_S": NEVER,
-        "SALVAGE_POLL_S": 0.0,
-        "SALVAGE_RIVALS_S": -1.0,
-    }.items():
+    values = {"OPEN_REPLICATE_FSYNCED_S": 0.0, "OPEN_REPLICATE_S": NEVER, "SALVAGE_POLL_S": 0.0, "SALVAGE_RIVALS_S": -1.0}
+    for name, value in values.items():
         monkeypatch.setattr(limits, name, value)
 
 
@@ -38,7 +33,7 @@ def log_of(node: Node, name: bytes = b"log") -> int:
 
 
 def write(node: Node, content: int, data: bytes) -> None:
-    with open(node.tiers[Tier.RAM].root / "contents" / f"{content:016x}", "ab") as file:
+    with open(node.path(content), "ab") as file:
         file.write(data)
 
 
@@ -86,7 +81,6 @@ def test_what_changes_is_copied_on_a_timer(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_was_only_opened_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its seal has brought it to the others."""
     monkeypatch.setattr(limits, "OPEN_REPLICATE_S", 0.0)
     _, content, one, _ = make_replicated(tmp_path, 2)
     sent = len(one.peers.sent)
@@ -136,7 +130,7 @@ def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool) 
     until(lambda: content in two.files(Tier.RAM) and two.data(content) == data, flow.step)
     publish(one)
     AnnounceCopies(two.db, cluster_of(two)).step()
-    mtime_ns = os.stat(one.tiers[Tier.RAM].root / "contents" / f"{content:016x}").st_mtime_ns
+    mtime_ns = one.path(content).stat().st_mtime_ns
     write(one, content, b"this nobody has")
     one.kill()
     for node in (three, two):

@@ -102,7 +102,6 @@ def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> 
 
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
-    """Both stay."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, "truncated")
     inode = one.inode(newer)
@@ -155,8 +154,7 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
         decide(two)
     tidy(two)
     assert file_of(cluster, one.inode(newer)).content == content and two.data(content) == OLD
-    row = two.row(content)
-    assert row.state is ContentState.SEALED
+    assert two.row(content).state is ContentState.SEALED
 
 
 @pytest.mark.parametrize("renamer", [1, 2])
@@ -195,7 +193,6 @@ def test_what_another_node_renamed_over_goes_when_its_own_file_is_safe(tmp_path:
 
 
 def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
-    """Nobody's file held it before."""
     cluster, content, one, _ = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     cluster.store.commit([], [Delete(b"i/%016x" % inode)])

@@ -125,7 +125,6 @@ def test_the_writer_returns_with_what_it_changed(tmp_path: Path) -> None:
 
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
-    """Both stay."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
     change(one, content, appended)
@@ -244,8 +243,7 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
     decide(two)
     former = shown(cluster, inode)[0]
     assert former != content and two.data(former) == OLD
-    row = two.row(former)
-    assert not row.is_remote and two.db.value("SELECT under_replicated FROM content WHERE id = ?", former) == 1
+    assert not two.row(former).is_remote and two.db.value("SELECT under_replicated FROM content WHERE id = ?", former) == 1
 
 
 def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clique_world import LocalCluster, Node, make_cluster, offer_of
@@ -57,6 +58,14 @@ def write_back(node: Node, content: int, *, complete: bool = True, size: int | N
     node.cluster.put(f"f/{row.inode:016x}", {"names": [[ROOT, "file"]], "published": published})
 
 
+def make_on_pfs(root: Path, count: int, **options: Any) -> tuple[Any, ...]:
+    """Return a cluster, the content of a file that its first node has written back, the file, and each of its nodes."""
+    cluster = LocalCluster(root, count, **options)
+    content, one = alone(cluster), cluster.nodes[0]
+    write_back(one, content)
+    return cluster, content, one.inode(content), *cluster.nodes
+
+
 def ask(node: Node, inode: int) -> int:
     """Somebody opens the file there, and nobody gives what it holds; how that ended."""
     content = file_of(node.cluster, inode).content
@@ -84,10 +93,7 @@ def newer(one: Node, content: int, how: str, stop: str = "sealed") -> int:
 @pytest.mark.parametrize("stop", ["open", "closed", "sealed"])
 def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how: str, stop: str) -> None:
     """P9: with its size and time; one node of those that are asked decides it."""
-    cluster, one, two, three = make_cluster(tmp_path, 3)
-    content = alone(cluster)
-    inode = one.inode(content)
-    write_back(one, content)
+    cluster, content, inode, one, two, three = make_on_pfs(tmp_path, 3)
     lost = newer(one, content, how, stop)
     assert ask(two, inode) == mover_requests.FAILED, "its writer lives"
     one.kill()
@@ -103,7 +109,6 @@ def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how
 
 
 def test_what_was_fsynced_of_an_open_file_is_the_whole_of_it(tmp_path: Path) -> None:
-    """As on a node that is alone."""
     cluster, one, two = make_cluster(tmp_path, 2)
     content = alone(cluster)
     inode = one.inode(content)
@@ -197,10 +202,7 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
 @pytest.mark.parametrize("fetched", [True, False])
 def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
     """Nobody has written the file meanwhile: it holds what was closed last. Whoever fetched what the PFS has wrote nothing."""
-    cluster, one, two = make_cluster(tmp_path, 2)
-    content = alone(cluster)
-    inode = one.inode(content)
-    write_back(one, content)
+    cluster, content, inode, one, two = make_on_pfs(tmp_path, 2)
     lost = newer(one, content, how)
     one.kill()
     assert ask(two, inode) == mover_requests.DONE
@@ -220,11 +222,7 @@ def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
 
 
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
-    """Both stay."""
-    cluster, one, two = make_cluster(tmp_path, 2)
-    content = alone(cluster)
-    inode = one.inode(content)
-    write_back(one, content)
+    cluster, content, inode, one, two = make_on_pfs(tmp_path, 2)
     change(one, content, appended)
     one.kill()
     assert ask(two, inode) == mover_requests.DONE
@@ -241,11 +239,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
 
 
 def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks again finds it decided."""
-    cluster, one, two = make_cluster(tmp_path, 2)
-    content = alone(cluster)
-    inode = one.inode(content)
-    write_back(one, content)
+    _, content, inode, one, two = make_on_pfs(tmp_path, 2)
     change(one, content, appended)
     one.kill()
     inject_fault(monkeypatch, "fallback:pfs=EIO")
@@ -277,10 +271,7 @@ def test_who_opens_it_gets_it(tmp_path: Path) -> None:
 
 def test_without_copies_on_other_nodes(tmp_path: Path) -> None:
     """Where one copy is all that is wanted the PFS is all the more what is left."""
-    cluster, one, two = make_cluster(tmp_path, 2, factor=1)
-    content = alone(cluster)
-    inode = one.inode(content)
-    write_back(one, content)
+    cluster, content, inode, one, two = make_on_pfs(tmp_path, 2, factor=1)
     change(one, content, appended)
     one.kill()
     assert ask(two, inode) == mover_requests.DONE and shown(cluster, inode)[:2] == (0, 1)

@@ -83,10 +83,8 @@ def test_it_shows_what_the_pfs_has(tmp_path: Path) -> None:
     for node in (two, three):
         assert (keys.get_value(node.db, SharedKey(INODE, inode)) or {})["content"] is None
         assert (keys.get_value(node.db, SharedKey(PFS_STATE, inode)) or {})["published"][:3] == [0, 1, len(OLD)]
-        assert (
-            keys.get_value(node.db, SharedKey(PFS_NAME, ROOT, b"file")) == {"inode": inode}
-            and keys.get_value(node.db, SharedKey(PFS_STATE, former)) is None
-        )
+        assert keys.get_value(node.db, SharedKey(PFS_NAME, ROOT, b"file")) == {"inode": inode}
+        assert keys.get_value(node.db, SharedKey(PFS_STATE, former)) is None
 
 
 def test_who_opens_it_gets_it(tmp_path: Path) -> None:
@@ -100,7 +98,6 @@ def test_who_opens_it_gets_it(tmp_path: Path) -> None:
 
 
 def test_the_writer_returns(tmp_path: Path) -> None:
-    """It holds what was closed last."""
     cluster, _, inode, newer = world(tmp_path)
     one, two = cluster.nodes
     one.kill()

@@ -22,7 +22,7 @@ def world(tmp_path: Path) -> World:
 def test_root_awaits_its_visit_and_then_has_the_pfs_root_s_attributes(world: World) -> None:
     os.chmod(world.pfs, 0o2750)
     assert world.column("", "imported") == 0
-    world.look(again=False)
+    world.visit("")
     assert world.column("", "imported") == 1
     assert stat.S_IMODE(int(str(world.column("", "mode")))) == 0o2750
     os.chmod(world.pfs, 0o755)
@@ -40,7 +40,7 @@ def test_all_kinds_with_their_attributes(world: World) -> None:
     (world.pfs / "directory").mkdir()
     (world.pfs / "directory" / "below").write_bytes(b"1")
     (Path(os.fsdecode(os.path.join(os.fsencode(world.pfs), b"\xff\xfe name")))).write_bytes(b"")
-    world.look(again=False)
+    world.visit("")
     assert world.names() == {"file", "link", "fifo", "directory", os.fsdecode(b"\xff\xfe name")}
     assert (world.column("file", "size"), world.column("file", "mtime_ns"), world.column("file", "mode")) == (1000, 2_000_000_002, 0o100640)
     assert world.column("link", "target") == b"nowhere/at all"
@@ -48,7 +48,7 @@ def test_all_kinds_with_their_attributes(world: World) -> None:
     assert world.db.rows("SELECT name, value FROM xattr") == [(b"user.colour", b"green")]
     assert (world.published("file", "complete"), world.published("file", "digest"), world.published("file", "generation")) == (1, None, 0)
     assert world.column("directory", "imported") == 0 and world.names("directory") == set()
-    world.look("directory", again=False)
+    world.visit("directory")
     assert world.names("directory") == {"below"} and world.column("directory", "imported") == 1
     world.check()
 
@@ -58,8 +58,7 @@ def test_our_own_names_are_hidden(world: World) -> None:
     (world.pfs / ".ckptfs.12345678.0000").write_bytes(b"unfinished")
     (world.pfs / "deep").mkdir()
     (world.pfs / "deep" / ".ckptfs").write_bytes(b"not ours here")
-    world.look(again=False)
-    world.look("deep", again=False)
+    world.visit("", "deep")
     assert world.names() == {"deep"} and world.names("deep") == {".ckptfs"}
     assert summary.list_reports(world.db, "trouble:") == []
 
@@ -118,8 +117,7 @@ def test_hard_links_become_one_inode(world: World) -> None:
     os.link(world.pfs / "a", world.pfs / "b")
     (world.pfs / "d").mkdir()
     os.link(world.pfs / "a", world.pfs / "d" / "c")
-    world.look(again=False)
-    world.look("d", again=False)
+    world.visit("", "d")
     assert world.inode("a") == world.inode("b") == world.inode("d/c")
     assert world.column("a", "nlink") == 3
     world.check()
@@ -139,14 +137,14 @@ def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pyte
         return apply(world.db, directory)
 
     monkeypatch.setattr(scans, "import_transaction", counted)
-    world.look(again=False)
+    world.visit("")
     assert len(world.names()) == count
     assert compare.IMPORT_BATCH * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / compare.IMPORT_BATCH
 
 
 def test_a_first_visit_tells_nobody_and_a_later_one_tells_of_each_new_name(world: World) -> None:
     (world.pfs / "old").write_bytes(b"")
-    world.look(again=False)
+    world.visit("")
     assert world.told.entries == []
     (world.pfs / "new").write_bytes(b"")
     world.look()
@@ -162,10 +160,10 @@ def test_what_was_made_blindly_stays_and_directories_are_joined(world: World) ->
         namespace.create(world.db, ours, b"mine", stat.S_IFREG | 0o644, uid=0, gid=0)
         mine = namespace.create(world.db, ROOT, b"file", stat.S_IFREG | 0o644, uid=0, gid=0, allow_unimported=True).id
     world.db.run("DELETE FROM journal")
-    world.look(again=False)
+    world.visit("")
     assert world.inode("both") == ours and world.inode("file") == mine
     assert world.column("both", "imported") == 0
-    world.look("both", again=False)
+    world.visit("both")
     assert world.names("both") == {"mine", "theirs"}
     assert (ours, b"theirs") in world.told.entries, "the kernel may know the name as absent"
     world.check()
@@ -173,7 +171,7 @@ def test_what_was_made_blindly_stays_and_directories_are_joined(world: World) ->
 
 def test_a_pending_name_is_left_alone(world: World) -> None:
     (world.pfs / "gone").write_bytes(b"1")
-    world.look(again=False)
+    world.visit("")
     with world.db.transaction():
         namespace.unlink(world.db, ROOT, b"gone")
     world.look()
@@ -188,7 +186,7 @@ def test_a_pending_name_is_left_alone(world: World) -> None:
 
 def test_a_pfs_that_is_not_mounted_is_not_an_empty_one(world: World) -> None:
     (world.pfs / "kept").write_bytes(b"1")
-    world.look(again=False)
+    world.visit("")
     world.pfs.rename(world.root / "elsewhere")
     assert world.look().state == mover_requests.FAILED
     world.pfs.mkdir()
@@ -206,7 +204,7 @@ def test_an_error_of_the_pfs_is_answered_and_leaves_the_directory_unvisited(
     world: World, label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _furnish(world)
-    world.look(again=False)
+    world.visit("")
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO@*")
     answer = world.look("d", again=False)
     assert (answer.state, answer.error) == (mover_requests.FAILED, 5)
@@ -222,7 +220,7 @@ def test_an_error_of_the_pfs_is_answered_and_leaves_the_directory_unvisited(
 @pytest.mark.parametrize("when", ["kill", "kill-after"])
 def test_killed_anywhere_it_starts_over(world: World, label: str, when: str) -> None:
     _furnish(world)
-    world.look(again=False)
+    world.visit("")
     assert world.killed_at(f"{label}={when}", lambda there: there.look("d", again=False))
     after = world.reborn()
     assert after.column("d", "imported") == (1 if (label, when) == ("scan:end", "kill-after") else 0)

@@ -21,9 +21,7 @@ def world(tmp_path: Path) -> World:
     (world.pfs / "d" / "deep").mkdir(parents=True)
     (world.pfs / "d" / "deep" / "x").write_bytes(b"x")
     (world.pfs / "d" / "y").write_bytes(b"y")
-    world.look(again=False)
-    world.look("d", again=False)
-    world.look("d/deep", again=False)
+    world.visit("", "d", "d/deep")
     return world
 
 
@@ -81,7 +79,7 @@ def test_a_renamed_directory_is_a_new_one(world: World) -> None:
     (world.pfs / "d").rename(world.pfs / "e")
     world.look()
     assert world.names() == {"file", "e"} and world.column("e", "imported") == 0
-    world.look("e", again=False)
+    world.visit("e")
     assert world.names("e") == {"deep", "y"}
     world.check()
 
@@ -103,7 +101,7 @@ def test_something_else_under_the_same_name(world: World, swap: str) -> None:
         (world.pfs / "file").mkdir()
         (world.pfs / "file" / "in").write_bytes(b"")
         world.look()
-        world.look("file", again=False)
+        world.visit("file")
         assert world.names("file") == {"in"}
     elif swap == "symlink for file":
         (world.pfs / "file").unlink()
@@ -177,12 +175,8 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
             world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"published", one)
             world.db.run("INSERT INTO pfs_file VALUES (?,1,1,?,?,?,NULL,NULL,0)", one, found.size, found.mtime_ns, found.ino)
             changed = pfs_tree.stat_entry(fd, b"file")
-            world.db.run(
-                "UPDATE pfs_file SET size = ?, mtime_ns = ?, digest = x'00' WHERE inode = ?",
-                changed.size,
-                changed.mtime_ns,
-                world.inode("file"),
-            )
+            sql, inode = "UPDATE pfs_file SET size = ?, mtime_ns = ?, digest = x'00' WHERE inode = ?", world.inode("file")
+            world.db.run(sql, changed.size, changed.mtime_ns, inode)
             world.db.run("DELETE FROM pfs_entry WHERE name = ?", b"link")
             world.db.run("DELETE FROM entry WHERE name = ?", b"link")
         return iter(seen)
@@ -225,15 +219,15 @@ def test_a_pfs_that_keeps_no_fractions_of_seconds(world: World) -> None:
 
 
 def test_refresh_comes_by_the_timer(world: World) -> None:
-    world.visit.step()
-    due = world.visit.next_due_s()
+    world.scan.step()
+    due = world.scan.next_due_s()
     assert due is not None and due > 0
     (world.pfs / "new").write_bytes(b"")
-    world.visit.step()
+    world.scan.step()
     assert "new" not in world.names()
     world.db.run("UPDATE inode SET scanned_ns = 1, birth_ns = 1 WHERE id = 1")
-    world.visit._next_refresh_s = 0.0
-    world.visit.step()
+    world.scan._next_refresh_s = 0.0
+    world.scan.step()
     assert "new" in world.names()
 
 

@@ -63,7 +63,7 @@ def test_an_open_content_is_left_alone(node: Node) -> None:
 
 def test_a_mapping_that_outlives_its_handle_delays_the_seal_and_nothing_else(node: Node) -> None:
     mapped, other = node.make(b"mapped", b"a" * 4096), node.make(b"other", b"b")
-    with open(node.tiers[Tier.RAM].root / "contents" / f"{mapped:016x}", "r+b") as file:
+    with open(node.path(mapped), "r+b") as file:
         mapping = mmap.mmap(file.fileno(), 4096)
     step = seal(node)
     step.step()
@@ -119,7 +119,7 @@ def test_where_there_are_no_leases_the_times_are_compared(node: Node, monkeypatc
     def read(fd: int, **named: object) -> object:
         result = whole(fd, **named)  # type: ignore[arg-type]
         if os.readlink(f"/proc/self/fd/{fd}").endswith(f"{busy:016x}"):
-            with open(node.tiers[Tier.RAM].root / "contents" / f"{busy:016x}", "ab") as file:
+            with open(node.path(busy), "ab") as file:
                 file.write(b"!")
         return result
 

@@ -120,7 +120,6 @@ async def left_out(cluster: WriterCluster) -> int:
 
 @in_cluster
 async def test_what_nobody_holds_is_left_out(cluster: WriterCluster) -> None:
-    """A file of which no copy lives holds up nothing."""
     content = await left_out(cluster)
     assert not (cluster.pfs / "lost").exists()
     assert content in cluster.nodes[-1].bytes
@@ -142,7 +141,6 @@ async def test_what_was_left_out_is_written_back_by_its_writer_when_that_returns
 async def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_the_return(
     cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then the writer has done all else that it had to."""
     monkeypatch.setattr(limits, "SKIPPED_SCAN_INTERVAL_S", 0.0)
     content = await left_out(cluster)
     dead = cluster.nodes[-1]

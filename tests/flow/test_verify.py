@@ -11,7 +11,7 @@ from ckptfs.catalog import copies
 from ckptfs.errors import Busy
 from ckptfs.flow.verify import CheckResult, verify
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import local_copies, transfer
+from ckptfs.tiers import transfer
 
 GOOD_BOTH = {Tier.RAM: CopyState.GOOD, Tier.NVME: CopyState.GOOD}
 
@@ -19,8 +19,7 @@ GOOD_BOTH = {Tier.RAM: CopyState.GOOD, Tier.NVME: CopyState.GOOD}
 def twice(node: Node, data: bytes = b"data" * 1000) -> int:
     """A sealed content with a copy in RAM and one on NVMe."""
     content = node.make_sealed(b"file", data)
-    row = node.row(content)
-    local_copies.copy_to_tier(node.db, node.tiers, row, Tier.RAM, Tier.NVME)
+    node.copy_to_tier(content, Tier.NVME)
     return content
 
 
@@ -44,7 +43,7 @@ def test_a_bad_copy_is_remade_from_the_good_one(node: Node, tier: Tier) -> None:
 @pytest.mark.parametrize("harm", ["shorter", "gone"])
 def test_a_file_that_is_short_or_gone_is_remade(node: Node, harm: str) -> None:
     content = twice(node)
-    path = node.tiers[Tier.NVME].root / "contents" / f"{content:016x}"
+    path = node.path(content, Tier.NVME)
     os.truncate(path, 10) if harm == "shorter" else path.unlink()
     assert verify(node.db, node.tiers, content)[1].repaired
     assert node.copies(content) == GOOD_BOTH and node.data(content, Tier.NVME) == b"data" * 1000
@@ -96,7 +95,7 @@ def test_a_writer_meanwhile_ends_it_without_a_verdict(node: Node, monkeypatch: p
 
     def read(fd: int, **named: object) -> object:
         node.reopen(content, Tier.RAM)
-        (node.tiers[Tier.RAM].root / "contents" / f"{content:016x}").write_bytes(b"new")
+        node.path(content).write_bytes(b"new")
         return whole(fd, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(transfer, "read", read)

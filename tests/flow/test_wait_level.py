@@ -15,7 +15,7 @@ from ckptfs.model import Tier
 def world(tmp_path: Path) -> World:
     world = World(tmp_path)
     (world.pfs / "file").write_bytes(b"there")
-    world.look(again=False)
+    world.visit("")
     return world
 
 

@@ -91,7 +91,6 @@ def test_a_directory_removed_and_made_again_is_the_new_one(mount: Mount, caplog:
 
 
 def test_what_is_made_and_removed_again_never_appears(mount: Mount) -> None:
-    """Coalescing: nothing of it is copied."""
     mount.put(b"lock", b"x")
     mount.put(b"step_1.tmp", b"weights")
     mount.unlink(b"lock")
@@ -250,7 +249,7 @@ def test_exchange_where_the_pfs_cannot(mount: Mount, monkeypatch: pytest.MonkeyP
 
 def test_holes_stay_holes(mount: Mount) -> None:
     content = mount.put(b"sparse", b"", closed=False)
-    path = mount.tiers[Tier.RAM].root / "contents" / f"{content:016x}"
+    path = mount.path(content)
     with open(path, "r+b") as file:
         file.truncate(64 * 1024 * 1024)
         file.seek(32 * 1024 * 1024)
@@ -347,7 +346,7 @@ def test_a_bad_copy_is_quarantined_and_another_one_used(mount: Mount, caplog: py
     """P4."""
     content = mount.put(b"file", b"x" * 10_000)
     mount.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'nvme', 1, 1)", content)
-    (mount.tiers[Tier.NVME].root / "contents" / f"{content:016x}").write_bytes(b"x" * 10_000)
+    mount.path(content, Tier.NVME).write_bytes(b"x" * 10_000)
     mount.spoil(content, Tier.RAM)
     mount.settle()
     assert (mount.pfs / "file").read_bytes() == b"x" * 10_000

@@ -141,7 +141,6 @@ def test_a_file_whose_only_copy_they_removed_is_never_shown_as_empty(mount: Moun
 
 
 def test_somebody_removes_our_temporary_file(mount: Mount) -> None:
-    """Site purges do."""
 
     def purge(label: str) -> None:
         if label == "write_back:written_down":

@@ -107,7 +107,6 @@ def test_killed_at_every_operation(area: Path, seen: list[str], after: bool) -> 
 
 
 def test_killed_again_and_again(tmp_path: Path, seen: list[str]) -> None:
-    """Also while it finishes what a killed one had in hand."""
     mount = Mount(tmp_path)
     checkpoints(mount)
     for number in range(1, 60):
@@ -122,7 +121,6 @@ def test_killed_again_and_again(tmp_path: Path, seen: list[str]) -> None:
 
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: errno.errorcode[code])
 def test_every_operation_fails_once(area: Path, seen: list[str], code: int) -> None:
-    """Trouble is told with path and remedy, and passes without a trace."""
     labels = list(dict.fromkeys(seen))
     for number, label in enumerate(labels if code == errno.EIO else labels[ERRORS.index(code) :: 5]):
         if label in {"write_back:begun", "write_back:written_down", "write_back:finish"}:
@@ -291,7 +289,6 @@ def test_struck_behind_a_large_copy(tmp_path: Path, action: str, monkeypatch: py
 
 @pytest.mark.parametrize("fault", ["write_back:written_down=kill", "write_back:put=kill-after@2", "write_back:write=kill-after"])
 def test_a_real_kill(tmp_path: Path, fault: str) -> None:
-    """SIGKILL, as the kernel sends it, in a process of its own."""
     mount = Mount(tmp_path)
     for number in range(5):
         mount.put(b"%d" % number, b"%d" % number * 1000)

@@ -172,25 +172,23 @@ def _without_modes(tree: Tree) -> Tree:
     return {path: value if value[0] == "symlink" else value[:2] if value[0] == "file" else value[:1] for path, value in tree.items()}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(act, max_size=40))
-def test_every_state_on_the_pfs_was_one_of_the_mount(steps: list[tuple]) -> None:  # type: ignore[type-arg]
-    world = World(rewrite=False)
+def play(steps: list[tuple], *, rewrite: bool) -> None:  # type: ignore[type-arg]
+    world = World(rewrite=rewrite)
     try:
         for step in steps:
             world.do(step)
         world.finish()
     finally:
         world.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(act, max_size=40))
+def test_every_state_on_the_pfs_was_one_of_the_mount(steps: list[tuple]) -> None:  # type: ignore[type-arg]
+    play(steps, rewrite=False)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(act, max_size=50))
 def test_the_end_is_exact_whatever_is_rewritten_and_killed(steps: list[tuple]) -> None:  # type: ignore[type-arg]
-    world = World(rewrite=True)
-    try:
-        for step in steps:
-            world.do(step)
-        world.finish()
-    finally:
-        world.close()
+    play(steps, rewrite=True)

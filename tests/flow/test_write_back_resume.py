@@ -8,7 +8,6 @@ from write_back_world import Killed, Mount, intercepted
 
 from ckptfs import disk, limits
 from ckptfs.errors import CkptfsError
-from ckptfs.model import Tier
 
 SIZE = 12 << 20
 WRITES = SIZE // (512 << 10)
@@ -95,7 +94,7 @@ def test_a_file_that_has_other_bytes_by_then(mount: Mount, change: str) -> None:
     }[change]  # fmt: skip
     content = mount.put(b"large", data, closed=False)
     if change == "with holes":
-        os.truncate(mount.tiers[Tier.RAM].root / "contents" / f"{content:016x}", SIZE)
+        os.truncate(mount.path(content), SIZE)
     mount.close(content, SIZE if change == "with holes" else len(data))
     settled(mount)
 

@@ -41,6 +41,7 @@ from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.host import Host
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
+from ckptfs.flow.replicate.open_files import FsyncReplication
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ROOT, ContentState, Level, Tier
 from ckptfs.store.kv import Put
@@ -364,14 +365,31 @@ def bring(node: Node, inode: int, argument: str = "", flow: Fetch | None = None)
     flow = flow or fetch_of(node)
     want = mover_requests.insert_request(node.db, mover_requests.FETCH, inode, argument)
 
+    row = mover_requests.get(node.db, want)
+
     def answered() -> bool:
+        nonlocal row
         row = mover_requests.get(node.db, want)
         return row is None or row.state != mover_requests.OPEN
 
     until(answered, flow.step)
-    row = mover_requests.get(node.db, want)
     assert row is not None
     return row
+
+
+def is_done(node: Node, want: int) -> bool:
+    row = mover_requests.get(node.db, want)
+    return row is not None and row.state == mover_requests.DONE
+
+
+def request_fsync(node: Node, content: int, argument: str = "1") -> int:
+    return mover_requests.insert_request(node.db, mover_requests.REPLICATE_NOW, node.inode(content), argument)
+
+
+def fsync_to_peers(node: Node, content: int) -> None:
+    """Have an open file copied as fsync=clique does."""
+    flow, want = FsyncReplication(node.db, node.tiers, node.told, cluster_of(node)), request_fsync(node, content, os.urandom(4).hex())
+    until(lambda: is_done(node, want), flow.step)
 
 
 def replicated(cluster: LocalCluster, name: bytes, data: bytes) -> int:

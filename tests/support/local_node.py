@@ -18,6 +18,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ROOT, Content, ContentState, CopyState, Tier
+from ckptfs.tiers import local_copies
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import Tiers, TierStorage
 
@@ -28,11 +29,12 @@ class Told:
     """A `Notify` that remembers."""
 
     def __init__(self) -> None:
+        self.entries: list[tuple[int, bytes]] = []
         self.inodes: list[int] = []
         self.works = 0
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """Not used here."""
+        self.entries.append((parent, name))
 
     def invalidate_inode(self, inode: int) -> None:
         self.inodes.append(inode)
@@ -76,8 +78,7 @@ class Node:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         if closed:
-            with self.db.transaction():
-                contents.mark_closed(self.db, inode, content, len(data), 1, 2)
+            self.close_content(content, len(data))
         return content
 
     def make_sealed(self, name: bytes, data: bytes) -> int:
@@ -90,6 +91,15 @@ class Node:
         """Open a content for writing in place."""
         with self.db.transaction():
             contents.mark_open(self.db, self.inode(content), content, tier)
+
+    def close_content(self, content: int, size: int) -> None:
+        """Record the last close of a content that was written."""
+        with self.db.transaction():
+            contents.mark_closed(self.db, self.inode(content), content, size, 1, 2)
+
+    def copy_to_tier(self, content: int, tier: Tier) -> None:
+        """Copy a sealed content from RAM to `tier`."""
+        local_copies.copy_to_tier(self.db, self.tiers, self.row(content), Tier.RAM, tier)
 
     def hold(self, content: int, *, writer: bool = False) -> int:
         """An open handle."""
@@ -117,6 +127,10 @@ class Node:
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
+    def path(self, content: int, tier: Tier = Tier.RAM) -> Path:
+        """Where a tier keeps the bytes of a content."""
+        return self.tiers[tier].root / "contents" / f"{content:016x}"
+
     def files(self, tier: Tier) -> set[int]:
         return set(self.tiers[tier].contents())
 
@@ -137,7 +151,7 @@ class Node:
 
     def spoil(self, content: int, tier: Tier) -> None:
         """Turn one bit of a copy, as failing memory or a failing disk would."""
-        path = self.tiers[tier].root / "contents" / f"{content:016x}"
+        path = self.path(content, tier)
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)

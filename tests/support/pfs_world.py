@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import catalog_names
+from local_node import Told
 
 from ckptfs import disk, limits
 from ckptfs.catalog import copies, database, mover_requests
@@ -22,26 +22,6 @@ from ckptfs.flow.recover import Recover
 from ckptfs.flow.scan import Scan
 from ckptfs.model import ROOT, Tier
 from ckptfs.tiers.storage import Tiers
-
-
-@dataclass
-class Told:
-    """A Notify that remembers."""
-
-    entries: list[tuple[int, bytes]] = field(default_factory=list)
-    inodes: list[int] = field(default_factory=list)
-
-    def invalidate_entry(self, parent: int, name: bytes) -> None:
-        self.entries.append((parent, name))
-
-    def invalidate_inode(self, inode: int) -> None:
-        self.inodes.append(inode)
-
-    def notify_replies(self) -> None:
-        pass
-
-    def wake_lanes(self, urgent_lane: str = "") -> None:
-        pass
 
 
 class World:
@@ -59,10 +39,10 @@ class World:
         self.tiers = Tiers.from_config(self.config)
         self.told = Told()
         self.failure: Exception | None = None
-        self.visit = Scan(self.db, self.tiers, self.config, self.told)
+        self.scan = Scan(self.db, self.tiers, self.config, self.told)
         self.fetch = Fetch(self.db, self.tiers, self.config, self.told)
         Recover(self.db, self.tiers, self.config, self.told).step()
-        self.visit.prepare()
+        self.scan.prepare()
         self.fetch.prepare()
 
     def look(self, path: str = "", *, again: bool = True, tree: bool = False) -> mover_requests.MoverRequest:
@@ -70,7 +50,12 @@ class World:
         want = mover_requests.insert_request(
             self.db, mover_requests.SCAN, self.inode(path), mover_requests.TREE if tree else mover_requests.COMPARE_AGAIN if again else ""
         )
-        return self.run(self.visit, want)
+        return self.run(self.scan, want)
+
+    def visit(self, *paths: str) -> None:
+        """Have directories visited for the first time, in this order."""
+        for path in paths:
+            self.look(path, again=False)
 
     def bring(self, path: str, argument: str = "") -> mover_requests.MoverRequest:
         """Have a file fetched; the answered want."""
@@ -85,7 +70,7 @@ class World:
             if row.state != mover_requests.OPEN:
                 return row
             try:
-                self.visit.step()
+                self.scan.step()
                 flow.step()
             except Exception as failure:
                 self.failure = failure
@@ -173,4 +158,4 @@ def corrupt(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-__all__ = ["ROOT", "Told", "World", "bytes_here", "corrupt", "lose_copies"]
+__all__ = ["ROOT", "World", "bytes_here", "corrupt", "lose_copies"]

@@ -16,6 +16,7 @@ from ckptfs.model import Tier as Which
 from ckptfs.protocol import control_pb2 as pb
 
 GIB = 1 << 30
+TWO = CapacityNeed(40 * GIB, 1, 0)
 
 
 def judged(
@@ -28,19 +29,13 @@ def judged(
 @pytest.mark.parametrize(
     ("need", "ram", "nvme", "where", "words"),
     [
-        (
-            CapacityNeed(40 * GIB, 1, 0),
-            (80, 0),
-            (0, 0),
-            ("ram",),
-            "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB usable",
-        ),
-        (CapacityNeed(40 * GIB, 1, 0), (79, 0), (1, 0), ("ram", "nvme"), "fits in RAM and NVMe"),
+        (TWO, (80, 0), (0, 0), ("ram",), "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB usable"),
+        (TWO, (79, 0), (1, 0), ("ram", "nvme"), "fits in RAM and NVMe"),
         (CapacityNeed(40 * GIB, 0, 0), (40, 0), (0, 0), ("ram",), "40.0 GiB x 1 generation)"),
         (CapacityNeed(40 * GIB, 1, 1), (160, 80), (0, 0), ("ram",), "160 GiB (40.0 GiB x 2 generations x 2 copies)"),
         (CapacityNeed(40 * GIB, 1, 1), (160, 79), (0, 0), (), "80.0 GiB of them for peers, which may use 79.0 GiB; raise peer_share="),
         (CapacityNeed(40 * GIB, 1, 1), (160, 79), (9, 1), ("ram", "nvme"), "fits in RAM and NVMe"),
-        (CapacityNeed(40 * GIB, 1, 0), (79, 0), (0, 0), (), "which has 79.0 GiB usable; raise ram= or nvme="),
+        (TWO, (79, 0), (0, 0), (), "which has 79.0 GiB usable; raise ram= or nvme="),
     ],
 )
 def test_a_checkpoint_fits_or_not(

@@ -47,7 +47,6 @@ def test_one_round_at_a_time() -> None:
 
 
 def test_a_round_that_fails_ends() -> None:
-    """The next one may begin."""
 
     async def main() -> None:
         rounds = CommitRounds()

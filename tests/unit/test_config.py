@@ -204,9 +204,6 @@ def test_no_option_string_does_more_than_refuse(text: str) -> None:
         config.load("job", Path("/"), config.parse_options(text) | {"state": "/nonexistent/state"})
 
 
-# --- the cluster -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def keys(place: Path) -> Path:
     """A directory with the names of keys."""

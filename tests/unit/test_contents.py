@@ -163,8 +163,5 @@ def test_the_way_of_a_reader(
 
 
 def test_files_of_one_series_are_of_one_kind() -> None:
-    assert (
-        open.get_series_pattern(b"step_0001.pt")
-        == open.get_series_pattern(b"step_0120.pt")
-        != open.get_series_pattern(b"optimizer_0001.pt")
-    )
+    first, later, other = map(open.get_series_pattern, (b"step_0001.pt", b"step_0120.pt", b"optimizer_0001.pt"))
+    assert first == later != other

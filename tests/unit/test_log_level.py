@@ -37,7 +37,6 @@ def test_what_is_no_level(served: Served) -> None:
 
 
 def test_a_supervisor_that_does_not_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The level is what the processes do, not what was asked for."""
     logs.set_level("info")
     monkeypatch.setattr(admin, "LOG_LEVEL_WAIT_S", 0.05)
     monkeypatch.setattr(logs, "get_level", lambda: "info")

@@ -76,7 +76,6 @@ def test_a_second_outage_puts_deaths_off_no_further_than_it_must() -> None:
 
 
 def test_it_begins_with_who_lived_last_in_doubt() -> None:
-    """A mover that starts while the store is away knows its peers."""
     roster = MemberTable(HERE, [HERE, A, B])
     assert names(roster) == "n1 n2 n3" and not roster.is_connected
     roster.mark_connected(10.0)

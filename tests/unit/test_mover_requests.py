@@ -3,7 +3,6 @@
 import errno
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import trio
@@ -11,7 +10,7 @@ from ckptfs_daemon.mount.mover_client import MoverClient
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from ckptfs import limits
-from ckptfs.catalog import database, journal, mover_requests
+from ckptfs.catalog import journal, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TimedOut
 
@@ -26,29 +25,13 @@ class Rung:
         self.messages.append(message)
 
 
-@pytest.fixture
-def db(tmp_path: Path) -> Database:
-    database.create(tmp_path / "catalog.db")
-    return Database(tmp_path / "catalog.db", journalled=True)
-
-
 def test_who_asks_the_same_shares_a_row(db: Database) -> None:
     first = mover_requests.insert_request(db, mover_requests.FETCH, 7)
     assert mover_requests.insert_request(db, mover_requests.FETCH, 7) == first
-    assert (
-        len(
-            {
-                first,
-                mover_requests.insert_request(db, mover_requests.FETCH, 8),
-                mover_requests.insert_request(db, mover_requests.SCAN, 7),
-                mover_requests.insert_request(db, mover_requests.FETCH, 7, mover_requests.FOR_WRITING),
-            }
-        )
-        == 4
-    )
-    assert [want.id for want in mover_requests.list_open(db, mover_requests.FETCH)] == sorted(
-        want.id for want in mover_requests.list_open(db, mover_requests.FETCH)
-    )
+    others = [(mover_requests.FETCH, 8), (mover_requests.SCAN, 7), (mover_requests.FETCH, 7, mover_requests.FOR_WRITING)]
+    assert len({first, *(mover_requests.insert_request(db, *other) for other in others)}) == 4
+    listed = [want.id for want in mover_requests.list_open(db, mover_requests.FETCH)]
+    assert listed == sorted(listed)
     mover_requests.mark_done(db, first, mover_requests.FETCHED)
     assert mover_requests.insert_request(db, mover_requests.FETCH, 7) != first, "an answer belongs to those who asked before it"
 
@@ -86,9 +69,6 @@ def test_until_told(db: Database) -> None:
     db.run("DELETE FROM journal WHERE seq = ?", int(seq))
     assert not journal.has_pending(db, 7, int(seq)), "what was recorded later is not waited for"
     assert mover_requests.build_journal_argument(journal.get_last_seq(db, 8)) == "journal:0" and not journal.has_pending(db, 8, 0)
-
-
-# --- waiting ---------------------------------------------------------------------------------------------------------
 
 
 def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, timeout_s: float = 20.0) -> tuple[str, Rung]:

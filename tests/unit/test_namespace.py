@@ -121,9 +121,6 @@ def test_reap_deletes_what_nobody_holds_and_nothing_else(db: Database) -> None:
     assert inodes.list_xattrs(db, file.id) == []
 
 
-# --- rename ----------------------------------------------------------------------------------------------------------
-
-
 def test_rename_keeps_every_name_that_stays_at_its_place_in_readdir(db: Database) -> None:
     for name in (b"a", b"b", b"c"):
         make(db, ROOT, name)
@@ -177,9 +174,6 @@ def test_errnos_of_rename(db: Database) -> None:
     assert inodes.get(db, top.id).nlink == 3
 
 
-# --- directories of the PFS that were not imported yet ------------------------------------------------------------------
-
-
 def test_what_an_unvisited_directory_holds_is_not_guessed(db: Database) -> None:
     there = make(db, ROOT, b"there", DIRECTORY)
     known = make(db, there.id, b"known")
@@ -211,9 +205,6 @@ def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
         namespace.link(db, file.id, there.id, b"link", allow_unimported=True)
         namespace.rename(db, there.id, b"new", there.id, b"newer", allow_unimported=True)
     assert names(db, there.id) == [b"newer", b"link"]
-
-
-# --- attributes --------------------------------------------------------------------------------------------------------
 
 
 def test_attributes_are_set_one_by_one_and_ctime_always(db: Database) -> None:
@@ -252,9 +243,6 @@ def test_xattrs_obey_their_flags_and_limits(db: Database) -> None:
         inodes.remove_xattr(db, file, b"user.a")
         assert code(inodes.remove_xattr, db, file, b"user.a") == errno.ENODATA
         assert code(inodes.get_xattr, db, file, b"user.a") == errno.ENODATA
-
-
-# --- requests that are sent again ---------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_kept_until_the_ring_comes_round(db: Database) -> None:

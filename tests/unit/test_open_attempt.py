@@ -28,18 +28,8 @@ class Opener:
         self.node = Node(root)
         bell = cast(Any, SimpleNamespace(notify=lambda message: None))
         self.files = OpenFileTable(self.node.db, self.node.tiers, None, bell)
-        self.context = cast(
-            Any,
-            SimpleNamespace(
-                db=self.node.db,
-                tiers=self.node.tiers,
-                open_files=self.files,
-                wake_channel=bell,
-                mover_client=None,
-                data_path=DataPath.BUFFERED,
-                shared_namespace=None,
-            ),
-        )
+        shared: dict[str, Any] = {"db": self.node.db, "tiers": self.node.tiers, "open_files": self.files, "wake_channel": bell}
+        self.context = cast(Any, SimpleNamespace(**shared, mover_client=None, data_path=DataPath.BUFFERED, shared_namespace=None))
         self.content = self.node.make(b"file", b"sealed")
         self.inode = self.node.inode(self.content)
         self.seal()

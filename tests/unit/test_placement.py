@@ -37,10 +37,6 @@ def numbers(nodes: Sequence[Node]) -> list[int]:
     return [node.number for node in nodes]
 
 
-def everybodys(nodes: ClusterView, factor: int, jump: int) -> dict[int, list[int]]:
-    return {node.number: numbers(choose_peers(nodes, node.number, factor, jump)) for node in nodes.nodes}
-
-
 def check(nodes: ClusterView, factor: int, jump: int) -> Counter[int]:
     """What holds in every world; how many others each node holds copies for."""
     domains = {node.domain for node in nodes.nodes}
@@ -80,7 +76,6 @@ def check_leaving(before: ClusterView, gone: Node, factor: int, jump: int) -> No
 @pytest.mark.parametrize(("size", "count"), [(1, 1000), (16, 625), (18, 500), (4, 20), (16, 80)])
 @pytest.mark.parametrize("factor", [2, 3])
 def test_racks_that_are_numbered_one_after_the_other(size: int, count: int, factor: int) -> None:
-    """Even load, and one node's leaving changes what it must."""
     nodes = made([place // size for place in range(count)])
     load = check(nodes, factor, 1)
     assert max(load.values()) <= factor and sum(value == factor - 1 for value in load.values()) >= 0.95 * count
@@ -128,9 +123,6 @@ def test_any_large_world(data: st.DataObject) -> None:
     check(nodes, factor, jump)
     holders = data.draw(st.sets(st.integers(1, count + 3), max_size=8))
     check_wanted(nodes, holders, data.draw(st.integers(1, count + 3)), factor, jump)
-
-
-# --- repair ----------------------------------------------------------------------------------------------------------
 
 
 def check_wanted(nodes: ClusterView, holders: set[int], home: int, factor: int, jump: int) -> None:

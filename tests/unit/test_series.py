@@ -88,13 +88,9 @@ def test_which_numbers_count_steps(before: bytes, counts: bool) -> None:
 
 
 def test_newest_first() -> None:
-    """By number, not as text; of equal ones always in the same order."""
     names = [b"s9", b"s10", b"s0010", b"s1", b"other", b"s2.tmp"]
     for order in itertools.permutations(names):
         assert Series(b"s", b"").sort_newest_first(order) == [b"s10", b"s0010", b"s9", b"s1"]
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def record(state: ContentState | None, copy: CopyState | None, published: bool, elsewhere: bool) -> FileRecord:
@@ -131,8 +127,6 @@ def test_an_empty_file_needs_no_copy() -> None:
     assert series.find_incomplete_reason(FileRecord(None), 0) == ""
     assert series.find_incomplete_reason(FileRecord(None), 1) == "has no copy that could be read"
 
-
-# --- members ----------------------------------------------------------------------------------------------------------
 
 GOOD = MemberFile(10, Level.LOCAL)
 
