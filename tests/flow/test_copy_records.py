@@ -135,7 +135,7 @@ def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
     assert cluster.store.read([Get(locations.build_copy_key(content, 1))]).results[0] == ()
 
 
-def test_what_nobody_else_has_is_not_told_of(tmp_path: Path) -> None:
+def test_a_content_without_other_copies_is_not_announced(tmp_path: Path) -> None:
     """It is lost, which `c/` says; and what the PFS has needs no word."""
     cluster, one, _ = make_cluster(tmp_path, 2)
     there = replicated(cluster, b"file", b"data" * 1000)

@@ -72,7 +72,7 @@ def test_what_becomes_safe_while_evict_rests_leaves_without_another_hint(node: N
     ("used", "expected", "leaves"),
     [(50, 20, 0), (59, 20, 0), (60, 20, 1), (61, 20, 2), (79, 1, 19), (50, 70, 41), (50, 79, 50), (50, 80, 0), (50, 500, 0), (0, 79, 0)],
 )
-def test_how_much_had_better_leave(used: int, expected: int, leaves: int) -> None:
+def test_how_much_should_leave(used: int, expected: int, leaves: int) -> None:
     assert space.get_excess_bytes_for(Capacity(100, 100 - used, used), expected, 0.8, 0.6) == leaves
 
 
@@ -82,7 +82,7 @@ def test_below_the_watermark_nothing_goes(node: Node) -> None:
     assert node.files(Tier.RAM) == set(contents)
 
 
-def test_what_is_on_the_pfs_goes_least_recently_used_first_down_to_the_low_watermark(node: Node) -> None:
+def test_published_contents_leave_in_lru_order_down_to_the_low_watermark(node: Node) -> None:
     contents = filled(node, published=True)
     settle(evict(node))
     assert node.files(Tier.RAM) == set(contents[4:])
@@ -91,7 +91,7 @@ def test_what_is_on_the_pfs_goes_least_recently_used_first_down_to_the_low_water
     assert node.files(Tier.NVME) == set()
 
 
-def test_what_is_nowhere_else_moves_to_nvme_verified(node: Node) -> None:
+def test_an_unpublished_content_moves_to_nvme_verified(node: Node) -> None:
     contents = filled(node)
     before = [node.data(content) for content in contents]
     settle(evict(node))
@@ -120,7 +120,7 @@ def test_a_publication_that_is_not_this_very_content_does_not_count(node: Node, 
     assert node.files(Tier.RAM) == set(contents), "the last copy of something was dropped"
 
 
-def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_just_before_eviction_wins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = filled(node, published=True)
     chosen = copies.list_evictable
 
@@ -134,7 +134,7 @@ def test_somebody_who_opens_the_file_just_before_wins(node: Node, monkeypatch: p
     assert contents[0] in node.files(Tier.RAM)
 
 
-def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_content_fetched_during_its_eviction_keeps_its_new_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: between evict's commit and the removal of the files somebody brings one of the contents back under the same name."""
     contents = filled(node, published=True)
     act = disk.act
@@ -152,7 +152,7 @@ def test_what_is_fetched_again_before_its_old_file_went_keeps_its_new_one(node: 
     assert contents[1] not in node.files(Tier.RAM), "the others went"
 
 
-def test_what_somebody_copies_just_now_is_not_copied_by_a_second_one(node: Node) -> None:
+def test_a_content_that_is_being_copied_is_not_copied_twice(node: Node) -> None:
     """P5: two who fill one file would take each other's away, after one of them said that it is whole."""
     contents = filled(node)
     row = node.row(contents[0])
@@ -183,7 +183,7 @@ def test_a_file_that_is_deleted_while_it_is_moved_is_no_trouble(
     assert caplog.messages == []
 
 
-def test_without_nvme_and_pfs_nothing_is_lost_and_it_is_said_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_nvme_and_pfs_nothing_leaves_and_one_line_is_logged(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     node.configure(nvme=None)
     contents = filled(node)
@@ -233,7 +233,7 @@ def test_a_full_nvme_lets_go_what_is_on_the_pfs_only(node: Node) -> None:
     assert node.files(Tier.NVME) == set(contents[1:])
 
 
-def test_short_memory_takes_from_ram_what_is_safe(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_memory_evicts_published_contents_from_ram(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = filled(node, 5)
     node.publish(*contents[:2])
     roomy = node.tiers[Tier.RAM].get_capacity()

@@ -87,7 +87,7 @@ def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World
     assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
 
 
-def test_a_large_file_of_a_stranger_s_is_read_in_place_where_room_is_scarce(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_imported_file_is_read_in_place_when_space_is_short(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FETCH_WHOLE_BYTES", MIB)
     asked: list[int] = []
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: asked.append(expected_bytes) or Tier.PFS)
@@ -95,7 +95,7 @@ def test_a_large_file_of_a_stranger_s_is_read_in_place_where_room_is_scarce(worl
     assert asked == [limits.FETCH_SPACE_RATIO * (5 * MIB + 7)]
 
 
-def test_a_stranger_s_newer_file_is_fetched_instead(world: World) -> None:
+def test_a_file_that_changed_on_the_pfs_is_fetched_instead(world: World) -> None:
     world.bring("d/file")
     lose_copies(world, "d/file")
     (world.pfs / "d" / "file").write_bytes(b"newer")
@@ -104,7 +104,7 @@ def test_a_stranger_s_newer_file_is_fetched_instead(world: World) -> None:
     world.check()
 
 
-def test_a_file_that_a_stranger_removed(world: World) -> None:
+def test_a_file_that_was_removed_on_the_pfs_is_stale(world: World) -> None:
     (world.pfs / "d" / "file").unlink()
     inode = world.inode("d/file")
     answer = world.run(world.fetch, mover_requests.insert_request(world.db, mover_requests.FETCH, inode))

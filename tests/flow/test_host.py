@@ -91,7 +91,7 @@ def test_small_files_that_came_in_between_do_not_hide_blocks_that_are_here(two: 
     assert send(two, one.written(b"step_20", frozen + b"22")) == 2
 
 
-def test_whoever_reads_the_older_generation_keeps_it(two: LocalCluster) -> None:
+def test_a_reader_of_the_older_generation_keeps_it(two: LocalCluster) -> None:
     one, other = two.nodes
     data = os.urandom(BLOCK + 9)
     content = one.written(b"a", data)

@@ -98,7 +98,7 @@ def test_a_hint_takes_a_closed_file_all_the_way_to_the_pfs(node: Node, start: Ca
     assert node.state(content) is ContentState.SEALED
 
 
-def test_a_want_is_answered_and_the_mount_told(node: Node, start: Callable[..., Mover]) -> None:
+def test_a_request_is_answered_and_the_mount_notified(node: Node, start: Callable[..., Mover]) -> None:
     (node.root / "pfs" / "theirs").write_text("already there")
     mover = start()
     mover.hear(READY)

@@ -52,7 +52,7 @@ def test_a_file_that_the_mount_removed_already_is_no_trouble(node: Node) -> None
     assert node.state(content) is None
 
 
-def test_who_still_has_it_open_keeps_it(node: Node) -> None:
+def test_an_open_content_stays(node: Node) -> None:
     content = node.make(b"file", b"1")
     node.hold(content)
     doom(node, content)
@@ -60,7 +60,7 @@ def test_who_still_has_it_open_keeps_it(node: Node) -> None:
     assert node.files(Tier.RAM) == {content} and node.state(content) is not None
 
 
-def test_many_go_in_batches(node: Node) -> None:
+def test_contents_are_removed_in_batches(node: Node) -> None:
     with node.db.transaction():
         contents = [node.make(b"%d" % number, b"x") for number in range(300)]
         for content in contents:
@@ -118,7 +118,7 @@ def test_a_leftover_whose_name_the_mount_takes_over_is_left_to_it(node: Node, mo
     assert node.data(1) == b"data"
 
 
-def test_other_files_in_a_tier_are_none_of_ours(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_others_in_a_tier_stay(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = node.tiers[Tier.NVME].root / "contents" / "README"
     stranger.write_text("hands off")
     os.close(node.tiers[Tier.NVME].create(4711))
@@ -138,7 +138,7 @@ def test_a_quarantined_copy_goes_only_beside_a_good_one(node: Node) -> None:
     assert node.files(Tier.RAM) == {lonely}
 
 
-def test_a_quarantined_copy_that_is_brought_back_just_now_keeps_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quarantined_copy_that_is_fetched_again_keeps_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make_sealed(b"f", b"old")
     node.publish(content)
     node.db.run("UPDATE copy SET state = 2, verified_ns = 0")

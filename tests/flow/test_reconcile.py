@@ -54,7 +54,7 @@ def delete(cluster: LocalCluster, *keys: str) -> None:
     cluster.store.commit([], [Delete(key.encode()) for key in keys])
 
 
-def test_what_everybody_counts_on_stays(tmp_path: Path) -> None:
+def test_needed_copies_stay(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path, 3)
     content = replicated(cluster)
     for node in cluster.nodes:
@@ -62,7 +62,7 @@ def test_what_everybody_counts_on_stays(tmp_path: Path) -> None:
     assert [node.copies(content) for node in cluster.nodes] == [{Tier.RAM: CopyState.GOOD}] * 2 + [{}]
 
 
-def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
+def test_a_file_that_another_node_deleted_is_removed(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
     for node in cluster.nodes:
@@ -72,7 +72,7 @@ def test_a_file_that_was_deleted_elsewhere_goes_here(tmp_path: Path) -> None:
     assert locations.load(two.store, [content])[content].copies == ()
 
 
-def test_nobody_is_left_to_say_that_a_dead_node_s_file_is_gone(tmp_path: Path) -> None:
+def test_a_holder_removes_the_records_of_a_dead_node_s_deleted_file(tmp_path: Path) -> None:
     """Its holder takes its word out of the store."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
@@ -82,7 +82,7 @@ def test_nobody_is_left_to_say_that_a_dead_node_s_file_is_gone(tmp_path: Path) -
     assert found.state is None and found.copies == () and two.files(Tier.RAM) == set()
 
 
-def test_what_was_not_told_yet_is_not_taken_for_deleted(tmp_path: Path) -> None:
+def test_an_unpublished_file_is_not_taken_for_deleted(tmp_path: Path) -> None:
     """P1: an island's files."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
@@ -127,7 +127,7 @@ def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why
     assert two.copies(content) == {}, "its writer has deleted it"
 
 
-def test_a_file_that_was_written_anew_elsewhere(tmp_path: Path) -> None:
+def test_a_file_that_another_node_rewrote_keeps_its_previous_content(tmp_path: Path) -> None:
     """The former content stays until its successor is sealed and has reached another node."""
     cluster, content, one, two, three = make_replicated(tmp_path, 3)
     inode = one.inode(content)
@@ -163,7 +163,7 @@ def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
     assert one.files(Tier.RAM) == set(), "the former generation is of no use to anybody"
 
 
-def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
+def test_an_open_copy_stays(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path, 2)
     content = replicated(cluster)
     delete(cluster, f"i/{cluster.nodes[0].inode(content):016x}")
@@ -218,7 +218,7 @@ def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
-def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
+def test_a_copy_missing_from_the_store_is_announced_again(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"p/{content:016x}/00000002")
     sweep(one)
@@ -228,7 +228,7 @@ def test_a_copy_that_the_store_forgot_is_told_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [CopyState.GOOD, CopyState.QUARANTINED])
-def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: Path, first: CopyState) -> None:
+def test_a_copy_that_changes_during_an_announcement_is_announced_again(tmp_path: Path, first: CopyState) -> None:
     """P4: no word stays in the store that is not true, and none is missing."""
     _, content, _, two, *_ = make_replicated(tmp_path, 2)
     copies.set_copy_state(two.db, content, Tier.RAM, first)
@@ -244,7 +244,7 @@ def test_what_came_or_went_while_the_store_was_told_stays_to_be_told(tmp_path: P
     assert told == ([] if first is CopyState.GOOD else [2])
 
 
-def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpublished_local_write_does_not_yield(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: an island comes back to a file that another node has written too. Both are there until the mount has settled it."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     for node, word in ((one, b"here"), (two, b"there"), (two, b"again")):
@@ -267,7 +267,7 @@ def test_what_was_written_here_and_not_told_yet_does_not_give_way(tmp_path: Path
     assert one.data(content).endswith(b"again")
 
 
-def test_two_that_are_too_many_do_not_go_at_once(tmp_path: Path) -> None:
+def test_two_surplus_copies_do_not_leave_at_once(tmp_path: Path) -> None:
     """Each rests on the other: the second finds that the store has changed since it was asked."""
     cluster, content, one, two, three, _ = make_replicated(tmp_path, 4)
     shared = locations.load(one.store, [content])[content]
@@ -281,7 +281,7 @@ def test_two_that_are_too_many_do_not_go_at_once(tmp_path: Path) -> None:
     assert not locations.withdraw_copy(three.store, 3, content, list(again.items))
 
 
-def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None:
+def test_a_released_copy_is_checked_in_the_store(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     two.hold.release_copies([content])
     sweep(two)
@@ -292,7 +292,7 @@ def test_what_a_peer_need_not_hold_any_more_is_asked_for(tmp_path: Path) -> None
     assert two.files(Tier.RAM) == set() and two.hold.reported_unneeded == set()
 
 
-def test_who_wrote_what_another_node_deleted_is_told_and_tells_its_holders(tmp_path: Path) -> None:
+def test_the_writer_passes_a_deletion_on_to_its_holders(tmp_path: Path) -> None:
     """Rank 0 removes everybody's checkpoints: nobody waits for a sweep to get the room back."""
     cluster, one, two, three = make_cluster(tmp_path, 3)
     content, kept = replicated(cluster), replicated(cluster, b"b")

@@ -46,7 +46,7 @@ def copies(cluster: LocalCluster, content: int) -> set[str]:
     return {node.member.name for node in cluster.nodes if node.alive and Tier.RAM in node.copies(content)}
 
 
-def test_the_writer_replaces_a_holder_that_died(tmp_path: Path) -> None:
+def test_the_writer_replaces_a_dead_holder(tmp_path: Path) -> None:
     cluster, one, *_ = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
     settle(cluster)
@@ -128,7 +128,7 @@ def test_nothing_is_copied_where_the_writer_lives(tmp_path: Path) -> None:
     assert two.peers.sent == []
 
 
-def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) -> None:
+def test_a_writer_refetches_the_copies_that_it_lost(tmp_path: Path) -> None:
     """P9: one copy is left while the writer lives; nobody else would make another one."""
     cluster, one, *_ = make_cluster(tmp_path, 2)
     written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(3)]
@@ -149,7 +149,7 @@ def test_what_a_writer_lost_comes_back_although_nobody_reads_it(tmp_path: Path) 
     assert one.repair.next_due_s() != limits.REQUEST_POLL_S
 
 
-def test_what_does_not_fit_is_not_asked_for_file_by_file(tmp_path: Path) -> None:
+def test_a_full_tier_stops_further_requests(tmp_path: Path) -> None:
     cluster, one, *_ = make_cluster(tmp_path, 2)
     for number in range(3):
         one.written(b"f%d" % number, os.urandom(1000))

@@ -20,7 +20,7 @@ from ckptfs.store.kv import Delete
 BLOCK = limits.BLOCK_BYTES
 
 
-def test_what_is_sealed_is_copied_and_then_clique(tmp_path: Path) -> None:
+def test_a_sealed_content_is_copied_and_reaches_clique(tmp_path: Path) -> None:
     one, two, three = (cluster := LocalCluster(tmp_path, 3)).nodes
     content = one.written(b"a", data := os.urandom(BLOCK + 7))
     assert level(one, content) is Level.LOCAL
@@ -39,7 +39,7 @@ def test_three_copies_in_three_failure_domains(tmp_path: Path) -> None:
     assert holders == {"r1", "r2", "r3"}
 
 
-def test_a_node_alone_waits_until_there_is_somebody(tmp_path: Path) -> None:
+def test_a_single_node_waits_for_a_peer(tmp_path: Path) -> None:
     _, one, two = make_cluster(tmp_path, 2)
     two.kill()
     content = one.written(b"a", b"hello")
@@ -50,7 +50,7 @@ def test_a_node_alone_waits_until_there_is_somebody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["dead", "full", "refuses"])
-def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str) -> None:
+def test_the_next_peer_takes_what_the_first_refuses(tmp_path: Path, trouble: str) -> None:
     cluster, one, two, three = make_cluster(tmp_path, 3)
     if trouble == "dead":
         cluster.cut.add("n2")
@@ -70,7 +70,7 @@ def test_the_next_one_takes_what_the_first_does_not(tmp_path: Path, trouble: str
     assert three.data(content) == data and two.files(Tier.RAM) == set()
 
 
-def test_a_peer_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
+def test_a_peer_that_hangs_delays_no_other(tmp_path: Path) -> None:
     """Two copies are wanted; the one that goes to the node that answers arrives while the other one hangs."""
     _, one, two, three = make_cluster(tmp_path, 3, factor=3)
     released = threading.Event()
@@ -90,7 +90,7 @@ def test_a_peer_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
     until(lambda: all(two.copies(content) for content in written), flow.step)
 
 
-def test_what_failed_is_tried_again(tmp_path: Path) -> None:
+def test_a_failed_copy_is_retried(tmp_path: Path) -> None:
     _, one, *_ = make_cluster(tmp_path, 2)
     failures = [2]
 
@@ -107,7 +107,7 @@ def test_what_failed_is_tried_again(tmp_path: Path) -> None:
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
 
 
-def test_what_is_written_again_while_it_is_sent_counts_as_nothing(tmp_path: Path) -> None:
+def test_a_content_that_is_reopened_during_a_copy_does_not_count(tmp_path: Path) -> None:
     """P7: the peer gets no mixture, and the next generation goes its own way."""
     _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", os.urandom(3 * BLOCK))
@@ -140,7 +140,7 @@ def test_a_copy_that_went_bad_here_is_found_when_it_is_sent(tmp_path: Path, capl
     assert "is quarantined" in caplog.text
 
 
-def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
+def test_a_deletion_is_passed_on_to_the_holder(tmp_path: Path) -> None:
     _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
     flow = replicate(one, content)
@@ -150,7 +150,7 @@ def test_what_is_deleted_here_is_forgotten_there(tmp_path: Path) -> None:
     assert peer_copies.list_unneeded(one.db, 10) == []
 
 
-def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
+def test_a_deletion_is_passed_on_to_nodes_that_fetched_the_file(tmp_path: Path) -> None:
     """Only the store knows of a copy that was made by reading."""
     cluster, one, two, three = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
@@ -163,7 +163,7 @@ def test_who_fetched_what_is_deleted_hears_of_it_too(tmp_path: Path) -> None:
     assert locations.load(cluster.store, [content])[content].copies == ()
 
 
-def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
+def test_many_deletions_are_passed_on(tmp_path: Path) -> None:
     one, two = LocalCluster(tmp_path, 2).nodes
     with one.db.transaction():
         for content in range(1000, 1200):
@@ -173,7 +173,7 @@ def test_of_all_that_is_deleted_at_once_the_others_hear(tmp_path: Path) -> None:
     assert two.hold.reported_unneeded == set(range(1000, 1200))
 
 
-def test_who_lives_and_cannot_be_told_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_peer_that_is_unreachable_is_notified_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood still, or was cut off for a moment; others are told meanwhile. Who died is not waited for."""
     monkeypatch.setattr(limits, "RETRY_FIRST_S", 0.05)
     cluster, one, two, three, four = make_cluster(tmp_path, 4)
@@ -196,7 +196,7 @@ def behind(node: Node) -> tuple[int, int, int]:
     return peer_copies.count_unsafe(db), peer_copies.get_replication_lag(db)[0], peer_copies.count_wanted_copies(db)[0]
 
 
-def test_what_is_gone_here_and_written_anew_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_lost_content_that_another_node_rewrote_is_not_waited_for(tmp_path: Path) -> None:
     """This node lost its RAM, another one has truncated the file since, and who had a copy died: `drain` comes to an end."""
     one, two, three = LocalCluster(tmp_path, 3).nodes
     content = one.written(b"a", b"hello")
@@ -309,7 +309,7 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     assert two.hold.reported_unneeded == {gone}
 
 
-def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -> None:
+def test_a_node_that_forgets_a_remote_content_releases_no_copy(tmp_path: Path) -> None:
     """P5: this node forgets it, and that is no word about the copies of what others read."""
     _, one, two, three = make_cluster(tmp_path, 3)
     content = one.written(b"a", b"hello")
@@ -323,7 +323,7 @@ def test_what_another_node_has_made_of_a_content_is_still_held(tmp_path: Path) -
     assert locations.load(one.store, [content])[content].holders == [1, 2]
 
 
-def test_what_lies_in_a_tier_that_is_not_there_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_content_in_a_missing_tier_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, one, two = make_cluster(tmp_path, 2)
     content = one.written(b"a", b"hello")
     one.db.run("UPDATE copy SET tier = 'nvme' WHERE content = ?", content)

@@ -90,7 +90,7 @@ def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) 
     assert content not in two.files(Tier.RAM), "its writer and another node have what came after it"
 
 
-def test_a_mover_that_begins_anew_still_has_it(tmp_path: Path) -> None:
+def test_a_restarted_mover_still_announces_it(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     change(one, content, appended)
     hear(two, content)
@@ -182,7 +182,7 @@ def test_of_several_generations_the_newest_is_shown(tmp_path: Path) -> None:
     assert held(three, inode) == OLD + NEW
 
 
-def test_changed_in_place_and_then_written_anew(tmp_path: Path) -> None:
+def test_a_file_changed_in_place_and_then_rewritten_shows_its_replicated_generation(tmp_path: Path) -> None:
     """P9: what nobody else had of the former content does not hide what they had before."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
@@ -246,7 +246,7 @@ def test_a_failure_anywhere_is_made_good(tmp_path: Path, label: str, monkeypatch
     assert not two.row(former).is_remote and two.db.value("SELECT under_replicated FROM content WHERE id = ?", former) == 1
 
 
-def test_the_pfs_is_told_of_it(tmp_path: Path) -> None:
+def test_the_previous_generation_is_written_back(tmp_path: Path) -> None:
     """Who shows a former generation writes it back, if its writer did not come to that."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     change(one, content, appended)
@@ -280,7 +280,7 @@ def test_a_fetch_that_fails_leaves_what_was_here(tmp_path: Path, monkeypatch: py
     assert two.files(Tier.RAM) == {shown(cluster, inode)[0]}
 
 
-def test_a_fetch_that_does_not_fail_leaves_nothing_aside(tmp_path: Path) -> None:
+def test_a_successful_fetch_leaves_no_stash(tmp_path: Path) -> None:
     _, content, one, two = make_replicated(tmp_path, 2)
     two.learn(one.inode(content), b"file", content, len(OLD))
     change(one, content, appended)

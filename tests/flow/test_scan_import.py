@@ -77,7 +77,7 @@ def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: py
     assert told == ([".ckptfs.parked.78"] if old else [])
 
 
-def test_what_cannot_be_swept_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parked_file_that_cannot_be_removed_is_reported_and_retried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PARKED_KEEP_S", -1.0)
     monkeypatch.setattr(Scan, "_is_gone", lambda *_: True)
     left = world.pfs / ".ckptfs.parked.77"
@@ -91,7 +91,7 @@ def test_what_cannot_be_swept_is_told_and_tried_again(world: World, monkeypatch:
 
 
 @pytest.mark.parametrize("what", ["a name like ours", "in the work area", "in its place"])
-def test_what_is_hidden_and_not_ours_is_told(world: World, what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hidden_external_file_is_reported(world: World, what: str, caplog: pytest.LogCaptureFixture) -> None:
     """P11: once, for as long as it is there."""
     area = world.pfs / ".ckptfs"
     foreign = {"a name like ours": world.pfs / ".ckptfs.backup", "in the work area": area / "notes", "in its place": area}[what]
@@ -142,7 +142,7 @@ def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pyte
     assert compare.IMPORT_BATCH * 4 <= limits.CHANGE_ROWS_MAX and len(rows) >= count / compare.IMPORT_BATCH
 
 
-def test_a_first_visit_tells_nobody_and_a_later_one_tells_of_each_new_name(world: World) -> None:
+def test_a_first_scan_invalidates_nothing_and_a_later_one_each_new_name(world: World) -> None:
     (world.pfs / "old").write_bytes(b"")
     world.visit("")
     assert world.told.entries == []

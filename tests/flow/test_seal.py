@@ -78,7 +78,7 @@ def test_a_mapping_that_outlives_its_handle_delays_the_seal_and_nothing_else(nod
     assert step.next_due_s() is None
 
 
-def test_who_opens_for_writing_meanwhile_wins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_for_writing_during_the_seal_wins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make(b"file", b"first")
     whole = transfer.read
 

@@ -119,7 +119,7 @@ async def left_out(cluster: WriterCluster) -> int:
 
 
 @in_cluster
-async def test_what_nobody_holds_is_left_out(cluster: WriterCluster) -> None:
+async def test_a_content_without_holders_is_skipped(cluster: WriterCluster) -> None:
     content = await left_out(cluster)
     assert not (cluster.pfs / "lost").exists()
     assert content in cluster.nodes[-1].bytes

@@ -58,7 +58,7 @@ def test_the_last_copy_is_quarantined_and_kept(node: Node) -> None:
     assert node.state(content) is ContentState.LOST
 
 
-def test_what_the_pfs_shows_is_not_lost(node: Node) -> None:
+def test_a_published_content_is_not_lost(node: Node) -> None:
     content = node.make_sealed(b"file", b"data")
     node.publish(content)
     node.spoil(content, Tier.RAM)
@@ -66,7 +66,7 @@ def test_what_the_pfs_shows_is_not_lost(node: Node) -> None:
     assert node.state(content) is ContentState.SEALED, "the next open fetches it"
 
 
-def test_a_copy_that_came_right_again_counts_again(node: Node) -> None:
+def test_a_copy_that_is_right_again_counts_again(node: Node) -> None:
     content = node.make_sealed(b"file", b"data")
     node.spoil(content, Tier.RAM)
     verify(node.db, node.tiers, content)
@@ -76,12 +76,12 @@ def test_a_copy_that_came_right_again_counts_again(node: Node) -> None:
     assert node.state(content) is ContentState.SEALED and node.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
-def test_what_is_not_sealed_is_not_judged(node: Node) -> None:
+def test_an_unsealed_content_is_not_verified(node: Node) -> None:
     assert verify(node.db, node.tiers, node.make(b"file", b"data")) == []
     assert verify(node.db, node.tiers, 4711) == []
 
 
-def test_a_tier_that_does_not_answer_is_no_proof(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_quarantines_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = twice(node)
     monkeypatch.setattr(disk, "_fault", "verify:read=EIO@*")
     with pytest.raises(OSError, match="injected"):
@@ -89,7 +89,7 @@ def test_a_tier_that_does_not_answer_is_no_proof(node: Node, monkeypatch: pytest
     assert node.copies(content) == GOOD_BOTH
 
 
-def test_a_writer_meanwhile_ends_it_without_a_verdict(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_during_verification_ends_it_without_a_verdict(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = twice(node)
     whole = transfer.read
 

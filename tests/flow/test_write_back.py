@@ -189,7 +189,7 @@ def test_a_file_that_got_its_times_under_a_name_that_went_is_known_under_the_oth
     mount.settle_exactly()
 
 
-def test_what_is_made_gets_its_times_and_is_replaced_at_once_is_no_strangers(mount: Mount) -> None:
+def test_a_file_replaced_while_its_times_are_set_is_not_an_external_change(mount: Mount) -> None:
     """The times are those of the moment when they are set: they may be later than what the file was made with."""
     mount.put(b"a", b"bytes")
     mount.link(b"a", b"b")
@@ -400,7 +400,7 @@ def test_other_tiers_are_sources_too(mount: Mount, tier: Tier) -> None:
     assert mount.on_pfs()[b"file"][1] == b"data" * 1000
 
 
-def test_a_catalog_that_meets_a_pfs_tells_it_everything(tmp_path: Path) -> None:
+def test_a_catalog_that_gets_a_pfs_writes_everything_back(tmp_path: Path) -> None:
     mount = Mount(tmp_path)
     mount.db.is_journalled = False
     mount.mkdir(b"d")

@@ -98,7 +98,7 @@ def test_generations_keep_their_order(mount: Mount, monkeypatch: pytest.MonkeyPa
     assert (mount.pfs / "g").read_bytes() == b"two"
 
 
-def test_the_next_mover_begins_with_what_was_set_aside(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_mover_begins_with_the_deferred_files(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         refusing(patch, lambda data: data.startswith(b"no"))
         for number in range(5):

@@ -20,7 +20,7 @@ def mount(tmp_path: Path) -> Mount:
     return made
 
 
-def test_what_a_stranger_wrote_into_our_file_is_kept_beside_it(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_external_write_into_our_file_becomes_a_conflict_copy(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     (mount.pfs / "run" / "a").write_bytes(b"theirs")
     mount.put(b"run/a", b"ours 2")
     mount.settle()
@@ -39,7 +39,7 @@ def test_another_file_under_our_name(mount: Mount) -> None:
         assert (mount.pfs / "run" / f"a.ckptfs-conflict-{number}").read_bytes() == b"theirs %d" % number
 
 
-def test_a_name_that_a_stranger_took_first(mount: Mount) -> None:
+def test_a_name_that_was_taken_on_the_pfs_becomes_a_conflict_copy(mount: Mount) -> None:
     (mount.pfs / "run" / ("n" * 255)).write_bytes(b"theirs")
     (mount.pfs / "run" / "d").mkdir()
     (mount.pfs / "run" / "d" / "inside").write_bytes(b"theirs")
@@ -52,7 +52,7 @@ def test_a_name_that_a_stranger_took_first(mount: Mount) -> None:
     assert (mount.pfs / "run" / "d.ckptfs-conflict-1" / "inside").read_bytes() == b"theirs"
 
 
-def test_a_directory_of_ours_where_a_stranger_has_a_file(mount: Mount) -> None:
+def test_a_directory_replaces_an_external_file(mount: Mount) -> None:
     """A directory cannot be renamed over a file: theirs loses the name, and nothing waits for ever."""
     mount.mkdir(b"moved")
     mount.settle()
@@ -77,14 +77,14 @@ def test_a_directory_that_both_made_is_one(mount: Mount) -> None:
     assert mount.temporaries() == []
 
 
-def test_what_is_renamed_here_and_removed_there_is_written_again(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_renamed_file_that_was_removed_on_the_pfs_is_written_again(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     os.unlink(mount.pfs / "run" / "a")
     mount.rename(b"run/a", b"run/b")
     mount.settle_exactly()
     assert "run/b: gone from the PFS" in caplog.text
 
 
-def test_a_directory_that_they_removed_is_made_again(mount: Mount) -> None:
+def test_a_directory_that_was_removed_on_the_pfs_is_made_again(mount: Mount) -> None:
     mount.mkdir(b"run/deep")
     mount.put(b"run/deep/x", b"x")
     mount.settle()
@@ -93,13 +93,13 @@ def test_a_directory_that_they_removed_is_made_again(mount: Mount) -> None:
     mount.settle_exactly()
 
 
-def test_a_directory_that_they_removed_and_we_rename(mount: Mount) -> None:
+def test_a_renamed_directory_that_was_removed_on_the_pfs_is_made_again(mount: Mount) -> None:
     shutil.rmtree(mount.pfs / "run")
     mount.rename(b"run", b"walk")
     mount.settle_exactly()
 
 
-def test_a_directory_that_they_replaced_by_a_symlink_is_not_followed(mount: Mount, tmp_path: Path) -> None:
+def test_a_symlink_in_place_of_a_directory_is_not_followed(mount: Mount, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     os.rename(mount.pfs / "run", mount.pfs / "moved")
@@ -110,7 +110,7 @@ def test_a_directory_that_they_replaced_by_a_symlink_is_not_followed(mount: Moun
     assert (mount.pfs / "run" / "new").read_bytes() == b"new" and not (mount.pfs / "run").is_symlink()
 
 
-def test_unlink_leaves_what_is_not_ours(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+def test_unlink_leaves_an_external_file(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     os.unlink(mount.pfs / "run" / "a")
     (mount.pfs / "keep-the-number").write_bytes(b"")
     (mount.pfs / "run" / "a").write_bytes(b"theirs, another file")
@@ -120,7 +120,7 @@ def test_unlink_leaves_what_is_not_ours(mount: Mount, caplog: pytest.LogCaptureF
     assert "replaced externally on the PFS" in caplog.text
 
 
-def test_rmdir_leaves_a_directory_that_holds_theirs(mount: Mount) -> None:
+def test_rmdir_leaves_a_directory_that_holds_an_external_file(mount: Mount) -> None:
     (mount.pfs / "run" / "theirs").write_bytes(b"theirs")
     mount.unlink(b"run/a")
     mount.rmdir(b"run")
@@ -128,7 +128,7 @@ def test_rmdir_leaves_a_directory_that_holds_theirs(mount: Mount) -> None:
     assert os.listdir(mount.pfs / "run") == ["theirs"]
 
 
-def test_a_file_whose_only_copy_they_removed_is_never_shown_as_empty(mount: Mount) -> None:
+def test_a_file_whose_only_copy_was_removed_is_never_shown_as_empty(mount: Mount) -> None:
     content = mount.shown(mount.number(b"run/a"))
     assert content is not None
     with mount.db.transaction():
@@ -140,7 +140,7 @@ def test_a_file_whose_only_copy_they_removed_is_never_shown_as_empty(mount: Moun
     assert mount.db.value("SELECT count(*) FROM pfs_file") == 1, "a visit finds out what became of it"
 
 
-def test_somebody_removes_our_temporary_file(mount: Mount) -> None:
+def test_a_temporary_file_that_was_purged_is_written_again(mount: Mount) -> None:
 
     def purge(label: str) -> None:
         if label == "write_back:written_down":

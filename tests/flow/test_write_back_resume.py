@@ -50,7 +50,7 @@ def mount(tmp_path: Path) -> Mount:
     return mount
 
 
-def test_what_is_there_is_not_written_again(mount: Mount) -> None:
+def test_complete_blocks_are_not_written_again(mount: Mount) -> None:
     cut_off(mount)
     seen = settled(mount)
     assert seen.count("write_back:write") == WRITES - (WRITES * 3 // 4 - 1) and "write_back:create" not in seen
@@ -61,7 +61,7 @@ def test_a_copy_that_was_whole_is_only_read(mount: Mount) -> None:
     assert "write_back:write" not in settled(mount)
 
 
-def test_it_is_cut_off_again_and_again(mount: Mount) -> None:
+def test_a_copy_survives_many_deaths(mount: Mount) -> None:
     """Each life writes a little, and together they write everything once."""
     lives = 0
     while True:
@@ -106,7 +106,7 @@ def test_a_file_that_was_deleted_leaves_nothing(mount: Mount) -> None:
 
 
 @pytest.mark.parametrize("disguise", ["another mode", "another link", "a directory", "small"])
-def test_what_is_not_as_it_was_left_is_begun_anew(mount: Mount, disguise: str) -> None:
+def test_a_temporary_file_that_was_changed_is_copied_from_the_start(mount: Mount, disguise: str) -> None:
     """Somebody else had his hands on it, and may have it open for writing."""
     cut_off(mount)
     path = Path(mount.temporaries()[0])
@@ -123,7 +123,7 @@ def test_what_is_not_as_it_was_left_is_begun_anew(mount: Mount, disguise: str) -
 
 
 @pytest.mark.root
-def test_what_a_stranger_put_there_is_begun_anew(mount: Mount) -> None:
+def test_a_temporary_file_of_another_owner_is_copied_from_the_start(mount: Mount) -> None:
     cut_off(mount)
     os.chown(mount.temporaries()[0], 4711, 4711)
     assert settled(mount).count("write_back:write") == WRITES
@@ -131,7 +131,7 @@ def test_what_a_stranger_put_there_is_begun_anew(mount: Mount) -> None:
 
 @pytest.mark.parametrize("label", ["write_back:resume", "resume:persist", "resume:read"])
 @pytest.mark.parametrize("struck", ["killed", "EIO"])
-def test_trouble_while_going_on(mount: Mount, label: str, struck: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_during_a_resume_starts_again(mount: Mount, label: str, struck: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that cannot give what it has got is not trusted: the next attempt begins anew."""
     cut_off(mount)
     if struck == "killed":
@@ -146,7 +146,7 @@ def test_trouble_while_going_on(mount: Mount, label: str, struck: str, monkeypat
     settled(mount)
 
 
-def test_small_files_are_made_anew(tmp_path: Path) -> None:
+def test_small_files_are_copied_from_the_start(tmp_path: Path) -> None:
     mount = Mount(tmp_path)
     for number in range(5):
         mount.put(b"%d" % number, b"%d" % number * 1000)

@@ -81,7 +81,7 @@ def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
     assert pfs_ownership.is_root()
 
 
-def test_a_refusal_that_stays_is_told_and_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_permanent_refusal_is_reported_and_delays_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mount = Mount(tmp_path)
     mount.put(b"file", b"data")
     monkeypatch.setattr(disk, "_fault", "write_back:create=EACCES@*")

@@ -70,7 +70,7 @@ def test_figures_are_those_of_the_catalog(node: Node, store: MemoryStore) -> Non
     assert first.lag_s > 0
 
 
-def test_what_is_under_way_is_told_and_shown(node: Node, store: MemoryStore) -> None:
+def test_current_work_is_published_and_shown(node: Node, store: MemoryStore) -> None:
     """N4: what waits for a peer and what is on its way, how fast it goes, what comes back here, and what is repaired for the dead."""
     behind, gone, dead = (node.make(name, b"x" * 1000) for name in (b"behind", b"gone", b"dead"))
     with serving(node) as served:
@@ -203,7 +203,7 @@ def test_a_mount_without_a_cluster_says_so(tmp_path: Path, monkeypatch: pytest.M
         served.client.get_cluster()
 
 
-def test_figures_are_told_when_they_change_or_the_lease_does(node: Node, store: MemoryStore) -> None:
+def test_figures_are_published_when_they_or_the_lease_change(node: Node, store: MemoryStore) -> None:
     key = cluster_status.figures_key(1)
     told = cluster_status._publish_if_changed(node.db, store, key, 0, None)
     assert told is None and not store.read([Get(key)]).results[0]

@@ -32,7 +32,7 @@ def test_a_new_file_has_an_open_content_in_one_tier(db: Database) -> None:
     assert held.inode.generation == 1
 
 
-def test_closing_records_size_and_times_and_tells_the_pfs(db: Database) -> None:
+def test_closing_records_size_and_times_and_journals_the_content(db: Database) -> None:
     inode = _file(db)
     content = _begun(db, inode)
     row = _held(db, inode).inode
@@ -81,7 +81,7 @@ def test_writing_in_place_begins_a_generation_and_leaves_one_copy(db: Database) 
     assert _held(db, inode).inode.generation == 2
 
 
-def test_a_content_begun_anew_leaves_the_former_one_until_it_is_sealed(db: Database) -> None:
+def test_a_new_content_leaves_the_previous_one_until_it_is_sealed(db: Database) -> None:
     inode = _file(db)
     old = _begun(db, inode)
     with db.transaction():

@@ -239,7 +239,7 @@ def test_a_deleted_socket_comes_back(served: Served, monkeypatch: pytest.MonkeyP
     assert Client(served.mount).get_status().name == "test"
 
 
-def test_refresh_asks_for_a_visit_and_tells_its_end(served: Served) -> None:
+def test_refresh_requests_a_scan_and_reports_its_end(served: Served) -> None:
     def answer(error: int) -> None:
         want = eventually(lambda: mover_requests.list_open(served.node.db, mover_requests.SCAN))[0]
         assert (want.inode, want.argument) == (ROOT, mover_requests.COMPARE_AGAIN if error else mover_requests.TREE)

@@ -34,7 +34,7 @@ def line(number: int, *arguments: int) -> str:
         ("x86_64", "-1 0x7ffe10 0x7f0010\n", True),
     ],
 )
-def test_the_system_call_tells(machine: str, text: str, expected: bool) -> None:
+def test_the_system_call_decides(machine: str, text: str, expected: bool) -> None:
     assert lookups.is_creating_syscall(text, machine) is expected
 
 

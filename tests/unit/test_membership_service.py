@@ -209,7 +209,7 @@ def test_a_mover_that_starts_while_the_store_is_away_knows_its_peers(stations: l
 
 
 @in_nursery
-async def test_a_name_that_another_daemon_took_is_told(nursery: trio.Nursery, stations: list[Station]) -> None:
+async def test_a_name_that_another_daemon_took_is_reported(nursery: trio.Nursery, stations: list[Station]) -> None:
     """P11: and this node does not live any more."""
     a, b, _ = stations
     register(a.store, "a", "another catalog")

@@ -27,7 +27,7 @@ def test_what_another_node_wrote_is_not_hidden_by_what_was_not_written_here(ours
 
 
 @pytest.mark.parametrize("theirs", [{}, {"mtime_ns": 99}, WRITTEN], ids=["nothing", "a time", "another generation"])
-def test_what_was_written_here_shows_while_it_is_told(theirs: dict[str, Any]) -> None:
+def test_a_local_write_shows_while_it_is_published(theirs: dict[str, Any]) -> None:
     ours = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30, "ctime_ns": 30}
     assert bytes_of(merge.merge_inode(BASE, ours, {**BASE, **theirs})) == bytes_of(ours)
 

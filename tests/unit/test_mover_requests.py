@@ -59,7 +59,7 @@ def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pyte
     assert mover_requests.delete_stale(db) == 1 and mover_requests.get(db, answered) is None and mover_requests.get(db, long) is not None
 
 
-def test_until_told(db: Database) -> None:
+def test_a_journal_argument_covers_earlier_rows_only(db: Database) -> None:
     with db.transaction():
         journal.append(db, "attributes", 7)
     _, _, seq = mover_requests.build_journal_argument(journal.get_last_seq(db, 7)).partition(":")

@@ -19,7 +19,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
         yield listening
 
 
-def test_states_are_told(manager: socket.socket) -> None:
+def test_states_are_sent(manager: socket.socket) -> None:
     assert systemd.Systemd().notify("READY=1", "STATUS=serving")
     assert manager.recv(4096) == b"READY=1\nSTATUS=serving"
     assert "NOTIFY_SOCKET" not in os.environ, "children must not speak for us"
@@ -34,7 +34,7 @@ def test_an_abstract_socket_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         assert listening.recv(64) == b"READY=1"
 
 
-def test_without_systemd_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_systemd_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert not systemd.Systemd().notify("READY=1")
 
