@@ -77,7 +77,7 @@ def test_it_stands_alone(installed: Path) -> None:
     paths = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout.split()
     assert all(Path(path).is_relative_to(installed / PREFIX[1:]) for path in paths)
     assert ours(installed, "ckptfs", "version").startswith("ckptfs ")
-    assert list((installed / PREFIX[1:]).rglob("ckptfs_daemon/_shim.so"))
+    assert list((installed / PREFIX[1:]).rglob("ckptfs_daemon/fuse/_shim.so"))
 
 
 def test_it_mounts(installed: Path) -> None:

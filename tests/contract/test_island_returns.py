@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow, running, settled, stored, stored_tree
+from shared_catalogs import Node, Slow, in_virtual_time, running, settled, stored, stored_tree
 
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
@@ -76,4 +76,4 @@ def test_what_an_island_wrote_on(tmp_path: Path, inode: dict[str, Any], content:
 
         await running(nodes, act)
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    in_virtual_time(main)

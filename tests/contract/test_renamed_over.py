@@ -7,10 +7,8 @@ import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import trio
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow, running
-from trio.testing import MockClock
+from shared_catalogs import Node, Slow, async_tests, in_virtual_time, running
 
 from ckptfs.catalog import contents, copies, namespace, peer_copies
 from ckptfs.catalog.peer_copies import KnownNode, PeerCopy
@@ -42,65 +40,60 @@ def play(root: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -
             peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
         await running(nodes, lambda: act(*nodes, etcd))
 
-    trio.run(run, clock=MockClock(autojump_threshold=0))
+    in_virtual_time(run)
 
 
-def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(tmp_path: Path) -> None:
-    async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
-        reaped = []
-        one.sharing.set_nameless_callback(lambda inodes: reaped.append(namespace.delete_forgotten(one.db, inodes)))
-        replaced = await one.make("file")
-        former = write(one, replaced, sealed=True)
-        await one.sharing.wait_published()
-        heir = await two.make("file.tmp")
-        write(two, heir, sealed=False)
-        await two.sharing.wait_published()
-        await two.rename("file.tmp", "file")
-        await one.sharing.refresh_inode(replaced.id)
-        await one.sharing.wait_published()
-        assert reaped == [{replaced.id: []}], "it stays here until the store was asked"
-        (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
-        value = json.loads(items[0].value)
-        assert (value["node"], value["inode"], value["former_ns"], value["digest"]) == (1, heir.id, 2, DIGEST.hex())
-
-    play(tmp_path, act)
+two_nodes = async_tests(play, 3)
 
 
-def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(tmp_path: Path) -> None:
+@two_nodes
+async def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(one: Node, two: Node, etcd: MemoryEtcd) -> None:
+    reaped = []
+    one.sharing.set_nameless_callback(lambda inodes: reaped.append(namespace.delete_forgotten(one.db, inodes)))
+    replaced = await one.make("file")
+    former = write(one, replaced, sealed=True)
+    await one.sharing.wait_published()
+    heir = await two.make("file.tmp")
+    write(two, heir, sealed=False)
+    await two.sharing.wait_published()
+    await two.rename("file.tmp", "file")
+    await one.sharing.refresh_inode(replaced.id)
+    await one.sharing.wait_published()
+    assert reaped == [{replaced.id: []}], "it stays here until the store was asked"
+    (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
+    value = json.loads(items[0].value)
+    assert (value["node"], value["inode"], value["former_ns"], value["digest"]) == (1, heir.id, 2, DIGEST.hex())
+
+
+@two_nodes
+async def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(one: Node, two: Node, etcd: MemoryEtcd) -> None:
     """It counts as no copy, and what this node wrote itself is told to nobody else by that."""
-
-    async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
-        theirs = write(one, await one.make("theirs"), sealed=True)
-        await one.sharing.wait_published()
-        own = await two.make("own")
-        write(two, own, sealed=True)
-        await two.sharing.wait_published()
-        inode = await two.unlink("theirs")
-        await two.unlink("own")
-        with two.db.transaction():
-            namespace.delete_forgotten(two.db, [inode.id, own.id])
-        copies.delete_doomed(two.db, copies.list_doomed(two.db, (Tier.RAM,), 0, 10))
-        assert [copy for copy in peer_copies.list_unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
-        (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % theirs)]).results
-        assert not found
-
-    play(tmp_path, act)
+    theirs = write(one, await one.make("theirs"), sealed=True)
+    await one.sharing.wait_published()
+    own = await two.make("own")
+    write(two, own, sealed=True)
+    await two.sharing.wait_published()
+    inode = await two.unlink("theirs")
+    await two.unlink("own")
+    with two.db.transaction():
+        namespace.delete_forgotten(two.db, [inode.id, own.id])
+    copies.delete_doomed(two.db, copies.list_doomed(two.db, (Tier.RAM,), 0, 10))
+    assert [copy for copy in peer_copies.list_unneeded(two.db, 10) if copy.node == 1] == [PeerCopy(theirs, 1, 0, b"")]
+    (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % theirs)]).results
+    assert not found
 
 
-def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_store(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_store(one: Node, two: Node, etcd: MemoryEtcd) -> None:
     """Its key says by now what another node made of it, and that is found out when no row of it is left here."""
-
-    async def act(one: Node, two: Node, etcd: MemoryEtcd) -> None:
-        former = write(one, await one.make("file"), sealed=True)
-        await one.sharing.wait_published()
-        write(two, await two.make("file.tmp"), sealed=False)
-        await two.sharing.wait_published()
-        await two.rename("file.tmp", "file")
-        with one.db.transaction():
-            contents.set_state(one.db, former, ContentState.DOOMED)
-            copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
-        await one.sharing.wait_published()
-        (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
-        assert not found and contents.get_content(one.db, former) is None
-
-    play(tmp_path, act)
+    former = write(one, await one.make("file"), sealed=True)
+    await one.sharing.wait_published()
+    write(two, await two.make("file.tmp"), sealed=False)
+    await two.sharing.wait_published()
+    await two.rename("file.tmp", "file")
+    with one.db.transaction():
+        contents.set_state(one.db, former, ContentState.DOOMED)
+        copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
+    await one.sharing.wait_published()
+    (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
+    assert not found and contents.get_content(one.db, former) is None

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import trio
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow
-from trio.testing import MockClock
+from shared_catalogs import Node, Slow, in_virtual_time
 
 from ckptfs.catalog import contents, copies, peer_copies, remote_contents
 from ckptfs.catalog.peer_copies import KnownNode
@@ -81,4 +80,4 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
             assert [copy.state for copy in copies.list_copies(one.db, content)] == [CopyState.STALE]
             nursery.cancel_scope.cancel()
 
-    trio.run(run, clock=MockClock(autojump_threshold=0))
+    in_virtual_time(run)

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow, running, settled, stored_tree
+from shared_catalogs import Node, Slow, async_tests, in_virtual_time, play_on_two_nodes, reconnect, running, settled, stored_tree
 
 from ckptfs.catalog import inodes, journal, namespace
 from ckptfs.coherence import key_state, read
@@ -20,26 +20,7 @@ from ckptfs.coherence.read import StoreValue
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Compare, Get, Operation, Outcome
 
-Play = Callable[[Node, Node], Awaitable[None]]
-
-
-def play(directory: Path, act: Play, delay_s: float = 0.002) -> None:
-    """Let two nodes do `act`; afterwards both show what the store has."""
-    etcd = MemoryEtcd()
-
-    async def main() -> None:
-        nodes = [Node(directory / str(number), number, Slow(etcd, random.Random(number), delay_s)) for number in (1, 2)]
-
-        async def all_of_it() -> None:
-            await act(nodes[0], nodes[1])
-            await settled(nodes)
-            there = stored_tree(etcd)
-            for node in nodes:
-                assert await node.tree() == there
-
-        await running(nodes, all_of_it)
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+two_nodes = async_tests(play_on_two_nodes)
 
 
 async def both(*acts: Callable[[], Awaitable[object]]) -> list[int]:
@@ -58,258 +39,212 @@ async def both(*acts: Callable[[], Awaitable[object]]) -> list[int]:
     return codes
 
 
-def test_a_name_is_made_by_one(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_name_is_made_by_one(a: Node, b: Node) -> None:
     """O_EXCL."""
-
-    async def act(a: Node, b: Node) -> None:
-        for name in map(str, range(10)):
-            assert sorted(await both(lambda name=name: a.make(name), lambda name=name: b.mkdir(name))) == [0, errno.EEXIST]  # type: ignore[misc]
-
-    play(tmp_path, act)
+    for name in map(str, range(10)):
+        assert sorted(await both(lambda name=name: a.make(name), lambda name=name: b.mkdir(name))) == [0, errno.EEXIST]  # type: ignore[misc]
 
 
-def test_what_one_changes_the_other_sees(tmp_path: Path) -> None:
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("d")
-        made = await b.make("d/f")
-        assert (await a.stat("d/f")).id == made.id and await a.names("d") == [b"f"]
-        await a.set("d/f", mode=0o600)
-        assert (await b.stat("d/f")).mode & 0o777 == 0o600
-        await b.rename("d", "e")
-        assert await a.names() == [b"e"] and (await a.stat("e/f")).id == made.id
-        await a.link("e/f", "g")
-        assert (await b.stat("g")).nlink == 2
-        await b.unlink("e/f")
-        assert (await a.stat("g")).nlink == 1
-        await a.rmdir("e")
-        assert await b.names() == [b"g"]
-
-    play(tmp_path, act)
+@two_nodes
+async def test_what_one_changes_the_other_sees(a: Node, b: Node) -> None:
+    await a.mkdir("d")
+    made = await b.make("d/f")
+    assert (await a.stat("d/f")).id == made.id and await a.names("d") == [b"f"]
+    await a.set("d/f", mode=0o600)
+    assert (await b.stat("d/f")).mode & 0o777 == 0o600
+    await b.rename("d", "e")
+    assert await a.names() == [b"e"] and (await a.stat("e/f")).id == made.id
+    await a.link("e/f", "g")
+    assert (await b.stat("g")).nlink == 2
+    await b.unlink("e/f")
+    assert (await a.stat("g")).nlink == 1
+    await a.rmdir("e")
+    assert await b.names() == [b"g"]
 
 
-def test_a_name_is_never_missing_while_another_file_takes_its_place(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_name_is_never_missing_while_another_file_takes_its_place(a: Node, b: Node) -> None:
     """P2: nor when that happens between two questions, of the name and of what it leads to; and once more between the next two."""
+    await a.make("x")
+    others = ["y", "z"]
+    for name in others:
+        await a.make(name)
+    told = b.sharing._load_values
 
-    async def act(a: Node, b: Node) -> None:
-        await a.make("x")
-        others = ["y", "z"]
-        for name in others:
-            await a.make(name)
-        told = b.sharing._load_values
+    async def slowly(keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+        found = await told(keys)
+        if others:
+            await a.rename(others.pop(), "x")
+        return found
 
-        async def slowly(keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
-            found = await told(keys)
-            if others:
-                await a.rename(others.pop(), "x")
-            return found
-
-        b.sharing._load_values = slowly  # type: ignore[method-assign]
-        assert (await b.stat("x")).id == (await a.stat("x")).id and not others
-
-    play(tmp_path, act)
+    b.sharing._load_values = slowly  # type: ignore[method-assign]
+    assert (await b.stat("x")).id == (await a.stat("x")).id and not others
 
 
-def test_success_takes_one_round_trip(tmp_path: Path) -> None:
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("d")
-        for change in (lambda: a.make("d/f"), lambda: a.rename("d/f", "d/g"), lambda: a.unlink("d/g"), lambda: a.mkdir("d/e")):
-            before = dict(a.sharing.counts)
-            await change()
-            assert a.sharing.counts["commits"] == before["commits"] + 1
-            assert a.sharing.counts["conflicts"] == before["conflicts"]
-
-    play(tmp_path, act)
+@two_nodes
+async def test_success_takes_one_round_trip(a: Node, b: Node) -> None:
+    await a.mkdir("d")
+    for change in (lambda: a.make("d/f"), lambda: a.rename("d/f", "d/g"), lambda: a.unlink("d/g"), lambda: a.mkdir("d/e")):
+        before = dict(a.sharing.counts)
+        await change()
+        assert a.sharing.counts["commits"] == before["commits"] + 1
+        assert a.sharing.counts["conflicts"] == before["conflicts"]
 
 
-def test_a_directory_moves_with_what_the_other_made_in_it(tmp_path: Path) -> None:
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("d")
-        await b.make("d/f")
-        await a.mkdir("e")
-        codes = await both(lambda: a.rename("d", "e/d"), lambda: b.make("d/g"))
-        assert codes[0] == 0 and codes[1] in (0, errno.ENOENT)
-        assert set(await b.names("e/d")) >= {b"f"}
-
-    play(tmp_path, act)
+@two_nodes
+async def test_a_directory_moves_with_what_the_other_made_in_it(a: Node, b: Node) -> None:
+    await a.mkdir("d")
+    await b.make("d/f")
+    await a.mkdir("e")
+    codes = await both(lambda: a.rename("d", "e/d"), lambda: b.make("d/g"))
+    assert codes[0] == 0 and codes[1] in (0, errno.ENOENT)
+    assert set(await b.names("e/d")) >= {b"f"}
 
 
-def test_no_loop(tmp_path: Path) -> None:
+@two_nodes
+async def test_no_loop(a: Node, b: Node) -> None:
     """mv a b/ on one node, mv b a/ on the other."""
-
-    async def act(a: Node, b: Node) -> None:
-        for name in ("a", "b", "a/1", "b/1"):
-            await a.mkdir(name)
-        await b.names()
-        codes = await both(lambda: a.rename("a", "b/1/a"), lambda: b.rename("b", "a/1/b"))
-        assert sorted(codes) in ([0, errno.ENOENT], [0, errno.EINVAL])
-
-    play(tmp_path, act)
+    for name in ("a", "b", "a/1", "b/1"):
+        await a.mkdir(name)
+    await b.names()
+    codes = await both(lambda: a.rename("a", "b/1/a"), lambda: b.rename("b", "a/1/b"))
+    assert sorted(codes) in ([0, errno.ENOENT], [0, errno.EINVAL])
 
 
-def test_rmdir_against_create(tmp_path: Path) -> None:
-    async def act(a: Node, b: Node) -> None:
-        for number in range(10):
-            await a.mkdir(f"{number}")
-            await b.stat(f"{number}")
-            codes = await both(lambda n=number: a.rmdir(f"{n}"), lambda n=number: b.make(f"{n}/f"))  # type: ignore[misc]
-            assert codes in ([0, errno.ENOENT], [errno.ENOTEMPTY, 0])
-
-    play(tmp_path, act)
+@two_nodes
+async def test_rmdir_against_create(a: Node, b: Node) -> None:
+    for number in range(10):
+        await a.mkdir(f"{number}")
+        await b.stat(f"{number}")
+        codes = await both(lambda n=number: a.rmdir(f"{n}"), lambda n=number: b.make(f"{n}/f"))  # type: ignore[misc]
+        assert codes in ([0, errno.ENOENT], [errno.ENOTEMPTY, 0])
 
 
-def test_link_against_unlink(tmp_path: Path) -> None:
-    async def act(a: Node, b: Node) -> None:
-        for number in range(10):
-            await a.make(f"{number}")
-            await b.stat(f"{number}")
-            codes = await both(lambda n=number: a.unlink(f"{n}"), lambda n=number: b.link(f"{n}", f"l{n}"))  # type: ignore[misc]
-            assert codes in ([0, 0], [0, errno.ENOENT])
-            assert ((f"l{number}".encode() in await a.names()) == (codes[1] == 0)) and f"{number}".encode() not in await a.names()
-
-    play(tmp_path, act)
+@two_nodes
+async def test_link_against_unlink(a: Node, b: Node) -> None:
+    for number in range(10):
+        await a.make(f"{number}")
+        await b.stat(f"{number}")
+        codes = await both(lambda n=number: a.unlink(f"{n}"), lambda n=number: b.link(f"{n}", f"l{n}"))  # type: ignore[misc]
+        assert codes in ([0, 0], [0, errno.ENOENT])
+        assert ((f"l{number}".encode() in await a.names()) == (codes[1] == 0)) and f"{number}".encode() not in await a.names()
 
 
-def test_chmod_and_close_at_once_both_count(tmp_path: Path) -> None:
-    async def act(a: Node, b: Node) -> None:
-        await a.make("f")
-        await both(lambda: a.set("f", mode=0o400), lambda: b.grow("f", 77, 88))
-        found = await a.stat("f")
-        assert (found.mode & 0o777, found.size, found.mtime_ns) == (0o400, 77, 88)
-
-    play(tmp_path, act)
+@two_nodes
+async def test_chmod_and_close_at_once_both_count(a: Node, b: Node) -> None:
+    await a.make("f")
+    await both(lambda: a.set("f", mode=0o400), lambda: b.grow("f", 77, 88))
+    found = await a.stat("f")
+    assert (found.mode & 0o777, found.size, found.mtime_ns) == (0o400, 77, 88)
 
 
-def test_an_island_comes_home(tmp_path: Path) -> None:
+@two_nodes
+async def test_an_island_comes_home(a: Node, b: Node) -> None:
     """P1: what was done alone is there afterwards; the file closed later has the name, the other stays beside it; directories are one."""
-
-    async def act(a: Node, b: Node) -> None:
-        await a.make("gone")
-        await a.mkdir("emptied")
-        await b.names()
-        await b.stat("gone")
-        b.cut(True)
-        await b.make("x")
-        await b.grow("x", 1, 1)
-        await b.mkdir("d")
-        await b.make("d/b")
-        await b.make("emptied/kept")
-        await b.grow("gone", 5, 5)
-        await a.make("x")
-        await a.grow("x", 2, 2)
-        await a.mkdir("d")
-        await a.make("d/a")
-        await a.rmdir("emptied")
-        await a.unlink("gone")
-        assert b.sharing.is_disconnected and not a.sharing.is_disconnected
-        b.cut(False)
-        await settled([a, b])
-        assert await a.names() == [b"d", b"emptied", b"gone", b"x", b"x.ckptfs-conflict-n2-1"]
-        assert await a.names("d") == [b"a", b"b"] and await a.names("emptied") == [b"kept"]
-        assert (await a.stat("x")).size == 2 and (await a.stat("x.ckptfs-conflict-n2-1")).size == 1
-
-    play(tmp_path, act)
+    await a.build("gone", "emptied/")
+    await b.names()
+    await b.stat("gone")
+    b.cut(True)
+    await b.make("x")
+    await b.grow("x", 1, 1)
+    await b.build("d/", "d/b", "emptied/kept")
+    await b.grow("gone", 5, 5)
+    await a.make("x")
+    await a.grow("x", 2, 2)
+    await a.build("d/", "d/a")
+    await a.rmdir("emptied")
+    await a.unlink("gone")
+    assert b.sharing.is_disconnected and not a.sharing.is_disconnected
+    await reconnect(a, b)
+    assert await a.names() == [b"d", b"emptied", b"gone", b"x", b"x.ckptfs-conflict-n2-1"]
+    assert await a.names("d") == [b"a", b"b"] and await a.names("emptied") == [b"kept"]
+    assert (await a.stat("x")).size == 2 and (await a.stat("x.ckptfs-conflict-n2-1")).size == 1
 
 
-def test_an_answer_that_was_lost_is_not_done_twice(tmp_path: Path) -> None:
+@two_nodes
+async def test_an_answer_that_was_lost_is_not_done_twice(a: Node, b: Node) -> None:
     """The store has taken a rename and a removal, and nobody heard of it."""
-
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("d")
-        await a.make("d/f")
-        store = a.store
-        assert isinstance(store, Slow)
-        for change in (lambda: a.rename("d/f", "g"), lambda: a.unlink("g"), lambda: a.mkdir("e"), lambda: a.rmdir("e")):
-            store.lose(1)
-            await change()
-        assert await b.names() == [b"d"]
-
-    play(tmp_path, act)
+    await a.build("d/", "d/f")
+    store = a.store
+    assert isinstance(store, Slow)
+    for change in (lambda: a.rename("d/f", "g"), lambda: a.unlink("g"), lambda: a.mkdir("e"), lambda: a.rmdir("e")):
+        store.lose(1)
+        await change()
+    assert await b.names() == [b"d"]
 
 
-def test_what_other_nodes_have_is_forgotten_in_time(tmp_path: Path) -> None:
+@two_nodes
+async def test_what_other_nodes_have_is_forgotten_in_time(a: Node, b: Node) -> None:
     """A node's catalog does not grow with the cluster; what was forgotten is found again."""
-
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("d")
-        for number in range(50):
-            await a.make(f"d/{number}")
-        assert len(await b.names("d")) == 50
-        await b.make("own")
-        assert read.is_cache_full(b.db, 20)
-        after = 0
-        while after := read.delete_unneeded(b.db, after, 7):
-            pass
-        read.delete_unneeded(b.db, 0)
-        assert not read.is_cache_full(b.db, 20)
-        assert key_state.get_cached(b.db, SharedKey(INODE, ROOT)).revision and key_state.count_dirty(b.db) == 0
-        assert len(await b.names("d")) == 50 and (await b.stat("own")).nlink == 1
-
-    play(tmp_path, act)
+    await a.mkdir("d")
+    for number in range(50):
+        await a.make(f"d/{number}")
+    assert len(await b.names("d")) == 50
+    await b.make("own")
+    assert read.is_cache_full(b.db, 20)
+    after = 0
+    while after := read.delete_unneeded(b.db, after, 7):
+        pass
+    read.delete_unneeded(b.db, 0)
+    assert not read.is_cache_full(b.db, 20)
+    assert key_state.get_cached(b.db, SharedKey(INODE, ROOT)).revision and key_state.count_dirty(b.db) == 0
+    assert len(await b.names("d")) == 50 and (await b.stat("own")).nlink == 1
 
 
 @pytest.mark.parametrize("count", [40, 300])
-def test_many_changes_go_in_several_transactions(tmp_path: Path, count: int) -> None:
+@two_nodes
+async def test_many_changes_go_in_several_transactions(a: Node, b: Node, count: int) -> None:
     """More than the store takes at once, in one change and in many."""
-
-    async def act(a: Node, b: Node) -> None:
-        a.cut(True)
-        await a.mkdir("d")
-        for number in range(count):
-            await a.make(f"d/{number}")
-        for number in range(0, count, 3):
-            await a.rename(f"d/{number}", f"m{number}")
-        a.cut(False)
-        await settled([a])
-        assert len(await b.names()) == 1 + len(range(0, count, 3))
-
-    play(tmp_path, act)
+    a.cut(True)
+    await a.mkdir("d")
+    for number in range(count):
+        await a.make(f"d/{number}")
+    for number in range(0, count, 3):
+        await a.rename(f"d/{number}", f"m{number}")
+    a.cut(False)
+    await settled([a])
+    assert len(await b.names()) == 1 + len(range(0, count, 3))
 
 
-def test_a_process_that_died_before_it_noted_its_success_did_it_all_the_same(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_process_that_died_before_it_noted_its_success_did_it_all_the_same(a: Node, b: Node, tmp_path: Path) -> None:
     """P8: the store has taken the change, the catalog does not know; the next process finds out, and takes nothing back."""
+    await a.make("old")
+    snapshot = tmp_path / "before.db"
+    a.cut(True)
+    made = await a.mkdir("d")
+    await a.unlink("old")
+    a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
+    a.cut(False)
+    await settled([a])
+    (tmp_path / "again").mkdir()
+    snapshot.rename(tmp_path / "again" / "catalog.db")
+    next_one = Node(tmp_path / "again", a.number, a.store)
+    next_one.db.run("DELETE FROM meta WHERE key = 'island'")
+    next_one.sharing.disconnected_ns = 0
 
-    async def act(a: Node, b: Node) -> None:
-        await a.make("old")
-        snapshot = tmp_path / "before.db"
-        a.cut(True)
-        made = await a.mkdir("d")
-        await a.unlink("old")
-        a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
-        a.cut(False)
-        await settled([a])
-        (tmp_path / "again").mkdir()
-        snapshot.rename(tmp_path / "again" / "catalog.db")
-        next_one = Node(tmp_path / "again", a.number, a.store)
-        next_one.db.run("DELETE FROM meta WHERE key = 'island'")
-        next_one.sharing.disconnected_ns = 0
+    async def look() -> None:
+        assert await next_one.sharing.wait_published([(ROOT, b"d"), (ROOT, b"old")])
+        assert (await next_one.stat("d")).id == made.id and await next_one.names() == [b"d"]
 
-        async def look() -> None:
-            assert await next_one.sharing.wait_published([(ROOT, b"d"), (ROOT, b"old")])
-            assert (await next_one.stat("d")).id == made.id and await next_one.names() == [b"d"]
-
-        await running([next_one], look)
-
-    play(tmp_path, act)
+    await running([next_one], look)
 
 
-def test_a_directorys_times_do_not_go_back(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_directorys_times_do_not_go_back(a: Node, b: Node) -> None:
     """An island tells of an older change after a newer one was told: the newer one stays, everywhere."""
-
-    async def act(a: Node, b: Node) -> None:
-        made = await a.mkdir("d")
-        await b.names("d")
-        b.cut(True)
-        await b.make("d/b")
-        await a.make("d/a")
-        newest = (await a.stat("d")).mtime_ns
-        assert newest > inodes.get(b.db, made.id).mtime_ns
-        b.cut(False)
+    made = await a.mkdir("d")
+    await b.names("d")
+    b.cut(True)
+    await b.make("d/b")
+    await a.make("d/a")
+    newest = (await a.stat("d")).mtime_ns
+    assert newest > inodes.get(b.db, made.id).mtime_ns
+    await reconnect(a, b)
+    for node in (a, b, a, b):
+        assert (await node.stat("d")).mtime_ns == newest
         await settled([a, b])
-        for node in (a, b, a, b):
-            assert (await node.stat("d")).mtime_ns == newest
-            await settled([a, b])
-
-    play(tmp_path, act)
 
 
 def test_the_pfs_is_not_told_of_what_was_taken_back(tmp_path: Path) -> None:
@@ -330,151 +265,121 @@ def test_the_pfs_is_not_told_of_what_was_taken_back(tmp_path: Path) -> None:
 
         await running(nodes, race)
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    in_virtual_time(main)
 
 
 @pytest.mark.parametrize("there", ["rename", "unlink", "replace", "exchange", "second"])
 @pytest.mark.parametrize("kind", [stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755])
-def test_an_island_exchanges_two_names(tmp_path: Path, there: str, kind: int) -> None:
+@two_nodes
+async def test_an_island_exchanges_two_names(a: Node, b: Node, there: str, kind: int) -> None:
     """And others change one of them, or the same two: what nobody deleted has a name, and each of the two has one."""
-
-    async def act(a: Node, b: Node) -> None:
-        one, two = (await a.make("x", kind)).id, (await a.make("y")).id
-        await b.names()
-        b.cut(True)
-        await b.rename("x", "y", namespace.EXCHANGE)
-        match there:
-            case "rename":
-                await a.rename("x", "z")
-            case "unlink":
-                await (a.rmdir("x") if stat.S_ISDIR(kind) else a.unlink("x"))
-            case "replace":
-                await (a.rmdir("x") if stat.S_ISDIR(kind) else a.unlink("x"))
-                await a.make("x")
-            case "exchange":
-                await a.rename("x", "y", namespace.EXCHANGE)
-            case "second":
-                await a.make("w")
-                await a.rename("y", "w", namespace.EXCHANGE)
-        b.cut(False)
-        await settled([a, b])
-        tree = await a.tree()
-        found = [inode for inode, _, _, _ in tree.values()]
-        # What was deleted there was given a name here: a file comes back.
-        assert found.count(two) == 1 and (found.count(one) == 1 or there in ("unlink", "replace")), tree
-        assert len(found) == len(set(found)) == len(tree)
-
-    play(tmp_path, act)
+    one, two = (await a.make("x", kind)).id, (await a.make("y")).id
+    await b.names()
+    b.cut(True)
+    await b.rename("x", "y", namespace.EXCHANGE)
+    match there:
+        case "rename":
+            await a.rename("x", "z")
+        case "unlink":
+            await (a.rmdir("x") if stat.S_ISDIR(kind) else a.unlink("x"))
+        case "replace":
+            await (a.rmdir("x") if stat.S_ISDIR(kind) else a.unlink("x"))
+            await a.make("x")
+        case "exchange":
+            await a.rename("x", "y", namespace.EXCHANGE)
+        case "second":
+            await a.make("w")
+            await a.rename("y", "w", namespace.EXCHANGE)
+    await reconnect(a, b)
+    tree = await a.tree()
+    found = [inode for inode, _, _, _ in tree.values()]
+    # What was deleted there was given a name here: a file comes back.
+    assert found.count(two) == 1 and (found.count(one) == 1 or there in ("unlink", "replace")), tree
+    assert len(found) == len(set(found)) == len(tree)
 
 
-def test_what_both_moved_is_taken_back_also_from_a_name_whose_file_comes_back(tmp_path: Path) -> None:
+@two_nodes
+async def test_what_both_moved_is_taken_back_also_from_a_name_whose_file_comes_back(a: Node, b: Node) -> None:
     """An island moves a directory to a file's name, and the file, which others delete, to another one; others move the directory, too."""
-
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("h")
-        await a.make("b")
-        await b.names()
-        b.cut(True)
-        await b.rename("b", "d")
-        await b.rename("h", "b")
-        await a.rename("h", "c")
-        await a.unlink("b")
-        await a.make("b")
-        b.cut(False)
-        await settled([a, b])
-        assert set(await a.names()) == {b"b", b"c", b"d"}
-
-    play(tmp_path, act)
+    await a.build("h/", "b")
+    await b.names()
+    b.cut(True)
+    await b.rename("b", "d")
+    await b.rename("h", "b")
+    await a.rename("h", "c")
+    await a.unlink("b")
+    await a.make("b")
+    await reconnect(a, b)
+    assert set(await a.names()) == {b"b", b"c", b"d"}
 
 
-def test_a_directory_that_comes_back_has_the_newest_of_the_names_that_were_known(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_directory_that_comes_back_has_the_newest_of_the_names_that_were_known(a: Node, b: Node) -> None:
     """Others had renamed it, which the island had seen, and asked for its former name no more."""
-
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("former")
-        await b.stat("former")
-        await a.rename("former", "now")
-        await b.stat("now")
-        b.cut(True)
-        await b.make("now/file")
-        await a.rmdir("now")
-        b.cut(False)
-        await settled([a, b])
-        assert set(await a.names()) == {b"now"} and await a.names("now") == [b"file"]
-
-    play(tmp_path, act)
+    await a.mkdir("former")
+    await b.stat("former")
+    await a.rename("former", "now")
+    await b.stat("now")
+    b.cut(True)
+    await b.make("now/file")
+    await a.rmdir("now")
+    await reconnect(a, b)
+    assert set(await a.names()) == {b"now"} and await a.names("now") == [b"file"]
 
 
-def test_what_comes_back_gives_way_to_a_directory_that_is_taken_back(tmp_path: Path) -> None:
+@two_nodes
+async def test_what_comes_back_gives_way_to_a_directory_that_is_taken_back(a: Node, b: Node) -> None:
     """An island exchanged both; what others moved meanwhile takes one half of that back."""
-
-    async def act(a: Node, b: Node) -> None:
-        await a.make("deleted")
-        await a.make("moved")
-        directory = await a.mkdir("directory")
-        for name in ("deleted", "moved", "directory"):
-            await b.stat(name)
-        b.cut(True)
-        await b.rename("deleted", "moved", namespace.EXCHANGE)
-        await b.rename("moved", "directory", namespace.EXCHANGE)
-        await a.unlink("deleted")
-        await a.rename("moved", "elsewhere")
-        b.cut(False)
-        await settled([a, b])
-        assert directory.id in {inode for inode, _, _, _ in (await a.tree()).values()}
-
-    play(tmp_path, act)
+    await a.build("deleted", "moved")
+    directory = await a.mkdir("directory")
+    for name in ("deleted", "moved", "directory"):
+        await b.stat(name)
+    b.cut(True)
+    await b.rename("deleted", "moved", namespace.EXCHANGE)
+    await b.rename("moved", "directory", namespace.EXCHANGE)
+    await a.unlink("deleted")
+    await a.rename("moved", "elsewhere")
+    await reconnect(a, b)
+    assert directory.id in {inode for inode, _, _, _ in (await a.tree()).values()}
 
 
 @pytest.mark.parametrize("there", ["rename", "exchange", "further"])
 @pytest.mark.parametrize("taken", [False, True])
-def test_two_directories_that_are_moved_into_each_other_make_no_loop(tmp_path: Path, there: str, taken: bool) -> None:
+@two_nodes
+async def test_two_directories_that_are_moved_into_each_other_make_no_loop(a: Node, b: Node, there: str, taken: bool) -> None:
     """One on an island, the other one elsewhere meanwhile; `taken`: its name there is another's, too."""
-
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("one")
-        await a.mkdir("two")
-        await a.mkdir("two/deep")
-        await a.make("two/x")
-        await b.names()
-        await b.names("two")
-        await b.stat("one")
-        b.cut(True)
-        await b.rename("two", "one/y")
-        await b.make("one/z")
-        if taken:
-            await a.mkdir("one/y")
-        if there == "exchange":
-            await a.rename("one", "two/x", namespace.EXCHANGE)
-        else:
-            await a.rename("one", "two/deep/y" if there == "further" else "two/y")
-        b.cut(False)
-        await settled([a, b])
-        tree = await a.tree()
-        assert tree == await b.tree() and any(path.endswith(b"/z") for path in tree)
-
-    play(tmp_path, act)
+    await a.build("one/", "two/", "two/deep/", "two/x")
+    await b.names()
+    await b.names("two")
+    await b.stat("one")
+    b.cut(True)
+    await b.rename("two", "one/y")
+    await b.make("one/z")
+    if taken:
+        await a.mkdir("one/y")
+    if there == "exchange":
+        await a.rename("one", "two/x", namespace.EXCHANGE)
+    else:
+        await a.rename("one", "two/deep/y" if there == "further" else "two/y")
+    await reconnect(a, b)
+    tree = await a.tree()
+    assert tree == await b.tree() and any(path.endswith(b"/z") for path in tree)
 
 
-def test_a_directory_that_comes_back_has_a_name_also_where_its_own_was_given_away(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_directory_that_comes_back_has_a_name_also_where_its_own_was_given_away(a: Node, b: Node) -> None:
     """An island moves a directory into one that others delete, and whose name they give to something else."""
-
-    async def act(a: Node, b: Node) -> None:
-        await a.mkdir("into")
-        await a.mkdir("moved")
-        await b.names()
-        b.cut(True)
-        await b.rename("moved", "into/moved")
-        await b.make("into/moved/file")
-        await a.rmdir("into")
-        await a.make("into")
-        b.cut(False)
-        await settled([a, b])
-        names = await a.names()
-        assert names == [b"into", b"into.ckptfs-conflict-n2-1"]
-        assert await a.names("into.ckptfs-conflict-n2-1/moved") == [b"file"]
-
-    play(tmp_path, act)
+    await a.build("into/", "moved/")
+    await b.names()
+    b.cut(True)
+    await b.rename("moved", "into/moved")
+    await b.make("into/moved/file")
+    await a.rmdir("into")
+    await a.make("into")
+    await reconnect(a, b)
+    names = await a.names()
+    assert names == [b"into", b"into.ckptfs-conflict-n2-1"]
+    assert await a.names("into.ckptfs-conflict-n2-1/moved") == [b"file"]
 
 
 class Held(MemoryStore):
@@ -510,8 +415,7 @@ def test_what_is_made_while_a_directory_above_a_refused_move_goes(tmp_path: Path
         a, b = Node(tmp_path / "1", 1, MemoryStore(etcd)), Node(tmp_path / "2", 2, store)
 
         async def act() -> None:
-            await a.mkdir("d")
-            await a.mkdir("moved")
+            await a.build("d/", "moved/")
             await b.names()
             store.held = True
             made: list[int] = []
@@ -532,23 +436,20 @@ def test_what_is_made_while_a_directory_above_a_refused_move_goes(tmp_path: Path
 
         await running([a, b], act)
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    in_virtual_time(main)
 
 
-def test_a_name_that_another_node_gave_goes_with_the_file_s_move(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_name_that_another_node_gave_goes_with_the_file_s_move(a: Node, b: Node) -> None:
     """F4: the file has one link afterwards, although this node knew it under a third name only."""
-
-    async def act(a: Node, b: Node) -> None:
-        made = await a.make("old")
-        await b.rename("old", "new")
-        await a.sharing.refresh_directory(ROOT)
-        assert (await a.stat("new")).id == made.id
-        await b.rename("new", "newer")
-        await a.sharing.refresh_directory(ROOT)
-        with a.db.transaction() as db:
-            namespace.rename(db, ROOT, b"newer", ROOT, b"newest", 0)
-        assert await a.sharing.wait_published([(ROOT, b"newer"), (ROOT, b"newest")])
-        assert [(await node.stat("newest")).nlink for node in (a, b)] == [1, 1]
-        assert (await a.unlink("newest")).nlink == 0
-
-    play(tmp_path, act)
+    made = await a.make("old")
+    await b.rename("old", "new")
+    await a.sharing.refresh_directory(ROOT)
+    assert (await a.stat("new")).id == made.id
+    await b.rename("new", "newer")
+    await a.sharing.refresh_directory(ROOT)
+    with a.db.transaction() as db:
+        namespace.rename(db, ROOT, b"newer", ROOT, b"newest", 0)
+    assert await a.sharing.wait_published([(ROOT, b"newer"), (ROOT, b"newest")])
+    assert [(await node.stat("newest")).nlink for node in (a, b)] == [1, 1]
+    assert (await a.unlink("newest")).nlink == 0

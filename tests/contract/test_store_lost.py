@@ -9,21 +9,19 @@ import pytest
 import trio
 import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow, Tree, running, settled, stored_tree
+from shared_catalogs import Node, Slow, Tree, async_tests, in_virtual_time, running, settled, stored_tree
 
 from ckptfs import limits
 from ckptfs.catalog import summary
 from ckptfs.coherence import store_loss
 
-Play = Callable[[MemoryEtcd, list[Node]], Awaitable[None]]
 
-
-def play(directory: Path, act: Play, nodes: int = 3) -> None:
+def play(directory: Path, act: Callable[..., Awaitable[None]]) -> None:
     """Let nodes do `act`; afterwards all show what the store has, and that is a tree."""
     etcd = MemoryEtcd()
 
     async def main() -> None:
-        made = [Node(directory / str(n), n, Slow(etcd, random.Random(n))) for n in range(1, nodes + 1)]
+        made = [Node(directory / str(n), n, Slow(etcd, random.Random(n))) for n in (1, 2, 3)]
 
         async def all_of_it() -> None:
             await act(etcd, made)
@@ -34,7 +32,7 @@ def play(directory: Path, act: Play, nodes: int = 3) -> None:
 
         await running(made, all_of_it)
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    in_virtual_time(main)
 
 
 async def whole(nodes: list[Node]) -> None:
@@ -43,6 +41,9 @@ async def whole(nodes: list[Node]) -> None:
     while len(values := {store_loss.get_epoch(node.db) for node in nodes}) > 1 or store_loss.get_turn(values.pop()) < 2:
         await trio.sleep(limits.STORE_POLL_S)
     await settled(nodes)
+
+
+some_nodes = async_tests(play)
 
 
 async def some_tree(a: Node, b: Node, c: Node) -> Tree:
@@ -60,96 +61,79 @@ async def some_tree(a: Node, b: Node, c: Node) -> Tree:
     return await a.tree()
 
 
-def test_everything_is_there_again_when_the_store_was_emptied(tmp_path: Path) -> None:
-    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
-        before = await some_tree(*nodes)
-        etcd.wipe()
-        await whole(nodes)
-        assert stored_tree(etcd) == before
-        for node in nodes:
-            assert await node.tree() == before
-            assert "etcd has lost data" in str(summary.list_reports(node.db, "trouble:store"))
-
-    play(tmp_path, act)
+@some_nodes
+async def test_everything_is_there_again_when_the_store_was_emptied(etcd: MemoryEtcd, nodes: list[Node]) -> None:
+    before = await some_tree(*nodes)
+    etcd.wipe()
+    await whole(nodes)
+    assert stored_tree(etcd) == before
+    for node in nodes:
+        assert await node.tree() == before
+        assert "etcd has lost data" in str(summary.list_reports(node.db, "trouble:store"))
 
 
-def test_what_applications_do_meanwhile_is_there_too(tmp_path: Path) -> None:
-    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
-        a, b, c = nodes
-        before = set(await some_tree(*nodes))
-        etcd.wipe()
-        await a.make("d/new")
-        await b.rename("h", "i")
-        await c.unlink("l")
-        await whole(nodes)
-        after = set(await a.tree())
-        assert after >= (before - {b"/h", b"/l"}) | {b"/d/new", b"/i"}
-
-    play(tmp_path, act)
+@some_nodes
+async def test_what_applications_do_meanwhile_is_there_too(etcd: MemoryEtcd, nodes: list[Node]) -> None:
+    a, b, c = nodes
+    before = set(await some_tree(*nodes))
+    etcd.wipe()
+    await a.make("d/new")
+    await b.rename("h", "i")
+    await c.unlink("l")
+    await whole(nodes)
+    after = set(await a.tree())
+    assert after >= (before - {b"/h", b"/l"}) | {b"/d/new", b"/i"}
 
 
-def test_a_store_that_was_set_back_learns_what_it_has_forgotten(tmp_path: Path) -> None:
-    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
-        a, b, c = nodes
-        await a.mkdir("d")
-        await a.make("d/old")
-        backup = etcd.saved()
-        await b.rename("d", "moved")
-        await b.make("moved/new")
-        await c.make("x")
-        await c.grow("x", 7, 7)
-        await a.grow("moved/old", 5, 5)
-        tree = await b.tree()
-        etcd.restore(backup)
-        await whole(nodes)
-        assert await a.tree() == tree
-
-    play(tmp_path, act)
+@some_nodes
+async def test_a_store_that_was_set_back_learns_what_it_has_forgotten(etcd: MemoryEtcd, nodes: list[Node]) -> None:
+    a, b, c = nodes
+    await a.build("d/", "d/old")
+    backup = etcd.saved()
+    await b.rename("d", "moved")
+    await b.make("moved/new")
+    await c.make("x")
+    await c.grow("x", 7, 7)
+    await a.grow("moved/old", 5, 5)
+    tree = await b.tree()
+    etcd.restore(backup)
+    await whole(nodes)
+    assert await a.tree() == tree
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_was_known_later_counts(tmp_path: Path, first: int) -> None:
+@some_nodes
+async def test_what_was_known_later_counts(etcd: MemoryEtcd, nodes: list[Node], first: int) -> None:
     """A directory that was renamed, a file that was replaced, one that was written anew: who knows only what was before does not win."""
-
-    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
-        a, b, _ = nodes
-        await a.mkdir("step.tmp")
-        await a.make("step.tmp/file")
-        await a.make("latest")
-        await a.make("old")
-        await a.make("moved")
-        await b.tree()
-        await a.rename("step.tmp", "step")
-        await a.make("latest.tmp")
-        await a.rename("latest.tmp", "latest")
-        await a.rename("moved", "step/moved")
-        await a.grow("old", 9, 9)
-        before = await a.tree()
-        await b.names()  # Its cache has the new names beside the old ones.
-        nodes[first].cut(True)
-        etcd.wipe()
-        await trio.sleep(60)
-        nodes[first].cut(False)
-        await whole(nodes)
-        assert await b.tree() == before
-
-    play(tmp_path, act)
+    a, b, _ = nodes
+    await a.build("step.tmp/", "step.tmp/file", "latest", "old", "moved")
+    await b.tree()
+    await a.rename("step.tmp", "step")
+    await a.make("latest.tmp")
+    await a.rename("latest.tmp", "latest")
+    await a.rename("moved", "step/moved")
+    await a.grow("old", 9, 9)
+    before = await a.tree()
+    await b.names()  # Its cache has the new names beside the old ones.
+    nodes[first].cut(True)
+    etcd.wipe()
+    await trio.sleep(60)
+    nodes[first].cut(False)
+    await whole(nodes)
+    assert await b.tree() == before
 
 
-def test_twice(tmp_path: Path) -> None:
+@some_nodes
+async def test_twice(etcd: MemoryEtcd, nodes: list[Node]) -> None:
     """The store is lost again before all was told."""
-
-    async def act(etcd: MemoryEtcd, nodes: list[Node]) -> None:
-        before = await some_tree(*nodes)
-        etcd.wipe()
-        while not store_loss.get_turn(store_loss.get_epoch(nodes[0].db)) > 1:
-            await trio.sleep(0.01)
-        etcd.wipe()
-        await trio.sleep(2 * limits.STORE_POLL_S)
-        await whole(nodes)
-        assert stored_tree(etcd) == before
-
-    play(tmp_path, act)
+    before = await some_tree(*nodes)
+    etcd.wipe()
+    while not store_loss.get_turn(store_loss.get_epoch(nodes[0].db)) > 1:
+        await trio.sleep(0.01)
+    etcd.wipe()
+    await trio.sleep(2 * limits.STORE_POLL_S)
+    await whole(nodes)
+    assert stored_tree(etcd) == before
 
 
 class Several(Slow):
@@ -180,14 +164,16 @@ def several(directory: Path, act: Callable[[Several, Node], Awaitable[None]]) ->
         node = Node(directory, 1, store)
 
         async def all_of_it() -> None:
-            await node.mkdir("d")
-            await node.make("d/f")
+            await node.build("d/", "d/f")
             store.etcd = stray
             await act(store, node)
 
         await running([node], all_of_it)
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    in_virtual_time(main)
+
+
+strayed = async_tests(several)
 
 
 async def reported(node: Node) -> None:
@@ -195,31 +181,27 @@ async def reported(node: Node) -> None:
         await trio.sleep(limits.STORE_POLL_S)
 
 
-def test_a_member_that_was_begun_alone_is_not_believed_and_left(tmp_path: Path) -> None:
-    async def act(store: Several, node: Node) -> None:
-        stray, known = store.etcds[2], store_loss.get_epoch(node.db)
-        while store.etcd is stray:
-            await trio.sleep(limits.STORE_POLL_S)
-        await node.make("d/g")
-        await settled([node])
-        assert store_loss.get_epoch(node.db) == known and store.etcd is not stray and stray.revision == 1
-        assert stored_tree(store.etcds[0]) == await node.tree()
-
-    several(tmp_path, act)
-
-
-def test_a_member_that_was_begun_alone_is_not_believed_while_the_others_are_silent(tmp_path: Path) -> None:
-    async def act(store: Several, node: Node) -> None:
-        stray, known = store.etcds[2], store_loss.get_epoch(node.db)
-        store.silent = store.etcds[:1]
-        await reported(node)
+@strayed
+async def test_a_member_that_was_begun_alone_is_not_believed_and_left(store: Several, node: Node) -> None:
+    stray, known = store.etcds[2], store_loss.get_epoch(node.db)
+    while store.etcd is stray:
         await trio.sleep(limits.STORE_POLL_S)
-        assert node.sharing.is_disconnected and store_loss.get_epoch(node.db) == known and stray.revision == 1
-        store.etcds = [stray] * 3
-        await settled([node])
-        assert store_loss.get_epoch(node.db) != known and stored_tree(stray) == await node.tree()
+    await node.make("d/g")
+    await settled([node])
+    assert store_loss.get_epoch(node.db) == known and store.etcd is not stray and stray.revision == 1
+    assert stored_tree(store.etcds[0]) == await node.tree()
 
-    several(tmp_path, act)
+
+@strayed
+async def test_a_member_that_was_begun_alone_is_not_believed_while_the_others_are_silent(store: Several, node: Node) -> None:
+    stray, known = store.etcds[2], store_loss.get_epoch(node.db)
+    store.silent = store.etcds[:1]
+    await reported(node)
+    await trio.sleep(limits.STORE_POLL_S)
+    assert node.sharing.is_disconnected and store_loss.get_epoch(node.db) == known and stray.revision == 1
+    store.etcds = [stray] * 3
+    await settled([node])
+    assert store_loss.get_epoch(node.db) != known and stored_tree(stray) == await node.tree()
 
 
 def test_how_far_a_lost_store_had_come_is_not_remembered_of_the_next_one(tmp_path: Path) -> None:
@@ -251,4 +233,4 @@ def test_a_node_that_began_without_the_store_meets_it_when_it_is_there(tmp_path:
 
         await running([node], all_of_it)
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    in_virtual_time(main)

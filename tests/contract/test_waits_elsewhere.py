@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import trio
 from ckptfs_daemon.control.cluster_status import ClusterFigures
 from ckptfs_daemon.control.queries import LevelCheck
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, running
-from trio.testing import MockClock
+from shared_catalogs import Node, in_virtual_time, running
 
 from ckptfs.catalog import contents, peer_copies, summary
 from ckptfs.catalog.peer_copies import KnownNode
@@ -77,7 +75,7 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
 
         await running([one, two, three], act)
 
-    trio.run(run, clock=MockClock(autojump_threshold=0))
+    in_virtual_time(run)
 
 
 def _sealed(node: Node, number: int) -> Any:

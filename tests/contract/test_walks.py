@@ -15,8 +15,7 @@ from ckptfs_daemon.mount.lookups import LookupPrefetch, read_syscall, successor
 from ckptfs_daemon.mount.namespace_handlers import NamespaceHandlers, OrphanTracker
 from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, running
-from trio.testing import MockClock
+from shared_catalogs import Node, async_tests, in_virtual_time, running
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests, namespace
@@ -65,168 +64,145 @@ def run(root: Path, act: Callable[[Node, Walker], Awaitable[None]]) -> None:
 
         await running(nodes, body)
 
-    trio.run(main, clock=MockClock(autojump_threshold=0))
+    in_virtual_time(main)
 
 
-def test_a_path_that_was_walked_before_costs_one_round_trip(tmp_path: Path) -> None:
+walking = async_tests(run)
+
+
+@walking
+async def test_a_path_that_was_walked_before_costs_one_round_trip(_: Node, walker: Walker) -> None:
     """Another file in the same directory costs two, opening it none beyond that."""
-
-    async def act(_: Node, walker: Walker) -> None:
-        assert await walker.reads(lambda: walker.stat("a/b/c/f")) == 1
-        await walker.stat("a/b/c/g")
-        await walker.stat("a/b/c/f")
-        inode = await walker.stat("a/b/c/g")
-        assert await walker.reads(lambda: walker.stat("a/b/c/f")) == 2
-        inode = await walker.stat("a/b/c/f")
-        assert await walker.reads(lambda: walker.walks.refresh_inode(THREAD, inode)) == 0
-        assert await walker.reads(lambda: walker.walks.refresh_inode(THREAD, inode)) == 1
-
-    run(tmp_path, act)
+    assert await walker.reads(lambda: walker.stat("a/b/c/f")) == 1
+    await walker.stat("a/b/c/g")
+    await walker.stat("a/b/c/f")
+    inode = await walker.stat("a/b/c/g")
+    assert await walker.reads(lambda: walker.stat("a/b/c/f")) == 2
+    inode = await walker.stat("a/b/c/f")
+    assert await walker.reads(lambda: walker.walks.refresh_inode(THREAD, inode)) == 0
+    assert await walker.reads(lambda: walker.walks.refresh_inode(THREAD, inode)) == 1
 
 
-def test_what_others_did_before_a_system_call_it_sees(tmp_path: Path) -> None:
+@walking
+async def test_what_others_did_before_a_system_call_it_sees(other: Node, walker: Walker) -> None:
     """A thread that has just looked, and hears at once that something has changed."""
-
-    async def act(other: Node, walker: Walker) -> None:
-        before = await walker.stat("a/b/c/f")
-        await other.rename("a/b/c/g", "a/b/c/f")
-        assert await walker.stat("a/b/c/f") != before
-        await other.rename("a/b", "a/x")
-        await other.mkdir("a/b")
-        await other.mkdir("a/b/c")
-        made = await other.make("a/b/c/f")
-        assert await walker.stat("a/b/c/f") == made.id
-
-    run(tmp_path, act)
+    before = await walker.stat("a/b/c/f")
+    await other.rename("a/b/c/g", "a/b/c/f")
+    assert await walker.stat("a/b/c/f") != before
+    await other.rename("a/b", "a/x")
+    await other.build("a/b/", "a/b/c/")
+    made = await other.make("a/b/c/f")
+    assert await walker.stat("a/b/c/f") == made.id
 
 
-def test_a_guess_serves_one_thread_once_and_not_for_long(tmp_path: Path) -> None:
-    async def act(_: Node, walker: Walker) -> None:
-        walks = walker.walks
-        top = await walker.stat("a")
-        assert await walker.reads(lambda: walks.refresh_name(OTHER, top, b"b")) == 1
-        assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 0
-        assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
-        await walker.stat("a")
-        await trio.sleep(2 * limits.LOOKUP_FRESH_S)
-        assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
-        assert await walker.reads(lambda: walker.stat("a", pid=0)) == 1
-        assert await walker.reads(lambda: walks.refresh_inode(0, top)) == 1
-
-    run(tmp_path, act)
+@walking
+async def test_a_guess_serves_one_thread_once_and_not_for_long(_: Node, walker: Walker) -> None:
+    walks = walker.walks
+    top = await walker.stat("a")
+    assert await walker.reads(lambda: walks.refresh_name(OTHER, top, b"b")) == 1
+    assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 0
+    assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
+    await walker.stat("a")
+    await trio.sleep(2 * limits.LOOKUP_FRESH_S)
+    assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
+    assert await walker.reads(lambda: walker.stat("a", pid=0)) == 1
+    assert await walker.reads(lambda: walks.refresh_inode(0, top)) == 1
 
 
-def test_a_walk_begins_where_the_kernel_asks_whether_it_may(tmp_path: Path) -> None:
+@walking
+async def test_a_walk_begins_where_the_kernel_asks_whether_it_may(_: Node, walker: Walker) -> None:
     """It asks for the attributes of the directory first: all the rest of the path comes with them."""
 
-    async def act(_: Node, walker: Walker) -> None:
-        async def stat() -> None:
-            await walker.walks.refresh_inode(THREAD, ROOT)
-            await walker.stat("a/b/c/f")
+    async def stat() -> None:
+        await walker.walks.refresh_inode(THREAD, ROOT)
+        await walker.stat("a/b/c/f")
 
-        assert await walker.reads(stat) == 1
-        assert await walker.reads(stat) == 1
-
-    run(tmp_path, act)
+    assert await walker.reads(stat) == 1
+    assert await walker.reads(stat) == 1
 
 
-def test_names_with_numbers_are_expected(tmp_path: Path) -> None:
+@walking
+async def test_names_with_numbers_are_expected(other: Node, walker: Walker) -> None:
     """Files looked up one after the other cost one round trip each, also where two rows take turns, and where they are not there."""
 
-    async def act(other: Node, walker: Walker) -> None:
-        async def look(name: str) -> None:
-            await walker.walks.refresh_inode(THREAD, ROOT)
-            directory = await walker.stat("a/b/c")
-            for one in (f"{name}.tmp", name):
-                await walker.walks.refresh_name(THREAD, directory, one.encode())
-                walker.walks.extend_step_deadline(THREAD)
+    async def look(name: str) -> None:
+        await walker.walks.refresh_inode(THREAD, ROOT)
+        directory = await walker.stat("a/b/c")
+        for one in (f"{name}.tmp", name):
+            await walker.walks.refresh_name(THREAD, directory, one.encode())
+            walker.walks.extend_step_deadline(THREAD)
 
-        for name in ("f0008", "f0009", "f0010"):
-            await look(name)
-        assert [await walker.reads(lambda name=name: look(name)) for name in ("f0011", "f0012")] == [1, 1]
-        made = await other.make("a/b/c/f0013")
-        await look("f0013")
-        assert await walker.stat("a/b/c/f0013") == made.id
-
-    run(tmp_path, act)
+    for name in ("f0008", "f0009", "f0010"):
+        await look(name)
+    assert [await walker.reads(lambda name=name: look(name)) for name in ("f0011", "f0012")] == [1, 1]
+    made = await other.make("a/b/c/f0013")
+    await look("f0013")
+    assert await walker.stat("a/b/c/f0013") == made.id
 
 
-def test_a_step_that_comes_late_is_asked_for_anew(tmp_path: Path) -> None:
-    async def act(_: Node, walker: Walker) -> None:
-        top = await walker.stat("a")
-        await trio.sleep(1.1 * limits.LOOKUP_STEP_S)
-        assert await walker.reads(lambda: walker.walks.refresh_name(THREAD, top, b"b")) == 1
-
-    run(tmp_path, act)
+@walking
+async def test_a_step_that_comes_late_is_asked_for_anew(_: Node, walker: Walker) -> None:
+    top = await walker.stat("a")
+    await trio.sleep(1.1 * limits.LOOKUP_STEP_S)
+    assert await walker.reads(lambda: walker.walks.refresh_name(THREAD, top, b"b")) == 1
 
 
-def test_a_step_of_another_system_call_is_asked_for_anew(tmp_path: Path) -> None:
+@walking
+async def test_a_step_of_another_system_call_is_asked_for_anew(_: Node, walker: Walker) -> None:
     """T7: the thread has come back in between, and may have been told of what another node did. Where nobody says, it may have, too."""
-
-    async def act(_: Node, walker: Walker) -> None:
-        for before, after, reads in ((b"stat", b"stat", 0), (b"stat", b"open", 1), (b"", b"", 1)):
-            walker.call = before
-            top = await walker.stat("a")
-            walker.call = after
-            assert await walker.reads(lambda top=top: walker.walks.refresh_name(THREAD, top, b"b")) == reads
-
-    run(tmp_path, act)
+    for before, after, reads in ((b"stat", b"stat", 0), (b"stat", b"open", 1), (b"", b"", 1)):
+        walker.call = before
+        top = await walker.stat("a")
+        walker.call = after
+        assert await walker.reads(lambda top=top: walker.walks.refresh_name(THREAD, top, b"b")) == reads
 
 
-def test_a_thread_is_misled_for_one_system_call(tmp_path: Path) -> None:
+@walking
+async def test_a_thread_is_misled_for_one_system_call(_: Node, walker: Walker) -> None:
     """P7: what it opened was replaced meanwhile. Where nobody says in which system call it is, it is not known to be in the same."""
-
-    async def act(_: Node, walker: Walker) -> None:
-        for before, after, expected in ((b"open", b"open", True), (b"open", b"stat", False), (b"", b"", False)):
-            walker.call = before
-            walker.walks.record_stale_open(THREAD)
-            walker.call = after
-            assert walker.walks.has_stale_open(THREAD) is expected and not walker.walks.has_stale_open(OTHER)
-
-    run(tmp_path, act)
-
-
-def test_who_was_misled_gets_a_name_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P7: another node replaces the file faster than it is fetched, again and again; the kernel looks up once more, no oftener."""
-
-    async def act(other: Node, walker: Walker) -> None:
-        top = await walker.stat("a/b/c")
-        here: list[int] = []
-
-        async def ask(kind: str, inode: int, **bounds: object) -> str:
-            if len(here) < 3:
-                here.append(0)
-                await other.make("a/b/c/new")
-                await other.rename("a/b/c/new", "a/b/c/f")
-                raise OSError(errno.ESTALE, "replaced")
-            here.append(inode)
-            return mover_requests.FETCHED
-
-        context = MountContext(
-            config=cast(Any, None),
-            data_path=DataPath.BUFFERED,
-            db=walker.node.db,
-            tiers=cast(Any, None),
-            wake_channel=cast(Any, None),
-            mover_client=cast(Any, SimpleNamespace(request=ask)),
-            open_files=cast(Any, SimpleNamespace(get_attributes=lambda inode: inode, is_open_for_writing=lambda inode: False)),
-            shared_namespace=walker.node.sharing,
-            prefetch=walker.walks,
-        )
-        names = NamespaceHandlers(context, ChangeRunner(context), OrphanTracker(context))
-        monkeypatch.setattr(
-            open, "choose_read_source", lambda held: open.ReadSource.HERE if held.inode.id in here else open.ReadSource.FETCH
-        )
-        found = await names.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
-        assert not here, "nobody waits for bytes who may only want to know the name"
+    for before, after, expected in ((b"open", b"open", True), (b"open", b"stat", False), (b"", b"", False)):
+        walker.call = before
         walker.walks.record_stale_open(THREAD)
-        newest = await names.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
-        assert here[-1] == newest.st_ino != found.st_ino and len(here) == 4
-        assert walker.walks.is_stale_open_target(THREAD, newest.st_ino) and not walker.walks.is_stale_open_target(THREAD, found.st_ino)
-        walker.call = b"next"
-        assert not walker.walks.is_stale_open_target(THREAD, newest.st_ino)
+        walker.call = after
+        assert walker.walks.has_stale_open(THREAD) is expected and not walker.walks.has_stale_open(OTHER)
 
-    run(tmp_path, act)
+
+@walking
+async def test_who_was_misled_gets_a_name_with_its_bytes(other: Node, walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: another node replaces the file faster than it is fetched, again and again; the kernel looks up once more, no oftener."""
+    top = await walker.stat("a/b/c")
+    here: list[int] = []
+
+    async def ask(kind: str, inode: int, **bounds: object) -> str:
+        if len(here) < 3:
+            here.append(0)
+            await other.make("a/b/c/new")
+            await other.rename("a/b/c/new", "a/b/c/f")
+            raise OSError(errno.ESTALE, "replaced")
+        here.append(inode)
+        return mover_requests.FETCHED
+
+    context = MountContext(
+        config=cast(Any, None),
+        data_path=DataPath.BUFFERED,
+        db=walker.node.db,
+        tiers=cast(Any, None),
+        wake_channel=cast(Any, None),
+        mover_client=cast(Any, SimpleNamespace(request=ask)),
+        open_files=cast(Any, SimpleNamespace(get_attributes=lambda inode: inode, is_open_for_writing=lambda inode: False)),
+        shared_namespace=walker.node.sharing,
+        prefetch=walker.walks,
+    )
+    names = NamespaceHandlers(context, ChangeRunner(context), OrphanTracker(context))
+    monkeypatch.setattr(open, "choose_read_source", lambda held: open.ReadSource.HERE if held.inode.id in here else open.ReadSource.FETCH)
+    found = await names.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
+    assert not here, "nobody waits for bytes who may only want to know the name"
+    walker.walks.record_stale_open(THREAD)
+    newest = await names.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
+    assert here[-1] == newest.st_ino != found.st_ino and len(here) == 4
+    assert walker.walks.is_stale_open_target(THREAD, newest.st_ino) and not walker.walks.is_stale_open_target(THREAD, found.st_ino)
+    walker.call = b"next"
+    assert not walker.walks.is_stale_open_target(THREAD, newest.st_ino)
 
 
 def test_the_system_call_of_a_thread(tmp_path: Path) -> None:

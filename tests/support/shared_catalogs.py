@@ -5,6 +5,8 @@ store that takes its time, and loses answers; cut off, a node is an island. Run 
 `trio.testing.MockClock(autojump_threshold=0)`.
 """
 
+import functools
+import inspect
 import itertools
 import random
 import stat
@@ -32,7 +34,50 @@ from ckptfs.store.kv import Compare, Get, Operation, Outcome
 T = TypeVar("T")
 Tree = dict[bytes, tuple[int, int, int, int]]
 """Path -> (inode, type and mode, links, size)."""
+Act = Callable[..., Awaitable[None]]
 EPOCH_NS = 10**18
+
+
+def in_virtual_time(act: Callable[[], Awaitable[None]]) -> None:
+    trio.run(act, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def async_tests(play: Callable[[Path, Act], None], given: int = 2) -> Callable[[Act], Callable[..., None]]:
+    """A decorator for async tests, which `play(tmp_path, test)` runs. It supplies the first `given` arguments; the others are fixtures."""
+
+    def decorate(act: Act) -> Callable[..., None]:
+        fixtures = list(inspect.signature(act).parameters.values())[given:]
+        names = [parameter.name for parameter in fixtures]
+
+        @functools.wraps(act)
+        def test(tmp_path: Path, **values: object) -> None:
+            values |= {"tmp_path": tmp_path} if "tmp_path" in names else {}
+            play(tmp_path, lambda *supplied: act(*supplied, **values))
+
+        place = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([place, *(one for one in fixtures if one.name != "tmp_path")])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def play_on_two_nodes(directory: Path, act: Act, run: Callable[..., object] = in_virtual_time) -> None:
+    """Two nodes on a slow store do `act(a, b)`; afterwards both show what the store has."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(directory / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+
+        async def act_and_compare() -> None:
+            await act(*nodes)
+            await settled(nodes)
+            there = stored_tree(etcd)
+            for node in nodes:
+                assert await node.tree() == there
+
+        await running(nodes, act_and_compare)
+
+    run(main)
 
 
 def replayed(seed: int, act: Callable[[], Awaitable[T]], limit_s: float = 150.0) -> T:
@@ -135,6 +180,11 @@ class Node:
 
     async def mkdir(self, path: str) -> Inode:
         return await self.make(path, stat.S_IFDIR | 0o755)
+
+    async def build(self, *paths: str) -> None:
+        """Make files, and directories where a path ends with a slash."""
+        for path in paths:
+            await (self.mkdir(path[:-1]) if path.endswith("/") else self.make(path))
 
     async def unlink(self, path: str) -> Inode:
         parent, name = await self.parent(path)
@@ -260,6 +310,13 @@ async def running(nodes: Sequence[Node], act: Callable[[], Awaitable[T]]) -> T:
         result = await act()
         nursery.cancel_scope.cancel()
     return result
+
+
+async def reconnect(*nodes: Node) -> None:
+    """End the disconnection of these nodes, and wait until they have published all."""
+    for node in nodes:
+        node.cut(False)
+    await settled(nodes)
 
 
 async def settled(nodes: Sequence[Node]) -> None:
