@@ -105,13 +105,11 @@ def _shared(data_path: str, clustered: Callable[[], dict[str, str]]) -> Iterator
 
 @pytest.fixture(scope="session")
 def shared_passthrough(clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
-    """See `shared_daemon`."""
     yield from _shared("passthrough", clustered)
 
 
 @pytest.fixture(scope="session")
 def shared_buffered(clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
-    """See `shared_daemon`."""
     yield from _shared("buffered", clustered)
 
 
@@ -160,13 +158,11 @@ def make_daemon(request: pytest.FixtureRequest, clustered: Callable[[], dict[str
 
 @pytest.fixture
 def fresh_mount(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> Iterator[DaemonUnderTest]:
-    """A daemon of the test's own, once on each data path."""
     yield make_daemon(data_path)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """A failed report carries the end of every log of the daemons that the test used."""
     outcome: Any = yield
     report = outcome.get_result()
     if report.failed:

@@ -81,7 +81,6 @@ def test_it_stands_alone(installed: Path) -> None:
 
 
 def test_it_mounts(installed: Path) -> None:
-    """The installed helpers, daemon and command, together."""
     place = DaemonUnderTest()
     try:
         options = ",".join(f"{key}={value}" for key, value in place.options.items())

@@ -16,7 +16,6 @@ IMAGE_BYTES = 400 << 20
 
 @pytest.fixture(params=["ext4", "xfs", "btrfs", "tmpfs"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of that kind, mounted for the test."""
     kind = request.param
     place, image = tmp_path / "disk", tmp_path / "image"
     place.mkdir()

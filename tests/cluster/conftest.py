@@ -9,7 +9,6 @@ from cluster_lab import LABS, lab, make_lab, shared_lab
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """What the nodes said, beside the failure."""
     outcome: Any = yield
     report = outcome.get_result()
     if report.failed:

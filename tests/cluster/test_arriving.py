@@ -163,7 +163,6 @@ def test_when_all_sources_are_gone_the_reader_gets_an_error_and_no_wrong_bytes(f
 
 @pytest.fixture(scope="module")
 def near(make_lab: Callable[..., ClusterUnderTest]) -> ClusterUnderTest:
-    """Three nodes, two copies of each file, no PFS."""
     return make_lab(3, 2, with_pfs=False)
 
 

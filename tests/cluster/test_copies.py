@@ -16,7 +16,6 @@ SIZE = 9_000_000
 
 
 def fill(place: Path, count: int = 4) -> dict[str, bytes]:
-    """Files of several sizes."""
     place.mkdir()
     written = {f"file{number}": os.urandom(1 + number * SIZE // count) for number in range(count)}
     for name, data in written.items():
@@ -25,7 +24,6 @@ def fill(place: Path, count: int = 4) -> dict[str, bytes]:
 
 
 def shown(place: Path) -> dict[str, bytes]:
-    """What a node shows in a directory."""
     return {path.name: path.read_bytes() for path in place.iterdir()}
 
 

@@ -37,7 +37,6 @@ def slow(lab: ClusterUnderTest, worked: Callable[[], bool]) -> None:
 
 
 def flapping(lab: ClusterUnderTest, worked: Callable[[], bool]) -> None:
-    """It dies and returns again and again."""
     pause = threading.Event()
     for turn in itertools.count():
         lab.stop_etcd()

@@ -104,8 +104,6 @@ def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
 
 
 def reached(wires: Plan) -> bool:
-    """Whether the server on node1 answers node2."""
-
     def ask() -> bool:
         try:
             with socket.create_connection((wires.node("node1").address, PORT), timeout=0.5) as connection:

@@ -20,7 +20,6 @@ PATIENCE_S = 120.0
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[Etcd]:
-    """An etcd of three members."""
     etcd = start_etcd(tmp_path, members=3)
     try:
         yield etcd
@@ -47,7 +46,6 @@ def put(store: EtcdStore, key: bytes, new: bytes) -> int:
 
 
 def used(store: EtcdStore, etcd: Etcd) -> Member:
-    """The member that answers this store."""
     address = store.get_member_status(timeout_s=PATIENCE_S).address
     return next(member for member in etcd.members if member.address == address)
 

@@ -22,7 +22,6 @@ MISSED = {"node": 2, "content": OURS, "generation": 2, "mtime_ns": 2, "shows": T
 
 
 def wrote(node: Node, inode: int, generation: int, size: int) -> None:
-    """What a close leaves."""
     with node.db.transaction():
         node.db.run("INSERT OR IGNORE INTO copy (content, tier, state) VALUES (?, 'ram', 1)", OURS)
         node.db.run(
@@ -34,7 +33,6 @@ def wrote(node: Node, inode: int, generation: int, size: int) -> None:
 
 
 def put(etcd: MemoryEtcd, key: SharedKey, **changes: Any) -> None:
-    """Another node's word, told."""
     value = {**stored(etcd).get(key, {}), **changes}
     assert MemoryStore(etcd).commit([], [Put(keys.encode_key(key), keys.encode_fields(value))]).succeeded
 

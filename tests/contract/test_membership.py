@@ -215,7 +215,6 @@ def test_a_lease_is_believed_no_longer_than_it_holds() -> None:
 
 
 def claims_of(store: Store, count: int) -> list[tuple[NodeLease, ClusterLocks]]:
-    """So many nodes that live."""
     made = [presence(store, f"n{number}", f"c{number}") for number in range(count)]
     for one in made:
         one.renew()

@@ -27,8 +27,6 @@ def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
 
 
 class Pair:
-    """One node that serves and one that asks."""
-
     def __init__(self, directory: Path, keyring: Keyring | None, bulk: bool, streams: int = 2) -> None:
         self.node = PeerNode(directory, "node1", keyring("node1") if keyring else None, bulk=bulk)
         self.peers = client("node2", keyring("node2") if keyring else None, bulk=bulk, streams=streams)
@@ -49,7 +47,6 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, keyring: Keyring) -> It
 
 @pytest.fixture
 def fast(tmp_path: Path, keyring: Keyring) -> Iterator[Pair]:
-    """The way that is the default."""
     made = Pair(tmp_path, keyring, True)
     yield made
     made.stop()

@@ -653,8 +653,6 @@ def test_tokens_that_are_not_used_are_bounded_and_the_newest_are_good() -> None:
 
 
 class RawBulk:
-    """A bulk connection made by hand."""
-
     def __init__(self, raw: Raw) -> None:
         reply = pb.ConnectReply.FromString(raw.call("Connect", b""))
         self.token, self.port = reply.token, reply.port
@@ -673,7 +671,6 @@ class RawBulk:
 
 
 def ended(connected: socket.socket) -> bool:
-    """Whether the server closes the connection; what it says before is read."""
     try:
         while connected.recv(1 << 16):
             pass
@@ -770,7 +767,6 @@ def test_strangers_leave_descriptors_for_the_rest(tmp_path: Path, keyring: Keyri
 
 
 def is_closed(connected: socket.socket) -> bool:
-    """Whether the other side has closed it."""
     connected.setblocking(False)
     try:
         return not connected.recv(1)

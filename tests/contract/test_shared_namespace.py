@@ -195,7 +195,6 @@ async def test_what_other_nodes_have_is_forgotten_in_time(a: Node, b: Node) -> N
 @pytest.mark.parametrize("count", [40, 300])
 @two_nodes
 async def test_many_changes_go_in_several_transactions(a: Node, b: Node, count: int) -> None:
-    """More than the store takes at once, in one change and in many."""
     a.cut(True)
     await a.mkdir("d")
     for number in range(count):

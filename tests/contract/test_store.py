@@ -20,8 +20,6 @@ PATIENCE_S = 60.0
 
 
 class RealWorld:
-    """An etcd server and stores on it."""
-
     def __init__(self, etcd: Etcd) -> None:
         self._etcd = etcd
         self._made: list[EtcdStore] = []
@@ -45,8 +43,6 @@ class RealWorld:
 
 
 class MemoryWorld:
-    """The same in memory."""
-
     def __init__(self) -> None:
         self._etcd = MemoryEtcd()
         self._made: list[MemoryStore] = []
@@ -76,7 +72,6 @@ World = RealWorld | MemoryWorld
 
 @pytest.fixture(params=["memory", "etcd"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    """A new, empty store."""
     etcd = start_etcd(tmp_path) if request.param == "etcd" else None
     made = RealWorld(etcd) if etcd else MemoryWorld()
     try:
@@ -116,8 +111,6 @@ def waits_in_vain(call: Callable[[], object]) -> bool:
 
 
 class Watching:
-    """Iterates a watch in a thread."""
-
     def __init__(self, store: Store, key: bytes, end: bytes | None, from_revision: int) -> None:
         self._watch = store.watch(key, end, from_revision)
         self.told: list[WatchEvents] = []

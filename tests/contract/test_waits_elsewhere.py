@@ -21,7 +21,6 @@ DIGEST = b"d" * 16
 
 
 def close(node: Node, inode: Inode) -> int:
-    """The file is written and closed here; its content."""
     with node.db.transaction():
         content = contents.insert_content(node.db, inode.id, Tier.RAM)
         contents.mark_closed(node.db, inode.id, content, 3, 1, 2)

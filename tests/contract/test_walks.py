@@ -33,7 +33,6 @@ class Walker:
         self.call = b"stat"
 
     async def stat(self, path: str, pid: int = THREAD) -> int:
-        """The inode that a path leads to."""
         inode = ROOT
         for part in path.encode().split(b"/"):
             await self.walks.refresh_name(pid, inode, part)
@@ -42,7 +41,6 @@ class Walker:
         return inode
 
     async def reads(self, act: Callable[[], Awaitable[object]]) -> int:
-        """How often the store is asked for it."""
         before = self.node.sharing.counts["reads"]
         await act()
         return self.node.sharing.counts["reads"] - before

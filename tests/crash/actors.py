@@ -206,7 +206,6 @@ KINDS = {"checkpointer": checkpointer, "small_files": small_files, "appender": a
 
 
 def main() -> None:
-    """Act until standard input ends."""
     kind, root, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     root.mkdir()
     step, end = KINDS[kind](root, random.Random(seed))

@@ -33,7 +33,6 @@ def sync_on_nvme(daemon: DaemonUnderTest) -> None:
 
 
 def change_owner(daemon: DaemonUnderTest) -> None:
-    """The owner follows to the PFS."""
     (daemon.path / "owned").write_bytes(b"mine")
     os.chown(daemon.path / "owned", 1234, 2345)
 
@@ -87,6 +86,5 @@ def test_it_goes_on_after(make_daemon: Callable[..., DaemonUnderTest], tmp_path:
 
 
 def deaths(daemon: DaemonUnderTest) -> int:
-    """How often a process was started again."""
     processes = daemon.processes()
     return sum(int(processes[role]["restarts"]) for role in ("mount", "mover"))

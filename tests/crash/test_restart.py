@@ -223,7 +223,6 @@ def test_the_processes_of_an_idle_node_are_small_and_idle(make_daemon: Callable[
 
 
 def _resident(pid: int) -> int:
-    """KiB."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.fuse
 
 
 def save(directory: Path, *names: str) -> None:
-    """A checkpoint in a directory."""
     directory.mkdir(parents=True)
     for name in names:
         (directory / name).write_bytes(os.urandom(2000))
@@ -131,7 +130,6 @@ def test_none(mount: Area) -> None:
 
 
 def latest(mount: Area, *parts: str) -> Path:
-    """A name in `.ckptfs/latest`."""
     return mount.daemon.path.joinpath(".ckptfs", "latest", mount.path.name, *parts)
 
 

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.fuse
 
 
 def speakers(daemon: DaemonUnderTest, since: int = 0) -> set[str]:
-    """The roles that logged something at debug."""
     return set(re.findall(r"ckptfsd\[(\w+) \d+\] DEBUG", daemon.log[since:]))
 
 

@@ -16,7 +16,6 @@ NOT_TEXT = b"\xff\xfe \xc3( caf\xe9\n\t"
 
 
 def refusal(act: Callable[..., Any], *values: Any, **named: Any) -> str:
-    """The name of the errno with which a system call is refused."""
     with pytest.raises(OSError) as refused:
         act(*values, **named)
     return errno.errorcode[refused.value.errno or 0]

@@ -26,7 +26,6 @@ def rename(old: Path, new: Path, flags: int = 0) -> str:
 
 
 def make(path: Path, kind: str) -> int:
-    """Make something of that kind; its inode number."""
     if kind == "file":
         path.write_text(str(path))
     elif kind == "symlink":

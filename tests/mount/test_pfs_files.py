@@ -13,7 +13,6 @@ MIB = 1024 * 1024
 
 
 def refresh(area: Area | DaemonUnderTest, path: Path) -> None:
-    """Have a directory compared with the PFS now."""
     area.command("refresh", path)
 
 

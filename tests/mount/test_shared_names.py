@@ -16,7 +16,6 @@ Two = tuple[DaemonUnderTest, DaemonUnderTest]
 
 
 def node(etcd: Etcd, name: str) -> DaemonUnderTest:
-    """A daemon that is the node `name`."""
     return DaemonUnderTest(
         cluster="test", etcd="+".join(etcd.addresses), node=name, pfs=None, nvme=None, ram="256M", insecure="true",
         listen=f"127.0.0.1:{free_ports(1)[0]}",

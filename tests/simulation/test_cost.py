@@ -13,7 +13,6 @@ HOURS = 1.0
 
 @pytest.fixture(scope="module")
 def costs() -> dict[int, Costs]:
-    """Virtual time: about a second for each."""
     return {count: simulated_cluster.measure(count, hours=HOURS, hours_between=24, steps=8) for count in (FEW, MANY)}
 
 

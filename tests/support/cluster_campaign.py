@@ -26,14 +26,12 @@ SAFE = ("clique", "pfs")
 
 
 def version_bytes(name: str, number: int) -> bytes:
-    """The whole file, as version `number`."""
     source = random.Random(f"{name}:{number}")
     size = source.randint(*(LARGE if source.random() < 0.2 else SMALL))
     return f"{name}:{number}\n".encode() + source.randbytes(size)
 
 
 def log_bytes(name: str, records: int) -> bytes:
-    """A log of so many records."""
     return b"".join(random.Random(f"{name}:{number}").randbytes(RECORD_BYTES) for number in range(records))
 
 
@@ -109,7 +107,6 @@ class Campaign:
             file.floor = written
 
     def _written(self, path: Path, file: File) -> int:
-        """Write the next version; its number."""
         if file.kind == LOG:
             return self._append(path, file)
         written = file.latest + 1
@@ -159,7 +156,6 @@ class Campaign:
     # --- the faults ---------------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """A node dies; its RAM stays, as after the death of all processes."""
         self._lose("killed", lambda node: self.cluster[node].kill())
 
     def wipe(self) -> None:
@@ -178,7 +174,6 @@ class Campaign:
         self.cluster[self.source.choice(self._living())].slow(RATE_BITS_PER_S)
 
     def stop_etcd(self) -> None:
-        """All nodes are islands."""
         if self.etcd:
             self.cluster.stop_etcd()
             self.etcd = False

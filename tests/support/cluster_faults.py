@@ -29,7 +29,6 @@ class Faults:
         self._acts: list[Callable[[], None]] = [getattr(self, kind) for kind in kinds]
 
     def draw(self) -> None:
-        """One of them."""
         self._source.choice(self._acts)()
 
     def _lose(self, how: str, act: Callable[[int], None]) -> int | None:
@@ -77,7 +76,6 @@ class Faults:
             self._storm.pause(seconds)
 
     def resume(self) -> None:
-        """Those that stand still go on."""
         for node, how in self._storm.away.items():
             if how == "stopped":
                 self._storm.say(f"node {node} goes on")

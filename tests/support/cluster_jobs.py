@@ -87,7 +87,6 @@ class Job:
             raise
 
     def step(self, track: Track, act: Callable[[int], object], number: int | None = None, *, absent: bool = False) -> None:
-        """Do one change of a track."""
         mark, life = self.watch.mark(self.node), self.watch.life(self.node)
         number = track.latest + 1 if number is None else number
         track.begin(number, self.node, absent=absent)
@@ -98,7 +97,6 @@ class Job:
             track.acknowledged(number)
 
     def put(self, path: Path, data: bytes) -> None:
-        """Write a file as a whole."""
         with open(path, "wb") as file:
             file.write(data)
             if self.watch.synced:

@@ -48,7 +48,6 @@ class NodeUnderTest:
         self.address = node.address
 
     def kill(self) -> None:
-        """Every process of it dies at once."""
         self._cluster.laboratory.kill(self.name)
 
     def wipe(self, *, nvme: bool = False) -> None:
@@ -56,11 +55,9 @@ class NodeUnderTest:
         self._cluster.laboratory.wipe(self.name, nvme=nvme)
 
     def start(self) -> None:
-        """It lives again."""
         self._cluster.laboratory.start_node(self.name)
 
     def restart(self) -> None:
-        """Unmounted in order and mounted again."""
         self._cluster.laboratory.restart_node(self.name)
 
     def pid(self, role: str) -> int:
@@ -82,25 +79,20 @@ class NodeUnderTest:
         eventually(lambda: not list_processes_named(there, nodes.DAEMON), WAIT_S, f"the daemon of {self.name} ends")
 
     def stand_still(self) -> None:
-        """Nothing runs on it."""
         for pid in self.pids():
             os.kill(pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """All of it runs again."""
         for pid in self.pids():
             os.kill(pid, signal.SIGCONT)
 
     def cut(self) -> None:
-        """It reaches nobody."""
         self._cluster.laboratory.cut(self.name)
 
     def slow(self, bits_per_s: int) -> None:
-        """Its link carries so much."""
         self._cluster.laboratory.slow(self.name, bits_per_s)
 
     def mend(self) -> None:
-        """Its link is as before, and it lives."""
         self._cluster.laboratory.heal(self.name)
 
     def run(self, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -115,7 +107,6 @@ class NodeUnderTest:
         return network.run_in_namespace(there, act)
 
     def begin(self, command: Sequence[str], log: Path) -> None:
-        """A program on this node, which nobody waits for."""
         spawn(network.get_namespace_path(self._node.plan, self.name), command, log)
 
     def end_programs(self, word: str) -> None:
@@ -126,11 +117,9 @@ class NodeUnderTest:
                     os.kill(pid, signal.SIGKILL)
 
     def pids(self) -> list[int]:
-        """The processes on it."""
         return list_processes(network.get_namespace_path(self._node.plan, self.name))
 
     def command(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run `ckptfs ARGUMENTS`."""
         result = subprocess.run(
             [sys.executable, "-m", "ckptfs_client", *map(str, arguments)],
             capture_output=True, text=True, timeout=WAIT_S, env=environment(), check=False,
@@ -144,12 +133,10 @@ class NodeUnderTest:
             return bool(client.get_cluster().island)
 
     def abort(self) -> None:
-        """System calls that hang in its mount return with an error."""
         network.abort_mount(self.path)
 
     @property
     def log(self) -> str:
-        """What its daemon said."""
         return self._node.log.read_text(errors="replace") if self._node.log.exists() else ""
 
 
@@ -169,20 +156,16 @@ class ClusterUnderTest:
         return self.nodes[index]
 
     def mend(self) -> None:
-        """Everything lives, reaches everything, and has told what it did alone."""
         self.laboratory.heal()
         eventually(lambda: not any(node.is_island() for node in self.nodes), WAIT_S, f"no node is an island\n{self.tails()}")
 
     def stop_etcd(self) -> None:
-        """etcd dies."""
         self.laboratory.stop_etcd()
 
     def pause_etcd(self) -> None:
-        """etcd keeps its connections and answers nothing."""
         self._signal_etcd(signal.SIGSTOP)
 
     def resume_etcd(self) -> None:
-        """etcd goes on."""
         self._signal_etcd(signal.SIGCONT)
 
     def _signal_etcd(self, number: signal.Signals) -> None:
@@ -191,19 +174,15 @@ class ClusterUnderTest:
 
     @property
     def etcd_data(self) -> Path:
-        """Where etcd keeps what it knows."""
         return self.root / ETCD
 
     def start_etcd(self) -> None:
-        """etcd lives again."""
         self.laboratory.start_etcd()
 
     def close(self) -> None:
-        """End all of it."""
         self.laboratory.stop()
 
     def abort(self) -> None:
-        """System calls that hang in any mount return with an error."""
         for node in self.nodes:
             node.abort()
 
@@ -236,7 +215,6 @@ class ClusterUnderTest:
         return [line for line in found if not any(expected.search(line) for expected in self._expected)]
 
     def tails(self) -> str:
-        """The ends of the logs, for messages."""
         return "\n".join(f"--- {node.name}\n" + "\n".join(node.log.splitlines()[-LOG_LINES:]) for node in self.nodes)
 
 

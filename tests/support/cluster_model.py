@@ -15,7 +15,6 @@ SMALL, LARGE = (100, 60_000), (1_000_000, 6_000_000)
 
 @lru_cache(maxsize=32)
 def version_bytes(origin: str, number: int) -> bytes:
-    """A whole file."""
     source = random.Random(f"{origin}:{number}")
     size = source.randint(*(LARGE if source.random() < 0.2 else SMALL))
     return f"{origin}:{number}\n".encode() + source.randbytes(size)
@@ -47,7 +46,6 @@ class History:
         del self.now[records * RECORD_BYTES :]
 
     def more(self, count: int) -> bytes:
-        """So many new records."""
         begin = len(self.now) // RECORD_BYTES
         new = b"".join(random.Random(f"{self._origin}:{self._life}:{begin + i}").randbytes(RECORD_BYTES) for i in range(count))
         self.now += new
@@ -98,19 +96,16 @@ class Track:
                 self.floor = number
 
     def safe(self, number: int) -> None:
-        """That version has reached the clique."""
         with self.lock:
             if self.latest == self.closed == self.floor == number and not self.lost:
                 self.durable = number
 
     def acknowledged(self, number: int) -> None:
-        """An fsync that waits for the clique has returned."""
         with self.lock:
             if not self.lost:
                 self.durable = max(self.durable, number)
 
     def wiped(self, writer: int) -> None:
-        """A node lost all that it had."""
         with self.lock:
             if self.writer == writer and self.latest > self.durable:
                 self.closed = self.floor = self.durable
@@ -133,7 +128,6 @@ class Track:
         return bool(self.broken) and self._in_place and version_bytes(self.origin, self.broken).startswith(data)
 
     def returned(self) -> None:
-        """Everybody reaches everybody again."""
         with self.lock:
             self.floor = max(self.floor, self.closed)
 

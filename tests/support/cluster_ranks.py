@@ -58,7 +58,6 @@ def is_there(path: str) -> bool:
 
 
 def place(directory: str, step: int) -> str:
-    """Where its set is."""
     return os.path.join(directory, f"step_{step:04d}")
 
 
@@ -84,7 +83,6 @@ def resume(directory: str, mesh: DeviceMesh, say: Any) -> int:
 
 
 def save(directory: str, step: int, mesh: DeviceMesh) -> None:
-    """One set; each third in the background."""
     if step % 3 == 0:
         dcp.async_save(state(step, mesh), checkpoint_id=place(directory, step)).result()
     else:
@@ -92,7 +90,6 @@ def save(directory: str, step: int, mesh: DeviceMesh) -> None:
 
 
 def main() -> None:
-    """Save, and save again."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--rank", type=int, required=True)

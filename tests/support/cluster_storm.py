@@ -81,7 +81,6 @@ class Storm:
         return self.etcd and node not in self.away
 
     def changed(self, *nodes: int) -> None:
-        """What these nodes reach is another than before."""
         for node in nodes:
             self._lives[node] += 1
         self.epoch += 1
@@ -91,7 +90,6 @@ class Storm:
         return self._lives[node] if self.connected(node) else -1
 
     def another(self, node: int) -> int:
-        """A node that is not away, another one if there is any."""
         there = [found for found in range(len(self.cluster.nodes)) if found not in self.away]
         return random.choice([found for found in there if found != node] or there or [node])
 
@@ -239,7 +237,6 @@ class Storm:
         return [path]
 
     def until(self, condition: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
-        """Wait for something."""
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, f"not so within {seconds:.0f} s: {what()}"
@@ -352,7 +349,6 @@ class Storm:
         return self.cluster.tree(self.cluster.pfs / "campaign")
 
     def story(self) -> str:
-        """What happened, for messages."""
         return "\n".join([*self.told, *self.complaints])
 
 

@@ -120,7 +120,6 @@ class DaemonUnderTest:
         return self.process.wait(timeout)
 
     def restart(self, **options: str | Path | None) -> "DaemonUnderTest":
-        """Unmount and mount again, with changed options."""
         self.unmount()
         self.options.update(options)
         return self.start()
@@ -240,7 +239,6 @@ class DaemonUnderTest:
         return self.log_file.read_text(errors="replace")
 
     def tail(self, lines: int = 40) -> str:
-        """The end of the log, for messages."""
         return "\n".join(self.log.splitlines()[-lines:])
 
     def expect_warning(self, pattern: str) -> None:
@@ -304,13 +302,11 @@ def _read_until_end(fd: int, timeout: float) -> bytes:
 
 
 def _pids(processes: dict[str, Any]) -> list[int]:
-    """The pids of the children in what the supervisor wrote."""
     children = (processes.get(role, {}) for role in ("mount", "mover", "spare"))
     return [int(child["pid"]) for child in children if child.get("pid")]
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
     return procfs.is_running(pid)
 
 

@@ -132,7 +132,6 @@ class Etcd:
             member.stop()
 
     def wipe(self) -> None:
-        """Delete the data of members that are stopped."""
         for member in self.members:
             shutil.rmtree(self._directory / member.name)
 
@@ -145,7 +144,6 @@ class Etcd:
             member.resume()
 
     def compact(self, revision: int) -> None:
-        """Forget what was before that revision."""
         with grpc.insecure_channel(self.addresses[0]) as channel:
             compact = channel.unary_unary("/etcdserverpb.KV/Compact")
             # A message whose field 1 is the revision is a lease's request as well.
@@ -189,7 +187,6 @@ def start_etcd(directory: Path, members: int = 1, tls: Sequence[str] = (), more:
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[Etcd]:
-    """An etcd of the test's own."""
     (tmp_path / "etcd").mkdir()
     started = start_etcd(tmp_path / "etcd")
     try:

@@ -109,11 +109,9 @@ class MemoryEtcd:
                 self.revoke(lease)
 
     def next_end_s(self) -> float | None:
-        """How long until a lease ends."""
         return min((max(0.0, lease.end_s - self.clock()) for lease in self._leases.values()), default=None)
 
     def compact(self, revision: int) -> None:
-        """Forget what was before that revision."""
         with self.changed:
             self.compacted = revision
             self._events = self._events[bisect.bisect_left(self._events, revision, key=lambda event: event.revision) :]
@@ -138,7 +136,6 @@ class MemoryEtcd:
             self.changed.notify_all()
 
     def wipe(self) -> None:
-        """Everything is gone."""
         self.restore(MemoryEtcd().saved())
 
     def events_from(self, key: bytes, end: bytes | None, revision: int) -> list[Event]:

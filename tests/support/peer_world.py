@@ -27,21 +27,17 @@ def digests(data: bytes) -> tuple[bytes, bytes]:
 
 
 def offer_of(data: bytes, content: int = 7, generation: int = 1, *, early: bool = False) -> Offer:
-    """An offer of these bytes."""
     whole, blocks = digests(data)
     return Offer(content, content + 1, generation, len(data), None if early else whole, blocks)
 
 
 def record_of(offer: Offer) -> ContentManifest:
-    """The record of a sealed offer."""
     assert offer.digest is not None
     return ContentManifest(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class There:
-    """A node that can be reached."""
-
     name: str
     address: str
 
@@ -118,7 +114,6 @@ class MemoryContentHost:
         return self.room_bytes
 
     def arriving(self) -> int:
-        """How many receptions have not ended."""
         return len(self._arriving)
 
     def hold(self, data: bytes, content: int = 7, generation: int = 1) -> Offer:

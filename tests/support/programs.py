@@ -40,7 +40,6 @@ def run(*command: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_
 
 
 def python(code: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_S) -> str:
-    """Run a piece of Python in a process of its own."""
     return run(sys.executable, "-c", code, *arguments, cwd=cwd, timeout=timeout)
 
 

@@ -243,7 +243,6 @@ class Node:
         return await self.sharing.commit_shared(act, fresh, names)
 
     async def tree(self) -> Tree:
-        """Everything, read anew."""
         found: Tree = {}
         todo = [(b"", ROOT)]
         while todo:

@@ -198,7 +198,6 @@ class Costs:
 
 
 def together(cost: Costs) -> tuple[float, float]:
-    """(messages, bytes) of a checkpoint."""
     pairs = list(cost.checkpoint.values())
     return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
@@ -312,7 +311,6 @@ def measure(
 
 
 def table(costs: Sequence[Costs]) -> str:
-    """The figures for people: messages and bytes of one node."""
     names = ("names/checkpoint", "copies/checkpoint", "lease/h", "others come, go/h", "start")
     lines = [f"{'nodes':>7} {'writing':>7} " + " ".join(f"{name:>18}" for name in names)]
     for cost in costs:

@@ -70,12 +70,10 @@ class Writer(Node):
         return membership.build_view(node.member for node in self.others if node.alive)
 
     def live(self) -> None:
-        """It holds a lease."""
         self.presence.renew()
         self.alive = True
 
     def die(self) -> None:
-        """Its lease runs out."""
         self.store.revoke(self.presence.lease_id)
         self.clock_s += 2 * limits.NODE_LEASE_S
         self.alive = False
@@ -91,7 +89,6 @@ class Writer(Node):
             self.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'ram', 1, 1)", content)
 
     def revive(self) -> None:
-        """Another mover."""
         self.write_back = WriteBack(self.db, self.tiers, self.config, self.told, self.cluster)
 
     async def put(self, path: str, data: bytes) -> int:
@@ -189,7 +186,6 @@ class WriterCluster:
         await self.step(self.dice.choice(self.nodes))
 
     async def settle(self) -> None:
-        """Write back until nobody has anything left to do."""
         await settled(self.nodes)
         for _ in range(600):
             alive = [node for node in self.nodes if node.alive]
