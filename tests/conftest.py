@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_under_test import Area, DaemonUnderTest, NotStarted, deadline
-from etcd_server import Etcd, free_ports, start_etcd
+from daemon_under_test import DAEMONS, Area, DaemonUnderTest, NotStarted, deadline
 from etcd_server import etcd as etcd
+from etcd_server import node_options, start_etcd
 
 # The long form of tests/crash takes longer.
 TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)
@@ -26,7 +26,6 @@ FILES_OPEN_MAX = 20_000
 IN_CLUSTER = os.environ.get("CKPTFS_IN_CLUSTER") == "1"
 DATA_PATHS = ("passthrough", "buffered")
 _clusters = itertools.count(1)
-DAEMONS = pytest.StashKey[list[DaemonUnderTest]]()
 
 
 def pytest_configure() -> None:
@@ -79,20 +78,8 @@ def clustered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[],
         yield dict
         return
     server = start_etcd(tmp_path_factory.mktemp("etcd"))
-    yield lambda: alone_in_cluster(server)
+    yield lambda: node_options(server.joined, f"c{next(_clusters)}")
     server.stop()
-
-
-def alone_in_cluster(server: Etcd) -> dict[str, str]:
-    """Options that make a daemon the only node of a cluster that nobody else has."""
-    port = free_ports(1)[0]
-    return {
-        "cluster": f"c{next(_clusters)}",
-        "etcd": "+".join(server.addresses),
-        "node": "one",
-        "insecure": "true",
-        "listen": f"127.0.0.1:{port}",
-    }
 
 
 def _shared(data_path: str, clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
@@ -154,6 +141,12 @@ def make_daemon(request: pytest.FixtureRequest, clustered: Callable[[], dict[str
         for daemon in made:
             daemon.close()
         deadlines.close()
+
+
+@pytest.fixture
+def here(mount: Area) -> Path:
+    """The test's own directory in the shared mount."""
+    return mount.path
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster_lab import LABS, lab, make_lab, shared_lab
+from cluster_lab import LABS, lab, make_lab, places, shared_lab
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -16,4 +16,4 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.sections.append((f"the nodes of {cluster.root}", cluster.tails()))
 
 
-__all__ = ["lab", "make_lab", "shared_lab"]
+__all__ = ["lab", "make_lab", "places", "shared_lab"]

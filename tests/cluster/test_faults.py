@@ -17,12 +17,9 @@ EXPECTED = "does not answer|has died|is gone|not reach|cannot be reached|lost|to
 
 
 @pytest.fixture
-def places(lab: ClusterUnderTest, request: pytest.FixtureRequest) -> list[Path]:
-    """A directory of the test's own, as each node shows it."""
+def places(lab: ClusterUnderTest, places: list[Path]) -> list[Path]:
     lab.expect_warning(EXPECTED)
-    name = request.node.name
-    (lab[0].path / name).mkdir()
-    return [node.path / name for node in lab.nodes]
+    return places
 
 
 def alike(lab: ClusterUnderTest, places: list[Path]) -> dict[str, bytes | int | None]:

@@ -19,14 +19,6 @@ def shared_lab(make_lab: Callable[..., ClusterUnderTest], request: pytest.Fixtur
     return make_lab(data_path=request.param)
 
 
-@pytest.fixture
-def places(lab: ClusterUnderTest, request: pytest.FixtureRequest) -> list[Path]:
-    """A directory of the test's own, as each node shows it."""
-    name = request.node.name
-    (lab[0].path / name).mkdir()
-    return [node.path / name for node in lab.nodes]
-
-
 @contextlib.contextmanager
 def refused(code: int) -> Iterator[None]:
     """The block fails with this errno."""

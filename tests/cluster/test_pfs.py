@@ -18,14 +18,6 @@ SIZE = 3_000_000
 IN_CLOSE_NOWRITE = 0x10
 
 
-@pytest.fixture
-def places(lab: ClusterUnderTest, request: pytest.FixtureRequest) -> list[Path]:
-    """A directory of the test's own, as each node shows it."""
-    name = request.node.name.partition("[")[0]
-    (lab[0].path / name).mkdir()
-    return [node.path / name for node in lab.nodes]
-
-
 def agreed(lab: ClusterUnderTest, places: list[Path]) -> dict[str, bytes | int | None]:
     """What all nodes and the PFS show."""
     lab.settle()

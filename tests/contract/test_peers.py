@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, There, client, digests, offer_of, record_of
+from peer_world import keyring as keyring
 
 from ckptfs import limits
 from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer, PeerCorrupt, PeerFailed, PeerRefused, SendResult
@@ -19,11 +20,6 @@ from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES
 WAYS = {"socket": (True, True), "socket without keys": (False, True), "grpc": (True, False), "grpc without keys": (False, False)}
-
-
-@pytest.fixture(scope="module")
-def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
-    return Keyring(tmp_path_factory.mktemp("keys") / "ca")
 
 
 class Pair:

@@ -14,9 +14,9 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ckptfs_daemon.supervisor import children
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from daemon_under_test import eventually
 from peer_world import CLUSTER, Keyring, MemoryContentHost, PeerNode, client, offer_of
+from peer_world import keyring as keyring
 
 from ckptfs import limits, server_limits
 from ckptfs.clique import certificates, peer_api
@@ -46,17 +47,26 @@ DATA = os.urandom(2 * BLOCK)
 Status = grpc.StatusCode
 
 
-@pytest.fixture(scope="module")
-def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
-    return Keyring(tmp_path_factory.mktemp("keys") / "ca")
-
-
 @pytest.fixture
-def node(tmp_path: Path, keyring: Keyring) -> Iterator[PeerNode]:
+def node(request: pytest.FixtureRequest, tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerNode]:
+    for name, value in getattr(request, "param", {}).items():
+        monkeypatch.setattr(limits, name, value)
     made = PeerNode(tmp_path, "node1", keyring("node1"))
     yield made
     made.stop()
     assert made.shelf.arriving() == 0
+
+
+def with_limits(**values: float) -> pytest.MarkDecorator:
+    """Set limits before `node` starts."""
+    return pytest.mark.parametrize("node", [values], indirect=True, ids=["quick"])
+
+
+@contextmanager
+def fails(status: Status) -> Iterator[None]:
+    with pytest.raises(grpc.RpcError) as failure:
+        yield
+    assert failure.value.code() is status
 
 
 class Raw:
@@ -89,11 +99,31 @@ class Raw:
         return failure.value.code()
 
 
+Connect = Callable[[Identity | str | None], Raw]
+
+
 @pytest.fixture
-def raw(node: PeerNode, keyring: Keyring) -> Iterator[Raw]:
-    made = Raw(node, keyring("node2"))
-    yield made
-    made.channel.close()
+def connect(node: PeerNode, keyring: Keyring) -> Iterator[Connect]:
+    """Makes clients of `node`, by name or with any identity; they end with the test."""
+    with ExitStack() as opened:
+
+        def make(identity: Identity | str | None) -> Raw:
+            made = Raw(node, keyring(identity) if isinstance(identity, str) else identity)
+            opened.callback(made.channel.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def raw(connect: Connect) -> Raw:
+    return connect("node2")
+
+
+def silence(over: threading.Event) -> Iterator[bytes]:
+    """The messages of a call that sends its headers only."""
+    over.wait(60)
+    yield from ()
 
 
 def offered(data: bytes, content: int = 7) -> pb.OfferRequest:
@@ -124,7 +154,7 @@ FINISHED = pb.FinishReply(verified=True).SerializeToString()
 
 
 def test_nobody_comes_in_without_a_certificate_of_this_cluster(
-    node: PeerNode, keyring: Keyring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, keyring: Keyring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = keyring("node2")
     other = Keyring(tmp_path / "other")("node2")
@@ -135,19 +165,15 @@ def test_nobody_comes_in_without_a_certificate_of_this_cluster(
     late = certificates.issue(keyring.directory, "late")
     expired = Identity("late", CLUSTER, ours.ca, (late / "node.pem").read_bytes(), (late / "node.key").read_bytes(), ours.expires)
     for identity in (None, bare, strange, expired):
-        client = Raw(node, identity)
-        assert client.refused("Ping", b"") is Status.UNAVAILABLE
-        client.channel.close()
-    good = Raw(node, ours)
-    assert pb.PingReply.FromString(good.call("Ping", b"")).room
-    good.channel.close()
+        assert connect(identity).refused("Ping", b"") is Status.UNAVAILABLE
+    assert pb.PingReply.FromString(connect(ours).call("Ping", b"")).room
 
 
 @pytest.mark.parametrize(
     "named", [("stranger", "mars"), ("../stranger", CLUSTER), ("a\nERROR of its own", CLUSTER), ("a\0b", CLUSTER)], ids=str
 )
 def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
-    node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch, named: tuple[str, str]
+    node: PeerNode, connect: Connect, keyring: Keyring, monkeypatch: pytest.MonkeyPatch, named: tuple[str, str]
 ) -> None:
     """Also with a certificate of the same authority."""
     with monkeypatch.context() as changed:
@@ -156,9 +182,7 @@ def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
         changed.setattr(certificates, "_name", lambda _cluster, _common, plain=certificates._name: plain(named[1], named[0]))
         stranger = certificates.load(certificates.issue(keyring.directory, secrets.token_hex(4)))
     assert certificates.get_subject(stranger.certificate) == named
-    client = Raw(node, stranger)
-    assert client.refused("Ping", b"") is Status.PERMISSION_DENIED
-    client.channel.close()
+    assert connect(stranger).refused("Ping", b"") is Status.PERMISSION_DENIED
     assert node.server.rejections.get_counts() == {"unknown": {"stranger": 1}}
 
 
@@ -368,16 +392,14 @@ def test_unknown_ids_and_numbers_out_of_range(node: PeerNode, raw: Raw, method: 
     assert node.shelf.forgotten == [] and node.shelf.sealed_soon == []
 
 
-def test_a_second_finish_and_the_transfer_of_another_peer(node: PeerNode, raw: Raw, keyring: Keyring) -> None:
+def test_a_second_finish_and_the_transfer_of_another_peer(node: PeerNode, raw: Raw, connect: Connect) -> None:
     transfer = pb.TransferRequest(transfer=raw.offer()).SerializeToString()
     assert raw.refused("Finish", transfer) is Status.FAILED_PRECONDITION
-    other = Raw(node, keyring("node3"))
+    other = connect("node3")
     for method in ("Finish", "Progress", "Abandon"):
         assert other.refused(method, transfer) is Status.NOT_FOUND
-    with pytest.raises(grpc.RpcError) as failure:
+    with fails(Status.NOT_FOUND):
         other.send(command(1, pb.TransferRequest.FromString(transfer).transfer), *block(0), header(1, 0, END))
-    assert failure.value.code() is Status.NOT_FOUND
-    other.channel.close()
     raw.send(command(1, pb.TransferRequest.FromString(transfer).transfer), *block(1), *block(0), header(2, 0, END))
     assert pb.FinishReply.FromString(raw.call("Finish", transfer)).verified
     assert raw.refused("Finish", transfer) is Status.NOT_FOUND
@@ -415,9 +437,8 @@ def test_a_stream_that_is_not_as_it_should_be(node: PeerNode, raw: Raw, name: st
     messages, status = STREAMS[name]
     number = raw.offer()
     named = [struct.pack("<BB6xQ", 1, 0, number) + one[16:] if one == command(1, 0) else one for one in messages]
-    with pytest.raises(grpc.RpcError) as failure:
+    with fails(status):
         raw.send(*named)
-    assert failure.value.code() is status
     assert sum(node.server.rejections.get_counts()["node2"].values()) == 1
     request = pb.TransferRequest(transfer=number).SerializeToString()
     bits = pb.ProgressReply.FromString(raw.call("Progress", request)).lacking[0]
@@ -432,9 +453,8 @@ def test_a_stream_that_is_not_as_it_should_be(node: PeerNode, raw: Raw, name: st
 def test_reading_out_of_range(node: PeerNode, raw: Raw, first: int, count: int) -> None:
     node.shelf.hold(DATA)
     loan = pb.Record.FromString(raw.call("GetRecord", pb.RecordRequest(content=7, borrow=True).SerializeToString())).loan
-    with pytest.raises(grpc.RpcError) as failure:
+    with fails(Status.INVALID_ARGUMENT):
         raw.read(command(2, loan, first, count))
-    assert failure.value.code() is Status.INVALID_ARGUMENT
     assert b"".join(one for one in raw.read(command(2, loan, 0, 2)) if len(one) > 16) == DATA
 
 
@@ -495,13 +515,11 @@ def test_what_the_shelf_refuses_of_several_does_not_concern_the_others(node: Pee
 # --- how much ------------------------------------------------------------------------------------------------------------
 
 
+@with_limits(PEER_SWEEP_S=0.05)
 def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
-    tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+    node: PeerNode, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
-    node = PeerNode(tmp_path, "node1", keyring("node1"))
     node.shelf.hold(b"x", 5)
-    raw = Raw(node, keyring("node2"))
     raw.call("Ping", b"")
     before = len(os.listdir("/proc/self/fd"))
     for content in range(1, limits.PEER_TRANSFERS_PER_PEER_MAX + 1):
@@ -515,17 +533,12 @@ def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
     monkeypatch.setattr(limits, "PEER_IDLE_S", -1.0)
     eventually(lambda: node.shelf.arriving() == 0 and len(node.server.table.reads) == 0, what="what is idle ends")
     assert len(os.listdir("/proc/self/fd")) <= before
-    raw.channel.close()
-    node.stop()
 
 
-def test_what_a_node_had_begun_ends_when_it_dies_and_room_for_what_never_came_is_given_back(
-    tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@with_limits(PEER_SWEEP_S=0.05)
+def test_what_a_node_had_begun_ends_when_it_dies_and_room_for_what_never_came_is_given_back(node: PeerNode, connect: Connect) -> None:
     """P10: also when it says so itself. What others have begun goes on."""
-    monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
-    node = PeerNode(tmp_path, "node1", keyring("node1"))
-    one, other = (Raw(node, keyring(name)) for name in ("node2", "node3"))
+    one, other = connect("node2"), connect("node3")
     one.offer(DATA, 1)
     some = one.offer(DATA, 2)
     one.send(command(1, some), *block(0), header(1, 0, END))
@@ -535,9 +548,6 @@ def test_what_a_node_had_begun_ends_when_it_dies_and_room_for_what_never_came_is
     assert (node.shelf.abandoned, node.shelf.kept) == (2, 1)
     other.call("Abandon", pb.TransferRequest(transfer=going_on).SerializeToString())
     assert (node.shelf.abandoned, node.shelf.kept) == (3, 1)
-    for raw in (one, other):
-        raw.channel.close()
-    node.stop()
 
 
 def test_refusals_leave_nothing_behind(node: PeerNode, raw: Raw) -> None:
@@ -568,76 +578,54 @@ def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
     assert sum(count for counts in figures.values() for count in counts.values()) == 3 * limits.PEER_COUNTERS_MAX
 
 
-def test_what_large_messages_took_is_given_back(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_limits(PEER_SWEEP_S=0.05)
+def test_what_large_messages_took_is_given_back(node: PeerNode, raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when every one of them is refused."""
     trimmed: list[int] = []
     monkeypatch.setattr(grpc_server, "_trim", trimmed.append)
-    monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
-    node = PeerNode(tmp_path, "node1", keyring("node1"))
-    raw = Raw(node, keyring("node2"))
     assert raw.refused("Offer", MALFORMED["no content"]) is Status.INVALID_ARGUMENT
     assert raw.refused("Offer", bytes(2 * grpc_server.LARGE_BYTES)) is Status.INVALID_ARGUMENT
     eventually(lambda: trimmed, what="memory is given back")
-    raw.channel.close()
     node.stop()
     assert trimmed == [0]
 
 
 @pytest.mark.parametrize("method", ["Send", "Read", "Ping", "Offer"])
-def test_calls_that_say_nothing_leave_room_for_the_others(node: PeerNode, raw: Raw, keyring: Keyring, method: str) -> None:
+def test_calls_that_say_nothing_leave_room_for_the_others(raw: Raw, connect: Connect, method: str) -> None:
     """Whoever opens many, and sends their headers only, gets few, and nobody else waits for him."""
     over = threading.Event()
     most = limits.PEER_STREAMS_PER_PEER_MAX if method == "Send" else limits.PEER_AWAITED_PER_PEER_MAX
-
-    def silent() -> Iterator[bytes]:
-        over.wait(60)
-        yield from ()
-
     called = raw.channel.stream_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)
-    calls = [called.future(silent()) for _ in range(2 * limits.PEER_CALLS_MAX)]
+    calls = [called.future(silence(over)) for _ in range(2 * limits.PEER_CALLS_MAX)]
     try:
         eventually(lambda: sum(call.done() for call in calls) == len(calls) - most, what="the rest is refused")
         assert {call.code() for call in calls if call.done()} == {Status.RESOURCE_EXHAUSTED}
-        other = Raw(node, keyring("node3"))
-        assert other.offer(content=8)
-        other.channel.close()
+        assert connect("node3").offer(content=8)
     finally:
         over.set()
     eventually(lambda: all(call.done() for call in calls), what="the silent ones end")
 
 
 @pytest.mark.parametrize("method", ["Send", "Read", "Ping", "Nonsense"])
-def test_a_call_without_its_message_ends(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@with_limits(PEER_PIECE_S=0.05, PEER_STALL_S=0.05, PEER_SWEEP_S=0.05)
+def test_a_call_without_its_message_ends(node: PeerNode, raw: Raw, method: str) -> None:
     """Its thread is free again, and it is counted."""
-    for bound in ("PEER_PIECE_S", "PEER_STALL_S", "PEER_SWEEP_S"):
-        monkeypatch.setattr(limits, bound, 0.05)
-    node, over = PeerNode(tmp_path, "node1", keyring("node1")), threading.Event()
-    raw = Raw(node, keyring("node2"))
-
-    def silent() -> Iterator[bytes]:
-        over.wait(60)
-        yield from ()
-
-    with pytest.raises(grpc.RpcError) as failure:
-        raw.channel.stream_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)(silent(), timeout=60)
-    assert failure.value.code() is (Status.UNIMPLEMENTED if method == "Nonsense" else Status.CANCELLED)
+    over = threading.Event()
+    with fails(Status.UNIMPLEMENTED if method == "Nonsense" else Status.CANCELLED):
+        raw.channel.stream_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)(silence(over), timeout=60)
     over.set()
     counted = "no_method" if method == "Nonsense" else "stalled"
     eventually(lambda: node.server.rejections.get_counts() == {"node2": {counted: 1}}, what="it is counted")
-    raw.channel.close()
-    node.stop()
 
 
-def test_a_connection_that_does_not_introduce_itself_ends(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_limits(PEER_TOKEN_S=0.5)
+def test_a_connection_that_does_not_introduce_itself_ends(node: PeerNode) -> None:
     """Half-open connections hold nothing for long, on either port."""
-    monkeypatch.setattr(limits, "PEER_TOKEN_S", 0.5)
-    node = PeerNode(tmp_path, "node1", keyring("node1"))
     assert node.server.bulk is not None
     held = [socket.create_connection(("127.0.0.1", port)) for port in (node.server.port, node.server.bulk.port) for _ in range(10)]
     for one in held:
         one.settimeout(60)
         assert ended(one)
-    node.stop()
 
 
 # --- bulk connections ------------------------------------------------------------------------------------------------------

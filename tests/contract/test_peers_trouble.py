@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from daemon_under_test import eventually
 from peer_world import Keyring, PeerNode, client, offer_of, record_of
+from peer_world import keyring as keyring
 
 from ckptfs import limits
 from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed, PeerRefused
@@ -22,11 +23,6 @@ from ckptfs.peers.security import ConnectionEnded
 
 BLOCK = limits.BLOCK_BYTES
 DATA = os.urandom(8 * BLOCK)
-
-
-@pytest.fixture(scope="module")
-def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
-    return Keyring(tmp_path_factory.mktemp("keys") / "ca")
 
 
 class World:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon_under_test import DaemonUnderTest
@@ -14,6 +15,7 @@ from programs import PROGRAM_S, differences, tree
 KILLS = int(os.environ.get("CKPTFS_KILLS", "10"))
 # Some deaths come before the new process is ready, most later. The mover needs a while to find out where it was.
 PAUSE_S = {"mount": 0.6, "mover": 1.5}
+PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 ACTORS = ("checkpointer", "small_files", "appender", "overwriter", "trees")
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(300 + 15 * KILLS)]
 
@@ -21,16 +23,7 @@ pytestmark = [pytest.mark.crash, pytest.mark.timeout(300 + 15 * KILLS)]
 def acting(daemon: DaemonUnderTest, seed: int) -> "dict[str, subprocess.Popen[str]]":
     """One process for each kind of actor, each in a directory of its own."""
     script = Path(__file__).with_name("actors.py")
-    return {
-        kind: subprocess.Popen(
-            [sys.executable, script, kind, daemon.path / kind, str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for kind in ACTORS
-    }
+    return {kind: subprocess.Popen([sys.executable, script, kind, daemon.path / kind, str(seed)], **PIPES) for kind in ACTORS}
 
 
 def ended(actors: "dict[str, subprocess.Popen[str]]") -> list[str]:

@@ -17,35 +17,12 @@ pytestmark = pytest.mark.crash
 
 
 REACHED = (
-    "drop:forget",
-    "pfs:chmod",
-    "pfs:utime",
-    "pfs:walk",
-    "pfs:xattr",
-    "place:create",
-    "place:open",
-    "place:remove",
-    "recover:adopt",
-    "recover:missing",
-    "seal:commit",
-    "seal:read",
-    "write_back:attributes",
-    "write_back:begun",
-    "write_back:create",
-    "write_back:directory",
-    "write_back:finish",
-    "write_back:link",
-    "write_back:look",
-    "write_back:make",
-    "write_back:move",
-    "write_back:put",
-    "write_back:read",
-    "write_back:source",
-    "write_back:syncfs",
-    "write_back:truncate",
-    "write_back:write",
+    "drop:forget", "pfs:chmod", "pfs:utime", "pfs:walk", "pfs:xattr", "place:create", "place:open", "place:remove", "recover:adopt",
+    "recover:missing", "seal:commit", "seal:read", "write_back:attributes", "write_back:begun", "write_back:create",
+    "write_back:directory", "write_back:finish", "write_back:link", "write_back:look", "write_back:make", "write_back:move",
+    "write_back:put", "write_back:read", "write_back:source", "write_back:syncfs", "write_back:truncate", "write_back:write",
     "write_back:written_down",
-)
+)  # fmt: skip
 LONG = int(os.environ.get("CKPTFS_KILLS", "10")) >= 100
 ACTIONS = ("kill", "kill-after", "EIO") if LONG else ("kill",)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, NotStarted, eventually
-from etcd_server import Etcd, free_ports
+from etcd_server import Etcd, node_options
 
 from ckptfs.clique.membership import Node, load_nodes
 from ckptfs.store.etcd import EtcdStore
@@ -16,10 +16,7 @@ Make = Callable[..., DaemonUnderTest]
 
 
 def options(etcd: str, node: str) -> dict[str, str]:
-    return {
-        "cluster": "c", "etcd": etcd, "node": node, "listen": f"127.0.0.1:{free_ports(1)[0]}", "insecure": "true",
-        "failure_domain": f"rack-of-{node}",
-    }  # fmt: skip
+    return {**node_options(etcd, "c", node), "failure_domain": f"rack-of-{node}"}
 
 
 def living(etcd: Etcd) -> dict[str, Node]:

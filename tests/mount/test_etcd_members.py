@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
-from etcd_server import Etcd, free_ports, start_etcd
+from etcd_server import Etcd, node_options, start_etcd
 
 from ckptfs import limits
 from ckptfs.errors import StoreUnreachable
@@ -32,13 +32,7 @@ def three(tmp_path: Path) -> Iterator[Etcd]:
 
 @pytest.fixture
 def two(three: Etcd) -> Iterator[list[DaemonUnderTest]]:
-    daemons = [
-        DaemonUnderTest(
-            cluster="test", etcd="+".join(three.addresses), node=name, pfs=None, nvme=None, ram="256M", insecure="true",
-            listen=f"127.0.0.1:{free_ports(1)[0]}",
-        )
-        for name in ("a", "b")
-    ]  # fmt: skip
+    daemons = [DaemonUnderTest(pfs=None, nvme=None, ram="256M", **node_options(three.joined, node=name)) for name in ("a", "b")]
     try:
         for daemon in daemons:
             # Nobody answers while a leader is elected: on a busy machine that may take longer than a call.

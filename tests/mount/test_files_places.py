@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import DAEMONS
-from daemon_under_test import Area, DaemonUnderTest, eventually
+from daemon_under_test import DAEMONS, Area, DaemonUnderTest, eventually
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 

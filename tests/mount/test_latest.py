@@ -22,10 +22,6 @@ def save(directory: Path, *names: str) -> None:
         (directory / name).write_bytes(os.urandom(2000))
 
 
-def sealed(mount: Area) -> None:
-    mount.settle()
-
-
 def newest(mount: Area, *arguments: str | Path) -> str:
     return str(mount.command("latest", *arguments).stdout).removesuffix("\n")
 
@@ -36,14 +32,14 @@ def test_the_newest_that_is_complete(mount: Area) -> None:
     for number in (90, 100, 1000):
         save(run / f"step_{number}", "rank0.pt", "rank1.pt")
     (run / "config.json").write_text("{}")
-    sealed(mount)
+    mount.settle()
     # By its directory, its pattern, a member, and what a shell makes of the pattern.
     for named in ([run], [run / "step_*"], [run / "step_90"], sorted(run.glob("step_*"))):
         assert newest(mount, *named) == str(run / "step_1000")
     with open(run / "step_1000" / "rank1.pt", "ab") as file:
         assert newest(mount, run) == str(run / "step_100")
         file.write(b"more")
-    sealed(mount)
+    mount.settle()
     found = json.loads(mount.command("latest", run, "--json").stdout)
     assert found == {"number": 1000, "path": str(run / "step_1000"), "level": found["level"], "size": 4004, "files": 2}
     assert found["level"] in ("local", "pfs")
@@ -54,7 +50,7 @@ def test_files_are_members_too(mount: Area) -> None:
     for number in (8, 9, 10):
         (mount.path / f"ckpt_{number}.pt").write_bytes(b"x" * number)
     (mount.path / "ckpt_11.pt.tmp").write_bytes(b"half")
-    sealed(mount)
+    mount.settle()
     assert newest(mount, mount.path) == newest(mount, mount.path / "ckpt_8.pt") == str(mount.path / "ckpt_10.pt")
 
 
@@ -62,7 +58,7 @@ def test_two_names_with_a_number(mount: Area) -> None:
     """Of run1/step_1 the number that counts steps; where both do, a person must say."""
     save(mount.path / "run1" / "step_1", "x1", "x2")
     save(mount.path / "run1" / "step_2", "x1", "x2")
-    sealed(mount)
+    mount.settle()
     for named in ("run1", "run1/step_1"):
         assert newest(mount, mount.path / named) == str(mount.path / "run1" / "step_2")
     save(mount.path / "iter_1" / "step_1", "x")
@@ -74,7 +70,7 @@ def test_odd_names(mount: Area) -> None:
     """What is printed are the bytes of the name: programs read it."""
     name = b"caf\xe9 \n 7"
     (mount.path / os.fsdecode(name)).write_bytes(b"1")
-    sealed(mount)
+    mount.settle()
     command = [sys.executable, "-m", "ckptfs_client", "latest", str(mount.path / os.fsdecode(b"caf\xe9 \n *"))]
     printed = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment()).stdout
     assert printed == os.fsencode(mount.path) + b"/" + name + b"\n"
@@ -85,11 +81,11 @@ def test_shards_without_their_metadata(mount: Area) -> None:
     run = mount.path / "dcp"
     save(run / "CHECKPOINT_DIR_step1", "__0_0.distcp", "__1_0.distcp", ".metadata")
     save(run / "CHECKPOINT_DIR_step2", "__0_0.distcp", "__1_0.distcp")
-    sealed(mount)
+    mount.settle()
     assert newest(mount, run / "CHECKPOINT_DIR_step2") == str(run / "CHECKPOINT_DIR_step1")
     (run / "CHECKPOINT_DIR_step2" / ".metadata.tmp").write_bytes(b"m")
     (run / "CHECKPOINT_DIR_step2" / ".metadata.tmp").rename(run / "CHECKPOINT_DIR_step2" / ".metadata")
-    sealed(mount)
+    mount.settle()
     assert newest(mount, run) == str(run / "CHECKPOINT_DIR_step2")
 
 
@@ -140,13 +136,13 @@ def test_a_name_that_any_program_opens(mount: Area) -> None:
     assert os.path.lexists(link) and not link.exists(), "there is none yet"
     for number in (9, 10):
         save(mount.path / "run" / f"step_{number}", "a", "b")
-        sealed(mount)
+        mount.settle()
         assert os.readlink(link) == f"../../../../{mount.path.name}/run/step_{number}"
         assert (link / "a").read_bytes() == (mount.path / "run" / f"step_{number}" / "a").read_bytes()
     with open(mount.path / "run" / "step_10" / "b", "ab"):
         assert link.resolve().name == "step_9"
     (mount.path / "ckpt_1.pt").write_bytes(b"one")
-    sealed(mount)
+    mount.settle()
     assert link.resolve().name == "step_10" and latest(mount, "ckpt_*.pt").read_bytes() == b"one"
     (mount.path / "run").rename(mount.path / "moved")
     assert latest(mount, "moved", "step_*").resolve() == (mount.path / "moved" / "step_10").resolve()
@@ -200,7 +196,7 @@ def test_nothing_can_be_changed_there(mount: Area, change: Callable[[Path], obje
 def test_its_own_name_is_not_given_away_and_tools_pass_through(mount: Area, tmp_path: Path) -> None:
     """P11: at the top nothing takes its place; find, du and cp end, and copy what is there: names."""
     save(mount.path / "run" / "step_1", "a")
-    sealed(mount)
+    mount.settle()
     top, ours = mount.daemon.path, mount.daemon.path / ".ckptfs"
     for change in (lambda: mount.path.rename(ours), lambda: ours.rename(top / "mine"), ours.rmdir, ours.mkdir):
         with pytest.raises(OSError):
@@ -216,7 +212,7 @@ def test_who_may_not_look_sees_no_more_there(mount: Area) -> None:
     """F6."""
     save(mount.path / "closed" / "step_1", "a")
     save(mount.path / "through" / "step_1", "a")
-    sealed(mount)
+    mount.settle()
     (mount.path / "closed").chmod(0o700)
     (mount.path / "through").chmod(0o711)
     assert as_user(lambda: os.readlink(latest(mount, "closed", "step_*"))) == "EACCES"

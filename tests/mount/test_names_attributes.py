@@ -1,6 +1,5 @@
 """Attributes through a real mount: modes, owners, times to the nanosecond, extended attributes, what strangers may do (P2, F4)."""
 
-import errno
 import os
 import stat
 import time
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from another_user import OTHER_STRANGER, STRANGER, as_user
+from programs import refusal
 
 pytestmark = pytest.mark.fuse
 
@@ -17,10 +17,9 @@ CLOCK_REALTIME_COARSE = 5  # Not in the module time.
 
 
 @pytest.fixture
-def here(mount: Any) -> Path:
-    path: Path = mount.path
-    path.chmod(0o777)
-    return path
+def here(here: Path) -> Path:
+    here.chmod(0o777)
+    return here
 
 
 def mode_of(path: Path) -> int:
@@ -28,9 +27,7 @@ def mode_of(path: Path) -> int:
 
 
 def xattr_refusal(*values: Any) -> str:
-    with pytest.raises(OSError) as refused:
-        os.setxattr(*values) if len(values) > 2 else os.getxattr(*values)
-    return errno.errorcode[refused.value.errno or 0]
+    return refusal(os.setxattr if len(values) > 2 else os.getxattr, *values)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "symlink"])

@@ -15,12 +15,6 @@ pytestmark = pytest.mark.fuse
 LARGE = {"passthrough": 100_000, "buffered": 20_000}  # Directories do not differ by data path: one of them proves the size.
 
 
-@pytest.fixture
-def here(mount: Any) -> Path:
-    path: Path = mount.path
-    return path
-
-
 def fill(state: Path, count: int) -> None:
     """Put `count` empty files into the root of a catalog that nobody has open: through the mount it would take minutes."""
     now = time.time_ns()

@@ -1,30 +1,17 @@
 """Names through a real mount: the errnos of ext4, the longest names and paths, names that are no text (P2, F4)."""
 
-import errno
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from programs import refusal
 
 pytestmark = pytest.mark.fuse
 
 NOT_TEXT = b"\xff\xfe \xc3( caf\xe9\n\t"
-
-
-def refusal(act: Callable[..., Any], *values: Any, **named: Any) -> str:
-    with pytest.raises(OSError) as refused:
-        act(*values, **named)
-    return errno.errorcode[refused.value.errno or 0]
-
-
-@pytest.fixture
-def here(mount: Any) -> Path:
-    path: Path = mount.path
-    return path
 
 
 def test_errnos_of_making_and_removing(here: Path) -> None:

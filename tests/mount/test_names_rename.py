@@ -5,7 +5,6 @@ import errno
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,12 +51,6 @@ def expected(source: str, target: str) -> str:
     if source not in DIRECTORIES and target in DIRECTORIES:
         return "EISDIR"
     return "ENOTEMPTY" if target == "full" else "ok"
-
-
-@pytest.fixture
-def here(mount: Any) -> Path:
-    path: Path = mount.path
-    return path
 
 
 @pytest.mark.parametrize("across", [False, True], ids=["within", "across"])

@@ -1,20 +1,14 @@
 """Directories of a PFS that does not answer: who creates goes on, who reads is not told that there is nothing (P1, P7)."""
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import refusal
 
 pytestmark = pytest.mark.fuse
-
-
-def refusal(act: Callable[..., Any], *values: Any) -> str:
-    with pytest.raises(OSError) as refused:
-        act(*values)
-    return errno.errorcode[refused.value.errno or 0]
 
 
 @pytest.mark.parametrize("data_path", ["passthrough", "buffered"], scope="session")

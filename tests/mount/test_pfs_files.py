@@ -4,16 +4,11 @@ import os
 import stat
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from daemon_under_test import Area, DaemonUnderTest, deadline, eventually
 
 MIB = 1024 * 1024
-
-
-def refresh(area: Area | DaemonUnderTest, path: Path) -> None:
-    area.command("refresh", path)
 
 
 @pytest.fixture
@@ -97,7 +92,7 @@ def test_an_unvisited_directory_can_be_renamed_and_visited_after_that(stranger: 
         assert (stranger.path / "other" / "deep" / "leaf").read_bytes() == b"leaf"
         stranger.settle()
         assert (stranger.pfs / "other" / "deep" / "leaf").read_bytes() == b"leaf" and not (stranger.pfs / "old").exists()
-        refresh(stranger, stranger.path)
+        stranger.command("refresh", stranger.path)
         assert os.listdir(stranger.path) == ["other"]
 
 
@@ -116,8 +111,8 @@ def test_strangers_changes_are_found_by_refresh(mount: Area) -> None:
     (mount.pfs / "file").write_bytes(b"changed by a stranger")
     (mount.pfs / "doomed").unlink()
     (mount.pfs / "dir" / "below").write_bytes(b"1")
-    refresh(mount, mount.path)
-    refresh(mount, mount.path / "dir")
+    mount.command("refresh", mount.path)
+    mount.command("refresh", mount.path / "dir")
     eventually((mount.path / "new").exists, what="a new name is seen")
     eventually(lambda: not (mount.path / "doomed").exists(), what="a vanished name is gone")
     eventually(lambda: (mount.path / "file").stat().st_size == 21, what="a changed size is seen")
@@ -132,11 +127,11 @@ def test_refresh_while_write_back_runs_takes_nothing_of_ours_away(mount: Area) -
         if number % 3 == 0:
             (mount.path / f"f{number}").rename(mount.path / f"g{number}")
         if number % 50 == 0:
-            refresh(mount, mount.path)
+            mount.command("refresh", mount.path)
     for _ in range(3):
-        refresh(mount, mount.path)
+        mount.command("refresh", mount.path)
     mount.settle()
-    refresh(mount, mount.path)
+    mount.command("refresh", mount.path)
     names = {f"g{number}" if number % 3 == 0 else f"f{number}" for number in range(300)}
     assert set(os.listdir(mount.path)) == names == set(os.listdir(mount.pfs))
     assert all((mount.path / name).read_bytes() == name[1:].encode() for name in names)
@@ -156,7 +151,7 @@ def test_a_user_may_read_what_the_pfs_lets_him_read(mount: Area) -> None:
     (mount.pfs / "closed").mkdir(parents=True)
     (mount.pfs / "closed" / "secret").write_bytes(b"s")
     os.chmod(mount.pfs / "closed", 0o700)
-    refresh(mount, mount.path)
+    mount.command("refresh", mount.path)
     eventually((mount.path / "closed").exists)
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "ls", str(mount.path / "closed")]
     assert subprocess.run(as_nobody, capture_output=True, check=False, timeout=60).returncode != 0

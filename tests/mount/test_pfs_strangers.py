@@ -1,5 +1,6 @@
 """P5, P6: strangers and ckptfs change the same tree on the PFS at the same time; nobody's last bytes go, and the two agree in the end."""
 
+import inspect
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from daemon_under_test import Area, DaemonUnderTest, deadline, eventually
 
 MIB = 1024 * 1024
+PREAMBLE = "import random, sys\nfrom pathlib import Path\n"
 
 
 def tree(root: Path) -> dict[str, bytes | str | None]:
@@ -105,6 +107,24 @@ def test_an_open_file_outlives_what_a_stranger_does(mount: Area) -> None:
     assert (mount.path / "file").read_bytes() == b"other"
 
 
+def act_at_random(root: Path, own: str, prefix: str, steps: int, seed: int) -> None:
+    """Make, replace, rename, delete and append in the directory `own` and in the common one."""
+    dice = random.Random(seed)
+    for step in range(steps):
+        area = root / dice.choice((own, "common"))
+        one, other = area / f"{prefix}{dice.randrange(12)}", area / f"{prefix}{dice.randrange(12)}"
+        act = dice.randrange(6)
+        if act < 3:
+            one.write_bytes(b"%d" % step * dice.randrange(2000))
+        elif act == 3 and one.exists():
+            one.rename(other)
+        elif act == 4:
+            one.unlink(missing_ok=True)
+        elif one.exists():
+            with open(one, "ab") as file:
+                file.write(b"appended")
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_at_random(make_daemon: Callable[..., DaemonUnderTest], seed: int) -> None:
     """A stranger and a user of the mount each do hundreds of things in directories of their own and in a common one."""
@@ -114,42 +134,10 @@ def test_at_random(make_daemon: Callable[..., DaemonUnderTest], seed: int) -> No
         for name in ("ours", "theirs", "common"):
             (daemon.path / name).mkdir()
         daemon.settle()
-        stranger = subprocess.Popen([sys.executable, "-c", _STRANGER, str(daemon.pfs), str(seed)])
-        dice = random.Random(seed)
-        for step in range(250):
-            area = daemon.path / dice.choice(("ours", "common"))
-            one, other = area / f"m{dice.randrange(12)}", area / f"m{dice.randrange(12)}"
-            act = dice.randrange(6)
-            if act < 3:
-                one.write_bytes(b"%d" % step * dice.randrange(2000))
-            elif act == 3 and one.exists():
-                one.rename(other)
-            elif act == 4:
-                one.unlink(missing_ok=True)
-            elif one.exists():
-                with open(one, "ab") as file:
-                    file.write(b"appended")
+        program = f"{PREAMBLE}{inspect.getsource(act_at_random)}act_at_random(Path(sys.argv[1]), 'theirs', 's', 400, int(sys.argv[2]))"
+        stranger = subprocess.Popen([sys.executable, "-c", program, str(daemon.pfs), str(seed + 1000)])
+        act_at_random(daemon.path, "ours", "m", 250, seed)
         assert stranger.wait(100) == 0
         expected = {name: path.read_bytes() for name in os.listdir(daemon.path / "ours") if (path := daemon.path / "ours" / name)}
         agree(daemon)
         assert tree(daemon.pfs / "ours") == expected
-
-
-_STRANGER = """
-import os, random, sys
-from pathlib import Path
-pfs, dice = Path(sys.argv[1]), random.Random(int(sys.argv[2]) + 1000)
-for step in range(400):
-    area = pfs / dice.choice(("theirs", "common"))
-    one, other = area / f"s{dice.randrange(12)}", area / f"s{dice.randrange(12)}"
-    act = dice.randrange(6)
-    if act < 3:
-        one.write_bytes(b"%d" % step * dice.randrange(2000))
-    elif act == 3 and one.exists():
-        one.rename(other)
-    elif act == 4:
-        one.unlink(missing_ok=True)
-    elif one.exists():
-        with open(one, "ab") as file:
-            file.write(b"appended")
-"""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
-from etcd_server import Etcd, free_ports, start_etcd
+from etcd_server import Etcd, node_options, start_etcd
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -16,10 +16,7 @@ Two = tuple[DaemonUnderTest, DaemonUnderTest]
 
 
 def node(etcd: Etcd, name: str) -> DaemonUnderTest:
-    return DaemonUnderTest(
-        cluster="test", etcd="+".join(etcd.addresses), node=name, pfs=None, nvme=None, ram="256M", insecure="true",
-        listen=f"127.0.0.1:{free_ports(1)[0]}",
-    )  # fmt: skip
+    return DaemonUnderTest(pfs=None, nvme=None, ram="256M", **node_options(etcd.joined, node=name))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.layout import ETCD, LabNode
 from ckptfs_client.lab.nodes import list_processes, list_processes_named, spawn
 from ckptfs_client.mounts import find
-from daemon_under_test import COMPLAINT, ENVIRONMENT, deadline, environment, eventually
+from daemon_under_test import COMPLAINT, ENVIRONMENT, ckptfs, deadline, environment, eventually
 
 PREFIX = "ckptfs-lab-"
 TEST_S = 300.0
@@ -120,12 +119,7 @@ class NodeUnderTest:
         return list_processes(network.get_namespace_path(self._node.plan, self.name))
 
     def command(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        result = subprocess.run(
-            [sys.executable, "-m", "ckptfs_client", *map(str, arguments)],
-            capture_output=True, text=True, timeout=WAIT_S, env=environment(), check=False,
-        )  # fmt: skip
-        assert not check or result.returncode == 0, f"ckptfs {arguments}: exit {result.returncode}\n{result.stdout}{result.stderr}"
-        return result
+        return ckptfs(*arguments, check=check, timeout=WAIT_S)
 
     def is_island(self) -> bool:
         """Whether it works by itself, and has something to tell the others."""
@@ -304,4 +298,12 @@ def lab(shared_lab: ClusterUnderTest, request: pytest.FixtureRequest) -> Iterato
     assert [line for line in shared_lab.complaints() if line not in known] == []
 
 
-__all__ = ["ClusterUnderTest", "NodeUnderTest", "eventually", "lab", "level", "limited", "make_lab", "shared_lab", "wait_for"]
+@pytest.fixture
+def places(lab: ClusterUnderTest, request: pytest.FixtureRequest) -> list[Path]:
+    """A directory of the test's own, as each node shows it."""
+    name = request.node.name
+    (lab[0].path / name).mkdir()
+    return [node.path / name for node in lab.nodes]
+
+
+__all__ = ["ClusterUnderTest", "NodeUnderTest", "eventually", "lab", "level", "limited", "make_lab", "places", "shared_lab", "wait_for"]

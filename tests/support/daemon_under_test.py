@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
+
 from ckptfs import procfs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,6 +60,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, **more}
 
 
+def ckptfs(*arguments: str | Path, check: bool = True, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run `ckptfs ARGUMENTS`; fails the test where `check` and the exit code is not 0."""
+    command = [sys.executable, "-m", "ckptfs_client", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(), check=False)
+    assert not check or result.returncode == 0, f"ckptfs {arguments}: exit {result.returncode}\n{result.stdout}{result.stderr}"
+    return result
+
+
 class DaemonUnderTest:
     """One `ckptfsd` with a mountpoint, a PFS, an NVMe and a state directory of its own. Options as of mount -o; None leaves one out."""
 
@@ -69,13 +79,8 @@ class DaemonUnderTest:
         for directory in (self.path, self.pfs, self.nvme, self.state):
             directory.mkdir()
         self.options: dict[str, str | Path | None] = {
-            "state": self.state,
-            "pfs": self.pfs,
-            "nvme": self.nvme,
-            "ram": "3G",
-            "data_path": data_path,
-            **options,
-        }
+            "state": self.state, "pfs": self.pfs, "nvme": self.nvme, "ram": "3G", "data_path": data_path, **options,
+        }  # fmt: skip
         self.env = env or {}
         self.log_file = self.root / "log"
         self.log_file.touch()
@@ -94,15 +99,9 @@ class DaemonUnderTest:
         command += [sys.executable, "-m", "ckptfs_daemon", self.name, str(self.path), "-o", options, "--ready-fd", str(child_end)]
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[child_end],
-                env=environment(**self.env),
-                cwd="/",
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[child_end], env=environment(**self.env), cwd="/",
                 start_new_session=True,
-            )
+            )  # fmt: skip
         os.close(child_end)
         with os.fdopen(ready, "rb") as pipe:
             answer = _read_until_end(pipe.fileno(), timeout).decode(errors="replace").strip()
@@ -134,7 +133,7 @@ class DaemonUnderTest:
         for pid in _pids(processes):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not any(_alive(pid) for pid in _pids(processes)), what="every process of the daemon has ended")
+        eventually(lambda: not any(procfs.is_running(pid) for pid in _pids(processes)), what="every process of the daemon has ended")
 
     def close(self) -> None:
         """End everything, by force where it must be, and delete the directory."""
@@ -220,17 +219,7 @@ class DaemonUnderTest:
             raise AssertionError(f"not settled within {timeout:.0f} s: {left}\n{self.tail()}") from None
 
     def command(self, *arguments: str | Path, check: bool = True, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-        """Run `ckptfs ARGUMENTS`; fails the test where `check` and the exit code is not 0."""
-        result = subprocess.run(
-            [sys.executable, "-m", "ckptfs_client", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=environment(),
-            check=False,
-        )
-        assert not check or result.returncode == 0, f"ckptfs {arguments}: exit {result.returncode}\n{result.stdout}{result.stderr}"
-        return result
+        return ckptfs(*arguments, check=check, timeout=timeout)
 
     # --- its log ------------------------------------------------------------------------------------------------------
 
@@ -249,6 +238,10 @@ class DaemonUnderTest:
         """WARNING, ERROR and Traceback lines of the log that no test announced."""
         found = [line for line in self.log.splitlines() if COMPLAINT.search(line)]
         return [line for line in found if not any(expected.search(line) for expected in self._expected)]
+
+
+DAEMONS = pytest.StashKey[list[DaemonUnderTest]]()
+"""The daemons of a test."""
 
 
 class Area:
@@ -304,10 +297,6 @@ def _read_until_end(fd: int, timeout: float) -> bytes:
 def _pids(processes: dict[str, Any]) -> list[int]:
     children = (processes.get(role, {}) for role in ("mount", "mover", "spare"))
     return [int(child["pid"]) for child in children if child.get("pid")]
-
-
-def _alive(pid: int) -> bool:
-    return procfs.is_running(pid)
 
 
 def _mounts_below(root: Path) -> list[str]:

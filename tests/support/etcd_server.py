@@ -33,6 +33,11 @@ def free_ports(count: int) -> list[int]:
         return [int(one.getsockname()[1]) for one in sockets]
 
 
+def node_options(etcd: str, cluster: str = "test", node: str = "one") -> dict[str, str]:
+    """Options that make a daemon a node of a cluster. `etcd`: addresses, joined by a plus sign."""
+    return {"cluster": cluster, "etcd": etcd, "node": node, "insecure": "true", "listen": f"127.0.0.1:{free_ports(1)[0]}"}
+
+
 class Member:
     """One server. It ends with this process, whatever happens."""
 
@@ -100,6 +105,10 @@ class Etcd:
     @property
     def addresses(self) -> tuple[str, ...]:
         return tuple(member.address for member in self.members)
+
+    @property
+    def joined(self) -> str:
+        return "+".join(self.addresses)
 
     def begin(self) -> "Etcd":
         """Start for the first time; when somebody takes a port meanwhile, again with others."""

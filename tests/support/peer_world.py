@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from ckptfs import digest, limits
 from ckptfs.clique import certificates
 from ckptfs.clique.certificates import Identity, RevocationList
@@ -137,6 +139,11 @@ class Keyring:
     def __call__(self, node: str) -> Identity:
         target = self.directory / node
         return certificates.load(target if target.exists() else certificates.issue(self.directory, node))
+
+
+@pytest.fixture(scope="module")
+def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    return Keyring(tmp_path_factory.mktemp("keys") / "ca")
 
 
 class PeerNode:

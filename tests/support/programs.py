@@ -1,11 +1,13 @@
 """Running real programs in tests, and comparing trees of files."""
 
+import errno
 import hashlib
 import os
 import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,9 @@ def need(*programs: str) -> None:
 def run(*command: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_S, env: dict[str, str] | None = None, code: int = 0) -> str:
     """Run a program and demand its exit code; what it printed, errors included."""
     result = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        timeout=timeout,
-        env={**os.environ, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+        [str(part) for part in command], cwd=cwd, timeout=timeout, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace", check=False,
+    )  # fmt: skip
     assert result.returncode == code, f"{' '.join(map(str, command))}: exit {result.returncode}\n{result.stdout[-4000:]}"
     return result.stdout
 
@@ -51,6 +45,12 @@ def with_mounts_of_its_own() -> list[str]:
     alone = ["unshare", "-m"]
     possible = subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0
     return alone if possible else [*alone, "--propagation", "unchanged"]
+
+
+def refusal(act: Callable[..., Any], *values: Any, **named: Any) -> str:
+    with pytest.raises(OSError) as refused:
+        act(*values, **named)
+    return errno.errorcode[refused.value.errno or 0]
 
 
 def tree(root: Path) -> dict[str, tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 `ensure_epoch` and `rebuild_if_lost` make sure that this catalog and the store know each other, and start a rebuild if the store has lost
 its data. `ReintegrationReader` reads what the resolver of a refused transaction needs. `StandbyLease` keeps the node's lease alive while
-the mover restarts (P8): it renews the lease only if the mover has been silent for `NODE_SILENT_S`, and for a limited time, because a node
+the mover restarts (P8): it renews the lease only if the mover has been silent for `STANDBY_AFTER_S`, and for a limited time, because a node
 without a mover serves no copies.
 
 Crash safety: a rebuild is recorded after all keys are marked dirty; until then the next process starts it again, which changes nothing in
