@@ -1,6 +1,7 @@
-"""How this node's catalog and the store of its cluster come to agree. In etcd is the truth that nodes share; the rows here are this
-node's cache of it, and what it has not told yet.
+"""Agreement of this node's catalog with the store of its cluster.
 
-`kinds` says which rows are which keys; `touching` marks what was changed here; `batch` makes one transaction of it; `outcome` takes what
-came of that; `applying` takes over what was read; `reading` says what a question depends on. Nothing here waits or speaks to the network.
+The store holds the truth that nodes share. The rows of this catalog cache it, and hold changes that are not published yet.
+
+`keys` maps rows to keys and values; `key_state` marks changes; `commit` builds transactions and records their outcome; `conflict` resolves
+rejected ones; `read` loads what a question depends on. Nothing in this package waits or uses the network directly.
 """

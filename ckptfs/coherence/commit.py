@@ -1,9 +1,14 @@
-"""Makes of touched keys one transaction of the store: what is compared, what is put and deleted, and what is read instead when that fails.
+"""One transaction of the store, built from dirty keys: compares, puts and deletes, and reads in case of a conflict.
 
-Changes go whole and in their order as long as they fit. What keeps the shared tree whole: a name is put where its directory exists; the
-last name that the store has of an inode is not deleted while it has another here; a directory goes when it is empty there; one that moves
-does so only while all its new ancestors stay where they are (no loops).
-If we die here: nothing was changed; what was sent and not noted is recognised by this node's own key `w/`.
+Changes are sent whole and in order, as many as fit.
+
+Invariants, which keep the shared tree consistent:
+- A name is put only if its directory exists.
+- The last name of an inode in the store is not deleted while the inode has another name on this node.
+- A directory is deleted only if it is empty in the store.
+- A directory is moved only while all its new ancestors stay in place (no loops).
+
+Crash safety: nothing is changed. A transaction that was sent but not recorded is recognised by this node's own key `w/`.
 """
 
 import stat

@@ -1,13 +1,10 @@
-"""Brings a refused batch and what the store has together, so that the next batch can pass.
+"""Outcomes of transactions: successes are recorded, conflicts resolved so that the next transaction can succeed.
 
-A name that another node changed first: the changes here that have to do with it are taken back, with every touched name of the same
-inodes. Attributes are merged. An inode that is gone there is gone here.
-If we die here: it happens inside one change of the catalog.
-
-Takes what came of a batch: notes what was told, or has a refusal settled. What was told but whose answer was lost is recognised by this
+If another node changed a name first, the changes of this node that involve the name are undone, with every dirty name of the same inodes.
+Attributes are merged. An inode that is gone in the store is deleted in the catalog. A commit whose response was lost is recognised by this
 node's own key.
 
-If we die here: one change of the catalog, whole or not at all; of a success that was not noted the next process hears by that key.
+Crash safety: an outcome is applied in one transaction of the catalog. The next process recognises an unrecorded success by that key.
 """
 
 from collections.abc import Callable

@@ -1,19 +1,13 @@
-"""Owns the table `touched_key`: which shared keys were changed here and not told to the store yet, and in which order.
+"""The state of shared keys on this node: dirty keys, cached values, and whether the node is disconnected.
 
-TEMP triggers on each connection of a node in a cluster mark them, in the transaction of the change itself; nobody can forget to. They are
-quiet while what others did is being applied. A row is one key in one change, by the change's number; a key that is changed again while it
-is on its way has a later row, and stays touched.
-If we die here: the marks are there exactly when the change is.
+- `dirty_key`: keys that changed and are not published, in order. TEMP triggers on each connection mark them in the transaction of the
+  change; they are off while changes of other nodes are applied. A row is a key in one change. A key that changes again during its commit
+  gets a later row and stays dirty.
+- `cached_key`: revision and value that the store last had for each shared key with rows. The rows equal the cached value, or the key is
+  dirty. A key without a row counts as missing; the compares of a commit detect a mistake.
+- Disconnected: the node cannot reach the store and continues with its catalog. `reintegrate` resolves the result.
 
-Owns the table `seen_key`: the revision and value that the store had last for each shared key that there are rows for.
-
-Invariant: rows say what the seen value says, or their key is touched. A key without a row here is one that, as far as we know, does not
-exist; who believes so wrongly finds out when the store compares.
-If we die here: it changes in the transaction that changes the rows.
-
-Owns whether this node is an island: it cannot reach the store, and goes on with what it knows. How that is settled is island.py's.
-
-If we die here: the next process reads it.
+Crash safety: marks and cached values change in the transaction of the rows. The next process reads the state.
 """
 
 import contextlib

@@ -1,14 +1,10 @@
-"""Which rows of the catalog are shared, under which keys, and as which values: the one table of it. Values are compact JSON.
+"""Shared rows of the catalog: their keys in the store, and their values in compact JSON.
 
-A key is (kind, number, name): in the store `kind/number in 16 hex digits`, and `/name` where the kind has names. A row that others must not
-see any more (an inode without a name, a content that goes) has no value.
-If we die here: nothing is kept.
+A key is (kind, number, name): `kind/number in 16 hex digits`, followed by `/name` if the kind has names. A row that other nodes must no
+longer see (an inode without names, a deleted content) has no value.
 
-The values of what nodes share about their PFS: what it shows of an inode (`f/`), what is under a name there (`x/`), and what each node
-still has to tell it (`j/<node>/<catalog>-<row>`).
-
-A value of `x/` with `by` is an intention: that node is about to change what the PFS shows under this name. Digests of blocks stay at home.
-If we die here: nothing is kept.
+Kinds of the PFS: `f/` is what the PFS shows of an inode, `x/` what it shows under a name, `j/<node>/<catalog>-<row>` what a node still
+has to write back. A value of `x/` with `by` is an intent: that node is about to change the name on the PFS. Block digests are not shared.
 """
 
 import base64

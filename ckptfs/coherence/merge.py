@@ -1,9 +1,8 @@
-"""How two changes of one value become one: pure. `base` is what both began with, `ours` what it is here, `theirs` what the store has.
+"""Merge of two changes of one value: pure. `base` is the common ancestor, `ours` this node's value, `theirs` the store's.
 
-A field is ours where we changed it, else theirs; names are a set, subdirectories a count; what is the file's bytes (content, generation,
-size, time of change) goes together, and is that of who wrote it; of two who did, that of who did it last: whoever writes it here just
-now, else by the time of change. What is told after the death of this node may be old. What the others miss no more, because it is told with
-what was written upon it, is not said to be missed.
+A field is ours if this node changed it, else theirs. Names merge as a set, subdirectories as a count. Content, generation, size and mtime
+of a file stay together and belong to the last writer: the node that writes the file now, else the one with the later mtime. A row that is
+published after the death of this node may be old. A salvage record is dropped if it is published with the data that replaced it.
 """
 
 import json

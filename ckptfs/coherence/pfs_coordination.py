@@ -1,21 +1,17 @@
-"""What the store says now of all that some rows of a journal are about: names and inodes, and what the PFS shows of them and where.
+"""Write-back and scans of several nodes on one PFS.
 
-Inodes, contents and what is on the PFS go into the catalog as they are read; what is gone there is only noted here, for it is the mount
-that takes names away. Everything that was read has its revision: who acts on it compares that.
-If we die here: what was read is in the catalog, or is read again.
+- `StoreSnapshot` loads what the store says of the names and inodes in journal rows, and of what the PFS shows of them. Inodes, contents
+  and PFS states are recorded in the catalog as they are read; deletions are only noted, since the mount process removes names. All reads
+  keep their revisions, which later transactions compare.
+- A batch is announced before the PFS is touched, and settled when the PFS shows it. An intent under `x/` names the node that changes a
+  name and the state that it will show; `f/` names the node that adds or removes names of an inode. An announcement succeeds only while
+  everything that the batch was planned on is unchanged. So two nodes never change one name, and no node publishes a name that another one
+  has removed. The intent of a dead node is resolved by the node that needs the name, from what the PFS shows.
+- A scan reads the store after the PFS listing. So it sees the name or the intent of every entry that another node made or is about to make;
+  nodes import each external name once.
 
-How write-back of several nodes works on one PFS: a batch is announced before the PFS is touched, and settled when the PFS shows it.
-
-Announced is every name that changes: `x/` says who is about to change it and what it will show then, and every inode that gets or loses a
-name: `f/` says who is at it. The announcement passes only while
-all that the batch was planned on is as it was read; so no two nodes ever act on one name, and nobody publishes a name that another has
-taken away. What an intention says of a node that is gone is settled by whoever needs the name, by what the PFS shows.
-If we die here: the batch is in the catalog with its intentions in the store; the next mover finds out by them how far it came.
-
-What a visit asks of the store, so that nodes which visit one directory import every name once, and none that a node of theirs made.
-
-A listing is older than what is read here: whatever another node was about to show there then has its name or an intention in the store.
-If we die here: what was read is in the catalog.
+Crash safety: reads are in the catalog or are repeated. A batch is in the catalog and its intents are in the store; the next mover finds
+out how far it came.
 """
 
 import stat

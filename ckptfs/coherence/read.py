@@ -1,13 +1,10 @@
-"""Which keys a question depends on: what must be read of the store before the rows here may answer it. Reads only.
+"""Reads of the store: which keys a question depends on, how results enter the catalog, and how the cache stays bounded.
 
-Takes over what was read of the store: never over a change of this node that was not told, never back to something older.
+Results never overwrite unpublished changes of this node or newer values. Eviction forgets rows of other nodes that are needed least; the
+store has them all. Rows stay if they are open, held, dirty or still to be written back to the PFS, and if this node made them. A
+directory is evicted after its entries.
 
-If we die here: one change of the catalog, whole or not at all.
-
-Keeps the cache bounded: what this node remembers of other nodes' files, and needs least, it forgets. The store knows it all.
-
-What is open, held, marked, or to be told to the PFS here stays, and so do this node's own inodes; a directory goes after what was in it.
-If we die here: one change of the catalog; whoever asks for what was forgotten reads it again.
+Crash safety: each result is one transaction of the catalog; evicted rows are read again on demand.
 """
 
 from collections import OrderedDict

@@ -1,9 +1,10 @@
-"""Settles what several nodes tell a store that has lost its data: each tells all that it knows, and what they know differs in age.
+"""Rebuild of a store that lost its data: each node publishes all that it knows, of different ages.
 
-What the lost store said later is the newer one (`lost.was`): a name that it led elsewhere later leads there, an inode has the names that it
-had last. What was changed since the loss is newer than all that; where both changed it, it is settled as after an island. The bytes of a
-file are those of its latest generation, whoever tells the rest. What one node deleted and another still knows is there again.
-If we die here: it happens inside one change of the catalog.
+The value that the lost store had last is the newer one (its prior revision): it decides where a name leads and which names an inode has.
+Changes since the loss are newer still; if two nodes changed the same row, they are resolved as after a disconnection. The bytes of a file
+are those of its latest generation. A row that one node deleted and another still knows reappears.
+
+Crash safety: everything is one change of the catalog.
 """
 
 import stat

@@ -1,10 +1,14 @@
-"""Settles what a node did while it could not reach the store: applications were told that it is done, so nothing of it may be lost.
+"""Reintegration of a node that could not reach the store. Its applications saw success, so no change may be lost.
 
-Two files of one name: the one that was closed later has it, the other stays beside it as `NAME.ckptfs-conflict-NODE-N`. Directories that
-both made are one. What was deleted there and written here comes back, with the directories above it, as `/.ckptfs-island-NODE-N` where it
-had no name here. What was deleted here and written there stays. A file that both wrote becomes two. What cannot be (a directory inside
-itself, one removed here and used there, one moved to two places) is taken back.
-If we die here: it happens inside one change of the catalog; a bytes' file that got a second name has no row then, and is swept.
+- Two files of one name: the one that was closed later keeps it, the other becomes `NAME.ckptfs-conflict-NODE-N`.
+- Directories that both sides made are merged.
+- A file that was deleted by others and written on this node is restored, with its directories; as `/.ckptfs-island-NODE-N` if it has no
+  name.
+- A file that was deleted on this node and written by others stays.
+- A file that both sides wrote becomes two files.
+- Impossible changes are undone: a directory inside itself, one that was removed on this node and used by others, one that was moved twice.
+
+Crash safety: everything is one change of the catalog. A second file that was linked for a content has no row then and is swept.
 """
 
 import stat

@@ -1,9 +1,10 @@
-"""Owns `inode.missed` here: what the store was told of a file that shows a former content becomes rows, and what was missed becomes a file.
+"""Salvage records (`inode.salvaged`): files that show a previous generation because the newest one is lost.
 
-`missed` is JSON: `content` and `generation` are what the file should hold, `node` wrote it, `mtime_ns` is the file's time with it; `shows`
-and `shown` are the content and generation that it shows instead, without a content when that is what the PFS shows. Whoever writes the file
-leaves it, so that the writer finds its own.
-If we die here: SQLite undoes the unfinished change; the store has it all, and who asks for the file reads it again.
+The record is JSON: `content` and `generation` are what the file should hold, written by `node`, with the mtime `mtime_ns`. `shows` and
+`shown` are the content and generation that it shows instead; without a content the PFS shows it. Other writers of the file leave the
+record, so that the node that returns finds its own data.
+
+Crash safety: SQLite rolls the change back; the store has all records.
 """
 
 import time

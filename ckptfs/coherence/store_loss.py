@@ -1,21 +1,15 @@
-"""Owns the table `lost_key`: what the store said of a key before it lost its data, until it has been told again.
+"""Loss of the store's data: detection by its epoch, and keys that must be published again.
 
-`was` = [turn of that store, revision there] orders what several nodes knew: it goes into the store with the value, and of two values that
-nobody changed since, the one with the higher `was` is the newer one. A key that was changed here and not told when the store was lost, or
-that is changed here before it was told again, has no `was`: it is newer than all.
-If we die here: `begin` is one change of the catalog; what it marked is told by the next process.
+- The key `epoch` has a random id and a turn, which counts the losses of this cluster's store. The node that joins an empty store writes
+  it. A store with another epoch or none, or at an earlier revision than before, is not the one that this catalog knows.
+- `EpochCheckedStore` reads the epoch with every question and compares it in every change, without additional round trips. A response that
+  is older than a revision known at its request comes from a store that was set back. Both raise StoreLost.
+- `resend_key` has the last known value of each key until it is published again. Its prior revision `was` = [turn, revision] orders the
+  knowledge of several nodes: of two values that did not change since, the one with the higher `was` is newer. A key that was dirty at the
+  loss, or changes before it is published again, has no `was`: it is newer than all.
 
-Owns what this catalog remembers of the store that it shares: which one that is, and how far it had come.
-
-Whoever joins an empty store writes the key `epoch` into it: a random id, and its turn, which counts how often the cluster's store was lost.
-A store with another epoch or none, or one that is at an earlier revision than it was, is not the one that this catalog knows.
-If we die here: each change is one transaction of the catalog; what was not remembered of the last seconds is found by the node's own key.
-
-A way to the shared store that makes sure that it still is the one that the catalog knows: any other one does not answer.
-
-Every question reads the epoch as well, every change compares it; no round trip is added. An answer that was asked for when the store was
-known to be at some revision and is older than that comes from a store that was set back. Both raise StoreLost.
-If we die here: nothing is kept here; what the catalog remembers is in `ckptfs.catalog.epoch`.
+Crash safety: each step is one transaction of the catalog; the next process continues. Seconds that were not recorded are recognised by the
+node's own key.
 """
 
 import json
